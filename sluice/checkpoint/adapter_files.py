@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from sluice.errors import CheckpointError
 from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, merged
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 ADAPTER_FOLDER = "lora_adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_READABLE = 0o644
 # Settings of peft that change what an adapter computes, and the values that change nothing.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -144,8 +143,8 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     named = {f"{_PREFIX}{n}": one.contiguous() for n, one in adapter.tensors.items()}
-    save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    (folder / ADAPTER_WEIGHTS).chmod(_READABLE)  # safetensors lets only the owner read it
+    # Not by save_file: of a full disk it makes another error than OSError.
+    (folder / ADAPTER_WEIGHTS).write_bytes(save(named, metadata={"format": "pt"}))
 
 
 def read_adapter(folder: Path) -> Adapter:

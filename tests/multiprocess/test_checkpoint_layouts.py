@@ -179,3 +179,26 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint_to_resume_fr
         "global_step_2",
         "latest_checkpointed_iteration.txt",
     ]
+
+
+@pytest.mark.parametrize(
+    ("rank", "refused", "adapters"),
+    [
+        (0, "model.safetensors.index.json", None),
+        (0, "model-00001-of-00002.safetensors", None),
+        (1, "model-00002-of-00002.safetensors", None),
+        (1, "huggingface", {"lora_rank": 3}),
+        (0, "adapter_model.safetensors", {"lora_rank": 3}),
+    ],
+)
+def test_a_rank_that_cannot_make_its_file_ends_the_save_of_all_and_training_may_continue(
+    rank: int, refused: str, adapters: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model")
+    refuses = (rank, refused)
+    with trainer(model, 2, adapters=adapters, refuses=refuses, **settings({})) as ranks:
+        ranks[0].command("train 1")
+        error = ranks[0].command(f"save {tmp_path / 'actor'}")["error"]
+        assert refused in error if rank == 0 else error.startswith("trainer rank 1 could not write")
+        assert "actor/grad_norm" in ranks[0].command("train 2")
+        assert [one.finish() for one in ranks] == [0, 0]

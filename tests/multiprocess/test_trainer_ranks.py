@@ -102,6 +102,7 @@ def trainer(
     adapters: dict[str, Any] | None = None,
     dies_in_exchange: int = 0,
     holds: Path | None = None,
+    refuses: tuple[int, str] | None = None,
     **actor: Any,
 ) -> Iterator[list[Rank]]:
     with socket.socket() as probe:
@@ -118,6 +119,7 @@ def trainer(
         "adapters": adapters,
         "dies_in_exchange": dies_in_exchange,
         "holds": holds and str(holds),
+        "refuses": refuses,
     }
     with ExitStack() as stack:
         ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]

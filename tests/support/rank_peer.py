@@ -2,13 +2,13 @@
 
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
-``weights FILE``, ``save FOLDER`` (answers with the memory it took), ``load FOLDER``, ``publish
-VERSION`` (to a replica in this process; answers with what arrived), ``fail READER`` (at its first
-tensor), ``uniform STEP`` (trains on a batch whose last groups have no advantages), ``begin
-FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside other commands), ``resume
-FOLDER`` (from the latest of a run; answers with its step); the end of input stops all ranks, which
-then answer with the bytes that they hold. Every answer is one line of JSON; an error ends the
-process with its text as the last line.
+``weights FILE``, ``save FOLDER`` (answers with the memory it took, or with the error), ``load
+FOLDER``, ``publish VERSION`` (to a replica in this process; answers with what arrived), ``fail
+READER`` (at its first tensor), ``uniform STEP`` (trains on a batch whose last groups have no
+advantages), ``begin FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside other
+commands), ``resume FOLDER`` (from the latest of a run; answers with its step); the end of input
+stops all ranks, which then answer with the bytes that they hold. Every answer is one line of JSON;
+an error ends the process with its text as the last line.
 """
 
 from __future__ import annotations
@@ -166,6 +166,19 @@ def hold(file: Path) -> None:
     mock.patch.object(sharded_state.TensorFile, "append", held).start()
 
 
+def refuse(name: str) -> None:
+    """Let this rank make no file and no folder of this name."""
+    for method in ("open", "mkdir"):
+        original = getattr(Path, method)
+
+        def refused(path: Path, *arguments: Any, make: Any = original, **options: Any) -> Any:
+            if path.name == name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return make(path, *arguments, **options)
+
+        mock.patch.object(Path, method, refused).start()
+
+
 def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> object:
     if command == "train":
         step = int(argument)
@@ -178,8 +191,11 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         leader.save(folder)
         save_file(saved_weights(folder), argument)
     elif command == "save":
-        with LiveBytes() as live:
-            leader.save(Path(argument))
+        try:
+            with LiveBytes() as live:
+                leader.save(Path(argument))
+        except OSError as error:
+            return {"error": str(error)}
         return {"most": live.most}
     elif command == "load":
         leader.load(Path(argument))
@@ -234,12 +250,15 @@ def run(
     adapters: dict[str, object] | None = None,
     dies_in_exchange: int = 0,
     holds: str | None = None,
+    refuses: tuple[int, str] | None = None,
 ) -> None:
     if holds is not None:
         hold(Path(holds))
     parallel: DataParallel = DataParallel()
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
+    if refuses is not None and parallel.rank == refuses[0]:
+        refuse(refuses[1])
     for module, name in ((learner_module, "stream_rows"), (trained_model, "write_model")):
         small = partial(getattr(module, name), bucket_bytes=BUCKET_BYTES)
         mock.patch.object(module, name, small).start()

@@ -202,10 +202,12 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
             for _ in learner.stream(only_trained=bool(header["only_trained"])):
                 pass
         elif kind is CommandKind.SAVE:
-            work = learner.begin_save(Path(header["directory"]))
-            saved = saving.submit(partial(_save, work))
-            if not learner.saves_aside:
-                saved.result()
+            directory = Path(header["directory"])
+            # No name holds the work: it has a copy of this rank's parts.
+            if learner.saves_aside:
+                saving.submit(partial(_save_aside, learner.begin_save(directory)))
+            else:
+                _save(learner.begin_save(directory))
 
 
 def _save(work: Callable[[], None]) -> None:
@@ -213,6 +215,13 @@ def _save(work: Callable[[], None]) -> None:
         work()
     except OSError as error:  # rank 0 hears of it, and ends the run
         logger.error("the checkpoint cannot be written: %s", error)  # noqa: TRY400 - no bug here
+
+
+def _save_aside(work: Callable[[], None]) -> None:
+    try:
+        _save(work)
+    except Exception:  # nothing waits for it, and rank 0 sees only that this rank is missing
+        logger.exception("the checkpoint cannot be written")
 
 
 def join_ranks(config: RunConfig) -> DataParallel:

@@ -129,8 +129,12 @@ class LearnerThread:
         """Complete a checkpoint, then stop the other ranks, after the running work."""
         try:
             await self.saved()
-        except SluiceError as error:
-            logger.warning("the last checkpoint is not complete: %s", error)
+        except Exception as error:
+            logger.warning(
+                "the last checkpoint is not complete: %s",
+                error,
+                exc_info=None if isinstance(error, SluiceError) else error,
+            )
         try:
             await self._run(self._leader.stop)
         except SluiceError as error:  # an earlier call has already raised the cause

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import threading
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.learner.rank_command import follow
 from services.trainer.loop.learner_thread import LearnerThread
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress, TrainBatch
@@ -26,7 +31,7 @@ class Leader:
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
-        self.fails = False
+        self.failure: Exception | None = None
         self.did: list[str] = []
 
     def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
@@ -38,8 +43,8 @@ class Leader:
 
         def write() -> None:
             assert self.may_write.wait(WAIT_S)
-            if self.fails:
-                raise OSError("no space left")
+            if self.failure is not None:
+                raise self.failure
             folder.mkdir()
             (folder / "weights").write_text("w", encoding="utf-8")
             self.did.append("write")
@@ -102,7 +107,7 @@ async def test_a_save_that_fails_ends_the_next_step_and_leaves_the_former_checkp
         leader.may_write.set()
         await learner.save(1, DataProgress(0))
         await learner.saved()
-        leader.fails = True
+        leader.failure = OSError("no space left")
         await learner.save(2, DataProgress(0))
         with pytest.raises(CheckpointError, match=r"step 2 cannot .* \(no space left\)"):
             await learner.saved()
@@ -120,3 +125,83 @@ async def test_the_end_of_the_run_completes_a_checkpoint_before_the_ranks_stop(
         await learner.save(1, DataProgress(0))
     assert leader.did == ["copy", "write", "stop"]
     assert latest_step(tmp_path) == 1
+
+
+async def test_a_checkpoint_that_fails_in_any_way_does_not_keep_the_ranks_from_stopping(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader = Leader()
+    leader.failure = RuntimeError("a bug")
+    async with running(leader, tmp_path) as learner:
+        await learner.save(1, DataProgress(0))
+    assert leader.did == ["copy", "stop"]
+    assert "the last checkpoint is not complete: a bug" in caplog.text
+
+
+class Copies:
+    """What a save holds on the host."""
+
+
+class Following:
+    """A rank above 0 without a model; its saves do as `write` says."""
+
+    def __init__(self, write: Callable[[], None], *, saves_aside: bool) -> None:
+        self.saves_aside = saves_aside
+        self.write = write
+        self.copies: list[weakref.ref[Copies]] = []
+        self.was_freed = False
+
+    def begin_save(self, _: Path) -> Callable[[], None]:
+        copies = Copies()
+        self.copies.append(weakref.ref(copies))
+
+        def write() -> None:
+            assert copies is not None
+            self.write()
+
+        return write
+
+    def load(self, _: Path) -> None:
+        """Wait until the copies of the last save are gone."""
+        ends_s = time.monotonic() + WAIT_S / 3
+        while not self.was_freed and time.monotonic() < ends_s:
+            time.sleep(0.01)
+            self.was_freed = self.copies[-1]() is None
+
+
+class Commands:
+    """Rank 0's, one after the other."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = list(kinds)
+
+    def broadcast_bytes(self, *_: object) -> bytes:
+        header = json.dumps({"kind": self._kinds.pop(0), "directory": "folder"}).encode()
+        return len(header).to_bytes(4, "little") + header
+
+
+def test_a_follower_frees_its_copies_once_they_are_written() -> None:
+    learner = Following(lambda: None, saves_aside=True)
+    follow(cast("Any", learner), cast("Any", Commands("save", "load", "stop")))
+    assert learner.was_freed
+
+
+@pytest.mark.parametrize("failure", [OSError("no space left"), RuntimeError("a bug")])
+def test_a_followers_log_says_why_it_did_not_write(
+    failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write() -> None:
+        raise failure
+
+    learner = Following(write, saves_aside=True)
+    with caplog.at_level(logging.ERROR):
+        follow(cast("Any", learner), cast("Any", Commands("save", "stop")))
+    assert "the checkpoint cannot be written" in caplog.text
+    assert str(failure) in caplog.text
+
+
+def test_a_save_that_training_waits_for_sends_from_the_thread_of_all_other_commands() -> None:
+    threads: list[threading.Thread] = []
+    learner = Following(lambda: threads.append(threading.current_thread()), saves_aside=False)
+    follow(cast("Any", learner), cast("Any", Commands("save", "stop")))
+    assert threads == [threading.current_thread()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from services.trainer.learner.model.lora import (
 )
 from services.trainer.learner.model.sharding import idle_micro_batch
 from services.trainer.learner.ranks import DataParallel
+from sluice.checkpoint.adapter_files import Adapter, write_adapter
 from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
 from sluice.checkpoint.source import find_source
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -259,3 +261,14 @@ def test_merging_without_the_adapted_model_says_where_its_folder_is_named(
     with pytest.raises(CheckpointError, match=r"model in 'gone'.*as base_model_name_or_path into"):
         merge_checkpoint(find_source(tmp_path), tmp_path / "out", MergeOptions(), lambda *_: None)
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_on_a_full_disk_fail_with_the_error_that_ends_a_save(tmp_path: Path) -> None:
+    tensors = {"layer.lora_A.weight": torch.ones(1, 1 << 18)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_adapter(tmp_path, Adapter(1, 1.0, tensors, "base"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -21,6 +21,7 @@ from services.trainer.learner.model.recompute import (
     recompute_layers,
 )
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sharded_state import StateFiles
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.reference import ReferencePolicy
 from sluice.config.loading.loader import load_config
@@ -79,6 +80,7 @@ def test_moments_on_the_host_give_the_same_weights_and_checkpoints(
         assert min(moment_bytes(usual)) > 0
     for learner in (usual, offloaded):
         learner.save(tmp_path / str(learner is usual) / "actor")
+    assert set(moment_bytes(offloaded)) == {0}
     found, expected = (one._optimizer.state_tensors() for one in (offloaded, usual))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], one) for name, one in expected.items())
@@ -92,6 +94,25 @@ def test_moments_on_the_host_give_the_same_weights_and_checkpoints(
     for learner in (offloaded, resumed):
         found = weights(learner)
         assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_a_resume_brings_the_moments_of_one_parameter_at_a_time_to_the_device(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(folder, optimizer_offload=True)
+    learner.train_step(make_batch(), 1)
+    learner.save(tmp_path / "actor")
+    fill = StateFiles.fill
+    held: list[int] = []  # of the parameters before
+
+    def noting(state: StateFiles, *arguments: Any) -> None:
+        held.append(sum(moment_bytes(learner)))
+        fill(state, *arguments)
+
+    monkeypatch.setattr(StateFiles, "fill", noting)
+    learner.load(tmp_path / "actor")
+    assert set(held) == {0}
+    assert len(held) > 10
 
 
 def overrides(**keys: Any) -> TransformerOverrides:

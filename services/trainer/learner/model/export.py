@@ -86,11 +86,14 @@ def write_model(
     buckets = [list(cut_buckets(directory, file.parameters, bucket_bytes)) for file in files]
     if parallel.rank == 0 and len(files) > 1:
         _write_index(folder, files)
+    # A rank that cannot open its file must not leave the others in an exchange: hence a part here.
     if parallel.rank >= len(files):
+        yield
         yield from _exchange(buckets, parts, directory, parallel, None)
         return
     name = file_name(_STEM, parallel.rank, len(files))
     with TensorFile(folder / name, files[parallel.rank].tensors) as file:
+        yield
         yield from _exchange(buckets, parts, directory, parallel, file)
 
 

@@ -49,6 +49,17 @@ class HostMemory:
                 own.untyped_storage().resize_(copy.numel())
                 _bytes(own).copy_(copy)
 
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor: where it is, or of one that is away the copy.
+
+        It is valid until the tensor is next moved or changed.
+        """
+        own = _local(tensor)
+        if id(tensor) not in self._copies:
+            return own
+        _, copy = self._copies[id(tensor)]
+        return copy.view(own.dtype).as_strided(own.shape, own.stride(), own.storage_offset())
+
     @contextmanager
     def without(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Keep tensors on the host inside the block."""

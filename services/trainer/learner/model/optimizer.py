@@ -225,13 +225,12 @@ class PolicyOptimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """Return AdamW's moments and counts as ``<parameter name>.<moment>``; empty before a step.
 
-        A sharded parameter has equally sharded moments. They stay on the device until the next
-        step.
+        Of a sharded parameter they are this rank's part. Moments on the host are read there. The
+        next step changes all of them.
         """
-        if self._host is not None:
-            self._host.bring_back(self._moments(self._named.values()))
+        host = self._host or HostMemory()
         return {
-            f"{name}.{moment}": self._adamw.state[parameter][moment]
+            f"{name}.{moment}": host.read(self._adamw.state[parameter][moment])
             for name, parameter in self._named.items()
             for moment in MOMENTS
             if parameter in self._adamw.state
@@ -257,8 +256,8 @@ class PolicyOptimizer:
                 moment: self._loaded(f"{name}.{moment}", state, parameter, moment)
                 for moment in MOMENTS
             }
-        if self._host is not None:
-            self._host.move_out(self._moments(self._named.values()))
+            if self._host is not None:  # one by one: the device may not have memory for all
+                self._host.move_out(self._moments([parameter]))
 
     def _loaded(self, key: str, state: StateFiles, parameter: nn.Parameter, moment: str) -> Tensor:
         shape, dtype = state.spec(key)

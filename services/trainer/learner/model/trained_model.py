@@ -177,6 +177,7 @@ class PolicyState:
         yield from write_model(folder, self._model, self._weights, self._places, parallel)
 
     def _write_adapters(self, folder: Path, parallel: DataParallel) -> Iterator[None]:
+        yield  # a rank without the folder must not leave the others in an exchange
         places = {name: self._places[name] for name in self._weights}
         rows = stream_rows(self._weights, places, parallel, "gathering adapters")
         whole: dict[str, list[Tensor]] = {}
