@@ -263,11 +263,11 @@ class PolicyOptimizer:
         shape, dtype = state.spec(key)
         if moment == "step":
             own = torch.zeros((), dtype=dtype, device=parameter.device)
-        elif shape == parameter.shape:
+        elif shape == parameter.shape and dtype.is_floating_point:
             own = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             raise CheckpointError(
-                f"optimizer state {key} has shape {tuple(shape)}, the model "
+                f"optimizer state {key} has shape {tuple(shape)} and {dtype}, the model "
                 f"{tuple(parameter.shape)}; resume with the model that was trained"
             )
         state.fill(local_part(own), key, place(own)[0])
