@@ -35,10 +35,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
-from services.trainer.learner import sharded_state
+from services.trainer.learner import sequence_share, sharded_state
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model import experts as experts_module
 from services.trainer.learner.model import trained_model
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
@@ -208,7 +207,7 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
 
 def dying(calls: int) -> Callable[..., torch.Tensor]:
     """An exchange of rows that kills this process instead of its call of this number."""
-    exchange, counts = experts_module._all_to_all, count(1)
+    exchange, counts = sequence_share._exchanged, count(1)
 
     def exchanged(*arguments: Any) -> torch.Tensor:
         if next(counts) == calls:
@@ -269,7 +268,7 @@ def run(
     if recomputes:
         config = recomputing(config)
     if dies_in_exchange and parallel.rank == parallel.world_size - 1:
-        mock.patch.object(experts_module, "_all_to_all", dying(dies_in_exchange)).start()
+        mock.patch.object(sequence_share, "_exchanged", dying(dies_in_exchange)).start()
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"

@@ -22,7 +22,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor, and the ranks that hold it, in rising order."""
 
     offset: Sizes
@@ -39,7 +39,7 @@ class Placed:
 
     shape: Sizes
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     is_scalar: bool = False
 
     @property
@@ -123,7 +123,7 @@ def exchange_places(tensors: Mapping[str, Tensor], parallel: DataParallel) -> Di
             )
             if math.prod(size):
                 holders.setdefault((offset, size), []).append(rank)
-        pieces = tuple(Piece(o, s, tuple(ranks)) for (o, s), ranks in sorted(holders.items()))
+        pieces = tuple(TensorPiece(o, s, tuple(ranks)) for (o, s), ranks in sorted(holders.items()))
         if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
             raise ConfigError(
                 f"{name}: the ranks' parts {[(p.offset, p.shape) for p in pieces]} do not make "
@@ -145,7 +145,7 @@ def is_held(directory: Directory, rank: int) -> bool:
 def held_by_all(tensor: Tensor, world_size: int) -> Placed:
     """Return the entry of a tensor that every rank holds whole."""
     shape = lined(tensor.shape)
-    whole = Piece((0,) * len(shape), shape, tuple(range(world_size)))
+    whole = TensorPiece((0,) * len(shape), shape, tuple(range(world_size)))
     return Placed(shape, tensor.dtype, (whole,), is_scalar=not tensor.ndim)
 
 

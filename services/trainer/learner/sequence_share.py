@@ -68,7 +68,7 @@ class SequenceShare:
 
         """
         parts = [self._cut_heads(states) for states in (query, key, value)]
-        exchanged = _exchange(torch.cat(parts, dim=2), self.group)
+        exchanged = all_to_all(torch.cat(parts, dim=2), self.group)
         tokens = exchanged.flatten(0, 1)[:num_tokens]
         return [
             part.transpose(0, 1).unsqueeze(0)
@@ -79,7 +79,7 @@ class SequenceShare:
         """Return this rank's tokens of all heads from all tokens [1, T, heads / size, dim]."""
         padding = -attended.shape[1] % self.size
         tokens = torch.nn.functional.pad(attended.squeeze(0), (0, 0, 0, 0, 0, padding))
-        exchanged = _exchange(tokens.unflatten(0, (self.size, -1)), self.group)
+        exchanged = all_to_all(tokens.unflatten(0, (self.size, -1)), self.group)
         return exchanged.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def whole_tokens(self, values: Tensor, own: Tensor, num_values: int) -> Tensor:
@@ -135,35 +135,56 @@ def check_shareable(size: int, config: PreTrainedConfig) -> None:
         )
 
 
-def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """Send ``parts[r]`` to rank r of the group; return what came, by sender. Differentiable."""
-    found: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+def all_to_all(
+    parts: Tensor,
+    group: ProcessGroup,
+    sent: list[int] | None = None,
+    received: list[int] | None = None,
+) -> Tensor:
+    """Send parts to the group's ranks, in their order; return what came, by sender. Differentiable.
+
+    Args:
+        parts: without sizes ``parts[r]`` goes to rank r; with sizes rows ``[n, ...]``.
+        sent: rows for each rank.
+        received: rows from each rank.
+    """
+    found: Tensor = _AllToAll.apply(parts, group, sent, received)  # type: ignore[no-untyped-call]
     return found
 
 
 class _ShareContext(FunctionCtx):
     group: Any
+    sent: list[int] | None
+    received: list[int] | None
     saved_tensors: tuple[Tensor, ...]
 
 
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts, whose gradient is the same exchange."""
+class _AllToAll(torch.autograd.Function):
+    """Its gradient goes back where its row came from."""
 
     @staticmethod
-    def forward(ctx: _ShareContext, parts: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(parts, group)
+    def forward(
+        ctx: _ShareContext,
+        parts: Tensor,
+        group: ProcessGroup,
+        sent: list[int] | None,
+        received: list[int] | None,
+    ) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _exchanged(parts, group, sent, received)
 
     @staticmethod
-    def backward(ctx: _ShareContext, of_output: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(of_output, ctx.group), None
+    def backward(ctx: _ShareContext, of_output: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(of_output, ctx.group, ctx.received, ctx.sent), None, None, None
 
 
-def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received
+def _exchanged(
+    parts: Tensor, group: ProcessGroup, sent: list[int] | None, received: list[int] | None
+) -> Tensor:
+    rows = len(parts) if received is None else sum(received)
+    found = parts.new_empty((rows, *parts.shape[1:]))
+    dist.all_to_all_single(found, parts.contiguous(), received, sent, group=group)
+    return found
 
 
 class _WholeTokens(torch.autograd.Function):

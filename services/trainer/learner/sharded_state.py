@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.trainer.learner.places import Directory, Piece, Sizes, region
+from services.trainer.learner.places import Directory, Sizes, TensorPiece, region
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.weight_stream import BUCKET_BYTES
 from sluice.concurrency.waits import advance
@@ -129,11 +129,11 @@ def keep_step(work: Iterable[object], parallel: DataParallel, phase: str) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _WrittenPiece:
     """A piece in a state's files: which rank writes it."""
 
     name: str
-    piece: Piece
+    piece: TensorPiece
     writer: int
 
 
@@ -160,7 +160,7 @@ def write_state(
     pieces = ((name, piece) for name, one in directory.items() for piece in one.pieces)
     # Copies of a piece take turns, so that ranks write equally much.
     placed = [
-        _Part(name, piece, piece.holders[turn % len(piece.holders)])
+        _WrittenPiece(name, piece, piece.holders[turn % len(piece.holders)])
         for turn, (name, piece) in enumerate(pieces)
     ]
     own = [part for part in placed if part.writer == parallel.rank]
@@ -183,7 +183,7 @@ def write_state(
 
 
 def _write_index(
-    file: Path, stem: str, count: int, placed: Sequence[_Part], directory: Directory
+    file: Path, stem: str, count: int, placed: Sequence[_WrittenPiece], directory: Directory
 ) -> None:
     tensors: dict[str, Any] = {
         name: {"shape": one.own_shape, "pieces": []} for name, one in directory.items()

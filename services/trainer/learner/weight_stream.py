@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.learner.places import Directory, Piece, Placed, is_held, region
+from services.trainer.learner.places import Directory, Placed, TensorPiece, is_held, region
 from services.trainer.learner.ranks import DataParallel
 from sluice.concurrency.waits import advance
 
@@ -88,7 +88,7 @@ def exchange_rows(
     Raises:
         DeadlineError, PeerError: a rank did not take part.
     """
-    batch = _Batch(parallel.rank, parts, dtype)
+    batch = _BucketExchange(parallel.rank, parts, dtype)
     found = [
         tensor
         for receiver, rows in wanted
@@ -100,7 +100,7 @@ def exchange_rows(
     return found
 
 
-class _Batch:
+class _BucketExchange:
     """What one rank sends and receives for one bucket of each receiver.
 
     Args:
@@ -192,20 +192,20 @@ def _wire(placed: Placed, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and placed.dtype.is_floating_point else placed.dtype
 
 
-def _source(piece: Piece, receiver: int) -> int:
+def _source(piece: TensorPiece, receiver: int) -> int:
     """Return the rank that gives a piece: the receiver itself, or each holder for its share."""
     if receiver in piece.holders:
         return receiver
     return piece.holders[receiver % len(piece.holders)]
 
 
-def _common(piece: Piece, rows: Rows) -> tuple[int, int] | None:
+def _common(piece: TensorPiece, rows: Rows) -> tuple[int, int] | None:
     start = max(rows.start, piece.offset[0])
     stop = min(rows.stop, piece.offset[0] + piece.shape[0])
     return (start, stop) if start < stop else None
 
 
-def _within(piece: Piece, rows: Rows) -> tuple[slice, tuple[slice, ...]]:
+def _within(piece: TensorPiece, rows: Rows) -> tuple[slice, tuple[slice, ...]]:
     """Return where the common rows lie in the piece, and where in `rows`."""
     start, stop = _common(piece, rows) or (0, 0)
     own = slice(start - piece.offset[0], stop - piece.offset[0])

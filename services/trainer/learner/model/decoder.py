@@ -103,8 +103,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.self_attn = Attention(theirs.self_attn)
         self.mlp = _mlp(theirs.mlp)
-        self.input_layernorm = RmsNorm(theirs.input_layernorm)
-        self.post_attention_layernorm = RmsNorm(theirs.post_attention_layernorm)
+        self.input_layernorm = FloatRmsNorm(theirs.input_layernorm)
+        self.post_attention_layernorm = FloatRmsNorm(theirs.post_attention_layernorm)
 
     def forward(
         self,
@@ -163,7 +163,7 @@ class Attention(nn.Module):
         self.o_proj: nn.Linear = theirs.o_proj
         self.q_norm = self.k_norm = None
         if hasattr(theirs, "q_norm"):
-            self.q_norm, self.k_norm = RmsNorm(theirs.q_norm), RmsNorm(theirs.k_norm)
+            self.q_norm, self.k_norm = FloatRmsNorm(theirs.q_norm), FloatRmsNorm(theirs.k_norm)
 
     def heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, [1, heads, T, head dim] each.
@@ -212,7 +212,7 @@ def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * sin
 
 
-class RmsNorm(nn.Module):
+class FloatRmsNorm(nn.Module):
     """Divide by the root mean square, computed in float32, and weigh (Zhang and Sennrich 2019).
 
     Args:

@@ -27,6 +27,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Shard
 from transformers.activations import ACT2FN
 
+from services.trainer.learner.sequence_share import all_to_all
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
 
@@ -43,7 +44,7 @@ _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # torch 2.9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
+class _ExpertRows:
     """Where a layer's rows go: a row is a token at one of its experts.
 
     Args:
@@ -68,7 +69,7 @@ class Routing:
     """
 
     experts: dict[int, Tensor] = field(default_factory=dict)
-    rows: dict[int, _Rows] = field(default_factory=dict)
+    rows: dict[int, _ExpertRows] = field(default_factory=dict)
 
 
 class RoutingTape:
@@ -126,16 +127,16 @@ class RoutingTape:
         counts = chosen.new_zeros(self._num_experts)
         return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
 
-    def _exchanged(self, counts: Tensor) -> list[_Rows]:
+    def _exchanged(self, counts: Tensor) -> list[_ExpertRows]:
         """Return where rows go, of layers whose counts are int64 [layers, experts]."""
         if self.group is None:
-            return [_Rows(one[None], [], []) for one in counts]
+            return [_ExpertRows(one[None], [], []) for one in counts]
         # [layers, experts] -> [ranks, layers, experts / ranks]
         parts = counts.unflatten(1, (self.group.size(), -1)).transpose(0, 1).contiguous()
         received = self.receive(parts, self.group)
         # The only wait for the device.
         sent, got = torch.stack((parts.sum(-1).t(), received.sum(-1).t())).tolist()
-        return [_Rows(*one) for one in zip(received.unbind(1), sent, got, strict=True)]
+        return [_ExpertRows(*one) for one in zip(received.unbind(1), sent, got, strict=True)]
 
 
 class Router(nn.Module):
@@ -220,7 +221,7 @@ class SparseExperts(nn.Module):
         return combined.view(hidden_states.shape)
 
     @torch.no_grad()
-    def _routed(self, probabilities: Tensor) -> tuple[Tensor, _Rows]:
+    def _routed(self, probabilities: Tensor) -> tuple[Tensor, _ExpertRows]:
         """Return the experts of each token, int64 [tokens, k], and where its rows go."""
         if self._layer not in self._tape.current.rows:
             best = probabilities.topk(self.num_chosen, dim=-1).indices
@@ -228,20 +229,20 @@ class SparseExperts(nn.Module):
         routing = self._tape.current
         return routing.experts[self._layer].long(), routing.rows[self._layer]
 
-    def _computed(self, spread: Tensor, rows: _Rows) -> Tensor:
+    def _computed(self, spread: Tensor, rows: _ExpertRows) -> Tensor:
         """Return the output of every row of this rank's tokens, [tokens * k, hidden]."""
         counts, group = rows.counts, self._tape.group
         if group is None:
             computed: Tensor = self.experts(spread, counts[0])
             return computed
-        there = _exchange(spread, rows.sent, rows.received, group)
+        there = all_to_all(spread, group, rows.sent, rows.received)
         # What came is in order of sender, then expert.
         number = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
         by_row = number.repeat_interleave(counts.flatten(), output_size=there.shape[0])
         order = by_row.argsort(stable=True)
         found = self.experts(there.index_select(0, order), counts.sum(0))
         back = torch.empty_like(found).index_copy(0, order, found)
-        return _exchange(back, rows.received, rows.sent, group)
+        return all_to_all(back, group, rows.received, rows.sent)
 
 
 def use_own_experts(model: PreTrainedModel) -> None:
@@ -356,52 +357,22 @@ def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([part @ one.t() for part, one in zip(parts, weights, strict=True)])
 
 
-class _Context(FunctionCtx):
-    group: Any
+class _ExpertContext(FunctionCtx):
     chosen: int
-    sent: list[int]
-    received: list[int]
     saved_tensors: tuple[Tensor, ...]
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """Send the first rows to the group's first rank and so on; return what came, by sender."""
-    found: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of unequal parts, whose gradient goes back where its row came from."""
-
-    @staticmethod
-    def forward(
-        ctx: _Context, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: _Context, of_output: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(of_output, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    found = rows.new_empty((sum(received), rows.shape[1]))
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
 
 
 class _Spread(torch.autograd.Function):
     """Tokens [tokens, hidden] to rows [tokens * k, hidden]; gradients add up in a fixed order."""
 
     @staticmethod
-    def forward(ctx: _Context, tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
+    def forward(ctx: _ExpertContext, tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.chosen = chosen
         return tokens.index_select(0, order // chosen)
 
     @staticmethod
-    def backward(ctx: _Context, of_rows: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _ExpertContext, of_rows: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         return _by_token(of_rows, order, ctx.chosen).sum(1), None, None
 
@@ -413,7 +384,7 @@ class _Combine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _Context, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: _ExpertContext, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, order, weights)
         total = weights.new_zeros((weights.shape[0], rows.shape[1]))
         parts = _by_token(rows, order, weights.shape[1]).unbind(1)
@@ -422,7 +393,7 @@ class _Combine(torch.autograd.Function):
         return total.to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: _Context, of_tokens: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx: _ExpertContext, of_tokens: Tensor) -> tuple[Tensor, None, Tensor]:
         rows, order, weights = ctx.saved_tensors
         by_token = _by_token(rows, order, weights.shape[1])
         of_rows, of_weights = torch.empty_like(by_token), torch.empty_like(weights)
