@@ -36,7 +36,8 @@ class Replica:
         self.peer = peer
         self.info = ReplicaInfo(peer.name, f"{peer.name}-1", f"{peer.name}:1", 8)
         self.faults: dict[str, dict[str, Any]] = {}
-        self._answers: dict[str, dict[str, Any]] = {}
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._calls = 0
         self._ended = False
 
     async def join(self, spec: TransferGroupSpec) -> None:
@@ -65,27 +66,27 @@ class Replica:
         answer = await self._call("held", "telling what it holds")
         return answer["version"], answer["recomputed"]
 
-    def _take(self, op: str, phase: str) -> dict[str, Any] | None:
-        """The answer to `op`, if it came."""
+    def _take(self, call: int, phase: str) -> dict[str, Any] | None:
+        """The answer to a call, if it came: an earlier one of the same kind may come late."""
         for answer in self.peer.answers_so_far():
             if answer is None:
                 self._ended = True
             else:
-                self._answers[answer["op"]] = answer
+                self._answers[answer["call"]] = answer
         if self._ended:
             raise WeightSyncError(self.info.name, phase, "its process ended")
-        return self._answers.pop(op, None)
+        return self._answers.pop(call, None)
 
     async def _call(
         self, op: str, phase: str, timeout_s: float = 1.5 * TIMEOUT_S, **arguments: Any
     ) -> dict[str, Any]:
         fault = self.faults.pop(op, {})
         await self._break(fault.pop("before", None))
-        self._take(op, phase)  # an answer that came too late
+        self._calls = call = self._calls + 1
         try:
-            self.peer.send(op, **arguments, **fault)
+            self.peer.send(op, call=call, **arguments, **fault)
             async with asyncio.timeout(timeout_s):
-                while (answer := self._take(op, phase)) is None:
+                while (answer := self._take(call, phase)) is None:
                     await asyncio.sleep(0.005)
         except TimeoutError as error:
             raise DeadlineError(self.info.name, phase, timeout_s) from error

@@ -11,7 +11,8 @@ Commands on stdin:
 * ``probe``, ``abort``.
 
 On stdout a first line ``{"op": "ready"}``, then one answer for each command when it ended:
-``{"op": ..., "ok": true, ...}`` or ``{"op": ..., "ok": false, "error": type, "message": ...}``.
+``{"op": ..., "ok": true, ...}`` or ``{"op": ..., "ok": false, "error": type, "message": ...}``,
+with the command's number ``call``.
 End of stdin ends the process in the ordinary way.
 """
 
@@ -123,7 +124,7 @@ def _commit(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(peer: _Peer, command: dict[str, Any], lock: threading.Lock) -> None:
-    answer: dict[str, Any] = {"op": command["op"]}
+    answer: dict[str, Any] = {"op": command["op"], "call": command.get("call")}
     try:
         answer |= {"ok": True, **_run(peer, command)}
     except SluiceError as error:
