@@ -12,7 +12,7 @@ Commands on stdin:
 
 On stdout a first line ``{"op": "ready"}``, then one answer for each command when it ended:
 ``{"op": ..., "ok": true, ...}`` or ``{"op": ..., "ok": false, "error": type, "message": ...}``,
-with the command's number ``call``.
+with the command's number ``call``, if it has one.
 End of stdin ends the process in the ordinary way.
 """
 
@@ -124,7 +124,7 @@ def _commit(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(peer: _Peer, command: dict[str, Any], lock: threading.Lock) -> None:
-    answer: dict[str, Any] = {"op": command["op"], "call": command.get("call")}
+    answer: dict[str, Any] = {key: command[key] for key in ("op", "call") if key in command}
     try:
         answer |= {"ok": True, **_run(peer, command)}
     except SluiceError as error:
