@@ -48,7 +48,7 @@ def pack(
 
 
 def weighed(logprobs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """A loss of which every token has its own part."""
+    """A loss to which every token adds its own part."""
     return (logprobs * (31.0 * micro_batch.batch_rows + micro_batch.columns).sin()).sum()
 
 

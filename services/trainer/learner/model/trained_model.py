@@ -233,6 +233,12 @@ def load_policy_state(directory: Path, trained: TrainedModel) -> float:
         CheckpointError: a file is missing or unreadable, or belongs to another model.
     """
     if adapted_layers(trained.model):
+        if not (directory / ADAPTER_FOLDER).is_dir():
+            raise CheckpointError(
+                f"{directory} holds all weights and the run trains adapters "
+                "(actor_rollout_ref.model.lora_rank); resume without it, or start from the folder "
+                f"{directory / HUGGINGFACE_FOLDER} as actor_rollout_ref.model.path"
+            )
         total = load_adapters(directory / ADAPTER_FOLDER, trained.model)
     elif (directory / ADAPTER_FOLDER).is_dir():
         raise CheckpointError(
