@@ -64,12 +64,15 @@ def test_a_client_that_sends_nothing_is_disconnected_and_keeps_nobody_waiting(
         assert silent.recv(10) == b""
 
 
-def test_a_ninth_connection_is_closed_at_once_and_a_free_one_is_served() -> None:
+def test_a_ninth_connection_is_closed_at_once_and_a_free_one_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_page, "_REQUEST_TIMEOUT_S", 60.0)
     with served() as address, ExitStack() as silent:
         first, *_ = [
             silent.enter_context(socket.create_connection(split(address), 20)) for _ in range(8)
         ]
-        ninth = silent.enter_context(socket.create_connection(split(address), 1))
+        ninth = silent.enter_context(socket.create_connection(split(address), 20))
         assert ninth.recv(10) == b""
         first.shutdown(socket.SHUT_WR)
         assert first.recv(10) == b""
