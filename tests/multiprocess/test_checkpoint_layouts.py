@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from tests.multiprocess.test_sharded_trainer import model_tensors, optimizer_tensors
-from tests.multiprocess.test_trainer_ranks import ANSWER_S, trainer
 from tests.support.rank_peer import BUCKET_BYTES, NUM_GROUPS
+from tests.support.saved_states import are_equal, model_tensors
 from tests.support.tiny_policy import make_batch, make_config, save_model
+from tests.support.trainer_ranks import ANSWER_S, trainer
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two shards": (2, {}),
@@ -35,14 +35,6 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def settings(layout: dict[str, Any], **actor: Any) -> dict[str, Any]:
     fsdp = {"dtype": "float32", **layout}
     return {"ppo_micro_batch_size_per_gpu": 3, "fsdp_config": fsdp, **actor}
-
-
-def assert_same(ours: Path, theirs: Path) -> None:
-    for read in (model_tensors, optimizer_tensors):
-        one, other = read(ours), read(theirs)
-        assert one
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def assert_shared_evenly(actor: Path) -> None:
@@ -89,12 +81,12 @@ def test_four_ranks_checkpoint_resumes_bit_for_bit_in_any_other_layout(
         with trainer(model, world_size, **settings(other)) as ranks:
             ranks[0].command(f"load {saved}")
             ranks[0].command(f"save {again}")
-        assert_same(saved, again)
+        assert are_equal(saved, again)
         assert_shared_evenly(again)
     alone = Learner(make_config(model, NUM_GROUPS, **settings({})), DataParallel(), total_steps=10)
     alone.load(saved)
     alone.save(tmp_path / "alone" / "actor")
-    assert_same(saved, tmp_path / "alone" / "actor")
+    assert are_equal(saved, tmp_path / "alone" / "actor")
     loaded = AutoModelForCausalLM.from_pretrained(saved / "huggingface", dtype="auto")
     for name, weight in loaded.named_parameters():
         assert torch.equal(weight, dict(alone.named_weights())[name]), name
@@ -115,7 +107,7 @@ def test_a_whole_optimizer_file_of_an_earlier_version_resumes_in_shards(tmp_path
     with trainer(model, 2, **settings({})) as ranks:
         ranks[0].command(f"load {actor}")
         ranks[0].command(f"save {tmp_path / 'new' / 'actor'}")
-    assert_same(actor, tmp_path / "new" / "actor")
+    assert are_equal(actor, tmp_path / "new" / "actor")
 
 
 def wait_for(folder: Path, pattern: str) -> None:
@@ -142,7 +134,7 @@ def test_training_continues_while_a_checkpoint_is_written_and_does_not_change_it
     with trainer(model, 2, **settings({})) as ranks:
         ranks[0].command("train 1")
         ranks[0].command(f"save {tmp_path / 'expected' / 'actor'}")
-    assert_same(root / "global_step_1" / "actor", tmp_path / "expected" / "actor")
+    assert are_equal(root / "global_step_1" / "actor", tmp_path / "expected" / "actor")
     found = CheckpointStore(root).latest()
     assert found is not None
     assert (found.step, found.progress.low_water) == (1, 1)

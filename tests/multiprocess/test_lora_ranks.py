@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from tests.multiprocess.test_sharded_trainer import assert_like, optimizer_tensors, step
-from tests.multiprocess.test_trainer_ranks import trainer
+from tests.multiprocess.test_sharded_trainer import assert_like, step
 from tests.support.rank_peer import NUM_GROUPS
+from tests.support.saved_states import optimizer_tensors
 from tests.support.streamed_weights import streamed
 from tests.support.tiny_policy import adapting, make_config, save_model
+from tests.support.trainer_ranks import trainer
 from tests.support.weight_digest import plain_digest
 
 ADAPTERS = {"lora_rank": 3, "lora_alpha": 6.0}

@@ -16,9 +16,9 @@ from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.multiprocess.test_sharded_trainer import FROZEN, assert_like, copies, step, wire_digest
-from tests.multiprocess.test_trainer_ranks import trainer
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import freezing, make_config, save_model, with_critic
+from tests.support.trainer_ranks import trainer
 
 # Groups of 4 rows over 4 ranks: some have two micro-batches where others have one.
 ACTOR: dict[str, Any] = {

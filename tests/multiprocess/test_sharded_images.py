@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.multiprocess.test_sharded_trainer import assert_like, copies
-from tests.multiprocess.test_trainer_ranks import trainer
 from tests.support.rank_peer import NUM_GROUPS, batch_of
 from tests.support.tiny_policy import make_config
 from tests.support.tiny_vision import save_model
+from tests.support.trainer_ranks import trainer
 
 # Small micro-batches: in some passes one rank has images and the other has none, or no rows left.
 ACTOR: dict[str, Any] = {

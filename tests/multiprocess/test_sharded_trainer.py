@@ -19,10 +19,9 @@ from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sequence_share import check_shareable
-from services.trainer.learner.sharded_state import StateFiles
 from sluice.errors import ConfigError
-from tests.multiprocess.test_trainer_ranks import Rank, trainer
 from tests.support.rank_peer import NUM_GROUPS
+from tests.support.saved_states import model_tensors, optimizer_tensors
 from tests.support.tiny_policy import (
     freezing,
     make_batch,
@@ -31,6 +30,7 @@ from tests.support.tiny_policy import (
     save_model,
     with_critic,
 )
+from tests.support.trainer_ranks import Rank, trainer
 from tests.support.weight_digest import plain_digest
 
 FROZEN = "model.layers.0.mlp.up_proj.weight"
@@ -84,23 +84,6 @@ def copies(learner: Learner) -> dict[str, torch.Tensor]:
 
 def wire_digest(learner: Learner) -> str:
     return plain_digest({name: w.bfloat16() for name, w in learner.named_weights()})
-
-
-def model_tensors(role: Path) -> dict[str, torch.Tensor]:
-    """By published name, from all files."""
-    files = (role / "huggingface").glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def optimizer_tensors(role: Path) -> dict[str, torch.Tensor]:
-    """Whole, by name."""
-    files = StateFiles(role, "optimizer")
-    found: dict[str, torch.Tensor] = {}
-    for name in files.names:
-        shape, dtype = files.spec(name)
-        found[name] = torch.full(shape or (1,), torch.nan, dtype=dtype)
-        files.fill(found[name], name, (0,) * max(1, len(shape)))
-    return found
 
 
 def test_they_train_like_one(ranks: list[Rank], single: Learner, tmp_path: Path) -> None:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import queue
 import signal
-import socket
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,116 +13,19 @@ from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from tests.support.preloaded import PreloadedProcess
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import make_batch, make_config, save_model
+from tests.support.trainer_ranks import ANSWER_S, trainer
 
 Metrics = dict[str, float]
 Weights = dict[str, torch.Tensor]
 
-ANSWER_S = 90.0
-LONG_S = 60.0
 SHORT_S = 6.0
-
-
-class Rank:
-    """One process of `tests.support.rank_peer`, or of another module with the same answers."""
-
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        port: int,
-        arguments: dict[str, Any],
-        module: str = "tests.support.rank_peer",
-    ) -> None:
-        self.name = f"rank {rank}"
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-        self.process = PreloadedProcess(
-            module,
-            [json.dumps(arguments)],
-            {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-            | {name: str(value) for name, value in place.items()},
-        )
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def command(self, line: str) -> Any:
-        self.tell(line)
-        return self.answer()
-
-    def tell(self, line: str) -> None:
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> Any:
-        try:
-            return self._answers.get(timeout=ANSWER_S)
-        except queue.Empty:
-            raise AssertionError(f"{self.name} did not answer within {ANSWER_S} s") from None
-
-    def finish(self) -> int:
-        """No more commands; the exit code."""
-        self.process.stdin.close()
-        return self.process.wait(ANSWER_S)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(ANSWER_S)
-        self._reader.join(ANSWER_S)
-        for pipe in (self.process.stdin, self.process.stdout):
-            pipe.close()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self._answers.put(json.loads(line))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-@contextmanager
-def trainer(
-    model: Path,
-    world_size: int,
-    timeout_s: float = LONG_S,
-    frozen: str | None = None,
-    *,
-    skips: bool = False,
-    recomputes: bool = False,
-    adapters: dict[str, Any] | None = None,
-    dies_in_exchange: int = 0,
-    holds: Path | None = None,
-    refuses: tuple[int, str] | None = None,
-    **actor: Any,
-) -> Iterator[list[Rank]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = {
-        "model": str(model),
-        "timeout_s": timeout_s,
-        "forming_timeout_s": LONG_S,
-        "actor": actor,
-        "frozen": frozen,
-        "skips": skips,
-        "recomputes": recomputes,
-        "adapters": adapters,
-        "dies_in_exchange": dies_in_exchange,
-        "holds": holds and str(holds),
-        "refuses": refuses,
-    }
-    with ExitStack() as stack:
-        ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]
-        for rank in ranks:
-            stack.callback(rank.end)
-        assert [rank.answer() for rank in ranks] == ["ready"] * world_size
-        for rank in ranks:
-            rank.tell("go")
-        yield ranks
 
 
 def train_one(model: Path, steps: int, **actor: object) -> tuple[list[Metrics], Weights]:

@@ -15,6 +15,8 @@ from services.trainer.learner.batch.micro_batch import (
 )
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
+from sluice.checkpoint.adapter_files import Adapter
+from sluice.weights.adapters import A_SUFFIX, B_SUFFIX
 from tests.support.tiny_policy import make_group
 
 if TYPE_CHECKING:
@@ -47,24 +49,63 @@ def pack(
     return micro_batch
 
 
-def weighed(logprobs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+def weighed(
+    logprobs: torch.Tensor, micro_batch: MicroBatch, entropy: torch.Tensor | None = None
+) -> torch.Tensor:
     """A loss to which every token adds its own part."""
-    return (logprobs * (31.0 * micro_batch.batch_rows + micro_batch.columns).sin()).sum()
+    loss = (logprobs * (31.0 * micro_batch.batch_rows + micro_batch.columns).sin()).sum()
+    return loss if entropy is None else loss + 0.1 * entropy.sum()
 
 
-def plain(model: PreTrainedModel) -> tuple[torch.Tensor, Gradients]:
+def plain(model: PreTrainedModel, *, with_entropy: bool = False) -> tuple[torch.Tensor, Gradients]:
     """Logprobs [N] and gradients of all rows, of a model with eager attention and no packing."""
     rows = parity_rows()
-    logprobs = torch.cat([_of_row(model, row) for row in rows])
-    return logprobs.detach(), gradients(model, weighed(logprobs, pack(rows)))
+    found = [_of_row(model, row) for row in rows]
+    logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+    loss = weighed(logprobs, pack(rows), entropy if with_entropy else None)
+    return logprobs.detach(), gradients(model, loss)
 
 
-def _of_row(model: PreTrainedModel, row: TrainingRow) -> torch.Tensor:
+def plain_adapters(model: PreTrainedModel, adapter: Adapter) -> Gradients:
+    """Gradients of an adapter by those of the weights it is merged into, which stay merged.
+
+    With W' = W + s B A and G of W', B has s G A^T and A has s B^T G.
+    """
+    parts = {
+        f"{layer}.weight": (adapter.tensors[layer + A_SUFFIX], adapter.tensors[layer + B_SUFFIX])
+        for layer in adapter.layers
+    }
+    with torch.no_grad():
+        for name, (a, b) in parts.items():
+            model.get_parameter(name).add_(adapter.scale * b @ a)
+    _, whole = plain(model, with_entropy=True)
+    found: Gradients = {}
+    for name, (a, b) in parts.items():
+        layer, gradient = name.removesuffix(".weight"), adapter.scale * whole[name]
+        found |= {layer + A_SUFFIX: b.T @ gradient, layer + B_SUFFIX: gradient @ a.T}
+    return found
+
+
+def random_adapter(model: PreTrainedModel, rank: int = 3) -> Adapter:
+    """An adapter of all linear layers but the head, none of its parts zero."""
+    generator, tensors = torch.Generator().manual_seed(2), {}
+    for name, layer in model.base_model.named_modules(prefix=model.base_model_prefix):
+        if isinstance(layer, torch.nn.Linear):
+            for suffix, shape in (
+                (A_SUFFIX, (rank, layer.in_features)),
+                (B_SUFFIX, (layer.out_features, rank)),
+            ):
+                tensors[name + suffix] = 0.2 * torch.randn(shape, generator=generator)
+    return Adapter(rank, 2.0 * rank, tensors, "tiny")
+
+
+def _of_row(model: PreTrainedModel, row: TrainingRow) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = np.concatenate([row.prompt_token_ids, row.token_ids]).astype(np.int64)
     logits = model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
     prompt = row.prompt_token_ids.size
     logprobs = (logits[prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
-    return logprobs.gather(1, torch.from_numpy(tokens[prompt:, None]))[:, 0]
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, torch.from_numpy(tokens[prompt:, None]))[:, 0], entropy
 
 
 def gradients(model: PreTrainedModel, loss: torch.Tensor) -> Gradients:

@@ -1,0 +1,58 @@
+"""Own decoder layers and experts on several ranks have the gradients of transformers' on one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.layer_parity import MOST_ERROR
+from tests.support.rank_parity import compare, make_subject
+from tests.support.tiny_policy import make_model
+
+ADAPTED: dict[str, Any] = {"adapts": True}
+SIX: dict[str, Any] = {"num_experts": 6, "norm_topk_prob": True}
+"""Of experts that two ranks divide: three a rank."""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "passes"),
+    [
+        (2, {}, [("qwen3", {}, False), ("llama", {}, True), ("qwen3", ADAPTED, True)]),
+        (
+            4,
+            {"ulysses_sequence_parallel_size": 2, "fsdp_size": 2},
+            [("llama", {}, True), ("qwen2", {}, False), ("qwen2", ADAPTED, False)],
+        ),
+        (4, {"expert_parallel_size": 4}, [("qwen3_moe", {}, True), ("qwen3_moe", ADAPTED, False)]),
+        (4, {"expert_parallel_size": 2, "fsdp_size": 2}, [("qwen3_moe", {}, True)]),
+        (
+            4,  # each expert is shared by two ranks
+            {"expert_parallel_size": 2, "ulysses_sequence_parallel_size": 4},
+            [("qwen3_moe", SIX, False), ("qwen3_moe", SIX, True)],
+        ),
+    ],
+)
+def test_gradients_are_those_of_transformers_whatever_the_layout(
+    world_size: int,
+    layout: dict[str, int],
+    passes: list[tuple[str, dict[str, Any], bool]],
+    tmp_path: Path,
+) -> None:
+    subjects = [
+        (make_subject(tmp_path / str(number), family, **changes), recomputes)
+        for number, (family, changes, recomputes) in enumerate(passes)
+    ]
+    copy = layout.get("fsdp_size", world_size)
+    found = compare(world_size, layout, subjects, tmp_path)
+    for one, (subject, _), (family, changes, _) in zip(found, subjects, passes, strict=True):
+        assert one.error <= MOST_ERROR, family
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in subject.expected.values()))
+        size = sum(g.numel() for g in subject.expected.values())
+        if subject.adapter is not None:
+            size += sum(p.numel() for p in make_model(family).parameters())
+        for rank in one.ranks:
+            assert rank.norm == pytest.approx(norm, rel=1e-5)
+            assert rank.held == pytest.approx(size / copy, rel=0.05), changes

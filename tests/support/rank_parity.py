@@ -1,0 +1,83 @@
+"""Tiny models whose gradients on several ranks are compared with those of transformers on one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from safetensors.torch import load_file
+
+from sluice.checkpoint.adapter_files import write_adapter
+from tests.support.gradient_peer import GradientsAsked, Pass, PassFound
+from tests.support.layer_parity import (
+    Gradients,
+    plain,
+    plain_adapters,
+    random_adapter,
+    worst_error,
+)
+from tests.support.tiny_policy import make_model, save_model
+from tests.support.trainer_ranks import ranks_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A model's folder, that of an adapter to train instead of it, and the gradients by
+    transformers' own modules, of each row alone.
+    """
+
+    folder: Path
+    adapter: Path | None
+    expected: Gradients
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compared:
+    """`worst_error` of a pass, and the answers of its ranks."""
+
+    error: float
+    ranks: list[PassFound]
+
+
+def make_subject(scratch: Path, family: str, *, adapts: bool = False, **changes: object) -> Subject:
+    """A tiny model with random weights; `changes` are of its config.json."""
+    folder = save_model(scratch / "model", family, **changes)
+    model = make_model(family, **changes)
+    if not adapts:
+        return Subject(folder, None, plain(model, with_entropy=True)[1])
+    adapter = random_adapter(model)
+    write_adapter(scratch / "adapter", adapter)
+    return Subject(folder, scratch / "adapter", plain_adapters(model, adapter))
+
+
+def compare(
+    world_size: int,
+    layout: dict[str, int],
+    passes: Sequence[tuple[Subject, bool]],
+    scratch: Path,
+) -> list[Compared]:
+    """Make passes in one group of real ranks.
+
+    Args:
+        layout: keys of FSDP's section.
+        passes: the subject, and whether its layers are recomputed.
+        scratch: for the gradients' files.
+    """
+    files = [scratch / f"gradients-{number}" for number in range(len(passes))]
+    asked = GradientsAsked(
+        layout,
+        [
+            Pass(str(one.folder), str(file), recomputes, one.adapter and str(one.adapter))
+            for (one, recomputes), file in zip(passes, files, strict=True)
+        ],
+    )
+    arguments = msgspec.to_builtins(asked)
+    with ranks_of("tests.support.gradient_peer", world_size, arguments) as ranks:
+        answers = [[msgspec.convert(r.answer(), PassFound) for r in ranks] for _ in passes]
+    errors = [
+        worst_error(load_file(file), one.expected)
+        for (one, _), file in zip(passes, files, strict=True)
+    ]
+    return [Compared(*found) for found in zip(errors, answers, strict=True)]
