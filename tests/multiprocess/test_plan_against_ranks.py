@@ -2,78 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from typing import Any
 
-import msgspec
 import pytest
 
-from sluice.config.run import RunConfig
-from tests.support.preloaded import PreloadedProcess
-
-MODULE, ANSWER_S = "tests.support.counted_rank", 90.0
-LAYERS = 3
-DENSE = {
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_hidden_layers": LAYERS,
-}
-
-
-def asked(model: dict[str, Any], ranks: int, *, recompute: bool = False, **sharding: Any) -> str:
-    tree = {
-        "data": {"max_prompt_length": 32, "max_response_length": 200},
-        "actor_rollout_ref": {
-            "model": {"path": "unread", "enable_gradient_checkpointing": recompute},
-            "actor": {"ppo_micro_batch_size_per_gpu": 2, "fsdp_config": sharding},
-        },
-    }
-    config = msgspec.to_builtins(msgspec.convert(tree, RunConfig))
-    return json.dumps({"config": config, "model": model, "ranks": ranks, "layers": [LAYERS]})
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
-
-
-def answers(question: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rank 0's bytes as counted there, and as planned."""
-    meeting = {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    processes = [
-        PreloadedProcess(MODULE, [question], {**meeting, "RANK": str(rank), "LOCAL_RANK": "0"})
-        for rank in range(ranks)
-    ]
-    processes.append(PreloadedProcess(MODULE, [question, "fake"], {}))
-    lines = [process.stdout.readline() for process in processes]
-    assert [process.wait(ANSWER_S) for process in processes] == [0] * (ranks + 1)
-    for process in processes:
-        process.stdin.close()
-        process.stdout.close()
-    (real,), (planned,) = json.loads(lines[0]), json.loads(lines[-1])
-    return real, planned
-
-
-EXPERTS = {
-    **DENSE,
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "mlp_only_layers": [],
-}
+from tests.support.plan_parity import DENSE, EXPERTS, counted_and_planned
 
 
 @pytest.mark.parametrize(
@@ -88,7 +21,7 @@ EXPERTS = {
 def test_a_plan_counts_the_bytes_and_the_collectives_of_a_real_rank(
     ranks: int, recompute: bool, sharding: dict[str, Any]
 ) -> None:
-    real, planned = answers(asked(DENSE, ranks, recompute=recompute, **sharding), ranks)
+    real, planned = counted_and_planned(DENSE, ranks, recompute=recompute, **sharding)
     assert planned == real
     assert real["backward"] > real["kept"] > 0
     assert ("all_to_all" in real["moved"]) == ("ulysses_sequence_parallel_size" in sharding)
@@ -102,6 +35,6 @@ def test_a_plan_counts_the_bytes_and_the_collectives_of_a_real_rank(
     ],
 )
 def test_a_plan_counts_experts_that_ranks_divide(recompute: bool, sharding: dict[str, Any]) -> None:
-    real, planned = answers(asked(EXPERTS, 4, recompute=recompute, **sharding), 4)
+    real, planned = counted_and_planned(EXPERTS, 4, recompute=recompute, **sharding)
     assert planned == real
     assert real["moved"]["all_to_all"] > 0

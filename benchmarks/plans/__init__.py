@@ -1,1 +1,0 @@
-"""Plan the published launches on their devices."""

@@ -1,0 +1,1 @@
+"""Prove and measure the trainer: layouts, plans, states, speed; `make bench-trainer`."""

@@ -1,0 +1,58 @@
+"""What a plan counts for a rank without memory, and what a real rank of a gloo group holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from sluice.config.run import RunConfig
+from tests.support.preloaded import PreloadedProcess
+from tests.support.trainer_ranks import ANSWER_S, ranks_of
+
+_MODULE, _LAYERS = "tests.support.counted_rank", 3
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_hidden_layers": _LAYERS,
+}
+EXPERTS: dict[str, Any] = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [],
+}
+
+
+def counted_and_planned(
+    model: dict[str, Any], ranks: int, *, recompute: bool = False, **sharding: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`PassBytes` of rank 0 as counted there, and as planned; `sharding` are keys of FSDP's."""
+    tree = {
+        "data": {"max_prompt_length": 32, "max_response_length": 200},
+        "actor_rollout_ref": {
+            "model": {"path": "unread", "enable_gradient_checkpointing": recompute},
+            "actor": {"ppo_micro_batch_size_per_gpu": 2, "fsdp_config": sharding},
+        },
+    }
+    config = msgspec.to_builtins(msgspec.convert(tree, RunConfig))
+    asked = {"config": config, "model": model, "ranks": ranks, "layers": [_LAYERS]}
+    alone = PreloadedProcess(_MODULE, [json.dumps(asked), "fake"], {})
+    try:
+        with ranks_of(_MODULE, ranks, asked) as processes:
+            (real,), *_ = [process.answer() for process in processes]
+        (planned,) = json.loads(alone.stdout.readline())
+    finally:
+        alone.kill()
+        alone.wait(ANSWER_S)
+        alone.stdin.close()
+        alone.stdout.close()
+    return real, planned
