@@ -4,7 +4,7 @@ Parts, and the keys of the JSON object that is printed last; those of other part
 
 parity      parity_worst, parity_cases: gradients of real gloo ranks in every layout, the largest
             error relative to a gradient's own maximum, against transformers on one rank, float32;
-            dapo_loss_worst, dapo_runs: three steps of DAPO, against one rank's losses
+            dapo_loss_worst: three steps of DAPO in each layout, against one rank's losses
 plans       plans: every published launch by name: fits, peak_gib, seconds
 plan-error  plan_error_worst: bytes of a plan against real ranks
 states      read_share_worst: bytes that a rank reads at its start over those of its shards;
@@ -38,7 +38,7 @@ from benchmarks.trainer.step_time import BEFORE, step_ratio
 from tools.phases import tool_parser
 
 KEYS = (
-    *("parity_worst", "parity_cases", "dapo_loss_worst", "dapo_runs", "plans", "plan_error_worst"),
+    *("parity_worst", "parity_cases", "dapo_loss_worst", "plans", "plan_error_worst"),
     *("read_share_worst", "checkpoint_equal", "async_block_share", "beside_buckets_worst"),
     *("head_memory_ratio", "learner_vs_hf", "quickstart_step_ratio"),
     *("bf16_distance_ratio", "bf16_drift_ratio"),

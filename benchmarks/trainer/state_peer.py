@@ -21,7 +21,7 @@ from sluice.device.select import select_device
 from tests.support.live_bytes import LiveBytes
 from tests.support.tiny_policy import make_batch, make_config
 
-_SAVES, _GROUPS, _TIMEOUT_S = 5, 4, 120.0
+_SAVES, _GROUPS, _TIMEOUT_S = 3, 4, 300.0
 
 
 class _CountedSlice:

@@ -11,22 +11,22 @@ from typing import Any
 from benchmarks.reporting import print_line
 from tests.support.saved_states import are_equal
 from tests.support.tiny_policy import save_model
-from tests.support.trainer_ranks import ranks_of, trainer
+from tests.support.trainer_ranks import end, ranks_of, trainer
 
-_RANKS = 4
+_RANKS, _ANSWER_S = 4, 600.0
 MODELS: Mapping[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 512,
         "intermediate_size": 1536,
-        "num_hidden_layers": 6,
-        "vocab_size": 32000,
+        "num_hidden_layers": 3,
+        "vocab_size": 16000,
     },
     "qwen3_moe": {
         "hidden_size": 512,
         "moe_intermediate_size": 512,
         "num_experts": 16,
-        "num_hidden_layers": 3,
-        "vocab_size": 16000,
+        "num_hidden_layers": 2,
+        "vocab_size": 8000,
     },
 }
 # Family, layout in which four ranks save, and others that load: number of ranks, keys.
@@ -52,7 +52,7 @@ def states() -> dict[str, Any]:
             model = save_model(Path(folder) / family, family, **changes)
             arguments = {"model": str(model), "saved": str(Path(folder) / f"{family}-saved")}
             with ranks_of("benchmarks.trainer.state_peer", _RANKS, arguments) as ranks:
-                answers = [rank.answer() for rank in ranks]
+                answers = [rank.answer(_ANSWER_S) for rank in ranks]
             one = {
                 "read_share_worst": max(answer["read"] / answer["own"] for answer in answers),
                 "async_block_share": max(median(answer["blocked"]) for answer in answers),
@@ -73,11 +73,13 @@ def _is_equal_in_all_layouts() -> bool:
             with trainer(model, _RANKS, **_keys(layout)) as ranks:
                 ranks[0].command("train 1")
                 ranks[0].command(f"save {saved}")
+                end(ranks)
             for number, (size, other) in enumerate(others):
                 again = folder / str(number) / "actor"
                 with trainer(model, size, **_keys(other)) as ranks:
                     ranks[0].command(f"load {saved}")
                     ranks[0].command(f"save {again}")
+                    end(ranks)
                 is_equal = are_equal(saved, again)
                 print_line(f"{family}, saved in {layout}, loaded in {size} {other}: {is_equal}")
                 equal = equal and is_equal

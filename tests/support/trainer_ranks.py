@@ -48,11 +48,11 @@ class Rank:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> Any:
+    def answer(self, timeout_s: float = ANSWER_S) -> Any:
         try:
-            return self._answers.get(timeout=ANSWER_S)
+            return self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise AssertionError(f"{self.name} did not answer within {ANSWER_S} s") from None
+            raise AssertionError(f"{self.name} did not answer within {timeout_s} s") from None
 
     def finish(self) -> int:
         """No more commands; the exit code."""
@@ -117,3 +117,8 @@ def trainer(
         for rank in ranks:
             rank.tell("go")
         yield ranks
+
+
+def end(ranks: list[Rank]) -> None:
+    """No more commands; all ranks end in order."""
+    assert [rank.finish() for rank in ranks] == [0] * len(ranks)
