@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
-from services.trainer.learner.model.forward import EntropyUse, check_packing, token_outputs
+from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import add_adapters
 from services.trainer.learner.model.optimizer import ShardedGradients
@@ -81,7 +81,6 @@ def run(one: Pass, sharding: ActorFsdpConfig, parallel: TorchDistributed) -> Pas
         add_adapters(loaded.model, settings, torch.float32)
     shards = share_model(loaded, sharding, parallel, key=ACTOR_SHARDING, device=_CPU)
     assert shards is not None
-    check_packing(loaded.model, share=parallel.share)
 
     def forward(micro_batch: MicroBatch) -> Tensor:
         found = token_outputs(
