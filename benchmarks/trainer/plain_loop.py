@@ -82,16 +82,10 @@ class _Rows:
 
 
 class PlainLoop:
-    """Transformers' modules, padded rows, all logits of a micro-batch at once.
+    """Transformers' modules of a folder, padded rows, all logits of a micro-batch at once."""
 
-    Args:
-        folder: of the model.
-        micro_rows: rows in a pass.
-    """
-
-    def __init__(self, folder: Path, micro_rows: int = _MICRO_ROWS) -> None:
+    def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._micro_rows = micro_rows
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=_LEARNING_RATE, weight_decay=0.01
         )
@@ -137,8 +131,7 @@ class PlainLoop:
             for rollout, advantage in zip(group.rollouts, _advantages(group), strict=True)
         ]
         return [
-            _padded(rows[start : start + self._micro_rows])
-            for start in range(0, len(rows), self._micro_rows)
+            _padded(rows[start : start + _MICRO_ROWS]) for start in range(0, len(rows), _MICRO_ROWS)
         ]
 
 

@@ -24,7 +24,7 @@ BEFORE = "841ec66"
 """The commit before the trainer had its own layers."""
 
 _PEER = Path(__file__).with_name("step_peer.py")
-_WARM, _REPEATS = 2, 9
+_WARM, _REPEATS = 2, 21
 # Of `sluice.quickstart.model.make_config`.
 _MODEL: dict[str, Any] = {
     "vocab_size": 64,
