@@ -45,6 +45,21 @@ def context_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
         yield Problem(key, model_len, f"exceeds {stated}", overrides=(f"{key}=null",))
 
 
+def repeat_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Yield a mixture of experts whose samples the torch engine is to repeat bit for bit."""
+    is_torch = config.actor_rollout_ref.rollout.name == "torch"
+    if is_torch and shape.experts > 1 and derived.batch_invariant(config):
+        key = "sluice.rollout.batch_invariant"
+        yield Problem(
+            key,
+            config.sluice.rollout.batch_invariant,
+            "with sluice.asynchrony.max_staleness = "
+            f"{config.sluice.asynchrony.max_staleness}: samples would have to repeat bit for bit, "
+            "but those of a mixture of experts depend on the rest of the batch",
+            overrides=(f"{key}=false",),
+        )
+
+
 def _engine(sizes: VerlSizes) -> Iterator[Problem]:
     engine, here = sizes.engine, sizes.engine.name in _SHARED_ENGINES
     if engine.is_sync:
