@@ -37,8 +37,10 @@ def accuracy_plot(curves: Mapping[str, Sequence[AccuracyPoint]]) -> str:
         parts.append(
             f'<text x="{x(point.step)}" y="{y(0) + 18}" text-anchor="middle">{point.step}</text>'
         )
-    middle = (x(0) + x(last)) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">step</text>')
+    parts.append(
+        f'<text x="{(x(0) + x(last)) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">'
+        "held-out accuracy after a step</text>"
+    )
     for index, (name, curve) in enumerate(curves.items()):
         colour = _COLOURS[index]
         line = " ".join(f"{x(point.step)},{y(point.accuracy)}" for point in curve)

@@ -71,6 +71,6 @@ def test_remax_trains_against_a_greedy_baseline(record: Record) -> None:
 def test_a_replica_samples_as_ranks_compute_that_divide_experts_and_rows(record: Record) -> None:
     for row in record.steps:
         # Weights change a lot in a step: an expert of the step before would be far off.
-        assert row["training/rollout_probs_diff_max"] < 1e-3
+        assert row["training/rollout_probs_diff_max"] < 1e-4
         assert row["actor/grad_norm"] > 0.0
         assert row["actor/moe/max_vio/max"] >= 0.0

@@ -91,7 +91,7 @@ def all_problems(
     sizes = verl_sizes(config, settings)
     found = [*verl_problems(sizes), *engine_problems(sizes)]
     if shape is not None:
-        found += shape_problems(sizes, shape)
+        found += shape_problems(config, sizes, shape)
         found += named("context", context_problems(config, shape))
         found += named("repeated-samples", repeat_problems(config, shape))
     for check in _CHECKS:
