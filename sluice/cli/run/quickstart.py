@@ -54,7 +54,10 @@ def quickstart(
     ] = None,
     *,
     task: Annotated[
-        str, typer.Option(help="quickstart, stretch (harder), or shapes (pictures).")
+        str,
+        typer.Option(
+            help="quickstart, stretch (harder), experts (sparse model), or shapes (pictures)."
+        ),
     ] = "quickstart",
     seed: Annotated[int, typer.Option(help="Seed of data, model and sampling.")] = 0,
     run_dir: Annotated[

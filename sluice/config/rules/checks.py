@@ -21,7 +21,12 @@ from sluice.config.problems import Problem, errors, named, raise_problems
 from sluice.config.rules.algorithm import algorithm_problems, correction_problems
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.files import file_problems
-from sluice.config.rules.model import context_problems, engine_problems, shape_problems
+from sluice.config.rules.model import (
+    context_problems,
+    engine_problems,
+    repeat_problems,
+    shape_problems,
+)
 from sluice.config.rules.sampling import straggler_problems, strategy_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
@@ -86,8 +91,9 @@ def all_problems(
     sizes = verl_sizes(config, settings)
     found = [*verl_problems(sizes), *engine_problems(sizes)]
     if shape is not None:
-        found += shape_problems(sizes, shape)
+        found += shape_problems(config, sizes, shape)
         found += named("context", context_problems(config, shape))
+        found += named("repeated-samples", repeat_problems(config, shape))
     for check in _CHECKS:
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
     found += named("algorithm", algorithm_problems(config))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sluice.config.loading.loader import KeySettings, load_config, read_settings
 from sluice.config.memory.published import published_shape
 from sluice.config.memory.shape import ModelShape
-from sluice.config.problems import Problem, Severity
+from sluice.config.problems import Problem, Severity, errors
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.checks import all_problems
 from sluice.config.verl_sizes import BatchPlan, EnginePlan, LogProbPass, ParallelSplit, VerlSizes
@@ -262,12 +262,28 @@ def test_validation_that_samples_needs_a_temperature() -> None:
 
 def test_experts_must_divide_by_their_parallel_size() -> None:
     sizes = [*CUT, f"{MEGATRON}.expert_tensor_parallel_size=1"]
+    sizes.append("sluice.rollout.batch_invariant=false")
     six = f"{MEGATRON}.expert_model_parallel_size=6"
     (one,) = [found for found in broken(*sizes, six, shape=MIXED) if found.rule == "experts"]
     assert (one.rule, one.overrides) == ("experts", (f"{MEGATRON}.expert_model_parallel_size=4",))
     assert broken(*sizes, six, *one.overrides, shape=MIXED) == []
     (dense, *_) = broken(*sizes, six, shape=DENSE)
     assert "for a model without experts" in dense.text
+
+
+def test_sizes_that_cannot_divide_experts_or_heads_are_refused_before_the_start() -> None:
+    ranks = ["trainer.n_gpus_per_node=12"]
+    for shape, size, stated, nearest in (
+        (MIXED, "fsdp_config.expert_parallel_size=12", "the 128 experts of a layer", 8),
+        (DENSE, "fsdp_config.expert_parallel_size=4", "for a model without experts", 1),
+        (DENSE, "ulysses_sequence_parallel_size=3", "cannot cut 64 attention heads", 2),
+    ):
+        found = errors(broken(*ranks, f"{ACTOR}.{size}", shape=shape))
+        (one,) = [one for one in found if one.rule in {"experts", "sp-heads"}]
+        assert stated in one.text
+        assert one.overrides[0].endswith(f"={nearest}")
+    three = broken(*CUT, f"{MEGATRON}.expert_model_parallel_size=3", shape=MIXED)
+    assert [one.severity for one in three if one.rule == "experts"] == [Severity.ERROR]
 
 
 @pytest.mark.parametrize(("engine", "here"), [("torch", False), ("vllm", True), ("sglang", True)])
