@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.trainer.learner.batch.train_batch import check_routing
 from services.trainer.learner.learner import Learner, NamedTensors
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from sluice.codec.reward import (
@@ -88,8 +89,10 @@ class RankLeader:
         """Call `Learner.train_step` on all ranks.
 
         Raises:
-            DeadlineError, PeerError: a rank failed, now or since the last call.
+            DeadlineError, PeerError: a rank failed, now or since the last call, or the batch has
+                experts that are not the model's.
         """
+        check_routing(batch, self._learner.routing_shape)
         with self._commanding:
             # The reward service gives the batch to rank 0 only.
             body = train_batch_to_bytes(batch) if self._parallel.world_size > 1 else b""
