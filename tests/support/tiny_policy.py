@@ -24,6 +24,7 @@ from sluice.types import (
     TrainBatch,
     TrainGroup,
     VersionSpan,
+    expert_dtype,
 )
 
 VOCABULARY = 61
@@ -173,6 +174,17 @@ def make_group(seed: int, lengths: tuple[int, ...] | None = None) -> TrainGroup:
         scores=tuple(Scored(float(r), float(r), {"acc": (r + 1) / 2}) for r in rewards),
         data_source="made up",
     )
+
+
+def made_up_routing(group: TrainGroup, num_experts: int) -> TrainGroup:
+    """The group, with two experts at random for each of a sample's tokens in two layers."""
+    random = np.random.default_rng(num_experts)
+    prompt, rollouts = group.prompt_token_ids.size, []
+    for rollout in group.rollouts:
+        size = (prompt + max(0, rollout.num_tokens - 1), 2, num_experts)
+        chosen = random.random(size).argsort(-1)[..., :2]
+        rollouts.append(rollout.with_routing(chosen.astype(expert_dtype(num_experts))))
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def make_batch(num_groups: int = 6, seed: int = 0) -> TrainBatch:
