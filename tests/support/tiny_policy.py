@@ -193,6 +193,12 @@ def make_batch(num_groups: int = 6, seed: int = 0) -> TrainBatch:
     return TrainBatch(f"batch-{seed}", seed, groups, DataProgress(num_groups), {})
 
 
+def routed(batch: TrainBatch, num_experts: int) -> TrainBatch:
+    """The batch, with `made_up_routing`."""
+    groups = tuple(made_up_routing(group, num_experts) for group in batch.groups)
+    return replace(batch, groups=groups)
+
+
 def _rollout(random: np.random.Generator, index: int, length: int) -> Rollout:
     return Rollout.of_one_turn(
         sample_index=index,

@@ -413,6 +413,21 @@ def _message_size(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _routing_replay(config: RunConfig) -> Iterator[Problem]:
+    """Refuse R3 where the engine cannot return its routing."""
+    rollout = config.actor_rollout_ref.rollout
+    if not derived.replays_engine_routing(config):
+        return
+    key = "actor_rollout_ref.actor.router_replay.mode"
+    if rollout.name == "sglang":
+        no_adapter = f"with {ROLLOUT}.name = sglang: its adapter does not return the experts"
+        yield Problem(key, "R3", no_adapter, "set it to R2, which needs no engine", (f"{key}=R2",))
+    elif rollout.name == "vllm" and not rollout.enable_prefix_caching:
+        caching = f"{ROLLOUT}.enable_prefix_caching"
+        only = f"with {key} = R3: vLLM returns its experts only with a prefix cache"
+        yield Problem(caching, False, only, overrides=(f"{caching}=true",))
+
+
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _idle_ranks,
     _parallel_layout,
@@ -429,4 +444,5 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _heartbeats,
     _watchdog,
     _message_size,
+    _routing_replay,
 )

@@ -31,13 +31,14 @@ from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import PeerError
-from sluice.types import Rollout, RoutedExperts, TrainBatch, TrainGroup
+from sluice.types import Rollout, RoutedExperts, TrainGroup
 from tests.support.tiny_policy import (
     made_up_routing,
     make_batch,
     make_config,
     make_group,
     make_model,
+    routed,
     save_model,
 )
 
@@ -212,7 +213,7 @@ def test_a_learner_replays_and_reports_it(tmp_path: Path, monkeypatch: pytest.Mo
     folder = save_model(tmp_path, "qwen3_moe")
     config = make_config(folder, 4, router_replay={"mode": "R3"}, ppo_epochs=2)
     learner = Learner(config, DataParallel(), total_steps=10)
-    batch = with_routing(make_batch(4))
+    batch = routed(make_batch(4), EXPERTS)
     first = batch.groups[0]
     bare = replace(first, rollouts=tuple(one.with_routing(None) for one in first.rollouts))
     batch = replace(batch, groups=(bare, *batch.groups[1:]))
@@ -222,10 +223,6 @@ def test_a_learner_replays_and_reports_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(layers) == LAYERS * 4, "each micro-batch once"
     assert metrics["actor/moe/engine_samples"] == 0.75
     assert 0.1 < metrics["actor/moe/engine_agreement"] < 0.5  # 2 of 8 at random
-
-
-def with_routing(batch: TrainBatch) -> TrainBatch:
-    return replace(batch, groups=tuple(made_up_routing(one, EXPERTS) for one in batch.groups))
 
 
 SHAPE = RoutingShape(LAYERS, EXPERTS, CHOSEN)
@@ -245,7 +242,7 @@ SHAPE = RoutingShape(LAYERS, EXPERTS, CHOSEN)
 def test_experts_that_are_not_the_models_are_refused_by_sample(
     change: Callable[[Any], Any], shape: RoutingShape | None, message: str
 ) -> None:
-    batch = with_routing(make_batch(2))
+    batch = routed(make_batch(2), EXPERTS)
     check_routing(batch, SHAPE)
     group = batch.groups[1]
     longest = max(group.rollouts, key=lambda one: one.num_tokens)

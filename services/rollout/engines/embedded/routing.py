@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from services.rollout.engines.causal_lm import expert_routers
 from services.rollout.engines.embedded.decoder import (
     DecodeBatch,
     Decoder,
@@ -17,14 +18,11 @@ from services.rollout.engines.embedded.decoder import (
     Rows,
     TokenRow,
 )
-from sluice.errors import ConfigError
 from sluice.types import RoutedExperts, expert_dtype
 from sluice.vision.image_prompts import ImagePrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_ROUTERS = frozenset({"Qwen3MoeTopKRouter", "Qwen3VLMoeTextTopKRouter"})
 
 
 class RoutedDecoder:
@@ -32,24 +30,18 @@ class RoutedDecoder:
 
     Args:
         decoder: runs the model.
-        model: its routers return (logits, scores, chosen experts), as transformers' do.
+        model: with routers; see `expert_routers`.
         slots: rows.
         max_model_len: positions that a row may have.
 
     Raises:
-        ConfigError: the model has no routers of a known family.
+        ConfigError: from `expert_routers`.
     """
 
     def __init__(
         self, decoder: Decoder, model: PreTrainedModel, slots: int, max_model_len: int
     ) -> None:
-        routers = [one for one in model.modules() if type(one).__name__ in _ROUTERS]
-        if not routers:
-            raise ConfigError(
-                "actor_rollout_ref.actor.router_replay.mode=R3: the embedded engine notes the "
-                f"experts of qwen3_moe and qwen3_vl_moe, and none of a {model.config.model_type} "
-                "model; set it to disabled"
-            )
+        routers = expert_routers(model).values()
         config: Any = model.config.get_text_config(decoder=True)
         shape = (slots, max_model_len, len(routers), config.num_experts_per_tok)
         self._experts: RoutedExperts = np.zeros(shape, expert_dtype(config.num_experts))

@@ -313,7 +313,8 @@ class TrainingRow:
     prompt_token_ids: TokenIds  # [prompt tokens]
     token_ids: TokenIds  # [tokens]
     behavior_logprobs: Logprobs  # [tokens]
-    routing: RoutedExperts | None = None  # the engine's, of prompt and response but its last token
+    prompt_routing: RoutedExperts | None = None  # the engine's experts of the prompt
+    routing: RoutedExperts | None = None  # and of the response but its last token
 
     @property
     def size(self) -> RowSize:
@@ -371,19 +372,28 @@ class MicroBatch:
 def training_rows(
     groups: Sequence[TrainGroup], numbers: Sequence[Sequence[int]]
 ) -> list[TrainingRow]:
-    """Return all rows of the groups, in order; `numbers` are their indices in the train batch."""
-    return [
-        TrainingRow(
-            number,
-            index,
-            group.prompt_token_ids,
-            rollout.token_ids,
-            rollout.behavior_logprobs,
-            rollout.routing,
-        )
-        for index, (group, own) in enumerate(zip(groups, numbers, strict=True))
-        for rollout, number in zip(group.rollouts, own, strict=True)
-    ]
+    """Return all rows of the groups, in order; `numbers` are their indices in the train batch.
+
+    A prompt has the experts of the group's first sample with any: passes of other samples may have
+    chosen others, and rows share a prompt however they are packed.
+    """
+    rows: list[TrainingRow] = []
+    for index, (group, own) in enumerate(zip(groups, numbers, strict=True)):
+        prompt = group.prompt_token_ids.size
+        routed = [one.routing[:prompt] for one in group.rollouts if one.routing is not None]
+        rows += [
+            TrainingRow(
+                number,
+                index,
+                group.prompt_token_ids,
+                rollout.token_ids,
+                rollout.behavior_logprobs,
+                next(iter(routed), None),
+                None if rollout.routing is None else rollout.routing[prompt:],
+            )
+            for rollout, number in zip(group.rollouts, own, strict=True)
+        ]
+    return rows
 
 
 def build_micro_batch(
@@ -452,18 +462,13 @@ def _pack_routing(
     num_tokens: int,
     share: SequenceShare | None,
 ) -> PackedRouting | None:
-    """Pack the rows' experts like their tokens; a prompt has those of its first row with any."""
+    """Pack the rows' experts like their tokens."""
     found: list[tuple[int, RoutedExperts]] = []
     for piece, place in zip(pieces, packed, strict=True):
-        routed = [rows[index].routing for index in piece.row_indices]
-        of_prompt = next((one for one in routed if one is not None), None)
-        if of_prompt is not None:
-            found.append((place.start, of_prompt[: place.length]))
-        found += [
-            (row.start, one[place.length :])
-            for row, one in zip(place.rows, routed, strict=True)
-            if one is not None
-        ]
+        own = [rows[index] for index in piece.row_indices]
+        places = [(place.start, own[0].prompt_routing)]
+        places += [(at.start, row.routing) for at, row in zip(place.rows, own, strict=True)]
+        found += [(start, one) for start, one in places if one is not None]
     if not found:
         return None
     first = found[0][1]
@@ -477,8 +482,8 @@ def _pack_routing(
         by_layer, known = share.cut(by_layer), share.cut(known)
     # torch gathers by few kinds of numbers; those of experts fit into 15 bits.
     small = np.uint8 if first.dtype == np.uint8 else np.int16
-    own = np.ascontiguousarray(by_layer.transpose(0, 2, 1), dtype=small)
-    return PackedRouting(torch.from_numpy(own), torch.from_numpy(known))
+    ordered = np.ascontiguousarray(by_layer.transpose(0, 2, 1), dtype=small)
+    return PackedRouting(torch.from_numpy(ordered), torch.from_numpy(known))
 
 
 def _padded(values: npt.NDArray[np.int64], pad_to: int) -> npt.NDArray[np.int64]:
