@@ -311,7 +311,7 @@ def _stream_options(request: rollout.GenerateRequest) -> StreamSettings:
 
 
 def _messages(event: GenerationEvent) -> Iterator[rollout.GenerateResponse]:
-    """Encode an event; each sample with experts by itself, since these may take many megabytes."""
+    """Encode an event; each sample with experts in a message of its own: megabytes."""
     routed = [sample for sample in event.rollouts if sample.routing is not None]
     rest = [sample for sample in event.rollouts if sample.routing is None]
     if event.deltas or rest or event.engine_tokens is not None:

@@ -62,7 +62,7 @@ def progress_from_proto(message: common.DataProgress) -> DataProgress:
 
 
 def train_group_to_proto(group: TrainGroup, *, with_images: bool = True) -> reward.TrainGroup:
-    """Encode one kept group; without images, only their number. Experts travel by themselves."""
+    """Encode one kept group; without images, only their number; see `routing_messages`."""
     return reward.TrainGroup(
         prompt_id=group.prompt_id,
         prompt_token_ids_u32=token_ids_to_bytes(group.prompt_token_ids),

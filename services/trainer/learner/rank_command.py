@@ -174,7 +174,7 @@ class RankLeader:
         self._parallel.broadcast_bytes(message, f"sending the command {kind}")
 
     def _send_routing(self, batch: TrainBatch) -> None:
-        """Broadcast the experts of the batch's samples, each by itself: they may take gigabytes."""
+        """Broadcast the experts of the batch's samples one at a time: they may take gigabytes."""
         if self._parallel.world_size > 1:
             for message in routing_messages(batch):
                 self._parallel.broadcast_bytes(message.SerializeToString(), _SENDING_EXPERTS)

@@ -311,7 +311,7 @@ class RewardClient:
         parts: int,
         named: str,
     ) -> Sequence[ResponseT]:
-        """Return the messages of a stream, of which `parts` are expected; no call for none.
+        """Return the messages of a stream that should have `parts`; no call for none.
 
         Raises:
             PeerError: the lease is gone.

@@ -21,7 +21,13 @@ from sluice.config.problems import Problem, errors, named, raise_problems
 from sluice.config.rules.algorithm import algorithm_problems, correction_problems
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.files import file_problems
-from sluice.config.rules.model import context_problems, engine_problems, shape_problems
+from sluice.config.rules.model import (
+    REPLAY_KEY,
+    context_problems,
+    engine_problems,
+    routing_problems,
+    shape_problems,
+)
 from sluice.config.rules.sampling import straggler_problems, strategy_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
@@ -88,6 +94,7 @@ def all_problems(
     if shape is not None:
         found += shape_problems(sizes, shape)
         found += named("context", context_problems(config, shape))
+        found += named("routing", routing_problems(config, shape))
     for check in _CHECKS:
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
     found += named("algorithm", algorithm_problems(config))
@@ -418,7 +425,7 @@ def _routing_replay(config: RunConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     if not derived.replays_engine_routing(config):
         return
-    key = "actor_rollout_ref.actor.router_replay.mode"
+    key = REPLAY_KEY
     if rollout.name == "sglang":
         no_adapter = f"with {ROLLOUT}.name = sglang: its adapter does not return the experts"
         yield Problem(key, "R3", no_adapter, "set it to R2, which needs no engine", (f"{key}=R2",))

@@ -364,7 +364,8 @@ class RequestRun(EngineRun):
         found = delta.routing
         if found is None or not self.request.with_routing or reason is FinishReason.ABORTED:
             return None
-        return found if len(found) == len(sample.prompt) + len(sample.versions) - 1 else None
+        tokens = len(sample.versions)
+        return found if tokens and len(found) == len(sample.prompt) + tokens - 1 else None
 
     def _hand_on(
         self,
