@@ -10,7 +10,9 @@ from sluice.config.parallel_layout import EXPERT_KEY, shares_heads
 from sluice.config.problems import Problem, verl_problem
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import ACTOR, MEGATRON, ROLLOUT, VerlSizes, largest_divisor
+from sluice.types import expert_dtype
 
+REPLAY_KEY = "actor_rollout_ref.actor.router_replay.mode"
 _SHARED_ENGINES = ("vllm", "sglang")
 """Engines that sluice runs too: what they refuse is not a rule of verl alone."""
 
@@ -63,6 +65,27 @@ def repeat_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
             "but those of a mixture of experts depend on the rest of the batch",
             overrides=(f"{key}=false",),
         )
+
+
+def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Yield routing replay of a dense model, and samples with more experts than a message holds."""
+    key, mode = REPLAY_KEY, config.actor_rollout_ref.actor.router_replay.mode
+    if mode == "disabled":
+        return
+    if not shape.experts:
+        yield Problem(key, mode, ": the model has no experts", overrides=(f"{key}=disabled",))
+    elif derived.replays_engine_routing(config):
+        numbers = (shape.layers - shape.dense_layers) * shape.experts_per_token
+        tokens, most = derived.max_row_tokens(config.data), derived.message_mb(config)
+        taken = tokens * numbers * expert_dtype(shape.experts).itemsize
+        needed = (taken >> 20) + 1  # beside a little else
+        if needed > most:
+            yield Problem(
+                "sluice.max_message_mb",
+                most,
+                f"with {key} = R3: a sample of {tokens} tokens has up to {needed} MiB of experts",
+                overrides=(f"sluice.max_message_mb={needed}",),
+            )
 
 
 def _engine(sizes: VerlSizes) -> Iterator[Problem]:

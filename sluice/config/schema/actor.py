@@ -232,7 +232,9 @@ class RouterReplayConfig(Section, frozen=True):
     """Mixture of experts: whether passes over a sample choose the same experts."""
 
     mode: Literal["disabled", "R2", "R3"] = "disabled"
-    """R2: training passes take the experts that the trainer's pass for old logprobs chose."""
+    """R2: training passes take the experts that the trainer's pass for old logprobs chose.
+    R3: all of them take those that the engine chose for the sample's tokens.
+    """
 
 
 class CheckpointConfig(Section, frozen=True):

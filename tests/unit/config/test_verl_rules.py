@@ -389,3 +389,27 @@ def _run_of(keys: dict[str, int], n: int, nodes: int, sp: int) -> VerlSizes:
     )
     one = LogProbPass(ROLLOUT, log_micro, None, dynamic=False, token_budget=16384, sp=sp)
     return sound_run(batch=batch, micro_rows=micro, log_prob_passes=(one,))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape", "named"),
+    [
+        ((f"{ACTOR}.router_replay.mode=R2",), DENSE, "mode = R2: the model has no experts"),
+        ((f"{ACTOR}.router_replay.mode=R3",), DENSE, "mode = R3: the model has no experts"),
+        (
+            (f"{ACTOR}.router_replay.mode=R3", "data.max_response_length=260000"),
+            MIXED,
+            "max_message_mb = 64 with actor_rollout_ref.actor.router_replay.mode = R3: a sample of",
+        ),
+    ],
+)
+def test_a_routing_replay_that_cannot_work_is_mended_by_what_it_proposes(
+    overrides: tuple[str, ...], shape: ModelShape, named: str
+) -> None:
+    small = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.n=1")
+    small = small if "R3" in overrides[0] and shape is MIXED else ()
+    found = [one for one in broken(*overrides, *small, shape=shape) if one.rule == "routing"]
+    (problem,) = found
+    assert named in problem.text
+    mended = broken(*overrides, *small, *problem.overrides, shape=shape)
+    assert "routing" not in {one.rule for one in mended}

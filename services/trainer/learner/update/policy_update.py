@@ -31,6 +31,7 @@ from services.trainer.learner.batch.train_batch import (
 )
 from services.trainer.learner.model.experts import (
     Routing,
+    agreement_metrics,
     balance_metrics,
     idle_routing,
     routing_tape,
@@ -186,7 +187,7 @@ class PolicyUpdate:
         mini_batches = [prepare(mini_batch) for mini_batch in cut]
         if self._settings.replays_routing:
             for prepared in _micro_batches(mini_batches):
-                prepared.routing = Routing()
+                prepared.routing = Routing(given=prepared.micro_batch.routing)
         sums = UpdateSums(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
@@ -397,9 +398,10 @@ class PolicyUpdate:
         tape = routing_tape(self._model)
         if tape is None:
             return {}
-        load = tape.take_load(self._device.torch_device)
-        self._parallel.all_reduce_sum([load], "summing the experts' loads")
-        return balance_metrics(load)
+        device = self._device.torch_device
+        load, agreement = tape.take_load(device), tape.take_agreement(device)
+        self._parallel.all_reduce_sum([load, agreement], "summing the experts' loads")
+        return {**balance_metrics(load), **agreement_metrics(agreement)}
 
     def _optimizer_step(
         self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
@@ -474,6 +476,7 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         num_rows = sum(len(group.rollouts) for group in batch.groups)
         rows = batch_rows(batch, np.zeros(num_rows))  # advantages are reported by the estimate
+        replays = self._actor.router_replay.mode == "R3"
         of_ranks = zip(*(mini_batch.rank_rows for mini_batch in mini_batches), strict=True)
         return {
             **batch_metrics(
@@ -481,6 +484,7 @@ class PolicyUpdate:
                 max_prompt_tokens=self._settings.config.data.max_prompt_length,
                 max_response_tokens=self._settings.config.data.max_response_length,
             ),
+            **({"actor/moe/engine_samples": batch.num_routed / num_rows} if replays else {}),
             **sequence_balance_metrics(
                 rows.prompt_lengths + rows.response_lengths,
                 [list(chain(*parts)) for parts in of_ranks],
