@@ -179,7 +179,8 @@ def _remedy(
         if devices == _ONE_GPU and each == 1:
             one = ("trainer.n_gpus_per_node=1",)
             return one, f"set {one[0]}, with which trainer and replica share the GPU"
-        return (), f"a trainer and a replica of {each} take at least {each + 1}"
+        least = 1 if devices.kind == "GPU" and each == 1 else each + 1
+        return (), f"a trainer and a replica of {each} take at least {least}"
     return split.overrides, f"{devices.count} would do with {' '.join(split.overrides)}"
 
 
