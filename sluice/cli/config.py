@@ -35,7 +35,7 @@ from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
-from sluice.doctor.finding import examined_of
+from sluice.doctor.finding import Examined, examined_of
 from sluice.doctor.preflight import preflight
 
 _TRAINER_COLUMNS = (
@@ -116,6 +116,7 @@ def check(
     run = read_run(file, overrides)
     config = run.config
     shape = find_shape(config.actor_rollout_ref.model.path, model_config)
+    examined = examined_of(run) if files else None
     report = check_report(
         config,
         run.settings,
@@ -123,8 +124,9 @@ def check(
         device_gib=device_memory,
         dataset_rows=count_rows(config),
         files=files,
+        here=None if examined is None else examined.config,
     )
-    report = with_preflight(report, run, files=files)
+    report = with_preflight(report, run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
         print_json(report_as_json(report, broken))
@@ -166,13 +168,15 @@ def explain(
         print_description(output_console(), entry)
 
 
-def with_preflight(report: CheckReport, run: ReadRun, *, files: bool) -> CheckReport:
-    """Return the report with wrong keys and values and, with `files`, all of the preflight."""
+def with_preflight(report: CheckReport, run: ReadRun, examined: Examined | None) -> CheckReport:
+    """Return the report with wrong keys and values and, of an examined machine, the preflight."""
     broken = of_other_keys(report.problems, run.problems)
     found: list[Problem] = []
-    if files:
+    if examined is not None:
         broken = [one for one in broken if not is_elsewhere(one)]
-        found = preflight(examined_of(run), lambda check: check.examine is not check_configuration)
+        found = preflight(examined, lambda check: check.examine is not check_configuration)
+        if line := examined.devices.line:
+            found.append(Problem("", UNSET, line, severity=Severity.NOTE))
     notes = [one for one in found if one.severity is Severity.NOTE]
     wrong = [replace(one, rule="keys") for one in run.problems]
     return replace(

@@ -168,6 +168,7 @@ def check_report(
     device_gib: float | None = None,
     dataset_rows: int | None = None,
     files: bool = True,
+    here: RunConfig | None = None,
 ) -> CheckReport:
     """Apply every rule and derive every number.
 
@@ -177,6 +178,7 @@ def check_report(
         device_gib: memory of one device, GiB, where it is known.
         dataset_rows: rows of data.train_files, where they can be counted.
         files: whether the paths that the configuration names must exist.
+        here: as this host would run it, on its devices; `None`: as `config`.
     """
     settings = KeySettings(config, as_set.by_key())
     found = all_problems(config, settings, shape=shape, files=files)
@@ -186,16 +188,16 @@ def check_report(
         problems=tuple(found),
         notes=tuple(launch_notes(config, as_set)),
         keys=key_statuses(as_set),
-        quantities=tuple(_quantities(config, settings, dataset_rows)),
+        quantities=tuple(_quantities(config, settings, dataset_rows, here or config)),
         learning_rate=config.actor_rollout_ref.actor.optim.lr,
         memory=None if shape is None else memory_report(config, settings, shape, device_gib),
     )
 
 
 def _quantities(
-    config: RunConfig, settings: KeySettings, dataset_rows: int | None
+    config: RunConfig, settings: KeySettings, dataset_rows: int | None, here: RunConfig
 ) -> list[Quantity]:
-    verl, own = verl_batch(config, settings), own_batch(config)
+    verl, own = verl_batch(config, settings), own_batch(here)
     fixed = not config.actor_rollout_ref.actor.use_dynamic_bsz
     formulas: list[tuple[str, str, Callable[[BatchPlan], int | None]]] = [
         ("trainer ranks", "nnodes * n_gpus_per_node", lambda b: b.split.world),

@@ -110,7 +110,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("extras", "optional packages", packages.check_extras, before_start=True, of_host=True),
     Check("engine", "the inference engine", packages.check_engine, before_start=True, of_host=True),
-    Check("gpus", "GPUs for every process", machine.check_gpus, before_start=True, of_host=True),
+    Check("gpus", "devices for every process", machine.check_gpus, before_start=True, of_host=True),
     Check(
         "cores", "CPU cores for trainer ranks", machine.check_cores, before_start=True, of_host=True
     ),

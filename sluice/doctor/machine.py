@@ -23,7 +23,7 @@ from sluice.device.host import (
     wants_gpu,
     wants_npu,
 )
-from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, problem, warning
+from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
 
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
@@ -225,7 +225,15 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
 
 
 def check_gpus(examined: Examined) -> Iterator[Finding]:
-    """Count GPUs: no two processes share one."""
+    """Compare the devices with those that the processes take, each for one of them."""
+    plan = examined.devices
+    if plan.lack:
+        yield of_text(plan.lack, "a process would find no device of its own")
+        return
+    if plan.line:
+        yield fine(plan.line)
+    if plan.is_shared:
+        return
     yield gpu_finding(
         gpu_share(examined.config, examined.environment),
         examined.config.sluice.rollout.replicas,

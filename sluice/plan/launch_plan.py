@@ -12,13 +12,13 @@ import msgspec
 from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit, device_split, is_colocated, splits
 from sluice.config.loading.conversions import names_set
-from sluice.config.loading.loader import KeySettings, ReadRun, read_run
+from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import DeviceKind
 from sluice.config.memory.layouts import own_training_layout
 from sluice.config.memory.published import ModelContent, encoder_parameters, published_model
 from sluice.config.memory.shape import ModelShape, read_model, shape_of
 from sluice.config.problems import raise_problems
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, changed
 from sluice.doctor.trial import answer_of
 from sluice.plan.dry_run import COMMAND, DryRunAsked, PassBytes
 from sluice.plan.pools import (
@@ -30,7 +30,6 @@ from sluice.plan.pools import (
     trainer_pool,
 )
 from sluice.plan.search import (
-    changed,
     engine_change,
     estimate,
     promising,
@@ -118,7 +117,7 @@ def launch_plan(
     launch = _Launch(file, tuple(overrides), model, device)
     written = launch.read(())
     split = launch.split_of(written)
-    is_split = is_colocated(written.config, _keys(written))
+    is_split = is_colocated(written.config, written.keys)
     config = launch.read(split.overrides).config if is_split else written.config
     trainer, engine = launch.trainer(config), engine_pool(config, model.shape, device)
     lacks = {"trainer": trainer.lack(device), "rollout": engine.lack(device)}
@@ -158,7 +157,7 @@ class _Launch:
 
     def split_of(self, run: ReadRun) -> DeviceSplit:
         """Return the split that the launch says, or the fastest."""
-        return device_split(run.config, _keys(run), self.model.shape, self.device)
+        return device_split(run.config, run.keys, self.model.shape, self.device)
 
     def trainer(self, config: RunConfig) -> TrainerPool:
         """Return the trainer's pool, from a dry run of a few layers."""
@@ -178,10 +177,6 @@ class _Launch:
         if len(found) > 1:
             whole = extrapolated(found[0], found[1], counts[1] - counts[0], shape.layers, counts[0])
         return trainer_pool(config, shape, self.device, whole, self.model.encoder or 0)
-
-
-def _keys(run: ReadRun) -> KeySettings:
-    return KeySettings(run.config, run.settings.by_key())
 
 
 def _searched(

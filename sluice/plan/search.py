@@ -6,11 +6,8 @@ Of what can be offloaded, moments are: parameters and gradients stay on the devi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, product
-
-import msgspec
 
 from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit
@@ -25,7 +22,7 @@ from sluice.config.parallel_layout import (
     shares_heads,
     trainer_layout,
 )
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, changed
 from sluice.errors import ConfigError
 
 _FSDP = "actor_rollout_ref.actor.fsdp_config"
@@ -44,21 +41,6 @@ class Change:
 
     overrides: tuple[str, ...] = ()
     price: float = 0.0
-
-
-def changed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration with typed keys set, which is faster than to read it again."""
-    tree = msgspec.to_builtins(config)
-    for text in overrides:
-        key, _, value = text.partition("=")
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node[section]
-        with suppress(msgspec.DecodeError):
-            node[name] = value
-            node[name] = msgspec.json.decode(value)
-    return msgspec.convert(tree, RunConfig)
 
 
 def engine_change(

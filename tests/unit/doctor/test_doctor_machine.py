@@ -226,8 +226,8 @@ def test_the_host_holds_what_ranks_read_and_what_devices_receive(
     on_gpus = ("trainer.device=cuda", "sluice.rollout.device=cuda", "trainer.n_gpus_per_node=2")
     wire = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=bfloat16")
     tp = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    model = f"actor_rollout_ref.model.path={tmp_path}"
-    examined = run_of(model, *on_gpus, *wire, tp, *overrides)
+    model, one = f"actor_rollout_ref.model.path={tmp_path}", "sluice.rollout.replicas=1"
+    examined = run_of(model, *on_gpus, *wire, tp, one, *overrides)
     assert examined.shape is not None
     parameters, ranks = examined.shape.total_parameters, examined.config.trainer.n_gpus_per_node
     trainer, replicas, _ = needed_memory(examined, examined.shape)
