@@ -76,6 +76,7 @@ _EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
 }
+_FLOAT32_HEAD = "actor_rollout_ref.model.float32_head=true"
 _REPLAY = "actor_rollout_ref.actor.router_replay.mode=R2"
 PROMPT_TOKENS, SAMPLES, MEASURED_TOKENS = 32, 4, 256
 _ENVIRONMENT = {
@@ -94,18 +95,21 @@ class Case:
     Args:
         family: of transformers.
         shape: of its config.json.
-        training: overrides of the run.
+        keys: overrides of the run, for all who compute its logprobs.
+        training: overrides for the learner that trains.
     """
 
     family: str
     shape: dict[str, Any]
+    keys: tuple[str, ...] = ()
     training: tuple[str, ...] = ()
 
 
 CASES = {
     "dense": Case("qwen3", _SHAPE),
+    "dense_float32_head": Case("qwen3", _SHAPE, (_FLOAT32_HEAD,)),
     "moe": Case("qwen3_moe", _SHAPE | _EXPERTS),
-    "moe_r2": Case("qwen3_moe", _SHAPE | _EXPERTS, (_REPLAY,)),
+    "moe_r2": Case("qwen3_moe", _SHAPE | _EXPERTS, training=(_REPLAY,)),
 }
 
 
@@ -164,9 +168,10 @@ class Engine:
     Args:
         python: of an environment with vLLM.
         folder: of the model.
+        keys: overrides of the run.
     """
 
-    def __init__(self, python: str, folder: Path) -> None:
+    def __init__(self, python: str, folder: Path, keys: Sequence[str]) -> None:
         self._stack, self._seed = ExitStack(), 0
         process = PeerProcess("benchmarks.engine.peer", python, _ENVIRONMENT)
         self._process = self._stack.enter_context(closing(process))
@@ -178,6 +183,7 @@ class Engine:
                 dtype="bfloat16",
                 slots=64,
                 tokens=PROMPT_TOKENS + MEASURED_TOKENS,
+                more=keys,
             )["layout"]
             specs = [msgspec.convert(spec, TensorSpec) for spec in layout]
             self._fleet = self._stack.enter_context(closing(Fleet([process], specs, _BUCKET_MB)))
@@ -209,7 +215,9 @@ class Engine:
             "sample", prompts=prompts, samples=SAMPLES, new_tokens=new_tokens, seed=seed
         )["groups"]
         pairs = enumerate(zip(prompts, found, strict=True))
-        made = tuple(_group(number, prompt, drawn, vocabulary // 2) for number, (prompt, drawn) in pairs)
+        made = tuple(
+            _group(number, prompt, drawn, vocabulary // 2) for number, (prompt, drawn) in pairs
+        )
         return TrainBatch(f"batch-{seed}", 0, made, DataProgress(groups), {})
 
     def close(self) -> None:
@@ -240,13 +248,13 @@ def _group(
     return TrainGroup(f"prompt-{number}", np.array(prompt, np.uint32), rollouts, scores, "made up")
 
 
-def distances(folder: Path, batch: TrainBatch) -> dict[str, dict[str, float]]:
+def distances(folder: Path, batch: TrainBatch, keys: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return the distances of own and of transformers' layers to the logprobs of a batch."""
     groups = len(batch.groups)
     found = {}
     for layers in (OWN, TRANSFORMERS):
         with _layers(layers):
-            judge = Learner(_run_config(folder, groups, groups, ()), DataParallel(), 1)
+            judge = Learner(_run_config(folder, groups, groups, keys), DataParallel(), 1)
             metrics = judge.train_step(batch, 1)
         found[layers] = {name: metrics[key] for name, key in METRICS.items()}
     return found
@@ -272,16 +280,16 @@ def measure(case: Case, python: str, workload: Workload, folder: Path) -> dict[s
     """Return the distances of one model before and after training."""
     save_model(case, folder)
     vocabulary, groups = case.shape["vocab_size"], workload.groups
-    training = (*case.training, f"actor_rollout_ref.actor.optim.lr={workload.lr}")
+    training = (*case.keys, *case.training, f"actor_rollout_ref.actor.optim.lr={workload.lr}")
     config = _run_config(folder, groups, groups // 2, training)
     learner = Learner(config, DataParallel(), workload.updates)
     found: dict[str, Any] = {}
-    with closing(Engine(python, folder)) as engine:
+    with closing(Engine(python, folder, case.keys)) as engine:
 
         def judged(when: str) -> None:
             save_file(engine.serve(learner), folder / "model.safetensors", {"format": "pt"})
             batch = engine.draw(vocabulary, workload.measured_groups, MEASURED_TOKENS)
-            found[when] = distances(folder, batch) | _of_samples(batch)
+            found[when] = distances(folder, batch, case.keys) | _of_samples(batch)
             print_line(f"  {when}: {found[when]}")
 
         judged("before")
@@ -321,7 +329,9 @@ def main(arguments: Sequence[str]) -> int:
     """Measure; return the exit status."""
     example = "python -m benchmarks.trainer.agreement --vllm-python .venv-vllm/bin/python"
     parser = tool_parser(__doc__, example)
-    parser.add_argument("--vllm-python", required=True, help="of an environment with vLLM and sluice")
+    parser.add_argument(
+        "--vllm-python", required=True, help="of an environment with vLLM and sluice"
+    )
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--lr", type=float, default=1e-4)
