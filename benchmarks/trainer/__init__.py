@@ -1,1 +1,1 @@
-"""`make bench-trainer`."""
+"""Prove and measure the trainer: layouts, plans, states, speed; `make bench-trainer`."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ METRICS = {
     "p999": "training/rollout_logprobs_diff_p999",
     "k3": "training/rollout_k3_kl",
 }
-_SHAPE: dict[str, Any] = {
+_DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -65,12 +66,10 @@ _SHAPE: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
     "eos_token_id": 1,
-    "pad_token_id": 0,
 }
-_EXPERTS: dict[str, Any] = {
+_EXPERTS: dict[str, Any] = _DENSE | {
+    "model_type": "qwen3_moe",
     "moe_intermediate_size": 192,
     "num_experts": 16,
     "num_experts_per_tok": 4,
@@ -78,57 +77,31 @@ _EXPERTS: dict[str, Any] = {
 }
 _FLOAT32_HEAD = "actor_rollout_ref.model.float32_head=true"
 _REPLAY = "actor_rollout_ref.actor.router_replay.mode=R2"
-PROMPT_TOKENS, SAMPLES, MEASURED_TOKENS = 32, 4, 256
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore",
-}
+PROMPT_TOKENS, SAMPLES = 32, 4
+GROUPS, NEW_TOKENS = 8, 64
+"""Of an update, which takes two optimizer steps."""
+
+MEASURED_GROUPS, MEASURED_TOKENS = 16, 256
+_SHARPNESS, _LEARNING_RATE = 2.0, 1e-3
 _BUCKET_MB = 32
-_SHARPNESS = 2.0
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, and how it is trained and served.
+    """A model by its config.json, and overrides of a run: of all its parts, and of training."""
 
-    Args:
-        family: of transformers.
-        shape: of its config.json.
-        keys: overrides of the run, for all who compute its logprobs.
-        training: overrides for the learner that trains.
-    """
-
-    family: str
     shape: dict[str, Any]
     keys: tuple[str, ...] = ()
     training: tuple[str, ...] = ()
 
 
 CASES = {
-    "dense": Case("qwen3", _SHAPE),
-    "dense_float32_head": Case("qwen3", _SHAPE, (_FLOAT32_HEAD,)),
-    "moe": Case("qwen3_moe", _SHAPE | _EXPERTS),
-    "moe_r2": Case("qwen3_moe", _SHAPE | _EXPERTS, training=(_REPLAY,)),
+    "dense": Case(_DENSE),
+    "dense_float32_head": Case(_DENSE, (_FLOAT32_HEAD,)),
+    "moe": Case(_EXPERTS),
+    "moe_r2": Case(_EXPERTS, training=(_REPLAY,)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """How much is sampled and trained.
-
-    Args:
-        updates: between the two measurements, of two optimizer steps each.
-        groups: of four samples, of one update.
-        new_tokens: of a sample of an update.
-        measured_groups: of four long samples, of a measurement.
-    """
-
-    updates: int
-    groups: int
-    new_tokens: int
-    measured_groups: int
-    lr: float
 
 
 def save_model(case: Case, folder: Path) -> None:
@@ -136,7 +109,7 @@ def save_model(case: Case, folder: Path) -> None:
     and a head that prefers some tokens.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(case.family, **case.shape)
+    config = AutoConfig.for_model(**case.shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -172,25 +145,17 @@ class Engine:
     """
 
     def __init__(self, python: str, folder: Path, keys: Sequence[str]) -> None:
-        self._stack, self._seed = ExitStack(), 0
-        process = PeerProcess("benchmarks.engine.peer", python, _ENVIRONMENT)
-        self._process = self._stack.enter_context(closing(process))
-        try:
-            layout = process.call(
-                "start",
-                engine="vllm",
-                folder=str(folder),
-                dtype="bfloat16",
-                slots=64,
-                tokens=PROMPT_TOKENS + MEASURED_TOKENS,
-                more=keys,
-            )["layout"]
+        self._seed = 0
+        with ExitStack() as stack:
+            process = PeerProcess("benchmarks.engine.peer", python, _QUIET)
+            self._process = stack.enter_context(closing(process))
+            start = {"engine": "vllm", "folder": str(folder), "dtype": "bfloat16", "slots": 64}
+            tokens = PROMPT_TOKENS + MEASURED_TOKENS
+            layout = process.call("start", **start, tokens=tokens, more=keys)["layout"]
             specs = [msgspec.convert(spec, TensorSpec) for spec in layout]
-            self._fleet = self._stack.enter_context(closing(Fleet([process], specs, _BUCKET_MB)))
+            self._fleet = stack.enter_context(closing(Fleet([process], specs, _BUCKET_MB)))
             self._fleet.form(self._fleet.replicas)
-        except BaseException:
-            self.close()
-            raise
+            self._stack = stack.pop_all()
 
     def serve(self, learner: Learner) -> dict[str, torch.Tensor]:
         """Send a learner's weights; return them, in bfloat16."""
@@ -214,10 +179,8 @@ class Engine:
         found = self._process.call(
             "sample", prompts=prompts, samples=SAMPLES, new_tokens=new_tokens, seed=seed
         )["groups"]
-        pairs = enumerate(zip(prompts, found, strict=True))
-        made = tuple(
-            _group(number, prompt, drawn, vocabulary // 2) for number, (prompt, drawn) in pairs
-        )
+        pairs = zip(prompts, found, strict=True)
+        made = tuple(_group(prompt, drawn, vocabulary // 2) for prompt, drawn in pairs)
         return TrainBatch(f"batch-{seed}", 0, made, DataProgress(groups), {})
 
     def close(self) -> None:
@@ -225,9 +188,7 @@ class Engine:
         self._stack.close()
 
 
-def _group(
-    number: int, prompt: list[int], drawn: list[tuple[list[int], list[float]]], limit: int
-) -> TrainGroup:
+def _group(prompt: list[int], drawn: list[tuple[list[int], list[float]]], limit: int) -> TrainGroup:
     shares = [float(np.mean(np.array(tokens) < limit)) for tokens, _ in drawn]
     middle = float(np.median(shares))
     rollouts = tuple(
@@ -241,11 +202,9 @@ def _group(
         )
         for index, (tokens, logprobs) in enumerate(drawn)
     )
-    scores = tuple(
-        Scored(reward, reward, {"acc": share})
-        for share, reward in ((share, 1.0 if share > middle else -1.0) for share in shares)
-    )
-    return TrainGroup(f"prompt-{number}", np.array(prompt, np.uint32), rollouts, scores, "made up")
+    rewards = [1.0 if share > middle else -1.0 for share in shares]
+    scores = tuple(Scored(r, r, {"acc": share}) for r, share in zip(rewards, shares, strict=True))
+    return TrainGroup(f"prompt-{prompt}", np.array(prompt, np.uint32), rollouts, scores, "made up")
 
 
 def distances(folder: Path, batch: TrainBatch, keys: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -260,45 +219,40 @@ def distances(folder: Path, batch: TrainBatch, keys: Sequence[str]) -> dict[str,
     return found
 
 
-def _layers(layers: str) -> AbstractContextManager[object]:
-    return nullcontext() if layers == OWN else _of_transformers()
-
-
 @contextmanager
-def _of_transformers() -> Iterator[None]:
+def _layers(layers: str) -> Iterator[None]:
     def keep(*_: object, **__: object) -> None:
         pass
 
-    with (
-        patch.object(loading, "use_own_layers", keep),
-        patch.object(loading, "use_own_experts", keep),
-    ):
+    with ExitStack() as stack:
+        if layers == TRANSFORMERS:
+            for replace in ("use_own_layers", "use_own_experts"):
+                stack.enter_context(patch.object(loading, replace, keep))
         yield
 
 
-def measure(case: Case, python: str, workload: Workload, folder: Path) -> dict[str, Any]:
+def measure(case: Case, python: str, updates: int, folder: Path) -> dict[str, Any]:
     """Return the distances of one model before and after training."""
     save_model(case, folder)
-    vocabulary, groups = case.shape["vocab_size"], workload.groups
-    training = (*case.keys, *case.training, f"actor_rollout_ref.actor.optim.lr={workload.lr}")
-    config = _run_config(folder, groups, groups // 2, training)
-    learner = Learner(config, DataParallel(), workload.updates)
+    vocabulary = case.shape["vocab_size"]
+    training = (*case.keys, *case.training, f"actor_rollout_ref.actor.optim.lr={_LEARNING_RATE}")
+    learner = Learner(_run_config(folder, GROUPS, GROUPS // 2, training), DataParallel(), updates)
     found: dict[str, Any] = {}
     with closing(Engine(python, folder, case.keys)) as engine:
 
-        def judged(when: str) -> None:
+        def judge(when: str) -> None:
             save_file(engine.serve(learner), folder / "model.safetensors", {"format": "pt"})
-            batch = engine.draw(vocabulary, workload.measured_groups, MEASURED_TOKENS)
+            batch = engine.draw(vocabulary, MEASURED_GROUPS, MEASURED_TOKENS)
             found[when] = distances(folder, batch, case.keys) | _of_samples(batch)
             print_line(f"  {when}: {found[when]}")
 
-        judged("before")
-        for step in range(1, workload.updates + 1):
-            metrics = learner.train_step(engine.draw(vocabulary, groups, workload.new_tokens), step)
+        judge("before")
+        for step in range(1, updates + 1):
+            metrics = learner.train_step(engine.draw(vocabulary, GROUPS, NEW_TOKENS), step)
             engine.serve(learner)
             if step % 10 == 0:
                 print_line(f"  update {step}: k3 {metrics[METRICS['k3']]:.2e}")
-        judged("after")
+        judge("after")
     return found
 
 
@@ -329,20 +283,16 @@ def main(arguments: Sequence[str]) -> int:
     """Measure; return the exit status."""
     example = "python -m benchmarks.trainer.agreement --vllm-python .venv-vllm/bin/python"
     parser = tool_parser(__doc__, example)
-    parser.add_argument(
-        "--vllm-python", required=True, help="of an environment with vLLM and sluice"
-    )
+    parser.add_argument("--vllm-python", required=True, help="of an environment with vLLM")
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--updates", type=int, default=50)
-    parser.add_argument("--lr", type=float, default=1e-4)
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    workload = Workload(parsed.updates, 8, 64, 16, parsed.lr)
     found = {}
     for name in parsed.models:
         print_line(f"{name}:")
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = measure(CASES[name], parsed.vllm_python, workload, Path(folder))
+            found[name] = measure(CASES[name], parsed.vllm_python, parsed.updates, Path(folder))
     return print_report(summary(found))
 
 
