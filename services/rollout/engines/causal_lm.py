@@ -72,6 +72,23 @@ class CausalLM:
             )
 
 
+class _Float32Head(nn.Linear):
+    """A head in the dtype of the layers that computes logits in float32."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor | None = self.bias  # nn.Linear says it has one
+        bias = None if bias is None else bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
+def use_float32_head(model: PreTrainedModel) -> None:
+    """Compute a model's logits in float32, from its head's weight as it is."""
+    given: Any = model.get_output_embeddings()
+    own = _Float32Head(1, 1, bias=given.bias is not None, device="meta")
+    own.weight, own.bias = given.weight, given.bias
+    model.set_output_embeddings(own)
+
+
 def build_causal_lm(
     path: str,
     device: torch.device,

@@ -43,6 +43,14 @@ def test_the_rollouts_keys_reach_vllm(override: str, name: str, value: object) -
     assert _arguments(f"{_ROLLOUT}.{override}")[name] == value
 
 
+def test_a_float32_head_is_asked_for_beside_other_changes_of_the_models_config() -> None:
+    key, given = "actor_rollout_ref.model.float32_head=true", f"+{_ROLLOUT}.engine_kwargs.vllm"
+    assert "hf_overrides" not in _arguments()
+    assert _arguments(key)["hf_overrides"] == {"head_dtype": "float32"}
+    both = _arguments(key, f"{given}.hf_overrides.rope_theta=10000")["hf_overrides"]
+    assert both == {"rope_theta": 10000, "head_dtype": "float32"}
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
+from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm, use_float32_head
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.loop import EmbeddedRun, GenerationLoop
@@ -107,6 +107,8 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
         )
+        if settings.float32_head:
+            use_float32_head(language_model.model)
         model, slots, longest = language_model.model, settings.slots, settings.max_model_len
         decoder = choose_decoder(model, slots, longest)
         if settings.with_routing:

@@ -216,6 +216,9 @@ class VllmSettings(VendorSettings):
         if on_cpu:
             fixed |= {"block_size": 32}
         chosen = fixed | dict(self.arguments)
+        if self.float32_head:
+            given = msgspec.convert(chosen.get("hf_overrides", {}), dict[str, object])
+            chosen["hf_overrides"] = {**given, "head_dtype": "float32"}
         if on_cpu:
             _refuse_shared_experts(chosen)
             _refuse_routing(chosen)
