@@ -61,6 +61,8 @@ class Result:
 def _environment() -> dict[str, str]:
     """Allow no network and one torch thread, so that processes share the cores fairly."""
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Else each of several hundred service processes compiles the tree again.
+    quiet["PYTHONDONTWRITEBYTECODE"] = ""
     path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, **quiet, "PATH": path}
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "reward"
 SERVICE = "sluice.api.reward.v1.RewardService"
-LAST_ANSWERS_S = 2.0
+LAST_ANSWERS_S = 5.0
 
 
 def _parse(argv: list[str]) -> tuple[Path, tuple[str, ...]]:

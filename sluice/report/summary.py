@@ -81,7 +81,7 @@ class RunSummary:
         skipped = f"{self.prompts_skipped} skipped + " if self.prompts_skipped else ""
         return (
             f"{head}held-out accuracy {before}{after} in "
-            f"{self.steps} steps ({self.seconds_dapo:.0f} s of DAPO, "
+            f"{self.steps} steps ({self.seconds_dapo:.0f} s of training, "
             f"{self.seconds_total:.0f} s in all)\n"
             f"tokens: {self.generated_tokens:,} generated, {self.trained_tokens:,} trained "
             f"({ratio:.2f} per trained token), {self.validation_tokens:,} for validation\n"
