@@ -130,10 +130,9 @@ def check(
 ) -> None:
     """Check a configuration against all rules; print the resulting numbers and the memory.
 
-    The trainer's own code counts its memory, which takes seconds for all but tiny models.
-
-    Keys that are not simply honoured are listed with what happens instead. The exit code is 1 if a
-    key is unknown or a rule is broken; each problem has a value that fixes it.
+    Keys that are not simply honoured are listed with what happens instead. The trainer's own code
+    counts its memory, which takes seconds for all but tiny models. The exit code is 1 if a key is
+    unknown or a rule is broken; each problem has a value that fixes it.
 
     \b
     Examples:
@@ -143,14 +142,13 @@ def check(
     """
     file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
     run = read_run(file, overrides)
-    config = run.config
-    model = local_model(config.actor_rollout_ref.model.path, model_config)
+    model = local_model(run.config.actor_rollout_ref.model.path, model_config)
     report = check_report(
-        config,
+        run.config,
         run.settings,
         shape=None if model is None else model.shape,
         device_gib=device_memory,
-        dataset_rows=count_rows(config),
+        dataset_rows=count_rows(run.config),
         files=files,
     )
     memory = None
