@@ -12,8 +12,7 @@ from sluice.config.derived import is_bypassed, is_corrected, total_training_step
 from sluice.config.explain import key_statuses, notices
 from sluice.config.loading.loader import KeySettings
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.memory.fit import memory_problems
-from sluice.config.memory.report import MemoryReport, memory_report
+from sluice.config.memory.report import EngineReport, engine_problems, engine_report
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
 from sluice.config.rules.checks import all_problems
@@ -149,7 +148,7 @@ class CheckReport:
         keys: the treatment of every key that was set, by its spelling as written.
         quantities: the numbers that follow from the batch sizes.
         learning_rate: the actor's peak.
-        memory: `None` where the model's shape is not known.
+        engine: memory; `None` where the model's shape is not known.
     """
 
     problems: tuple[Problem, ...]
@@ -157,7 +156,7 @@ class CheckReport:
     keys: dict[str, KeyStatus]
     quantities: tuple[Quantity, ...]
     learning_rate: float
-    memory: MemoryReport | None
+    engine: EngineReport | None
 
 
 def check_report(
@@ -183,14 +182,14 @@ def check_report(
     settings = KeySettings(config, as_set.by_key())
     found = all_problems(config, settings, shape=shape, files=files)
     if shape is not None and device_gib is not None:
-        found += memory_problems(config, settings, shape, device_gib)
+        found += engine_problems(config, shape, device_gib)
     return CheckReport(
         problems=tuple(found),
         notes=tuple(launch_notes(config, as_set)),
         keys=key_statuses(as_set),
         quantities=tuple(_quantities(config, settings, dataset_rows, here or config)),
         learning_rate=config.actor_rollout_ref.actor.optim.lr,
-        memory=None if shape is None else memory_report(config, settings, shape, device_gib),
+        engine=None if shape is None else engine_report(config, shape, device_gib),
     )
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from sluice.config.derived import max_row_tokens, replica_devices, world_size
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import own_training_layout, rollout_layout
+from sluice.config.memory.layouts import rollout_layout, training_layout
 from sluice.config.memory.rollout import engine_weights, rollout_memory
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import training_memory
+from sluice.config.memory.training import guessed_memory
 from sluice.config.memory.work import MEAN_RESPONSE, group_flops
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
@@ -196,12 +196,12 @@ def by_speed(
     lacks least first.
     """
     train, generate = seconds_per_token(config, shape, device)
-    layout = own_training_layout(config)
+    layout = training_layout(config)
 
     def rank(split: DeviceSplit) -> tuple[float, float]:
         shard = split.trainer if layout.shard == layout.world else min(layout.shard, split.trainer)
         other = replace(layout, world=split.trainer, shard=shard)
-        missing = max(0.0, training_memory(shape, other).update - device.usable_bytes)
+        missing = max(0.0, guessed_memory(shape, other).peak - device.usable_bytes)
         return missing, max(train / split.trainer, generate / split.rollout)
 
     return sorted(possible, key=rank)

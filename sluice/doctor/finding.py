@@ -155,6 +155,6 @@ def examined_of(
 
 def _shape(model_path: str) -> ModelShape | None:
     try:
-        return find_shape(model_path, None)
+        return find_shape(model_path)
     except ConfigError:
         return None  # the check of the model's folder reports the reason

@@ -194,7 +194,7 @@ def _shape(config: RunConfig) -> ModelShape | None:
     """Return the model's shape, from its folder or as a published model."""
     path = config.actor_rollout_ref.model.path
     try:
-        found = find_shape(path, None)
+        found = find_shape(path)
     except ConfigError:
         return None  # the check of the model's folder reports the reason
     if found is None and published_name(path) is not None:

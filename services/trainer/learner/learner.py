@@ -13,6 +13,7 @@ from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
+from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.model.experts import check_own_experts, expert_blocks
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy
@@ -87,6 +88,9 @@ class Learner:
         total_steps: train batches of the whole run, for the learning-rate schedule.
         device: trains the models; by default ``trainer.device``.
 
+    Attributes:
+        peaks: memory of this rank's device, by phase of a step.
+
     Raises:
         ConfigError: a setting is wrong, the model cannot be trained, or ranks loaded different
             weights.
@@ -104,6 +108,7 @@ class Learner:
         self._critic: Critic | None = None
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
+        self.peaks = MemoryPeaks(self._device)
         torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
@@ -131,6 +136,7 @@ class Learner:
             self._policy,
             parallel,
             self._device,
+            peaks=self.peaks,
             reference=self._reference() if settings.needs_reference else None,
             critic=self._critic,
             image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),

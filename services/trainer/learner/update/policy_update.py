@@ -29,6 +29,7 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
+from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.model.experts import (
     Routing,
     agreement_metrics,
@@ -84,22 +85,25 @@ _SEEDS_PER_BATCH = 1_000_003  # a prime: micro-batches of different batches have
 
 
 class PhaseTimer:
-    """Seconds of an update's phases, by name.
+    """Seconds of an update's phases, by name, and peaks of memory.
 
     Args:
         now_s: a clock, seconds.
+        peaks: get the same phases.
     """
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
+    def __init__(self, now_s: Callable[[], float], peaks: MemoryPeaks) -> None:
+        self._now_s, self._peaks = now_s, peaks
         self._last_s = now_s()
         self.seconds: dict[str, float] = {}
+        peaks.end_phase(None)
 
     def end_phase(self, name: str, *, shown: bool = True) -> None:
         """Add the seconds since the last call to phase `name`; drop them if not shown."""
         now_s = self._now_s()
         if shown:
             self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
+        self._peaks.end_phase(name if shown else None)
         self._last_s = now_s
 
 
@@ -113,6 +117,7 @@ class PolicyUpdate:
     Args:
         reference: frozen policy, if a term measures the divergence from it.
         critic: value model, if the estimator needs one.
+        peaks: of this rank's device, by phase.
         image_prompts: decodes the prompts' images for a vision-language model.
 
     Attributes:
@@ -126,6 +131,7 @@ class PolicyUpdate:
         parallel: DataParallel,
         device: Device,
         *,
+        peaks: MemoryPeaks,
         reference: Reference | None = None,
         critic: Critic | None = None,
         image_prompts: ImagePromptReader | None = None,
@@ -141,6 +147,7 @@ class PolicyUpdate:
         self._host = HostMemory() if moves else None
         self._parallel = parallel
         self._device = device
+        self._peaks = peaks
         self._reference = reference
         self._critic = critic
         self._image_prompts = image_prompts
@@ -173,7 +180,7 @@ class PolicyUpdate:
             DeadlineError: another rank did not arrive at a collective.
             PeerError: another rank failed.
         """
-        timer = PhaseTimer(self._now_s)
+        timer = PhaseTimer(self._now_s, self._peaks)
         table = batch_table(batch, self._device.torch_device)
         early: AdvantageEstimate | None = None
         skipped = frozenset[int]()
@@ -439,7 +446,9 @@ class PolicyUpdate:
         self._passes.end_step()
         # Empty for a sharded model, whose last backward pass has summed its gradients.
         self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")
+        self._peaks.end_phase("update_actor")
         norm = self._optimizer.step()
+        self._peaks.end_phase("optimizer_step")
         sums.end_step()
         return norm
 
