@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parsed = parser.parse_args(arguments)
     # Before the first rank starts, which inherits them.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
     torch.set_num_threads(1)
     report: dict[str, Any] = dict.fromkeys(KEYS)
     for name in parsed.parts:

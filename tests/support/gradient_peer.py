@@ -8,6 +8,7 @@ gradients' norm, and how many of the model's elements it holds.
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -109,6 +110,8 @@ def run(one: Pass, sharding: ActorFsdpConfig, parallel: TorchDistributed) -> Pas
 
 def main() -> int:
     torch.set_num_threads(1)
+    # Whole gradients of several dimensions of a mesh take several collectives, each with a warning.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     asked = msgspec.json.decode(sys.argv[1], type=GradientsAsked)
     parallel = TorchDistributed(select_device("cpu"), TIMEOUT_S)
     sharding = msgspec.convert({"dtype": "float32", **asked.layout}, ActorFsdpConfig)

@@ -71,7 +71,8 @@ class PreloadedProcess:
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
         if self._process.exitcode is None and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL, unless the process has ended."""
