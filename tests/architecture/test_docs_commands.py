@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -38,9 +40,15 @@ FILES = {
 }
 
 
+@cache
+def cached_command() -> Any:
+    """The whole command line, which takes 40 ms to build."""
+    return get_command(application)
+
+
 def problem_of(words: list[str]) -> str | None:
     """What is wrong with a command line; nothing is run."""
-    command = get_command(application)
+    command = cached_command()
     context = command.make_context("sluice", [], resilient_parsing=True)
     context.resilient_parsing = False  # else the parser passes over unknown options
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
