@@ -158,7 +158,7 @@ def trainer_pool(
     """
     layout = trainer_layout(config, world_size(config))
     model, sharding = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.fsdp_config
-    away = counted.moments if sharding.optimizer_offload else 0
+    away = counted.moments * sharding.optimizer_offload_fraction * sharding.optimizer_offload
     state = encoder * 4 / layout.shard
     if uses_critic(config):
         state += counted.parameters

@@ -34,7 +34,7 @@ def training_layout(config: RunConfig) -> TrainingLayout:
         if granularity == "full" and is_block
         else None,
         activation_offload=model.enable_activation_offload,
-        moments_on_device=not sharding.optimizer_offload,
+        moments_on_device=1 - sharding.optimizer_offload_fraction * sharding.optimizer_offload,
         adapter_rank=model.lora_rank,
     )
 

@@ -32,7 +32,7 @@ class TrainingLayout:
         compute_bytes: bytes of a parameter and an activation in a forward pass (2 for bfloat16).
         gradient_checkpointing: backward passes recompute layers.
         recomputed_layers: layers, from the first, that are recomputed then; `None`: all.
-        moments_on_device: not on the host.
+        moments_on_device: share of the moments that is not on the host.
         adapter_rank: of adapters beside frozen weights, which are stored in `compute_bytes`; 0: all
             weights are trained.
         whole_gradients: gradients are added up whole on each rank before they are summed.
@@ -48,7 +48,7 @@ class TrainingLayout:
     gradient_checkpointing: bool = False
     recomputed_layers: int | None = None
     activation_offload: bool = False
-    moments_on_device: bool = True
+    moments_on_device: float = 1.0
     reshard_after_forward: bool = True
     whole_gradients: bool = False
     adapter_rank: int = 0
@@ -99,7 +99,7 @@ def _state(shape: ModelShape, layout: TrainingLayout) -> float:
         trained = shape.adapter_parameters(layout.adapter_rank) / ranks * layout.master_bytes
         held = weights * layout.compute_bytes + trained
     gradients = trained * ranks if layout.whole_gradients else trained
-    return held + gradients + (2 * trained if layout.moments_on_device else 0.0)
+    return held + gradients + 2 * trained * layout.moments_on_device
 
 
 def _expert_share(shape: ModelShape, layout: TrainingLayout) -> float:

@@ -196,6 +196,9 @@ class FsdpConfig(Section, frozen=True):
     optimizer_offload: bool = False
     """Keep AdamW's moments in host memory; a step brings them to the device part by part."""
 
+    optimizer_offload_fraction: Share = 1.0
+    """With optimizer_offload: share of the moments that is in host memory, at least."""
+
     forward_prefetch: bool = False
     """Begin to gather the next layer's weights when a layer's forward pass begins."""
 

@@ -89,6 +89,8 @@ def test_a_trainers_state_is_guessed_from_its_shards_dtypes_moments_and_adapters
     assert guess(f"{FSDP}.fsdp_size=16").state == 4 * 16 * HELD
     assert guess(f"{FSDP}.model_dtype=bfloat16", f"{FSDP}.dtype=bfloat16").state == 8 * HELD
     assert guess(f"{FSDP}.optimizer_offload=true").state == 8 * HELD
+    half = (f"{FSDP}.optimizer_offload=true", f"{FSDP}.optimizer_offload_fraction=0.5")
+    assert guess(*half).state == 12 * HELD
     whole = guess(f"{FSDP}.use_no_sync_for_gradient_accumulation=true")
     assert whole.state == 12 * HELD + 4 * SHAPE.total_parameters
     # A and B of q, k, v, o, gate, up and down.
