@@ -17,8 +17,8 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
 .PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
-	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-telemetry gpu-smoke fuzz first-hour chaos \
-	compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
+	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-telemetry \
+	gpu-smoke fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -84,6 +84,9 @@ bench-quickstart: $(VENV)/.installed-dev  ## Measure the quickstart over three s
 	@test "$(TRL_PYTHON)" != "$(VENV)-trl/bin/python" || \
 		$(MAKE) --no-print-directory VENV=$(VENV)-trl $(VENV)-trl/.installed-baseline
 	@$(PY) -m benchmarks.quickstart $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) $(ARGS)
+
+quickstart-parallel: $(VENV)/.installed-train  ## Train a tiny mixture of experts on one trainer rank and on four, and compare
+	@$(PY) -m benchmarks.quickstart.parallel $(ARGS)
 
 bench-algorithms: $(VENV)/.installed-train  ## Measure PPO with a critic and GRPO with a KL loss on the quickstart job
 	@$(PY) -m benchmarks.algorithms $(ARGS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -19,11 +19,20 @@ import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
+RoutedExperts = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+"""Numbers of the experts that passes chose, [tokens, layers with experts, experts per token]."""
+
+_MOST_BYTE_EXPERTS = 256
 
 IMAGE_MARK = "<image>"
 """Marks the place of an image in a message's text."""
 
 _DIGEST_BYTES = 16
+
+
+def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+    """Return the dtype of `RoutedExperts` of a model with so many experts in a layer."""
+    return np.dtype(np.uint8) if num_experts <= _MOST_BYTE_EXPERTS else np.dtype(np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,9 @@ class SamplingParams:
 class Turn:
     """One model call of a sample: the tokens that the policy sampled in it.
 
+    `routing` has the engine's experts, if it gave them, of the prompt's tokens and all of these but
+    the last, which no pass has read. Where a token was computed again, the last pass counts.
+
     Raises:
         ValueError: lengths differ, or the version spans do not tile ``[0, tokens)`` in order.
     """
@@ -114,6 +126,7 @@ class Turn:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     text: str
+    routing: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.behavior_logprobs.shape or self.token_ids.ndim != 1:
@@ -128,6 +141,12 @@ class Turn:
             cursor = span.end
         if cursor != self.token_ids.size:
             raise ValueError(f"version spans cover {cursor} of {self.token_ids.size} tokens")
+        # A prompt has a token at least.
+        if self.routing is not None and len(self.routing) < max(1, self.token_ids.size):
+            raise ValueError(
+                f"experts of {len(self.routing)} tokens, prompt included, for "
+                f"{self.token_ids.size} tokens of the response"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,6 +175,7 @@ class Rollout:
         version_spans: tuple[VersionSpan, ...],
         finish_reason: FinishReason,
         text: str,
+        routing: RoutedExperts | None = None,
     ) -> Rollout:
         """Return a sample of one turn; see `Turn` for the arguments.
 
@@ -163,7 +183,7 @@ class Rollout:
             ValueError: names the sample; see `Turn`.
         """
         try:
-            turn = Turn(token_ids, behavior_logprobs, version_spans, finish_reason, text)
+            turn = Turn(token_ids, behavior_logprobs, version_spans, finish_reason, text, routing)
         except ValueError as error:
             raise ValueError(f"rollout {sample_index}: {error}") from error
         return cls(sample_index, (turn,))
@@ -187,6 +207,23 @@ class Rollout:
     def finish_reason(self) -> FinishReason:
         """Why the last turn ended."""
         return self.turns[-1].finish_reason
+
+    @property
+    def routing(self) -> RoutedExperts | None:
+        """The engine's experts; see `Turn`."""
+        return self.turns[0].routing
+
+    def with_routing(self, routing: RoutedExperts | None) -> Rollout:
+        """Return the sample with the engine's experts.
+
+        Raises:
+            ValueError: names the sample; see `Turn`.
+        """
+        (turn,) = self.turns
+        try:
+            return replace(self, turns=(replace(turn, routing=routing),))
+        except ValueError as error:
+            raise ValueError(f"rollout {self.sample_index}: {error}") from error
 
     @property
     def text(self) -> str:
@@ -365,6 +402,11 @@ class TrainBatch:
     groups: tuple[TrainGroup, ...]
     progress: DataProgress
     statistics: Mapping[str, float]  # counters and gauges of the interval since the last batch
+
+    @property
+    def num_routed(self) -> int:
+        """Samples with the engine's experts."""
+        return sum(one.routing is not None for group in self.groups for one in group.rollouts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,22 @@ class _EngineSide:
                 for number, prompt in enumerate(prompts)
             ]
         return sum(task.result() for task in sampled)
+
+    async def sample(
+        self, prompt: Sequence[int], samples: int, new_tokens: int, seed: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return tokens and logprobs of each sample of one prompt."""
+        sampling = SamplingParams(1.0, 1.0, -1, new_tokens, seed, (), ignore_eos=True)
+        numbers, prompt_ids = tuple(range(samples)), np.asarray(prompt, np.uint32)
+        request = GenerationRequest(str(seed), prompt_ids, numbers, sampling)
+        found: list[tuple[list[int], list[float]]] = [([], []) for _ in numbers]
+        async with aclosing(self.engine.generate(request, every_token=False)) as stream:  # type: ignore[type-var]
+            async for chunks in stream:
+                for chunk in chunks:
+                    tokens, logprobs = found[chunk.sample_index]
+                    tokens += chunk.token_ids.tolist()
+                    logprobs += chunk.behavior_logprobs.tolist()
+        return found
 
     async def _one(self, name: str, prompt: np.ndarray, new_tokens: int) -> int:
         sampling = SamplingParams(1.0, 1.0, -1, new_tokens, 0, (), ignore_eos=True)
@@ -130,9 +147,19 @@ class Peer:
         self._bare: Any = None
 
     async def start(
-        self, engine: str, folder: str, dtype: str, slots: int, tokens: int, device: str = "cpu"
+        self,
+        engine: str,
+        folder: str,
+        dtype: str,
+        slots: int,
+        tokens: int,
+        device: str = "cpu",
+        more: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Start an engine on a model folder, for samples of so many tokens; return its layout."""
+        """Start an engine on a model folder, for samples of so many tokens; return its layout.
+
+        `more` are overrides of the run's configuration.
+        """
         config = await asyncio.to_thread((Path(folder) / "config.json").read_text, "utf-8")
         self._vocabulary = json.loads(config)["vocab_size"]
         if engine == TRANSFORMERS:
@@ -148,6 +175,7 @@ class Peer:
                 "sluice.rollout.torch_threads=1",
                 "sluice.rollout.batch_invariant=false",
                 "sluice.weights.backend=gloo",
+                *more,
             )
             made = create_engine(load_config(None, keys))
             await made.start()
@@ -180,6 +208,19 @@ class Peer:
         prompts, began_s = self._prompts(sequences), time.perf_counter()
         tokens = await self._side.draw(prompts, new_tokens)
         return {"tokens": tokens, "seconds": time.perf_counter() - began_s}
+
+    async def sample(
+        self, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int, seed: int
+    ) -> dict[str, Any]:
+        """Return tokens and logprobs of each sample, by prompt; seeds count up from `seed`."""
+        assert isinstance(self._side, _EngineSide)
+        side = self._side
+        async with asyncio.TaskGroup() as tasks:
+            drawn = [
+                tasks.create_task(side.sample(prompt, samples, new_tokens, seed + number))
+                for number, prompt in enumerate(prompts)
+            ]
+        return {"groups": [task.result() for task in drawn]}
 
     async def busy(self, sequences: int, new_tokens: int) -> None:
         """Generate until `quiet`; answered when all sequences run."""

@@ -19,11 +19,10 @@ from benchmarks.reporting import print_line, print_report
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from sluice.config.loading.loader import load_config
-from sluice.config.memory.layouts import own_training_layout
 from sluice.config.memory.rollout import GIB
 from sluice.config.memory.shape import ModelShape, read_shape
-from sluice.config.memory.training import training_memory
 from sluice.config.run import RunConfig
+from sluice.plan.launch_plan import local_model, written_trainer
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -154,7 +153,7 @@ def measured(name: str, *, recompute: bool) -> dict[str, float]:
         learner = Learner(config, DataParallel("cuda"), total_steps=10)
         batch = made_up_batch(shape.vocab, 0)
         learner.train_step(batch, 1)  # the first one makes the optimizer's state
-        torch.cuda.reset_peak_memory_stats()
+        learner.peaks.take_metrics()
         seconds = []
         for step in range(2, 2 + STEPS):
             began_s = time.perf_counter()
@@ -162,9 +161,12 @@ def measured(name: str, *, recompute: bool) -> dict[str, float]:
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began_s)
             print_line(", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if "timing" in k))
+        peaks = learner.peaks.take_metrics()
+        model = local_model(str(folder))
+        assert model is not None
+        planned = written_trainer(config, model).peak / GIB
     tokens = sum(one.num_tokens for group in batch.groups for one in group.rollouts)
-    peak = torch.cuda.max_memory_allocated()
-    planned = training_memory(shape, own_training_layout(config)).update
+    peak = max(size for name, size in peaks.items() if name.startswith("memory_gb/"))
     device = torch.cuda.get_device_name()
     flops = next((rate for chip, rate in PEAK_FLOPS.items() if chip in device), None)
     return {
@@ -172,9 +174,9 @@ def measured(name: str, *, recompute: bool) -> dict[str, float]:
         "response_tokens_per_s": round(tokens / median(seconds)),
         "step_s": round(median(seconds), 3),
         **({"mfu": round(model_flops(shape, batch) / median(seconds) / flops, 3)} if flops else {}),
-        "peak_gib": round(peak / GIB, 2),
-        "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
-        "planned_gib": round(planned / GIB, 2),
+        **{name: round(size, 2) for name, size in peaks.items()},
+        "peak_gib": round(peak, 2),
+        "planned_gib": round(planned, 2),
         "peak_over_planned": round(peak / planned, 3),
     }
 

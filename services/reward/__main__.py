@@ -23,7 +23,7 @@ from sluice.concurrency.process import (
     exit_status,
     stop_on_signals,
 )
-from sluice.config.derived import message_mb, prompt_images
+from sluice.config.derived import message_mb, prompt_images, replays_engine_routing
 from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
 from sluice.config.rules.sampling import strategy_problems
@@ -65,6 +65,7 @@ async def _serve(config: RunConfig) -> None:
         timeout_s=config.sluice.reward.generate_timeout_s,
         max_message_bytes=limit,
         partial_interval_ms=config.sluice.reward.partial_interval_ms,
+        with_routing=replays_engine_routing(config),
         credentials=credentials,
     )
     stop = asyncio.Event()

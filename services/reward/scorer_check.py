@@ -17,9 +17,10 @@ import msgspec
 
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.pool import configured_scorer_pool
+from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status
 from sluice.config.schema.reward import RewardConfig
-from sluice.doctor.trial import TrialAnswer, answer_asked
+from sluice.doctor.trial import TrialAnswer
 from sluice.types import Scored
 
 

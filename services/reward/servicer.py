@@ -34,6 +34,7 @@ from sluice.codec.reward import (
     extra_info_of,
     group_images_to_proto,
     progress_from_proto,
+    routing_messages,
     score_to_proto,
     train_batch_to_proto,
 )
@@ -131,6 +132,16 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         for images in group_images_to_proto(batches.batch(request.batch_id)):
             with waiting_for("trainer", "taking images of a batch"):
                 await context.write(images)
+
+    async def TakeRouting(  # type: ignore[override]
+        self, request: reward.TakeRoutingRequest, context: Context
+    ) -> None:
+        """Send the experts of the leased batch's samples."""
+        check_fields(request)
+        batches = self._app.loop.batches
+        for routing in routing_messages(batches.batch(request.batch_id)):
+            with waiting_for("trainer", "taking the experts of a batch"):
+                await context.write(routing)
 
     async def AcknowledgeBatch(
         self, request: reward.AcknowledgeBatchRequest, context: Context

@@ -266,7 +266,9 @@ class GenerationRunner:
             sample.num_held += int(chunk.token_ids.size)
             if chunk.finish_reason is not None:
                 text = before_stop(self._decode(sample.grown.token_ids()), stops)
-                rollouts.append(sample.grown.rollout(index, chunk.finish_reason, text))
+                rollouts.append(
+                    sample.grown.rollout(index, chunk.finish_reason, text, chunk.routing)
+                )
                 # What an aborted sample held back is sent where it is continued, if at all.
                 if sample.text is not None and chunk.finish_reason is not FinishReason.ABORTED:
                     new_text += sample.text.rest_of(text)

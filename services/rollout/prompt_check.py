@@ -11,8 +11,9 @@ import os
 import sys
 from pathlib import Path
 
+from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status
-from sluice.doctor.trial import PromptsToMeasure, answer_asked
+from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage
 from sluice.vision.vision_shape import reads_images

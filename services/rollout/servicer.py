@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -180,7 +180,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             async def send(event: GenerationEvent) -> None:
                 spans.ended(event.rollouts)
                 with waiting_for("caller", "taking samples"):
-                    await context.write(_event_to_proto(event))
+                    for message in _messages(event):
+                        await context.write(message)
 
             await self._generation.run(decoded, partials, _stream_options(request), send)
 
@@ -241,6 +242,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 for partial in request.partials
             ),
             images=tuple(request.prompt.chat.images),
+            with_routing=request.with_routing,
         )
 
     async def _prompt_tokens(self, prompt: common.PromptInput, *, is_own: bool) -> TokenIds:
@@ -308,7 +310,17 @@ def _stream_options(request: rollout.GenerateRequest) -> StreamSettings:
     )
 
 
-def _event_to_proto(event: GenerationEvent) -> rollout.GenerateResponse:
+def _messages(event: GenerationEvent) -> Iterator[rollout.GenerateResponse]:
+    """Encode an event; each sample with experts in a message of its own: megabytes."""
+    routed = [sample for sample in event.rollouts if sample.routing is not None]
+    rest = [sample for sample in event.rollouts if sample.routing is None]
+    if event.deltas or rest or event.engine_tokens is not None:
+        yield _event_to_proto(event, rest)
+    for sample in routed:
+        yield rollout.GenerateResponse(rollouts=[rollout_to_proto(sample)])
+
+
+def _event_to_proto(event: GenerationEvent, samples: Sequence[Rollout]) -> rollout.GenerateResponse:
     return rollout.GenerateResponse(
         deltas=[
             rollout.TokenDelta(
@@ -320,7 +332,7 @@ def _event_to_proto(event: GenerationEvent) -> rollout.GenerateResponse:
             )
             for delta in event.deltas
         ],
-        rollouts=[rollout_to_proto(sample) for sample in event.rollouts],
+        rollouts=[rollout_to_proto(sample) for sample in samples],
         engine_tokens=event.engine_tokens,
     )
 

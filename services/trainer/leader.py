@@ -46,7 +46,6 @@ from services.trainer.telemetry import (
     RunHistory,
     TrainerMetrics,
     exported,
-    memory_metrics,
     watching,
 )
 from sluice.api.reward.v1 import reward_pb2_grpc
@@ -63,7 +62,7 @@ from sluice.config.derived import (
 )
 from sluice.config.loading.yaml_text import flat_settings
 from sluice.config.run import RunConfig
-from sluice.device.select import select_device, transfer_device
+from sluice.device.select import transfer_device
 from sluice.rpc.client import ChannelPool, open_channel, reward_stub
 from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.ports import bound_socket
@@ -291,10 +290,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     tensors = tensor_specs(learner.named_weights(), wire_dtype)
     snapshots = SnapshotBuffers(tensors, learner.frozen_names)
-    device = select_device(config.trainer.device).torch_device
-    policy = LearnerThread(
-        leader, snapshots, store, config.sluice.weights.timeout_s, partial(memory_metrics, device)
-    )
+    policy = LearnerThread(leader, snapshots, store, config.sluice.weights.timeout_s, learner.peaks)
     return _Trained(policy, snapshots, tensors, total_steps, start)
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from services.trainer.fleet.delivery import SyncCounts, SyncPhase
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState
@@ -25,13 +23,11 @@ from sluice.config.addresses import advertised_address
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import TrainerServiceConfig
-from sluice.device.cpu import CpuDevice
 from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
 from sluice.telemetry.metric_names import STEP, STEP_S, VAL_CORE, WAIT_BATCH_S, exported_rows
 from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
 
-_GIB = float(1 << 30)
 _SKIPPED = "actor/skipped_updates"
 _TOKENS = "tokens/"
 _OPEN = ("pending", "under_way")
@@ -47,21 +43,6 @@ _AWAITED_IN = {
     RunPhase.SAVING: ("learner thread", "saving a checkpoint"),
     RunPhase.PAUSED: ("operator", "resuming the run"),
 }
-
-
-def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return ``perf/cpu_memory_used_gb`` and, for accelerators, ``perf/max_memory_*_gb``, in GiB.
-
-    Args:
-        device: rank 0's device; the peaks cover this process since its start.
-    """
-    host = CpuDevice().memory_info()
-    metrics = {"perf/cpu_memory_used_gb": (host.total_bytes - host.free_bytes) / _GIB}
-    if device.type != "cpu":
-        peaks = torch.get_device_module(device)
-        metrics["perf/max_memory_allocated_gb"] = peaks.max_memory_allocated(device) / _GIB
-        metrics["perf/max_memory_reserved_gb"] = peaks.max_memory_reserved(device) / _GIB
-    return metrics
 
 
 class RunHistory:

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sluice.types import FinishReason, Logprobs, Rollout, TokenIds, VersionSpan
+from sluice.types import (
+    FinishReason,
+    Logprobs,
+    Rollout,
+    RoutedExperts,
+    TokenIds,
+    VersionSpan,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +81,11 @@ class GrowingSample:
         return self._logprobs[0] if self._logprobs else np.empty(0, dtype=np.float32)
 
     def rollout(
-        self, sample_index: int, finish_reason: FinishReason = FinishReason.ABORTED, text: str = ""
+        self,
+        sample_index: int,
+        finish_reason: FinishReason = FinishReason.ABORTED,
+        text: str = "",
+        routing: RoutedExperts | None = None,
     ) -> Rollout:
         """Return the sample so far; by default as aborted and without text."""
         return Rollout.of_one_turn(
@@ -84,4 +95,5 @@ class GrowingSample:
             self.version_spans,
             finish_reason,
             text,
+            routing,
         )

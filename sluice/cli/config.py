@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,28 +27,38 @@ from sluice.config.check import CheckReport, check_report
 from sluice.config.explain import explain_key, keys_of_section
 from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import ReadRun, read_run
-from sluice.config.memory.report import MemoryReport
+from sluice.config.memory.devices import device_kind
+from sluice.config.memory.layouts import training_layout
+from sluice.config.memory.report import EngineReport
 from sluice.config.memory.rollout import GIB
-from sluice.config.memory.shape import find_shape
-from sluice.config.memory.training import TrainingMemory
+from sluice.config.memory.training import guessed_memory
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
-from sluice.doctor.finding import examined_of
+from sluice.doctor.finding import Examined, examined_of
 from sluice.doctor.preflight import preflight
+from sluice.errors import ConfigError
+from sluice.plan.launch_plan import (
+    SMALL_BYTES,
+    PlannedModel,
+    is_small,
+    local_model,
+    written_change,
+    written_trainer,
+)
+from sluice.plan.pools import TrainerPool
 
 _TRAINER_COLUMNS = (
-    "trainer",
-    "parameters",
+    "weights",
     "gradients",
-    "optimizer",
-    "gathered",
+    "moments",
     "activations",
-    "logits",
-    "update",
-    "logprobs",
     "idle",
+    "logprobs",
+    "forward",
+    "backward",
+    "optimizer step",
     "host",
 )
 _ENGINE_COLUMNS = (
@@ -61,12 +71,29 @@ _ENGINE_COLUMNS = (
     "longest rows in cache",
 )
 _DASH = "-"
-_SMALL_GIB = 0.1
 _HEADINGS = {
     Severity.NOTE: ("Worth knowing", "bold"),
     Severity.ERROR: ("sluice cannot run this", "bold red"),
     Severity.WARNING: ("verl would refuse this; sluice runs it", "bold yellow"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedMemory:
+    """Memory of a run's devices.
+
+    Attributes:
+        engine: by formulas.
+        trainer: counted by the trainer's own code; `None`: it is small, or see `why`.
+        guess: bytes on a trainer's device in an update.
+        why: it is not counted.
+    """
+
+    engine: EngineReport
+    trainer: TrainerPool | None
+    guess: float
+    why: str = ""
+
 
 config_commands = typer.Typer(
     no_args_is_help=True,
@@ -101,10 +128,11 @@ def check(
     trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a configuration against all rules; print the resulting numbers and the memory estimate.
+    """Check a configuration against all rules; print the resulting numbers and the memory.
 
-    Keys that are not simply honoured are listed with what happens instead. The exit code is 1 if a
-    key is unknown or a rule is broken; each problem has a value that fixes it.
+    Keys that are not simply honoured are listed with what happens instead. The trainer's own code
+    counts its memory, which takes seconds for all but tiny models. The exit code is 1 if a key is
+    unknown or a rule is broken; each problem has a value that fixes it.
 
     \b
     Examples:
@@ -114,22 +142,28 @@ def check(
     """
     file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
     run = read_run(file, overrides)
-    config = run.config
-    shape = find_shape(config.actor_rollout_ref.model.path, model_config)
+    examined = examined_of(run) if files else None
+    model = local_model(run.config.actor_rollout_ref.model.path, model_config)
     report = check_report(
-        config,
+        run.config,
         run.settings,
-        shape=shape,
+        shape=None if model is None else model.shape,
         device_gib=device_memory,
-        dataset_rows=count_rows(config),
+        dataset_rows=count_rows(run.config),
         files=files,
+        here=None if examined is None else examined.config,
     )
-    report = with_preflight(report, run, files=files)
+    memory = None
+    if model is not None and report.engine is not None:
+        memory = checked_memory(run, model, report.engine)
+        found = _too_large(memory, device_memory, model, file, overrides)
+        report = replace(report, problems=(*report.problems, *found))
+    report = with_preflight(report, run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
-        print_json(report_as_json(report, broken))
+        print_json(report_as_json(report, memory, broken))
     else:
-        print_report(output_console(), report, broken)
+        print_report(output_console(), report, memory, broken)
     if broken:
         raise typer.Exit(1)
 
@@ -166,13 +200,55 @@ def explain(
         print_description(output_console(), entry)
 
 
-def with_preflight(report: CheckReport, run: ReadRun, *, files: bool) -> CheckReport:
-    """Return the report with wrong keys and values and, with `files`, all of the preflight."""
+def checked_memory(run: ReadRun, model: PlannedModel, engine: EngineReport) -> CheckedMemory:
+    """Count the trainer's memory, unless the model is small or the configuration has wrong keys."""
+    config = run.config
+    guess = guessed_memory(model.shape, training_layout(config)).peak
+    if run.problems:
+        return CheckedMemory(engine, None, guess, "keys or values are wrong")
+    if is_small(config, model.shape):
+        return CheckedMemory(engine, None, guess)
+    print_line(Console(stderr=True), "counting the trainer's memory, which takes 10 to 60 s")
+    try:
+        return CheckedMemory(engine, written_trainer(config, model), guess)
+    except ConfigError as error:
+        return CheckedMemory(engine, None, guess, str(error))
+
+
+def _too_large(
+    memory: CheckedMemory,
+    device_gib: float | None,
+    model: PlannedModel,
+    file: Path | None,
+    overrides: Sequence[str],
+) -> Iterator[Problem]:
+    """Yield that the trainer does not fit, with the smallest change that does."""
+    trainer = memory.trainer
+    if trainer is None or device_gib is None:
+        return
+    device = device_kind(f"{device_gib:g}GB")
+    lack = trainer.lack(device)
+    if lack is None:
+        return
+    print_line(Console(stderr=True), "it does not fit; looking for the smallest change that does")
+    try:
+        change = written_change(file, overrides, model, device, trainer) or ()
+    except ConfigError:  # a rule says it too
+        change = ()
+    remedy = "" if change else "use a smaller model or larger devices, or see sluice plan"
+    message = f"a trainer's device of {device_gib:g} GiB is too small: {lack}"
+    yield Problem("", UNSET, message, remedy, overrides=change, rule="trainer-memory")
+
+
+def with_preflight(report: CheckReport, run: ReadRun, examined: Examined | None) -> CheckReport:
+    """Return the report with wrong keys and values and, of an examined machine, the preflight."""
     broken = of_other_keys(report.problems, run.problems)
     found: list[Problem] = []
-    if files:
+    if examined is not None:
         broken = [one for one in broken if not is_elsewhere(one)]
-        found = preflight(examined_of(run), lambda check: check.examine is not check_configuration)
+        found = preflight(examined, lambda check: check.examine is not check_configuration)
+        if line := examined.devices.line:
+            found.append(Problem("", UNSET, line, severity=Severity.NOTE))
     notes = [one for one in found if one.severity is Severity.NOTE]
     wrong = [replace(one, rule="keys") for one in run.problems]
     return replace(
@@ -254,7 +330,12 @@ def _default(value: object) -> str:
     return _DASH if value is UNSET else shown(value, longest=sys.maxsize)
 
 
-def print_report(console: Console, report: CheckReport, broken: Sequence[Problem]) -> None:
+def print_report(
+    console: Console,
+    report: CheckReport,
+    memory: CheckedMemory | None,
+    broken: Sequence[Problem],
+) -> None:
     """Print numbers first and broken rules last, where they stay in sight."""
     print_table(
         console,
@@ -266,12 +347,12 @@ def print_report(console: Console, report: CheckReport, broken: Sequence[Problem
         ),
         right=("as verl would run it", "here"),
     )
-    if report.memory is None:
+    if memory is None:
         print_line(
             console, "No memory estimate: no config.json of the model; see --model-config FILE.\n"
         )
     else:
-        _print_memory(console, report.memory)
+        _print_memory(console, memory)
     print_problems(console, (*report.notes, *broken))
     print_line(console, f"Learning rate: {report.learning_rate:g}")
     print_line(console, f"{_keys(report.keys)}{_verdict(broken)}")
@@ -291,9 +372,10 @@ def print_problems(console: Console, problems: Sequence[Problem]) -> None:
             console.print()
 
 
-def report_as_json(report: CheckReport, broken: Sequence[Problem]) -> dict[str, object]:
+def report_as_json(
+    report: CheckReport, memory: CheckedMemory | None, broken: Sequence[Problem]
+) -> dict[str, object]:
     """Return the report for machines; bytes are bytes, unknown numbers are null."""
-    memory = report.memory
     return {
         "violations": [_problem_as_json(one) for one in broken],
         "remedies": list(_overrides(broken)),
@@ -317,13 +399,14 @@ def _problem_as_json(one: Problem) -> dict[str, object]:
     }
 
 
-def _memory_as_json(memory: MemoryReport) -> dict[str, object]:
-    tree = asdict(memory)
-    configured = {"layout": "as configured"}
-    tree["training"] = [{**configured, **tree["training"], "update": memory.training.update}]
-    tree["own_training"]["update"] = memory.own_training.update
-    tree["rollout"] = [{**configured, **tree["rollout"]}]
-    return tree
+def _memory_as_json(memory: CheckedMemory) -> dict[str, object]:
+    tree, trainer = asdict(memory.engine), memory.trainer
+    tree["rollout"] = [{"layout": "as configured", **tree["rollout"]}]
+    tree["trainer"] = None
+    if trainer is not None:
+        parts, phases = dict(trainer.parts), dict(trainer.phases)
+        tree["trainer"] = {"parts": parts, "phases": phases, "host": trainer.host}
+    return {**tree, "trainer_guess": memory.guess, "trainer_not_counted": memory.why or None}
 
 
 def _overrides(broken: Sequence[Problem]) -> tuple[str, ...]:
@@ -347,36 +430,46 @@ def _verdict(broken: Sequence[Problem]) -> str:
     return f"{count}. To fix: {' '.join(overrides)}" if overrides else f"{count}."
 
 
-def _print_memory(console: Console, memory: MemoryReport) -> None:
-    training, engine = memory.own_training, memory.rollout
-    most = max(training.update, training.log_prob, training.host, engine.weights)
-    if max(most, engine.kv_of_all_sequences) < _SMALL_GIB * GIB:
-        count = f"{memory.parameters:,} parameters"
-        print_line(console, f"Memory: less than {_SMALL_GIB} GiB on each device ({count})\n")
+def _print_memory(console: Console, memory: CheckedMemory) -> None:
+    engine, trainer = memory.engine, memory.trainer
+    most = max(memory.guess, engine.rollout.weights, engine.rollout.kv_of_all_sequences)
+    if trainer is None and most < SMALL_BYTES:
+        count = f"{engine.parameters:,} parameters"
+        print_line(
+            console, f"Memory: less than {SMALL_BYTES / GIB:g} GiB on each device ({count})\n"
+        )
         return
-    size = "" if memory.device_bytes is None else f", devices of {memory.device_bytes / GIB:g} GiB"
+    size = "" if engine.device_bytes is None else f", devices of {engine.device_bytes / GIB:g} GiB"
     active = ""
-    if memory.active_parameters != memory.parameters:
-        active = f" ({memory.active_parameters / 1e9:.2f} billion active)"
-    parameters = f"{memory.parameters / 1e9:.2f} billion parameters{active}{size}"
-    rows = [(f"verl ({memory.backend})", memory.training), ("here", memory.own_training)]
-    print_table(
-        console,
-        f"Estimated GiB on each trainer device: {parameters}; peaks of update and logprobs, idle "
-        "between updates",
-        _TRAINER_COLUMNS,
-        (_training_cells(name, one) for name, one in rows),
-        right=_TRAINER_COLUMNS[1:],
-    )
+    if engine.active_parameters != engine.parameters:
+        active = f" ({engine.active_parameters / 1e9:.2f} billion active)"
+    print_line(console, f"{engine.parameters / 1e9:.2f} billion parameters{active}{size}\n")
+    if trainer is None:
+        why = f", not counted: {memory.why}" if memory.why else ""
+        print_line(console, f"A guess for each trainer device: {_gib(memory.guess)} GiB{why}\n")
+    else:
+        print_table(
+            console,
+            "GiB on each trainer device, counted: what it holds, and peaks by phase; on the host "
+            "of the first machine",
+            _TRAINER_COLUMNS,
+            [
+                [
+                    _gib(one)
+                    for one in (*trainer.parts.values(), *trainer.phases.values(), trainer.host)
+                ]
+            ],
+            right=_TRAINER_COLUMNS,
+        )
     print_table(
         console,
         "Estimated GiB on each device of an engine",
         _ENGINE_COLUMNS,
-        [_engine_cells(memory)],
+        [_engine_cells(engine)],
         right=_ENGINE_COLUMNS[1:],
     )
-    if memory.device_bytes is not None:
-        fit = "none" if memory.smallest_tp is None else str(memory.smallest_tp)
+    if engine.device_bytes is not None:
+        fit = "none" if engine.smallest_tp is None else str(engine.smallest_tp)
         print_line(
             console,
             "Smallest tensor parallel size of the engine (device memory * "
@@ -384,15 +477,10 @@ def _print_memory(console: Console, memory: MemoryReport) -> None:
         )
 
 
-def _training_cells(name: str, one: TrainingMemory) -> tuple[str, ...]:
-    held = (one.parameters, one.gradients, one.optimizer, one.gathered, one.activations, one.logits)
-    return (name, *map(_gib, (*held, one.update, one.log_prob, one.idle, one.host)))
-
-
-def _engine_cells(memory: MemoryReport) -> tuple[str, ...]:
-    engine = memory.rollout
+def _engine_cells(report: EngineReport) -> tuple[str, ...]:
+    engine = report.rollout
     return (
-        f"TP {memory.tp}",
+        f"TP {report.tp}",
         _gib(engine.weights),
         _gib(engine.activations),
         _gib(engine.kv_of_all_sequences),

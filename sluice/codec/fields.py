@@ -6,12 +6,14 @@ The checks are pure functions. Each raises InvalidRequestError, which names fiel
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
+from typing import Any
 
 import numpy as np
 
+from sluice.api.common.v1 import common_pb2 as common
 from sluice.errors import InvalidRequestError
-from sluice.types import Logprobs, TokenIds
+from sluice.types import Logprobs, RoutedExperts, TokenIds
 
 MAX_NUMBER = 2**53
 """Limit of steps, versions, positions and counters: a float64 holds each exactly."""
@@ -19,6 +21,8 @@ MAX_NAME_BYTES = 128
 _SHOWN_CHARACTERS = 60
 
 _WIDTH_BYTES = 4
+_EXPERT_DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
+_MOST_LAYERS, _MOST_EXPERTS_PER_TOKEN = 1024, 256
 
 
 def shortened(value: object) -> str:
@@ -93,3 +97,38 @@ def logprobs_to_bytes(logprobs: Logprobs) -> bytes:
 def logprobs_from_bytes(data: bytes, field: str) -> Logprobs:
     """Decode what `logprobs_to_bytes` encoded; the array is read-only."""
     return np.frombuffer(_checked(data, field), dtype="<f4").astype(np.float32, copy=False)
+
+
+def routing_to_proto(routing: RoutedExperts) -> common.RoutedExperts:
+    """Encode experts, [tokens, layers, experts per token]."""
+    _, layers, chosen = routing.shape
+    width = routing.dtype.itemsize
+    return common.RoutedExperts(
+        experts=np.ascontiguousarray(routing, dtype=_EXPERT_DTYPES[width]).tobytes(),
+        layers=layers,
+        experts_per_token=chosen,
+        bytes_per_expert=width,
+    )
+
+
+def routing_from_proto(message: common.RoutedExperts, field: str) -> RoutedExperts:
+    """Decode what `routing_to_proto` encoded; the array is read-only.
+
+    The model's own numbers are checked by those who know the model.
+
+    Raises:
+        InvalidRequestError: a size is out of its range, or the bytes are no whole tokens.
+    """
+    check_range(f"{field}.layers", message.layers, 1, _MOST_LAYERS)
+    check_range(f"{field}.experts_per_token", message.experts_per_token, 1, _MOST_EXPERTS_PER_TOKEN)
+    check_range(f"{field}.bytes_per_expert", message.bytes_per_expert, 1, max(_EXPERT_DTYPES))
+    dtype, data = _EXPERT_DTYPES[message.bytes_per_expert], message.experts
+    shape = (-1, message.layers, message.experts_per_token)
+    each = message.layers * message.experts_per_token * dtype.itemsize
+    if not data or len(data) % each:
+        raise InvalidRequestError(
+            f"{field}.experts: {len(data)} bytes are no multiple of {each} "
+            f"({message.layers} layers x {message.experts_per_token} experts x {dtype.itemsize} "
+            "bytes); send whole tokens, at least one"
+        )
+    return np.frombuffer(data, dtype=dtype).reshape(shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError, EncodeError
@@ -13,6 +14,8 @@ from sluice.codec.bounds import check_fields
 from sluice.codec.fields import (
     MAX_NUMBER,
     check_name,
+    routing_from_proto,
+    routing_to_proto,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
@@ -59,17 +62,18 @@ def progress_from_proto(message: common.DataProgress) -> DataProgress:
 
 
 def train_group_to_proto(group: TrainGroup, *, with_images: bool = True) -> reward.TrainGroup:
-    """Encode one kept group; without images, only their number."""
+    """Encode one kept group; without images, only their number; see `routing_messages`."""
     return reward.TrainGroup(
         prompt_id=group.prompt_id,
         prompt_token_ids_u32=token_ids_to_bytes(group.prompt_token_ids),
-        rollouts=[rollout_to_proto(rollout) for rollout in group.rollouts],
+        rollouts=[rollout_to_proto(rollout, with_routing=False) for rollout in group.rollouts],
         scores=[score_to_proto(scored) for scored in group.scores],
         data_source=group.data_source,
         baseline_reward=group.baseline_reward,
         images=group.images if with_images else (),
         num_images=len(group.images),
         traceparent=group.traceparent,
+        num_routed=sum(rollout.routing is not None for rollout in group.rollouts),
     )
 
 
@@ -129,6 +133,62 @@ def with_group_images(message: reward.TrainBatch, images: Mapping[str, Sequence[
         group.images.extend(found)
 
 
+def routing_messages(batch: TrainBatch) -> Iterator[reward.TakeRoutingResponse]:
+    """Encode the experts of a batch, one message for each sample that has them."""
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            if rollout.routing is not None:
+                yield reward.TakeRoutingResponse(
+                    prompt_id=group.prompt_id,
+                    sample_index=rollout.sample_index,
+                    routing=routing_to_proto(rollout.routing),
+                )
+
+
+def routing_message(data: bytes) -> reward.TakeRoutingResponse:
+    """Parse one of `routing_messages` from another rank."""
+    return reward.TakeRoutingResponse.FromString(data)
+
+
+def with_routing(
+    batch: TrainBatch, messages: Iterable[reward.TakeRoutingResponse], num_routed: int
+) -> TrainBatch:
+    """Return a batch with the experts of its samples.
+
+    Args:
+        batch: as `train_batch_from_proto` returns it.
+        messages: of `num_routed` samples.
+        num_routed: samples that have experts.
+
+    Raises:
+        InvalidRequestError: experts are missing, of no sample of the batch, or do not fit it.
+    """
+    found = {
+        (one.prompt_id, one.sample_index): routing_from_proto(one.routing, "routing")
+        for one in messages
+    }
+    if len(found) != num_routed:
+        raise InvalidRequestError(f"routing: experts of {len(found)} of {num_routed} samples came")
+    try:
+        groups = tuple(
+            replace(
+                group,
+                rollouts=tuple(
+                    rollout.with_routing(found.pop((group.prompt_id, rollout.sample_index), None))
+                    for rollout in group.rollouts
+                ),
+            )
+            for group in batch.groups
+        )
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+    for prompt_id, index in found:
+        raise InvalidRequestError(
+            f"routing: experts of sample {index} of group {prompt_id}, which the batch has not"
+        )
+    return replace(batch, groups=groups)
+
+
 def train_batch_from_proto(message: reward.TrainBatch) -> TrainBatch:
     """Decode a batch."""
     return TrainBatch(
@@ -141,7 +201,7 @@ def train_batch_from_proto(message: reward.TrainBatch) -> TrainBatch:
 
 
 def train_batch_to_bytes(batch: TrainBatch) -> bytes:
-    """Encode a batch as bytes, for the trainer's ranks.
+    """Encode a batch without experts as bytes, for the trainer's ranks.
 
     Raises:
         DataError: the batch is larger than a message can be.

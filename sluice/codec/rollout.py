@@ -18,6 +18,8 @@ from sluice.codec.fields import (
     check_text,
     logprobs_from_bytes,
     logprobs_to_bytes,
+    routing_from_proto,
+    routing_to_proto,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
@@ -36,8 +38,9 @@ MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
 MAX_STOPS, MAX_STOP_BYTES = 16, 128
 
 
-def rollout_to_proto(rollout: Rollout) -> common.Rollout:
-    """Encode one sample."""
+def rollout_to_proto(rollout: Rollout, *, with_routing: bool = True) -> common.Rollout:
+    """Encode one sample; experts may take many times the bytes of all else."""
+    routing = rollout.routing if with_routing else None
     return common.Rollout(
         sample_index=rollout.sample_index,
         token_ids_u32=token_ids_to_bytes(rollout.token_ids),
@@ -48,6 +51,7 @@ def rollout_to_proto(rollout: Rollout) -> common.Rollout:
         ],
         finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
         text=rollout.text,
+        routing=None if routing is None else routing_to_proto(routing),
     )
 
 
@@ -72,6 +76,11 @@ def rollout_from_proto(message: common.Rollout) -> Rollout:
             ),
             finish_reason=finish_reason,
             text=message.text,
+            routing=(
+                routing_from_proto(message.routing, "rollout.routing")
+                if message.HasField("routing")
+                else None
+            ),
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error

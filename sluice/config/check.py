@@ -12,8 +12,7 @@ from sluice.config.derived import is_bypassed, is_corrected, total_training_step
 from sluice.config.explain import key_statuses, notices
 from sluice.config.loading.loader import KeySettings
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.memory.fit import memory_problems
-from sluice.config.memory.report import MemoryReport, memory_report
+from sluice.config.memory.report import EngineReport, engine_problems, engine_report
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
 from sluice.config.rules.checks import all_problems
@@ -149,7 +148,7 @@ class CheckReport:
         keys: the treatment of every key that was set, by its spelling as written.
         quantities: the numbers that follow from the batch sizes.
         learning_rate: the actor's peak.
-        memory: `None` where the model's shape is not known.
+        engine: memory; `None` where the model's shape is not known.
     """
 
     problems: tuple[Problem, ...]
@@ -157,7 +156,7 @@ class CheckReport:
     keys: dict[str, KeyStatus]
     quantities: tuple[Quantity, ...]
     learning_rate: float
-    memory: MemoryReport | None
+    engine: EngineReport | None
 
 
 def check_report(
@@ -168,6 +167,7 @@ def check_report(
     device_gib: float | None = None,
     dataset_rows: int | None = None,
     files: bool = True,
+    here: RunConfig | None = None,
 ) -> CheckReport:
     """Apply every rule and derive every number.
 
@@ -177,25 +177,26 @@ def check_report(
         device_gib: memory of one device, GiB, where it is known.
         dataset_rows: rows of data.train_files, where they can be counted.
         files: whether the paths that the configuration names must exist.
+        here: as this host would run it, on its devices; `None`: as `config`.
     """
     settings = KeySettings(config, as_set.by_key())
     found = all_problems(config, settings, shape=shape, files=files)
     if shape is not None and device_gib is not None:
-        found += memory_problems(config, settings, shape, device_gib)
+        found += engine_problems(config, shape, device_gib)
     return CheckReport(
         problems=tuple(found),
         notes=tuple(launch_notes(config, as_set)),
         keys=key_statuses(as_set),
-        quantities=tuple(_quantities(config, settings, dataset_rows)),
+        quantities=tuple(_quantities(config, settings, dataset_rows, here or config)),
         learning_rate=config.actor_rollout_ref.actor.optim.lr,
-        memory=None if shape is None else memory_report(config, settings, shape, device_gib),
+        engine=None if shape is None else engine_report(config, shape, device_gib),
     )
 
 
 def _quantities(
-    config: RunConfig, settings: KeySettings, dataset_rows: int | None
+    config: RunConfig, settings: KeySettings, dataset_rows: int | None, here: RunConfig
 ) -> list[Quantity]:
-    verl, own = verl_batch(config, settings), own_batch(config)
+    verl, own = verl_batch(config, settings), own_batch(here)
     fixed = not config.actor_rollout_ref.actor.use_dynamic_bsz
     formulas: list[tuple[str, str, Callable[[BatchPlan], int | None]]] = [
         ("trainer ranks", "nnodes * n_gpus_per_node", lambda b: b.split.world),

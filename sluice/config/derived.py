@@ -183,6 +183,11 @@ def uses_reference(config: RunConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
+def replays_engine_routing(config: RunConfig) -> bool:
+    """Return whether samples carry the experts that the engine chose (R3)."""
+    return config.actor_rollout_ref.actor.router_replay.mode == "R3"
+
+
 def message_mb(config: RunConfig) -> int:
     """Return the largest gRPC message, MiB; by default 64, or a train batch if that is larger."""
     return config.sluice.max_message_mb or max(DEFAULT_MESSAGE_MB, largest_batch_mb(config))
@@ -206,7 +211,7 @@ def largest_batch_mb(config: RunConfig) -> int:
     """Return the MiB of a train batch message whose responses are all as long as allowed.
 
     A response token takes 4 bytes of id, 4 of logprob and about 4 of text; a prompt token takes 4.
-    The images of each prompt travel in a separate message.
+    The images of each prompt travel in a separate message, and so do the experts of each sample.
     """
     data = config.data
     per_group = 4 * data.max_prompt_length

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from sluice.config.derived import max_row_tokens, replica_devices, world_size
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import own_training_layout, rollout_layout
+from sluice.config.memory.layouts import rollout_layout, training_layout
 from sluice.config.memory.rollout import engine_weights, rollout_memory
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import training_memory
+from sluice.config.memory.training import guessed_memory
 from sluice.config.memory.work import MEAN_RESPONSE, group_flops
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
@@ -59,6 +59,15 @@ class DeviceSplit:
         return f"trainer:{self.trainer},rollout:{self.rollout}"
 
     @property
+    def summary(self) -> str:
+        """How many devices do what, as a clause."""
+        each = "" if self.per_replica == 1 else f" of {self.per_replica}"
+        return (
+            f"{_counted(self.trainer, 'train')}, {_counted(self.rollout, 'generate')} in "
+            f"{self.replicas} replica{'' if self.replicas == 1 else 's'}{each}"
+        )
+
+    @property
     def overrides(self) -> tuple[str, ...]:
         """What makes a launch use these devices."""
         return (
@@ -69,33 +78,61 @@ class DeviceSplit:
         )
 
 
+def _counted(devices: int, verb: str) -> str:
+    return f"{devices} {verb}{'s' if devices == 1 else ''}"
+
+
 def is_colocated(config: RunConfig, settings: KeySettings) -> bool:
-    """Return whether the devices that are named must serve trainer and rollouts alike."""
+    """Return whether the devices that are named must serve trainer and rollouts alike.
+
+    One device alone is the trainer's, since it cannot be divided.
+    """
     if config.sluice.placement != "auto":
         return True
-    if settings.is_set("sluice.rollout.replicas"):
+    if world_size(config) == 1 or settings.is_set("sluice.rollout.replicas"):
         return False
     return not settings.whole_or_none("actor_rollout_ref.rollout.nnodes")  # verl's 0: colocated
 
 
 def device_split(
-    config: RunConfig, settings: KeySettings, shape: ModelShape, device: DeviceKind
+    config: RunConfig, settings: KeySettings, shape: ModelShape | None, device: DeviceKind
 ) -> DeviceSplit:
-    """Return the split of a launch: as ``sluice.placement`` says, or the fastest by estimate.
+    """Return the split of a launch: as its keys or ``sluice.placement`` say, else `auto_split`.
 
     Raises:
         ConfigError: no split is possible, or the placement is not of this launch.
     """
     if not is_colocated(config, settings):
-        each = replica_devices(config)
-        devices = each * config.sluice.rollout.replicas
-        return DeviceSplit(world_size(config), devices, config.trainer.nnodes, each)
-    possible = list(splits(config))
-    if not possible:
-        raise ConfigError(f"{PLACEMENT_KEY}={config.sluice.placement}: {_why_none(config)}")
+        return named_split(config)
     if config.sluice.placement != "auto":
-        return _asked(config, possible)
+        return _asked(config, _possible(config))
+    return auto_split(config, shape, device)
+
+
+def named_split(config: RunConfig) -> DeviceSplit:
+    """Return the split of a launch whose keys name ranks and replicas."""
+    each = replica_devices(config)
+    devices = each * config.sluice.rollout.replicas
+    return DeviceSplit(world_size(config), devices, config.trainer.nnodes, each)
+
+
+def auto_split(config: RunConfig, shape: ModelShape | None, device: DeviceKind) -> DeviceSplit:
+    """Return the fastest split by estimate; of a model of unknown shape, the most even one.
+
+    Raises:
+        ConfigError: no split is possible.
+    """
+    possible = _possible(config)
+    if shape is None:
+        return min(possible, key=lambda split: abs(split.trainer - split.rollout))
     return by_speed(config, shape, device, possible)[0]
+
+
+def _possible(config: RunConfig) -> list[DeviceSplit]:
+    found = list(splits(config))
+    if not found:
+        raise ConfigError(f"{PLACEMENT_KEY}={config.sluice.placement}: {_why_none(config)}")
+    return found
 
 
 def splits(config: RunConfig) -> Iterator[DeviceSplit]:
@@ -132,6 +169,11 @@ def _why_none(config: RunConfig) -> str:
         return (
             f"{pool} are too few for a trainer and a replica of {each} devices of their own; "
             f"give at least {each + 1}"
+            + (
+                ""
+                if each == 1
+                else ", or a smaller actor_rollout_ref.rollout.tensor_model_parallel_size"
+            )
         )
     found = [split.trainer for split in _whole_replicas(config)]
     if not found:
@@ -154,12 +196,12 @@ def by_speed(
     lacks least first.
     """
     train, generate = seconds_per_token(config, shape, device)
-    layout = own_training_layout(config)
+    layout = training_layout(config)
 
     def rank(split: DeviceSplit) -> tuple[float, float]:
         shard = split.trainer if layout.shard == layout.world else min(layout.shard, split.trainer)
         other = replace(layout, world=split.trainer, shard=shard)
-        missing = max(0.0, training_memory(shape, other).update - device.usable_bytes)
+        missing = max(0.0, guessed_memory(shape, other).peak - device.usable_bytes)
         return missing, max(train / split.trainer, generate / split.rollout)
 
     return sorted(possible, key=rank)

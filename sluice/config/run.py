@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Annotated, Literal, Union, get_args, get_origin
 
@@ -156,3 +157,18 @@ def value_at(tree: Mapping[str, object], path: Sequence[str], otherwise: object)
             return otherwise
         node = node[key]
     return node
+
+
+def changed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration with typed keys set, which is faster than to read it again."""
+    tree = msgspec.to_builtins(config)
+    for text in overrides:
+        key, _, value = text.partition("=")
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        with suppress(msgspec.DecodeError):
+            node[name] = value
+            node[name] = msgspec.json.decode(value)
+    return msgspec.convert(tree, RunConfig)

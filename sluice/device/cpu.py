@@ -59,6 +59,9 @@ class CpuDevice:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return MemoryInfo(free_bytes=_available_bytes(default=total), total_bytes=total)
 
+    def take_peak_memory(self) -> None:
+        """Return nothing: torch does not count host memory."""
+
     def empty_cache(self) -> None:
         """Keep everything: the next tensors would take as many pages, one fault at a time."""
 

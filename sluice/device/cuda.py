@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sluice.device.host import CUDA_VISIBLE_VARIABLE
-from sluice.device.protocol import BACKENDS, MemoryInfo, local_index
+from sluice.device.protocol import BACKENDS, MemoryInfo, PeakMemory, local_index
 from sluice.errors import ConfigError
 
 # Dense bfloat16; what a name contains, longer parts first.
@@ -76,6 +76,15 @@ class CudaDevice:
         """Return what the driver reports: other processes' memory counts as used."""
         free, total = torch.cuda.mem_get_info(self._index)
         return MemoryInfo(free_bytes=free, total_bytes=total)
+
+    def take_peak_memory(self) -> PeakMemory:
+        """Return torch's peaks since the last call."""
+        found = PeakMemory(
+            torch.cuda.max_memory_allocated(self._index),
+            torch.cuda.max_memory_reserved(self._index),
+        )
+        torch.cuda.reset_peak_memory_stats(self._index)
+        return found
 
     def empty_cache(self) -> None:
         """Return unused memory that torch keeps to the driver."""

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
@@ -157,6 +158,16 @@ def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) 
         return tuple(one.strip() for one in visible.split(",") if one.strip())
     files = [file for file in devices.glob("nvidia*") if _GPU_FILE.fullmatch(file.name)]
     return tuple(str(number) for number in range(len(files)))
+
+
+def gpu_gib() -> float | None:
+    """Return the memory of the smallest GPU of the host, GiB; ``None``: no driver reports it."""
+    asked = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    try:
+        ended = subprocess.run(asked, capture_output=True, text=True, timeout=10.0, check=True)
+        return min(float(size) for size in ended.stdout.split()) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def wants_gpu(

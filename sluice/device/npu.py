@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
-from sluice.device.protocol import BACKENDS, MemoryInfo, local_index
+from sluice.device.protocol import BACKENDS, MemoryInfo, PeakMemory, local_index
 from sluice.errors import ConfigError
 
 _PACKAGE = "torch_npu"
@@ -34,6 +34,12 @@ class _NpuRuntime(Protocol):
     def synchronize(self, device: int) -> None: ...
 
     def mem_get_info(self, device: int) -> tuple[int, int]: ...
+
+    def max_memory_allocated(self, device: int) -> int: ...
+
+    def max_memory_reserved(self, device: int) -> int: ...
+
+    def reset_peak_memory_stats(self, device: int) -> None: ...
 
     def empty_cache(self) -> None: ...
 
@@ -109,6 +115,13 @@ class NpuDevice:
         """Return what the driver reports: other processes' memory counts as used."""
         free, total = self._runtime.mem_get_info(self._index)
         return MemoryInfo(free_bytes=free, total_bytes=total)
+
+    def take_peak_memory(self) -> PeakMemory:
+        """Return torch_npu's peaks since the last call."""
+        runtime, index = self._runtime, self._index
+        found = PeakMemory(runtime.max_memory_allocated(index), runtime.max_memory_reserved(index))
+        runtime.reset_peak_memory_stats(index)
+        return found
 
     def empty_cache(self) -> None:
         """Return unused memory that torch_npu keeps to the driver."""

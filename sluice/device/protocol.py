@@ -22,6 +22,14 @@ class MemoryInfo:
     total_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The most memory of one device in some span, bytes: of tensors, and with what torch keeps."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
 class Device(Protocol):
     """One device of one kind. Constructing it checks that the hardware can be used.
 
@@ -59,6 +67,13 @@ class Device(Protocol):
 
     def memory_info(self) -> MemoryInfo:
         """Return free and total memory, as the driver (or the kernel) reports it now."""
+        ...
+
+    def take_peak_memory(self) -> PeakMemory | None:
+        """Return this process's peak since the last call; ``None``: torch does not count it.
+
+        Read from torch's allocator: nothing waits for the device.
+        """
         ...
 
     def empty_cache(self) -> None:

@@ -110,7 +110,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("extras", "optional packages", packages.check_extras, before_start=True, of_host=True),
     Check("engine", "the inference engine", packages.check_engine, before_start=True, of_host=True),
-    Check("gpus", "GPUs for every process", machine.check_gpus, before_start=True, of_host=True),
+    Check("gpus", "devices for every process", machine.check_gpus, before_start=True, of_host=True),
     Check(
         "cores", "CPU cores for trainer ranks", machine.check_cores, before_start=True, of_host=True
     ),
@@ -135,7 +135,12 @@ CHECKS: tuple[Check, ...] = (
         deadline_s=reward.DEADLINE_S,
         before_start=True,
     ),
-    Check("memory", "the host's memory", machine.check_memory),
+    Check(
+        "memory",
+        "the host's memory",
+        machine.check_memory,
+        deadline_s=machine.COUNT_DEADLINE_S,
+    ),
     Check("shared-memory", "shared memory (/dev/shm)", machine.check_shared_memory),
     Check("disk", "space for checkpoints", files.check_disk),
     Check("ports", "fixed ports", network.check_ports, before_start=True, of_host=True),

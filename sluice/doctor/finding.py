@@ -18,6 +18,7 @@ from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.rows import opened_rows
 from sluice.errors import ConfigError
+from sluice.launch.device_plan import DevicePlan, local_devices
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -84,6 +85,7 @@ class Examined:
     Attributes:
         config: the configuration of the run; all defaults if the user named none.
         settings: the keys as the user set them.
+        devices: which of this host's devices train and generate; `config` has their split.
         wrong: unknown keys and wrong values; `config` has the defaults in their place.
         has_run: whether the user named a run.
         environment: variables of the process that would start the run.
@@ -97,6 +99,7 @@ class Examined:
     environment: Mapping[str, str]
     read_shape: Callable[[], ModelShape | None]
     first_rows: Callable[[str], tuple[PromptFiles, list[PromptRow]]]
+    devices: DevicePlan
     wrong: Sequence[Problem] = ()
 
     @property
@@ -118,28 +121,40 @@ def examined_run(
 
 
 def examined_of(
-    run: ReadRun, environment: Mapping[str, str] = os.environ, *, has_run: bool = True
+    run: ReadRun,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    has_run: bool = True,
+    is_local: bool = True,
 ) -> Examined:
-    """Return this machine with a run whose configuration was read."""
+    """Return this machine with a run whose configuration was read.
+
+    Args:
+        is_local: whether the run's processes start on this host, on its devices.
+    """
     opened, turn = cache(partial(opened_rows, run.config)), Lock()
 
     def first_rows(key: str) -> tuple[PromptFiles, list[PromptRow]]:
         with turn:  # checks run in threads
             return opened(key)
 
+    plan = DevicePlan(run.config)
+    if is_local:
+        plan = local_devices(run.config, run.keys, environment)
     return Examined(
-        run.config,
-        KeySettings(run.config, run.settings.by_key()),
+        plan.config,
+        KeySettings(plan.config, run.settings.by_key()),
         has_run=has_run,
         environment=dict(environment),
         read_shape=cache(partial(_shape, run.config.actor_rollout_ref.model.path)),
         first_rows=first_rows,
+        devices=plan,
         wrong=run.problems,
     )
 
 
 def _shape(model_path: str) -> ModelShape | None:
     try:
-        return find_shape(model_path, None)
+        return find_shape(model_path)
     except ConfigError:
         return None  # the check of the model's folder reports the reason

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.config.derived import replica_devices, uses_reference
-from sluice.config.memory.layouts import own_training_layout, rollout_layout
+from sluice.config.memory.layouts import rollout_layout, training_layout
 from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import training_memory
+from sluice.config.memory.training import guessed_memory
+from sluice.config.run import RunConfig
 from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
 from sluice.device.host import (
     CUDA_VISIBLE_VARIABLE,
@@ -23,8 +24,10 @@ from sluice.device.host import (
     wants_gpu,
     wants_npu,
 )
-from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, problem, warning
+from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, of_text, problem, warning
+from sluice.errors import ConfigError
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
+from sluice.plan.launch_plan import is_small, local_model, written_trainer
 
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
 BARE_BYTES, BARE_ON_DEVICE_BYTES = GIB // 2, 3 * GIB
@@ -40,6 +43,8 @@ SHARED_BYTES_EACH, LEAST_SHARED_BYTES = 256 * MIB, GIB
 _OWN_FILES = 256
 # Open files for a replica: two channels, a stream a group, its rank in a transfer group.
 _FILES_EACH_REPLICA = 16
+# The trainer's own code may be asked; the machine may be busy.
+COUNT_DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class MemoryPart:
 
 
 def check_memory(examined: Examined) -> Iterator[Finding]:
-    """Estimate the host's memory; `sluice config check --device-memory` estimates a device's."""
+    """Estimate the host's memory; `sluice config check --device-memory` looks at a device's."""
     if examined.shape is None:
         yield warning(
             "the model's memory cannot be estimated",
@@ -89,8 +94,8 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
     device of a replica receives all weights, whichever it keeps.
     """
     config = examined.config
-    own, layout = own_training_layout(config), rollout_layout(config)
-    training, rollout = training_memory(shape, own), rollout_memory(shape, layout, None)
+    own, layout = training_layout(config), rollout_layout(config)
+    rollout = rollout_memory(shape, layout, None)
     weights = shape.total_parameters * own.master_bytes
     snapshots = COPIES * shape.total_parameters * layout.kv_bytes  # the wire has the cache's dtype
     staged = snapshots * replica_devices(config)
@@ -100,10 +105,11 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
     on_device = _is_on_device(config.trainer.device, examined)
     if not on_device:
         rank += BARE_BYTES - BARE_ON_DEVICE_BYTES
-        rank_most = rank + max(training.update, weights)
-        rank += training.parameters + training.gradients + training.optimizer
+        state, peak = trained_bytes(config, shape)
+        rank_most = rank + max(peak, weights)
+        rank += state
     ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
-    saving = ranks * rank + (2 * weights if on_device or own.backend == "fsdp" else 0.0)
+    saving = ranks * rank + (2 * weights if on_device or own.gathers else 0.0)
     if not _is_on_device(config.sluice.rollout.device, examined):
         replica = BARE_BYTES + rollout.weights
         replica_most = replica + staged + rollout.activations + rollout.kv_of_all_sequences
@@ -116,6 +122,22 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
         MemoryPart(f"{replicas} replica(s)", replicas * replica, replicas * replica_most),
         MemoryPart("reward service", BARE_BYTES, BARE_BYTES),
     )
+
+
+def trained_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
+    """Return what a rank on the CPU holds, and its peak: counted, or guessed where it is little or
+    cannot be counted; other checks say why.
+    """
+    guess = guessed_memory(shape, training_layout(config))
+    model = local_model(config.actor_rollout_ref.model.path)
+    if model is None or is_small(config, shape):
+        return guess.state, guess.peak
+    try:
+        trainer = written_trainer(config, model)
+    except ConfigError:
+        return guess.state, guess.peak
+    held = ("weights", "gradients", "moments")
+    return sum(trainer.parts[name] for name in held), trainer.peak
 
 
 def _is_on_device(name: str | None, examined: Examined) -> bool:
@@ -225,7 +247,15 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
 
 
 def check_gpus(examined: Examined) -> Iterator[Finding]:
-    """Count GPUs: no two processes share one."""
+    """Compare the devices with those that the processes take, each for one of them."""
+    plan = examined.devices
+    if plan.lack:
+        yield of_text(plan.lack, "a process would find no device of its own")
+        return
+    if plan.line:
+        yield fine(plan.line)
+    if plan.is_shared:
+        return
     yield gpu_finding(
         gpu_share(examined.config, examined.environment),
         examined.config.sluice.rollout.replicas,

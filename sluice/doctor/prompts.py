@@ -6,6 +6,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from sluice.concurrency.answers import answer_of
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
@@ -14,7 +15,7 @@ from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
-from sluice.doctor.trial import PromptsToMeasure, answer_of
+from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import ConfigError, DataError
 
 DEADLINE_S = 100.0

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from sluice.concurrency.answers import answer_of
 from sluice.config.schema.reward import RewardConfig
 from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
-from sluice.doctor.trial import TrialAnswer, answer_of
+from sluice.doctor.trial import TrialAnswer
 from sluice.errors import DataError, SluiceError
 
 COMMAND = "services.reward.scorer_check"

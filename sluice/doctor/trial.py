@@ -1,23 +1,10 @@
-"""Ask the code of a service, in a process of its own; launchers do not import services."""
+"""What checks ask the code of services (`sluice.concurrency.answers`), and what it answers."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import msgspec
-
-from sluice.concurrency.process import ending_text
-from sluice.errors import ConfigError
-
-AskedT = TypeVar("AskedT")
-AnswerT = TypeVar("AnswerT")
-
-_ERROR = "sluice: ERROR "
 
 
 class PromptsToMeasure(msgspec.Struct, frozen=True):
@@ -45,46 +32,3 @@ class TrialAnswer(msgspec.Struct, frozen=True):
     prediction: str | None = None
     failure: str = ""
     frames: tuple[str, ...] = ()
-
-
-def answer_of(
-    module: str, asked: object, kind: type[AnswerT], *, what: str, timeout_s: float, remedy: str
-) -> tuple[AnswerT, str]:
-    """Run a module (``python -m``), give it a message, and return its answer and what it printed.
-
-    Errors hold `what` it does and the `remedy` for one that takes longer than `timeout_s`.
-
-    Raises:
-        ConfigError: it reported an error, crashed, was killed, or took too long.
-    """
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-m", module],
-            input=msgspec.msgpack.encode(asked),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{what} took more than {timeout_s:g} s; {remedy}") from error
-    printed = ended.stderr.decode(errors="replace").strip()
-    if ended.returncode == 0:
-        with suppress(msgspec.MsgspecError):
-            return msgspec.msgpack.decode(ended.stdout, type=kind), printed
-    if ended.returncode > 0 and _ERROR in printed:
-        raise ConfigError(printed.rpartition(_ERROR)[2])
-    last = f": {printed.splitlines()[-1]}" if printed else " and printed nothing"
-    raise ConfigError(
-        f"{what}: its process ended with {ending_text(ended.returncode)}{last}; look whether this "
-        "machine has the memory for it, and try again"
-    )
-
-
-def answer_asked(kind: type[AskedT], answer: Callable[[AskedT], object]) -> None:
-    """Read the message of `answer_of`, and write the answer; all that is printed is an error."""
-    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=kind)
-    standard_output = os.dup(1)
-    os.dup2(2, 1)
-    content = msgspec.msgpack.encode(answer(asked))
-    with os.fdopen(standard_output, "wb") as stream:
-        stream.write(content)

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
+from sluice.concurrency.answers import answer_of
 from sluice.config.derived import world_size
-from sluice.config.device_split import DeviceSplit, device_split, is_colocated, splits
+from sluice.config.device_split import (
+    DeviceSplit,
+    device_split,
+    is_colocated,
+    named_split,
+    splits,
+)
 from sluice.config.loading.conversions import names_set
-from sluice.config.loading.loader import KeySettings, ReadRun, read_run
-from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import own_training_layout
+from sluice.config.loading.loader import ReadRun, read_run
+from sluice.config.memory.devices import DeviceKind, device_kind
+from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.published import ModelContent, encoder_parameters, published_model
+from sluice.config.memory.rollout import GIB
 from sluice.config.memory.shape import ModelShape, read_model, shape_of
+from sluice.config.memory.training import guessed_memory
+from sluice.config.parallel_layout import trainer_layout
 from sluice.config.problems import raise_problems
-from sluice.config.run import RunConfig
-from sluice.doctor.trial import answer_of
+from sluice.config.run import RunConfig, changed
+from sluice.errors import ConfigError
 from sluice.plan.dry_run import COMMAND, DryRunAsked, PassBytes
 from sluice.plan.pools import (
     EnginePool,
@@ -30,17 +41,20 @@ from sluice.plan.pools import (
     trainer_pool,
 )
 from sluice.plan.search import (
-    changed,
     engine_change,
-    estimate,
+    guess,
     promising,
     trainer_changes,
 )
 
 DEADLINE_S = 300.0
+SMALL_BYTES = GIB / 10
+"""On a trainer's device."""
+_ANY_DEVICE = device_kind("80GB")
+"""Its memory and speed are not asked about."""
 _MOST_TRIES = 4
 _OPTIMISM = 0.9
-"""Bytes counted over bytes estimated, before anything was counted with this change."""
+"""Bytes counted over bytes guessed, before anything was counted with this change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +106,58 @@ def planned_model(name: str) -> PlannedModel:
     Raises:
         ConfigError: it is neither.
     """
-    file = Path(name) / "config.json"
-    if not file.is_file():
-        content = published_model(name)
-        return PlannedModel(name, content, shape_of(content), encoder_parameters(name))
+    found = local_model(name)
+    if found is not None:
+        return found
+    content = published_model(name)
+    return PlannedModel(name, content, shape_of(content), encoder_parameters(name))
+
+
+def local_model(name: str, config_file: Path | None = None) -> PlannedModel | None:
+    """Return the model that `config_file` or the config.json in folder `name` describes, if any.
+
+    Raises:
+        ConfigError: a file is there but describes no such model.
+    """
+    file = config_file or Path(name) / "config.json"
+    if config_file is None and not (name and file.is_file()):
+        return None
     content, shape = read_model(file)
     return PlannedModel(name, content, shape, None if content.get("vision_config") else 0)
+
+
+def is_small(config: RunConfig, shape: ModelShape) -> bool:
+    """Return whether a trainer takes so little, by a guess, that nobody waits for a count."""
+    return guessed_memory(shape, training_layout(config)).peak < SMALL_BYTES
+
+
+def written_trainer(config: RunConfig, model: PlannedModel) -> TrainerPool:
+    """Count the trainer of a configuration as it is written. Takes seconds, to load torch.
+
+    Raises:
+        ConfigError: sizes do not divide, or the trainer's code does not run here.
+    """
+    trainer_layout(config, world_size(config))
+    return _counted(config, model, _ANY_DEVICE)
+
+
+def written_change(
+    file: Path | None,
+    overrides: Sequence[str],
+    model: PlannedModel,
+    device: DeviceKind,
+    trainer: TrainerPool,
+) -> tuple[str, ...] | None:
+    """Return the smallest change with which a trainer fits the devices that its launch names.
+
+    Args:
+        trainer: as counted by `written_trainer`; it does not fit.
+    """
+    launch = _Launch(file, tuple(overrides), model, device)
+    written = launch.read(())
+    plan = _as_it_is(launch, written.config, named_split(written.config), trainer)
+    found = _searched(plan, launch, written, is_split=False, holds=lambda _: True)
+    return found.fits_with
 
 
 def launch_plan(
@@ -118,26 +178,19 @@ def launch_plan(
     launch = _Launch(file, tuple(overrides), model, device)
     written = launch.read(())
     split = launch.split_of(written)
-    is_split = is_colocated(written.config, _keys(written))
+    is_split = is_colocated(written.config, written.keys)
     config = launch.read(split.overrides).config if is_split else written.config
-    trainer, engine = launch.trainer(config), engine_pool(config, model.shape, device)
-    lacks = {"trainer": trainer.lack(device), "rollout": engine.lack(device)}
-    plan = PlannedLaunch(
-        config,
-        model,
-        device,
-        split,
-        trainer,
-        engine,
-        fits=not any(lacks.values()),
-        lacks={pool: lack for pool, lack in lacks.items() if lack is not None},
-        fits_with=None,
-        seconds=0.0,
-    )
+    plan = _as_it_is(launch, config, split, launch.trainer(config))
     if plan.fits:
         plan = replace(plan, fits_with=())
     else:
-        plan = _searched(plan, launch, written, is_split=is_split)
+        plan = _searched(
+            plan,
+            launch,
+            written,
+            is_split=is_split,
+            holds=lambda config: engine_pool(config, model.shape, device).fits(device),
+        )
     return replace(plan, seconds=time.monotonic() - began)
 
 
@@ -158,41 +211,65 @@ class _Launch:
 
     def split_of(self, run: ReadRun) -> DeviceSplit:
         """Return the split that the launch says, or the fastest."""
-        return device_split(run.config, _keys(run), self.model.shape, self.device)
+        return device_split(run.config, run.keys, self.model.shape, self.device)
 
     def trainer(self, config: RunConfig) -> TrainerPool:
         """Return the trainer's pool, from a dry run of a few layers."""
-        shape = self.model.shape
-        counts = layer_counts(config, shape.layers)
-        found, _ = answer_of(
-            COMMAND,
-            DryRunAsked(
-                msgspec.to_builtins(config), self.model.content, world_size(config), counts
-            ),
-            list[PassBytes],
-            what="the dry run of the trainer",
-            timeout_s=DEADLINE_S,
-            remedy="run it while the machine is idle",
+        return _counted(config, self.model, self.device)
+
+
+def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> TrainerPool:
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not installed, with which the trainer's code counts its "
+            "memory; pip install 'sluice[torch]'"
         )
-        whole = found[0]
-        if len(found) > 1:
-            whole = extrapolated(found[0], found[1], counts[1] - counts[0], shape.layers, counts[0])
-        return trainer_pool(config, shape, self.device, whole, self.model.encoder or 0)
+    shape = model.shape
+    counts = layer_counts(config, shape.layers)
+    found, _ = answer_of(
+        COMMAND,
+        DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), counts),
+        list[PassBytes],
+        what="the dry run of the trainer",
+        timeout_s=DEADLINE_S,
+        remedy="run it while the machine is idle",
+    )
+    whole = found[0]
+    if len(found) > 1:
+        whole = extrapolated(found[0], found[1], counts[1] - counts[0], shape.layers, counts[0])
+    return trainer_pool(config, shape, device, whole, model.encoder or 0)
 
 
-def _keys(run: ReadRun) -> KeySettings:
-    return KeySettings(run.config, run.settings.by_key())
+def _as_it_is(
+    launch: _Launch, config: RunConfig, split: DeviceSplit, trainer: TrainerPool
+) -> PlannedLaunch:
+    engine = engine_pool(config, launch.model.shape, launch.device)
+    lacks = {"trainer": trainer.lack(launch.device), "rollout": engine.lack(launch.device)}
+    return PlannedLaunch(
+        config,
+        launch.model,
+        launch.device,
+        split,
+        trainer,
+        engine,
+        fits=not any(lacks.values()),
+        lacks={pool: lack for pool, lack in lacks.items() if lack is not None},
+        fits_with=None,
+        seconds=0.0,
+    )
 
 
 def _searched(
-    plan: PlannedLaunch, launch: _Launch, written: ReadRun, *, is_split: bool
+    plan: PlannedLaunch,
+    launch: _Launch,
+    written: ReadRun,
+    *,
+    is_split: bool,
+    holds: Callable[[RunConfig], bool],
 ) -> PlannedLaunch:
-    """Return the plan with the smallest change that fits, or as it was."""
+    """Return the plan with the smallest change that fits, or as it was; `holds`: an engine fits."""
     model, device = plan.model, plan.device
-
-    def holds(config: RunConfig) -> bool:
-        return engine_pool(config, model.shape, device).fits(device)
-
     engine = engine_change(written.config, model.shape, holds, is_split=is_split)
     if engine is None:
         return plan
@@ -203,7 +280,7 @@ def _searched(
     own = min(possible, key=lambda one: abs(one.trainer - plan.split.trainer))
     base = changed(start, own.overrides) if is_split else start
     correction = _correction(plan.trainer, plan.config, model.shape)
-    if own_training_layout(start).recomputed_of(model.shape.layers) < model.shape.layers:
+    if training_layout(start).recomputed_of(model.shape.layers) < model.shape.layers:
         correction = _OPTIMISM  # with recompute other bytes count
     changes = [
         one
@@ -239,7 +316,7 @@ def _searched(
 
 
 def _correction(trainer: TrainerPool, config: RunConfig, shape: ModelShape) -> float:
-    found = estimate(config, shape)
+    found = guess(config, shape)
     assert found is not None
     return found.correction(trainer.peak)
 

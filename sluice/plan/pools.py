@@ -15,7 +15,7 @@ from sluice.config.derived import (
     world_size,
 )
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import own_training_layout, rollout_layout
+from sluice.config.memory.layouts import rollout_layout, training_layout
 from sluice.config.memory.rollout import GIB, rollout_memory
 from sluice.config.memory.rollout import fits as weights_fit
 from sluice.config.memory.shape import ModelShape
@@ -44,6 +44,8 @@ class TrainerPool:
 
     Attributes:
         layout: its ranks.
+        parts: bytes on the device by what they hold; activations: what the largest micro-batch
+            leaves for its backward pass.
         phases: peak bytes on the device by phase.
         moved: bytes that collectives bring to a rank in a micro-batch, by kind.
         micro_batches: of a rank in one step, all passes with gradients.
@@ -53,6 +55,7 @@ class TrainerPool:
     """
 
     layout: ParallelLayout
+    parts: Mapping[str, float]
     phases: Mapping[str, float]
     moved: Mapping[str, float]
     micro_batches: int
@@ -155,7 +158,7 @@ def trainer_pool(
     """
     layout = trainer_layout(config, world_size(config))
     model, sharding = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.fsdp_config
-    away = counted.moments if sharding.optimizer_offload else 0
+    away = counted.moments * sharding.optimizer_offload_fraction * sharding.optimizer_offload
     state = encoder * 4 / layout.shard
     if uses_critic(config):
         state += counted.parameters
@@ -171,12 +174,19 @@ def trainer_pool(
         "backward": counted.backward + held,
         "optimizer step": counted.step - away + min(away, _MOMENTS_AT_ONCE) + _STATES * state,
     }
+    parts = {
+        "weights": counted.parameters + state,
+        "gradients": counted.gradients + state,
+        "moments": counted.moments - away + 2 * state,
+        "activations": float(counted.kept),
+    }
     micro_batches = _micro_batches(config, layout)
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
     host = config.trainer.n_gpus_per_node * (reference + away + largest_batch_mb(config) * MIB)
     return TrainerPool(
         layout,
+        parts,
         phases,
         moved,
         micro_batches,
@@ -226,5 +236,5 @@ def layer_counts(config: RunConfig, layers: int) -> Sequence[int]:
 
     Not if only the first ones are recomputed: then all are counted.
     """
-    recomputed = own_training_layout(config).recomputed_of(layers)
+    recomputed = training_layout(config).recomputed_of(layers)
     return (3, 4) if layers > 4 and recomputed in (0, layers) else (layers,)

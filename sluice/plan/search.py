@@ -6,18 +6,15 @@ Of what can be offloaded, moments are: parameters and gradients stay on the devi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, product
-
-import msgspec
 
 from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import own_training_layout
+from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import training_memory
+from sluice.config.memory.training import Guess, guessed_memory
 from sluice.config.parallel_layout import (
     EXPERT_KEY,
     SEQUENCE_KEY,
@@ -25,7 +22,7 @@ from sluice.config.parallel_layout import (
     shares_heads,
     trainer_layout,
 )
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, changed
 from sluice.errors import ConfigError
 
 _FSDP = "actor_rollout_ref.actor.fsdp_config"
@@ -44,21 +41,6 @@ class Change:
 
     overrides: tuple[str, ...] = ()
     price: float = 0.0
-
-
-def changed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration with typed keys set, which is faster than to read it again."""
-    tree = msgspec.to_builtins(config)
-    for text in overrides:
-        key, _, value = text.partition("=")
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node[section]
-        with suppress(msgspec.DecodeError):
-            node[name] = value
-            node[name] = msgspec.json.decode(value)
-    return msgspec.convert(tree, RunConfig)
 
 
 def engine_change(
@@ -128,31 +110,13 @@ def trainer_changes(
     return sorted(found, key=lambda change: change.price)
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Bytes of an update, by formulas: of weights, gradients and moments, and of the rest."""
-
-    state: float
-    rest: float
-
-    def corrected(self, correction: float) -> float:
-        """Return the peak, if so many bytes of the rest were counted for one estimated."""
-        return self.state + self.rest * correction
-
-    def correction(self, peak: float) -> float:
-        """Return that ratio, from the counted peak."""
-        return (peak - self.state) / self.rest
-
-
-def estimate(config: RunConfig, shape: ModelShape) -> Estimate | None:
-    """Return an estimate of the update; `None`: the sizes do not divide."""
+def guess(config: RunConfig, shape: ModelShape) -> Guess | None:
+    """Return a guess of the update; `None`: the sizes do not divide."""
     try:
         trainer_layout(config, world_size(config))
     except ConfigError:
         return None
-    memory = training_memory(shape, own_training_layout(config))
-    state = memory.parameters + memory.gradients + memory.optimizer
-    return Estimate(state, memory.update - state)
+    return guessed_memory(shape, training_layout(config))
 
 
 def promising(
@@ -166,11 +130,11 @@ def promising(
 
     Args:
         config: without them.
-        correction: see `Estimate`.
+        correction: see `Guess`.
     """
     for change in changes:
         other = changed(config, change.overrides)
-        found = estimate(other, shape)
+        found = guess(other, shape)
         if found is not None and found.corrected(correction) <= device.usable_bytes:
             yield change
 
@@ -186,7 +150,7 @@ def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]
 
 def _recompute(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
     yield Change()
-    if own_training_layout(config).recomputed_of(shape.layers) == shape.layers:
+    if training_layout(config).recomputed_of(shape.layers) == shape.layers:
         return
     megatron = config.actor_rollout_ref.actor.megatron.override_transformer_config
     if megatron.recompute_granularity is None:

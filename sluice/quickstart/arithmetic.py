@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
@@ -59,7 +59,8 @@ class Task:
     Terms lie in ``[smallest, largest]``; a problem has ``min_terms`` to ``max_terms`` of them,
     each count equally likely. With `subtraction`, about half of the terms after the first are
     subtracted, never below a total of 0. The job runs with the token limits: no prompt and no
-    worked answer of the task's tokenizer is longer.
+    worked answer of the task's tokenizer is longer. The model's layers have `num_experts`, or are
+    dense.
     """
 
     name: str
@@ -71,26 +72,29 @@ class Task:
     max_prompt_tokens: int
     max_response_tokens: int
     overlong_buffer_tokens: int
+    num_experts: int = 0
 
     def num_sequences(self, num_terms: int) -> int:
         """Return the number of sequences of numbers, without signs."""
         return int((self.largest - self.smallest + 1) ** num_terms)
 
 
+_QUICKSTART = Task(
+    name="quickstart",
+    min_terms=3,
+    max_terms=5,
+    smallest=2,
+    largest=9,
+    subtraction=False,
+    max_prompt_tokens=48,
+    max_response_tokens=56,
+    overlong_buffer_tokens=8,
+)
 TASKS = {
     task.name: task
     for task in (
-        Task(
-            name="quickstart",
-            min_terms=3,
-            max_terms=5,
-            smallest=2,
-            largest=9,
-            subtraction=False,
-            max_prompt_tokens=48,
-            max_response_tokens=56,
-            overlong_buffer_tokens=8,
-        ),
+        _QUICKSTART,
+        replace(_QUICKSTART, name="experts", num_experts=8),
         # Longer chains and a second operation: errors accumulate over up to seven steps and
         # only half of the examples teach subtraction.
         Task(

@@ -1,5 +1,7 @@
 """The quickstart's model, a Qwen3 of about 122,000 parameters, and its supervised warm start.
 
+The task `experts` has a mixture of experts of the same depth and width.
+
 The warm start teaches format and arithmetic, slips included, in seconds. Its loss is the mean cross
 entropy over the answer tokens of a batch; prompts are context only.
 
@@ -18,12 +20,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors.torch import save
 from torch.nn import functional
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.utils import logging as transformers_logging
 
 from sluice.quickstart.arithmetic import Dialogue
 from sluice.quickstart.settings import WarmStartSettings
@@ -37,6 +46,9 @@ BatchT = TypeVar("BatchT")
 MAX_POSITIONS = 512
 IGNORED = -100  # a target that is not trained
 _MEAN_OF_STEPS = 25
+_READABLE = 0o644
+
+QuickstartModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 WarmStartProgress = Callable[[int, int, float], None]
 """Called after each step with the finished steps, all steps, and the loss in nats per token.
@@ -44,59 +56,69 @@ WarmStartProgress = Callable[[int, int, float], None]
 All steps are an upper bound until the learning rate starts to decay."""
 
 
-def make_config(tokenizer: Tokenizer) -> Qwen3Config:
-    """Return two layers of width 64, four heads of 16 over two KV heads, tied embeddings."""
-    return Qwen3Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
+def make_config(tokenizer: Tokenizer, num_experts: int = 0) -> Qwen3Config | Qwen3MoeConfig:
+    """Return two layers of width 64, four heads of 16 over two KV heads, tied embeddings.
+
+    Args:
+        tokenizer: of the vocabulary.
+        num_experts: of each layer, two for a token; 0: dense layers.
+    """
+    values: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": True,
         # Contexts are short: slower frequencies would hardly distinguish positions in them, and
         # the warm start learns last to find the next operand.
-        rope_parameters={"rope_type": "default", "rope_theta": 200.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 200.0},
         # Small models learn faster from larger weights than the usual 0.02.
-        initializer_range=0.08,
-        bos_token_id=None,
-        eos_token_id=tokenizer.token_to_id(TURN_END),
-        pad_token_id=tokenizer.token_to_id(PAD_TOKEN),
-        dtype="float32",
+        "initializer_range": 0.08,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id(TURN_END),
+        "pad_token_id": tokenizer.token_to_id(PAD_TOKEN),
+        "dtype": "float32",
+    }
+    if not num_experts:
+        return Qwen3Config(**values)
+    return Qwen3MoeConfig(
+        **values,
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        norm_topk_prob=True,
     )
 
 
-def make_model(tokenizer: Tokenizer, seed: int) -> Qwen3ForCausalLM:
+def make_model(tokenizer: Tokenizer, seed: int, num_experts: int = 0) -> QuickstartModel:
     """Return a model with random weights from `seed`; the global random state stays as it is."""
-    config = make_config(tokenizer)
+    config = make_config(tokenizer, num_experts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = (
+            Qwen3MoeForCausalLM(config)
+            if isinstance(config, Qwen3MoeConfig)
+            else Qwen3ForCausalLM(config)
+        )
     model.generation_config = GenerationConfig(
         eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, do_sample=True
     )
     return model
 
 
-def save_model(model: Qwen3ForCausalLM, directory: Path) -> None:
-    """Write `config.json`, `generation_config.json` and `model.safetensors`.
-
-    Not by `save_pretrained`, which shows a progress bar and makes the weights readable for their
-    owner only.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(directory)
-    model.generation_config.save_pretrained(directory)
-    # The output layer is the embedding matrix (tied): store it once.
-    weights = {
-        name: weight.detach().contiguous()
-        for name, weight in model.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    (directory / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+def save_model(model: PreTrainedModel, directory: Path) -> None:
+    """Write `config.json`, `generation_config.json` and `model.safetensors`."""
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        transformers_logging.enable_progress_bar()
+    for file in directory.glob("*.safetensors"):
+        file.chmod(_READABLE)  # safetensors makes them readable for the owner only
 
 
 def slip_entropy(wrong_step_rate: float) -> float:
@@ -164,7 +186,7 @@ class _Batch:
 
 
 def warm_start(
-    model: Qwen3ForCausalLM,
+    model: QuickstartModel,
     tokenizer: Tokenizer,
     dialogues: Iterable[Dialogue],
     settings: WarmStartSettings,

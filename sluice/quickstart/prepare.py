@@ -34,7 +34,6 @@ from sluice.quickstart.settings import (
     PrepareProgress,
     PrepareSettings,
     QuickstartFacts,
-    WarmStartSettings,
 )
 from sluice.quickstart.shapes import SHAPES, ShapesTask
 from sluice.quickstart.tokenizer import encode_dialogue, save_tokenizer, train_tokenizer
@@ -177,7 +176,7 @@ def _make(
     encoded = [encode_dialogue(tokenizer, sample) for sample in samples]
     progress(PrepareProgress("data", 1, 1))
     num_parameters, result = _make_model(
-        directory / "model", tokenizer, dialogues("warm-start"), sizes.warm_start, seed, progress
+        directory / "model", task, tokenizer, dialogues("warm-start"), sizes, seed, progress
     )
     return QuickstartFacts(
         num_parameters=num_parameters,
@@ -194,9 +193,10 @@ def _make(
 
 def _make_model(
     directory: Path,
+    task: Task,
     tokenizer: Tokenizer,
     dialogues: Iterator[Dialogue],
-    settings: WarmStartSettings,
+    sizes: PrepareSettings,
     seed: int,
     progress: Callable[[PrepareProgress], None],
 ) -> tuple[int, WarmStartResult]:
@@ -213,9 +213,9 @@ def _make_model(
     def report(step: int, total: int, loss: float) -> None:
         progress(PrepareProgress("warm-start", step, total, loss))
 
-    model = make_model(tokenizer, seed)
+    model = make_model(tokenizer, seed, task.num_experts)
     with one_torch_thread():
-        result = warm_start(model, tokenizer, dialogues, settings, report)
+        result = warm_start(model, tokenizer, dialogues, sizes.warm_start, report)
     shutil.rmtree(directory, ignore_errors=True)
     save_model(model, directory)
     save_tokenizer(tokenizer, directory, MAX_POSITIONS)

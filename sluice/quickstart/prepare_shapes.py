@@ -77,12 +77,11 @@ def _make_model(
 ) -> tuple[int, WarmStartResult, int, int]:
     """Return parameter count, warm start result, and the longest prompt and answer of a batch."""
     # Imported here, because present files need no torch.
-    from sluice.quickstart.model import one_torch_thread
+    from sluice.quickstart.model import one_torch_thread, save_model
     from sluice.quickstart.vision_model import (
         MAX_POSITIONS,
         make_model,
         picture_dialogues,
-        save_model,
         save_processor,
         warm_start_on_pictures,
     )

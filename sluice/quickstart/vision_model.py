@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.utils import logging as transformers_logging
 
 from sluice.quickstart.model import IGNORED, WarmStartProgress, WarmStartResult, fit, slip_entropy
 from sluice.quickstart.settings import WarmStartSettings
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 MAX_POSITIONS = 256
 PATCH_PIXELS = 8
 _WIDTH = 64
-_READABLE = 0o644
 
 Encode = Callable[[str], TokenIds]
 """Encodes a text; a picture is one token."""
@@ -115,17 +113,6 @@ def save_processor(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     pixels = SIDE_PIXELS**2
     save_image_processor(directory, patch_size=PATCH_PIXELS, min_pixels=pixels, max_pixels=pixels)
-
-
-def save_model(model: Qwen2_5_VLForConditionalGeneration, directory: Path) -> None:
-    """Write `config.json`, `generation_config.json` and `model.safetensors`."""
-    transformers_logging.disable_progress_bar()
-    try:
-        model.save_pretrained(directory)
-    finally:
-        transformers_logging.enable_progress_bar()
-    for file in directory.glob("*.safetensors"):
-        file.chmod(_READABLE)  # safetensors makes them readable for the owner only
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -234,7 +234,7 @@ class UnaryMethod(Protocol[RequestT, ResponseT]):
         ...
 
 
-class _StreamCall(Protocol[ResponseT]):
+class StreamCall(Protocol[ResponseT]):
     def __aiter__(self) -> AsyncIterator[ResponseT]: ...
     def cancel(self) -> bool: ...
 
@@ -279,7 +279,7 @@ async def unary_call(
 
 
 async def stream_call(
-    method: Callable[..., _StreamCall[ResponseT]],
+    method: Callable[..., StreamCall[ResponseT]],
     request: object,
     *,
     peer: str,

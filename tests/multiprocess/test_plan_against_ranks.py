@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sluice.config.memory.shape import shape_of
 from tests.support.plan_parity import DENSE, EXPERTS, counted_and_planned
 
 
@@ -38,3 +43,24 @@ def test_a_plan_counts_experts_that_ranks_divide(recompute: bool, sharding: dict
     real, planned = counted_and_planned(EXPERTS, 4, recompute=recompute, **sharding)
     assert planned == real
     assert real["moved"]["all_to_all"] > 0
+
+
+def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:
+    model = {**DENSE, "hidden_size": 256, "head_dim": 32, "vocab_size": 32_768}
+    (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    overrides = [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    ]
+    command = [sys.executable, "-m", "sluice", "config", "check", "--json", "--no-files"]
+    done = subprocess.run(
+        [*command, "--rules", "here", *overrides], capture_output=True, text=True, check=True
+    )
+    assert "counting the trainer's memory" in done.stderr
+    trainer = json.loads(done.stdout)["memory"]["trainer"]
+    weights = 4 * shape_of(model).total_parameters
+    # Beside them: buffers, tokens, and the counts of AdamW.
+    for name, copies in {"weights": 1, "gradients": 1, "moments": 2}.items():
+        assert 1 <= trainer["parts"][name] / (copies * weights) < 1.01
+    assert trainer["phases"]["backward"] > 4 * weights

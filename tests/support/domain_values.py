@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from sluice.types import (
     DataProgress,
     FinishReason,
     ReplicaInfo,
     Rollout,
+    RoutedExperts,
     SamplingParams,
     Scored,
     TensorSpec,
@@ -64,6 +66,16 @@ scores = st.builds(
     metrics=st.dictionaries(words, finite, max_size=3),
     prediction=st.none() | words,
 )
+
+
+@st.composite
+def routed_experts(draw: st.DrawFn, least_tokens: int) -> RoutedExperts:
+    """Experts of at least so many tokens."""
+    layers, chosen = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shape = (least_tokens + draw(st.integers(0, 2)), layers, chosen)
+    dtype = draw(st.sampled_from((np.uint8, np.uint16)))
+    found: RoutedExperts = draw(arrays(dtype, shape))
+    return found
 
 
 @st.composite

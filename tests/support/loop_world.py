@@ -126,6 +126,9 @@ class World:
     async def saved(self) -> None:
         """Nothing is written in the background."""
 
+    def take_memory_metrics(self) -> Mapping[str, float]:
+        return {"memory_gb/update_weights": float(self.published or 0)}
+
     # the reward service
 
     async def announce(

@@ -5,10 +5,11 @@ another one still loads. Rank 0's further lines are ``train STEP`` (answers with
 ``weights FILE``, ``save FOLDER`` (answers with the memory it took, or with the error), ``load
 FOLDER``, ``publish VERSION`` (to a replica in this process; answers with what arrived), ``fail
 READER`` (at its first tensor), ``uniform STEP`` (trains on a batch whose last groups have no
-advantages), ``begin FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside other
-commands), ``resume FOLDER`` (from the latest of a run; answers with its step); the end of input
-stops all ranks, which then answer with the bytes that they hold. Every answer is one line of JSON;
-an error ends the process with its text as the last line.
+advantages), ``routed STEP`` (trains on a batch with experts), ``begin FOLDER`` and ``finish
+FOLDER`` (a checkpoint ``global_step_N`` beside other commands), ``resume FOLDER`` (from the latest
+of a run; answers with its step); the end of input stops all ranks, which then answer with the bytes
+that they hold. Every answer is one line of JSON; an error ends the process with its text as the
+last line.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from tests.support.tiny_policy import (
     make_batch,
     make_config,
     recomputing,
+    routed,
     skipping,
     uniform,
     with_critic,
@@ -64,6 +66,7 @@ from tests.support.vision_batches import make_image_batch
 
 NUM_GROUPS = 4
 UNIFORM = (2, 3)
+NUM_EXPERTS = 8
 BUCKET_BYTES = 1 << 12
 """Of gathered shards: with it even a tiny model takes several."""
 
@@ -185,6 +188,9 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
     if command == "uniform":
         step = int(argument)
         return leader.train_step(uniform(batch_of(model, step), UNIFORM), step)
+    if command == "routed":
+        step = int(argument)
+        return leader.train_step(routed(batch_of(model, step), NUM_EXPERTS), step)
     if command == "weights":
         folder = Path(f"{argument}.saved") / "actor"
         leader.save(folder)

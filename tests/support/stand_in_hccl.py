@@ -32,6 +32,7 @@ class FakeNpus:
         self.count, self.bfloat16 = count, bfloat16
         self.current: int | None = None
         self.emptied: list[int | None] = []
+        self.peaks = {index: 20 + index for index in range(count)}
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -47,6 +48,15 @@ class FakeNpus:
 
     def mem_get_info(self, device: int) -> tuple[int, int]:
         return 10 + device, 100
+
+    def max_memory_allocated(self, device: int) -> int:
+        return self.peaks[device]
+
+    def max_memory_reserved(self, device: int) -> int:
+        return 2 * self.peaks[device]
+
+    def reset_peak_memory_stats(self, device: int) -> None:
+        self.peaks[device] = 1
 
     def empty_cache(self) -> None:
         self.emptied.append(self.current)

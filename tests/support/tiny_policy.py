@@ -24,6 +24,7 @@ from sluice.types import (
     TrainBatch,
     TrainGroup,
     VersionSpan,
+    expert_dtype,
 )
 
 VOCABULARY = 61
@@ -175,10 +176,27 @@ def make_group(seed: int, lengths: tuple[int, ...] | None = None) -> TrainGroup:
     )
 
 
+def made_up_routing(group: TrainGroup, num_experts: int) -> TrainGroup:
+    """The group, with two experts at random for each of a sample's tokens in two layers."""
+    random = np.random.default_rng(num_experts)
+    prompt, rollouts = group.prompt_token_ids.size, []
+    for rollout in group.rollouts:
+        size = (prompt + max(0, rollout.num_tokens - 1), 2, num_experts)
+        chosen = random.random(size).argsort(-1)[..., :2]
+        rollouts.append(rollout.with_routing(chosen.astype(expert_dtype(num_experts))))
+    return replace(group, rollouts=tuple(rollouts))
+
+
 def make_batch(num_groups: int = 6, seed: int = 0) -> TrainBatch:
     """A batch of `make_group`s; equal seeds give equal batches."""
     groups = tuple(make_group(1000 * seed + number) for number in range(num_groups))
     return TrainBatch(f"batch-{seed}", seed, groups, DataProgress(num_groups), {})
+
+
+def routed(batch: TrainBatch, num_experts: int) -> TrainBatch:
+    """The batch, with `made_up_routing`."""
+    groups = tuple(made_up_routing(group, num_experts) for group in batch.groups)
+    return replace(batch, groups=groups)
 
 
 def _rollout(random: np.random.Generator, index: int, length: int) -> Rollout:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from typing import Self
 
-from services.reward.generation.request import PHASE, GenerateEvent, GroupRequest
+from services.reward.generation.request import PHASE, GenerateEvent, GroupRequest, Purpose
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.codec.fields import token_ids_from_bytes
 from sluice.codec.rollout import (
@@ -33,6 +33,7 @@ class RolloutClient:
         timeout_s: seconds one stream may take.
         max_message_bytes: largest message.
         partial_interval_ms: milliseconds between deliveries of unfinished samples' tokens; 0: none.
+        with_routing: samples for training come with the engine's experts.
         credentials: what replicas are shown.
     """
 
@@ -43,10 +44,12 @@ class RolloutClient:
         timeout_s: float,
         max_message_bytes: int,
         partial_interval_ms: int = 0,
+        with_routing: bool = False,
         credentials: Credentials = OPEN,
     ) -> None:
         self._linger_ms, self._timeout_s = linger_ms, timeout_s
         self._partial_interval_ms = partial_interval_ms
+        self._with_routing = with_routing
         self._channels = ChannelPool(
             max_message_bytes, credentials, metadata=lambda: ((SERVICE_KEY, "reward"),)
         )
@@ -98,6 +101,7 @@ class RolloutClient:
             linger_ms=self._linger_ms,
             partials=[rollout_to_proto(partial) for partial in partials],
             partial_interval_ms=self._partial_interval_ms,
+            with_routing=self._with_routing and request.purpose is Purpose.TRAINING,
         )
 
 

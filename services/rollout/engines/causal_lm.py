@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from sluice.vision.vision_shape import FAMILIES
 from sluice.weights.plan import dtype_name
 
 _Dtype = Literal["float32", "bfloat16"]
+_ROUTERS = frozenset({"Qwen3MoeTopKRouter", "Qwen3VLMoeTextTopKRouter"})
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -68,6 +70,23 @@ class CausalLM:
                 "mixture of experts, whose results depend on the rest of the batch; set "
                 "sluice.rollout.batch_invariant=false"
             )
+
+
+class _Float32Head(nn.Linear):
+    """A head in the dtype of the layers that computes logits in float32."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor | None = self.bias  # nn.Linear says it has one
+        bias = None if bias is None else bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
+def use_float32_head(model: PreTrainedModel) -> None:
+    """Compute a model's logits in float32, from its head's weight as it is."""
+    given: Any = model.get_output_embeddings()
+    own = _Float32Head(1, 1, bias=given.bias is not None, device="meta")
+    own.weight, own.bias = given.weight, given.bias
+    model.set_output_embeddings(own)
 
 
 def build_causal_lm(
@@ -116,6 +135,27 @@ def build_causal_lm(
         text_config.vocab_size, _eos_token_ids(path, text_config), _tensors(model)
     )
     return CausalLM(model, layout, load_image_prompts(path, trust_remote_code=trust_remote_code))
+
+
+def expert_routers(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Return the routers of a model's decoder layers, by the layer's number.
+
+    Each returns (logits, scores, chosen experts [tokens, k]), as transformers' do.
+
+    Raises:
+        ConfigError: the model's family has none whose choices the trainer can replay.
+    """
+    found = {
+        int(name.split(".layers.")[1].split(".")[0]): one
+        for name, one in model.named_modules()
+        if type(one).__name__ in _ROUTERS
+    }
+    if not found:
+        raise ConfigError(
+            "actor_rollout_ref.actor.router_replay.mode=R3: replicas note the experts of qwen3_moe "
+            f"and qwen3_vl_moe, and none of a {model.config.model_type} model; set it to disabled"
+        )
+    return found
 
 
 def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:

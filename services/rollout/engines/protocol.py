@@ -18,6 +18,7 @@ from sluice.algorithm.accounting import ReplicaCounters
 from sluice.types import (
     FinishReason,
     Logprobs,
+    RoutedExperts,
     SamplingParams,
     TensorSpec,
     TokenIds,
@@ -59,6 +60,7 @@ class GenerationRequest:
         decode: needed for `sampling.stop` only.
         images: encoded files, in the order of their (expanded) placeholder tokens in the prompt.
         for_direct_client: the caller is no service of the run; its tokens are counted apart.
+        with_routing: finished samples come with their experts, if the engine notes them.
     """
 
     request_id: str
@@ -71,6 +73,7 @@ class GenerationRequest:
     decode: Decode | None = None
     images: tuple[bytes, ...] = ()
     for_direct_client: bool = False
+    with_routing: bool = False
 
     def watch(self) -> StopStringWatch | None:
         """Return a watch for one of its samples, if strings can end it."""
@@ -83,7 +86,8 @@ class GenerationRequest:
 class SampleChunk:
     """New tokens of one sample, all from one version.
 
-    `finish_reason` is set on a sample's last chunk (which may hold no tokens).
+    `finish_reason` is set on a sample's last chunk (which may hold no tokens). That chunk may have
+    the `routing` of the whole sample; see `sluice.types.Turn`.
     """
 
     sample_index: int
@@ -91,6 +95,7 @@ class SampleChunk:
     behavior_logprobs: Logprobs  # [new tokens]
     version: int
     finish_reason: FinishReason | None
+    routing: RoutedExperts | None = None
 
 
 def num_tokens(chunks: Iterable[SampleChunk]) -> int:

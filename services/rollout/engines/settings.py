@@ -18,6 +18,7 @@ class EngineSettings:
         trust_remote_code: run model code that ships with it.
         device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes what the machine has.
         dtype: of weights, cache and activations; the embedded engine's probabilities are float32.
+        float32_head: compute logits in float32 too.
         slots: samples generated at once.
         max_model_len: prompt plus response tokens of a sample.
         max_queued: samples that may wait for a slot.
@@ -31,6 +32,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     device: str | None = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    float32_head: bool = False
     slots: int = 256
     max_model_len: int = 2048
     max_queued: int = 4096
@@ -48,6 +50,7 @@ class EngineSettings:
             trust_remote_code=model.trust_remote_code,
             device=service.device,
             dtype=rollout.dtype,
+            float32_head=model.float32_head,
             slots=rollout.max_num_seqs,
             max_model_len=max_model_len(config),
             max_queued=service.max_queued,

@@ -16,9 +16,9 @@ import torch
 from services.trainer.dry_run.fake_ranks import FakeRanks, fake_tensors
 from services.trainer.dry_run.measure import counted
 from sluice.algorithm import token_statistics
+from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status
 from sluice.config.run import RunConfig
-from sluice.doctor.trial import answer_asked
 from sluice.plan.dry_run import DryRunAsked, PassBytes
 
 

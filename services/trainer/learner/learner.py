@@ -11,8 +11,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
-from services.trainer.learner.model.experts import check_own_experts
+from services.trainer.learner.memory_peaks import MemoryPeaks
+from services.trainer.learner.model.experts import check_own_experts, expert_blocks
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import on_the_wire
@@ -86,6 +88,9 @@ class Learner:
         total_steps: train batches of the whole run, for the learning-rate schedule.
         device: trains the models; by default ``trainer.device``.
 
+    Attributes:
+        peaks: memory of this rank's device, by phase of a step.
+
     Raises:
         ConfigError: a setting is wrong, the model cannot be trained, or ranks loaded different
             weights.
@@ -103,6 +108,7 @@ class Learner:
         self._critic: Critic | None = None
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
+        self.peaks = MemoryPeaks(self._device)
         torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
@@ -130,6 +136,7 @@ class Learner:
             self._policy,
             parallel,
             self._device,
+            peaks=self.peaks,
             reference=self._reference() if settings.needs_reference else None,
             critic=self._critic,
             image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
@@ -155,8 +162,8 @@ class Learner:
         max_tokens = max_row_tokens(self._config.data)
         policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
         check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
-        if actor.router_replay.mode == "R2":
-            setting = "actor_rollout_ref.actor.router_replay.mode=R2"
+        if (mode := actor.router_replay.mode) != "disabled":
+            setting = f"actor_rollout_ref.actor.router_replay.mode={mode}"
             check_own_experts(policy.model, setting, "disabled")
         prepare_policy(policy.model, self._config.actor_rollout_ref)
         return trained_model(
@@ -168,6 +175,14 @@ class Learner:
             key=ACTOR_SHARDING,
             device=self._device.torch_device,
         )
+
+    @property
+    def routing_shape(self) -> RoutingShape | None:
+        """Return the policy's sizes that `check_routing` compares; ``None`` without own experts."""
+        blocks = list(expert_blocks(self._model))
+        if not blocks:
+            return None
+        return RoutingShape(len(blocks), blocks[0].num_experts, blocks[0].num_chosen)
 
     @property
     def is_sharded(self) -> bool:

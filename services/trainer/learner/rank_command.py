@@ -19,9 +19,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.trainer.learner.batch.train_batch import check_routing
 from services.trainer.learner.learner import Learner, NamedTensors
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
-from sluice.codec.reward import train_batch_from_bytes, train_batch_to_bytes
+from sluice.codec.reward import (
+    routing_message,
+    routing_messages,
+    train_batch_from_bytes,
+    train_batch_to_bytes,
+    with_routing,
+)
 from sluice.concurrency.process import exempt_start_up
 from sluice.concurrency.threads import OwnerThread
 from sluice.config.derived import world_size
@@ -37,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
+_SENDING_EXPERTS = "sending experts of a batch"
 _KEEP_ALIVES_PER_DEADLINE = 4
 
 REWARD_START_TIMEOUT_S = 120.0
@@ -81,12 +89,15 @@ class RankLeader:
         """Call `Learner.train_step` on all ranks.
 
         Raises:
-            DeadlineError, PeerError: a rank failed, now or since the last call.
+            DeadlineError, PeerError: a rank failed, now or since the last call, or the batch has
+                experts that are not the model's.
         """
+        check_routing(batch, self._learner.routing_shape)
         with self._commanding:
             # The reward service gives the batch to rank 0 only.
             body = train_batch_to_bytes(batch) if self._parallel.world_size > 1 else b""
-            self._send(CommandKind.TRAIN, {"step": step}, body)
+            self._send(CommandKind.TRAIN, {"step": step, "num_routed": batch.num_routed}, body)
+            self._send_routing(batch)
             return self._learner.train_step(batch, step)
 
     def load(self, directory: Path) -> None:
@@ -162,6 +173,12 @@ class RankLeader:
         message = len(header).to_bytes(_LENGTH_BYTES, "little") + header + body
         self._parallel.broadcast_bytes(message, f"sending the command {kind}")
 
+    def _send_routing(self, batch: TrainBatch) -> None:
+        """Broadcast the experts of the batch's samples one at a time: they may take gigabytes."""
+        if self._parallel.world_size > 1:
+            for message in routing_messages(batch):
+                self._parallel.broadcast_bytes(message.SerializeToString(), _SENDING_EXPERTS)
+
     def _keep_alive(self) -> None:
         while not self._stopped.wait(self._interval_s):
             # A running command already shows that rank 0 lives.
@@ -195,7 +212,13 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
             saving.submit(lambda: None).result()  # after what it still writes
             return
         if kind is CommandKind.TRAIN:
-            learner.train_step(train_batch_from_bytes(message[split:]), int(header["step"]))
+            batch = train_batch_from_bytes(message[split:])
+            num_routed = int(header["num_routed"])
+            routing = (
+                routing_message(parallel.broadcast_bytes(None, _SENDING_EXPERTS))
+                for _ in range(num_routed)
+            )
+            learner.train_step(with_routing(batch, routing, num_routed), int(header["step"]))
         elif kind is CommandKind.LOAD:
             learner.load(Path(header["directory"]))
         elif kind is CommandKind.STREAM:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedConfig
 
+_Number = TypeVar("_Number", bound=np.generic)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceShare:
@@ -41,10 +43,10 @@ class SequenceShare:
     rank: int
     size: int
 
-    def cut(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def cut(self, values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
         """Return this rank's part of values [..., T], padded by 0: [..., T / size]."""
-        padding = [(0, 0)] * (positions.ndim - 1) + [(0, -positions.shape[-1] % self.size)]
-        return np.split(np.pad(positions, padding), self.size, axis=-1)[self.rank]
+        padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % self.size)]
+        return np.split(np.pad(values, padding), self.size, axis=-1)[self.rank]
 
     def own(self, positions: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
         """Return the indices of those packed positions that are this rank's."""

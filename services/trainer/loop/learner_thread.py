@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from services.trainer.learner.checkpoint import CheckpointStore
+    from services.trainer.learner.memory_peaks import MemoryPeaks
     from services.trainer.learner.rank_command import RankLeader
     from sluice.types import DataProgress, TrainBatch
 
@@ -39,7 +40,7 @@ class LearnerThread:
 
     Args:
         freeze_timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
-        observe: returns more metrics of a trained step; called in the thread.
+        peaks: memory of rank 0's device, by phase of a step.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class LearnerThread:
         snapshots: SnapshotBuffers,
         store: CheckpointStore,
         freeze_timeout_s: float,
-        observe: Callable[[], Mapping[str, float]],
+        peaks: MemoryPeaks,
     ) -> None:
         self._leader = leader
         self._snapshots = snapshots
         self._store = store
         self._freeze_timeout_s = freeze_timeout_s
-        self._observe = observe
+        self._peaks = peaks
         self._thread = OwnerThread("learner")
         self._writer = OwnerThread("checkpoint")
         self._saving: Future[str] | None = None
@@ -64,12 +65,7 @@ class LearnerThread:
 
         if self._saving is not None and self._saving.done():
             await self.saved()  # raises what it failed with
-
-        def train() -> Mapping[str, float]:
-            trained = self._leader.train_step(batch, step)
-            return {**trained, **self._observe()}
-
-        return await self._run(train)
+        return await self._run(lambda: self._leader.train_step(batch, step))
 
     async def freeze(self, version: int) -> None:
         """Copy the current weights as `version`; the other ranks help if they are sharded."""
@@ -79,6 +75,7 @@ class LearnerThread:
             only_trained = self._snapshots.version is not None
             with self._leader.weights(only_trained=only_trained) as weights:
                 self._snapshots.write(weights, version, self._freeze_timeout_s)
+            self._peaks.end_phase("update_weights")
 
         await self._run(freeze)
 
@@ -90,13 +87,20 @@ class LearnerThread:
         """
         began_s = time.monotonic()
         if not self._leader.saves_aside:
-            path = await self._run(lambda: self._store.save(step, self._leader.save, progress))
+
+            def save() -> Path:
+                path = self._store.save(step, self._leader.save, progress)
+                self._peaks.end_phase("save_checkpoint")
+                return path
+
+            path = await self._run(save)
             logger.info("checkpoint of step %d saved", step)
             return str(path)
         await self.saved()
 
         def copy() -> Callable[[], Path]:
             write = self._leader.begin_save(self._store.begin(step))
+            self._peaks.end_phase("save_checkpoint")
             return lambda: self._store.finish(step, write, progress)
 
         finish = await self._run(copy)
@@ -124,6 +128,10 @@ class LearnerThread:
         if self._saving is not None:
             with waiting_for("checkpoint", "being written"):
                 await asyncio.wrap_future(self._saving)
+
+    def take_memory_metrics(self) -> Mapping[str, float]:
+        """Return the step's peaks (`MemoryPeaks.take_metrics`), while no call runs."""
+        return self._peaks.take_metrics()
 
     async def close(self) -> None:
         """Complete a checkpoint, then stop the other ranks, after the running work."""

@@ -15,7 +15,12 @@ from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.messages import replica_to_proto
-from sluice.codec.reward import progress_to_proto, train_batch_from_proto, with_group_images
+from sluice.codec.reward import (
+    progress_to_proto,
+    train_batch_from_proto,
+    with_group_images,
+    with_routing,
+)
 from sluice.concurrency.waits import advance, while_progressing
 from sluice.errors import (
     DeadlineError,
@@ -25,7 +30,14 @@ from sluice.errors import (
     PeerError,
     SluiceError,
 )
-from sluice.rpc.client import RequestT, ResponseT, UnaryMethod, stream_call, unary_call
+from sluice.rpc.client import (
+    RequestT,
+    ResponseT,
+    StreamCall,
+    UnaryMethod,
+    stream_call,
+    unary_call,
+)
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
@@ -138,8 +150,8 @@ class RewardClient:
             BatchUnfillableError: the service cannot fill any further batch.
             PeerError: the answer is no batch.
             PeerDefectError: the service answered several times in a row that it is broken.
-            DeadlineError: nothing moved for `batch_timeout_s`, or none of the batch's images came
-                for as long. The error names the cause of the service's wait.
+            DeadlineError: nothing moved for `batch_timeout_s`, or none of the batch's images or
+                experts came for as long. The error names the cause of the service's wait.
         """
         request = reward.TakeBatchRequest(step=step, policy_version=version)
         phase = f"taking the batch of step {step}"
@@ -162,10 +174,11 @@ class RewardClient:
             )
             try:
                 images = await self._images(answer.batch, step)
+                routing = await self._routing(answer.batch, step)
             except PeerError as error:  # the service restarted, and leases the batch once more
                 await retries.wait_after(error, progress)
             else:
-                return _decoded(answer.batch, images, step)
+                return _decoded(answer.batch, images, routing, step)
 
     async def acknowledge(self, batch_id: str, step: int) -> None:
         """Report a batch as trained. A service that restarted since has lost its lease.
@@ -268,31 +281,66 @@ class RewardClient:
             PeerError: the lease is gone.
             DeadlineError: the images of the next group did not come within `batch_timeout_s`.
         """
-        num_groups = sum(group.num_images > 0 for group in batch.groups)
-        if not num_groups:
-            return {}
-        phase, seconds = f"taking the images of step {step}", self._batch_timeout_s
-        stream = stream_call(
+        answers = await self._all_of(
             self._stub.TakeImages,
             reward.TakeImagesRequest(batch_id=batch.batch_id),
+            phase=f"taking the images of step {step}",
+            parts=sum(group.num_images > 0 for group in batch.groups),
+            named="groups' images",
+        )
+        return {answer.prompt_id: answer.images for answer in answers}
+
+    async def _routing(
+        self, batch: reward.TrainBatch, step: int
+    ) -> Sequence[reward.TakeRoutingResponse]:
+        """Return the experts of the batch's samples. Raises as `_images`."""
+        return await self._all_of(
+            self._stub.TakeRouting,
+            reward.TakeRoutingRequest(batch_id=batch.batch_id),
+            phase=f"taking the experts of step {step}",
+            parts=sum(group.num_routed for group in batch.groups),
+            named="samples' experts",
+        )
+
+    async def _all_of(
+        self,
+        method: Callable[..., StreamCall[ResponseT]],
+        request: object,
+        *,
+        phase: str,
+        parts: int,
+        named: str,
+    ) -> Sequence[ResponseT]:
+        """Return the messages of a stream that should have `parts`; no call for none.
+
+        Raises:
+            PeerError: the lease is gone.
+            DeadlineError: the next message did not come within `batch_timeout_s`.
+        """
+        if not parts:
+            return []
+        seconds = self._batch_timeout_s
+        stream = stream_call(
+            method,
+            request,
             peer=_PEER,
             phase=phase,
-            deadline_s=(num_groups + 1) * seconds,  # the one for each group passes first
+            deadline_s=(parts + 1) * seconds,  # the one for each part passes first
         )
-        images: dict[str, Sequence[bytes]] = {}
+        found: list[ResponseT] = []
         now_s = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(seconds) as scope, aclosing(stream) as answers:
                 async for answer in answers:
-                    images[answer.prompt_id] = answer.images
+                    found.append(answer)
                     scope.reschedule(now_s() + seconds)
                     advance()
         except NotFoundError as error:  # the service has restarted since
             raise PeerError(_PEER, phase, str(error)) from error
         except TimeoutError as error:
-            detail = f"{len(images)} of {num_groups} groups' images had come"
+            detail = f"{len(found)} of {parts} {named} had come"
             raise DeadlineError(_PEER, phase, seconds, detail) from error
-        return images
+        return found
 
     async def _over_an_absence(self, call: Callable[[], Awaitable[ResponseT]]) -> ResponseT:
         policy = _patience(self._absence_s)
@@ -336,11 +384,15 @@ def _patience(seconds: float) -> RetryPolicy:
 
 
 def _decoded(
-    message: reward.TrainBatch, images: Mapping[str, Sequence[bytes]], step: int
+    message: reward.TrainBatch,
+    images: Mapping[str, Sequence[bytes]],
+    routing: Sequence[reward.TakeRoutingResponse],
+    step: int,
 ) -> TrainBatch:
     try:
         with_group_images(message, images)
-        return train_batch_from_proto(message)
+        num_routed = sum(group.num_routed for group in message.groups)
+        return with_routing(train_batch_from_proto(message), routing, num_routed)
     except InvalidRequestError as error:
         detail = f"batch {message.batch_id}: {error}; the batch is refused and was not trained"
         raise PeerError(_PEER, f"handing out the batch of step {step}", detail) from error

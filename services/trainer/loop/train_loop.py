@@ -45,6 +45,7 @@ from services.trainer.metrics.step_metrics import (
     RunScale,
     StepTimes,
     account_metrics,
+    host_memory_metrics,
     step_metrics,
 )
 from sluice.algorithm.accounting import DATA_EXHAUSTED
@@ -228,6 +229,8 @@ class TrainLoop:
                 stall_s=report.stall_s,
             ),
             **report.traffic,
+            **self._learner.take_memory_metrics(),
+            **host_memory_metrics(),
             **account_metrics(await accounting),
         }
         self._reporter.step(step, metrics)

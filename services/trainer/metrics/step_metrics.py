@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sluice.algorithm.batch_metrics import throughput_metrics
+from sluice.device.cpu import CpuDevice
 from sluice.types import TrainBatch
 
 _WAIT_GROUPS = "timing_s/wait_groups"
@@ -90,6 +91,12 @@ def step_metrics(
         "rollout/replicas": float(fleet.replicas),
         "weights/stall_s": stall_s,
     }
+
+
+def host_memory_metrics() -> dict[str, float]:
+    """Return ``perf/cpu_memory_used_gb``: of this machine what is not available, GiB."""
+    host = CpuDevice().memory_info()
+    return {"perf/cpu_memory_used_gb": (host.total_bytes - host.free_bytes) / float(1 << 30)}
 
 
 def account_metrics(accounts: Mapping[str, float]) -> dict[str, float]:

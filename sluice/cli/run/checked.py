@@ -21,6 +21,8 @@ def checked_config(
 ) -> RunConfig:
     """Return the configuration of a run that nothing known now keeps from working; print notices.
 
+    If the run's processes start on this host's devices, it has their split, which is printed too.
+
     Args:
         file: YAML file, or a file of overrides; ``None``: the defaults.
         overrides: in verl's spelling.
@@ -31,7 +33,8 @@ def checked_config(
         ConfigError: lists all problems of keys, values, rules, files, packages and devices.
     """
     run = read_run(file, overrides)
-    found = preflight(examined_of(run), lambda check: is_local or not check.of_host)
+    examined = examined_of(run, is_local=is_local)
+    found = preflight(examined, lambda check: is_local or not check.of_host)
     notes = launch_notes(run.config, run.settings)
     if (
         file is not None
@@ -44,4 +47,6 @@ def checked_config(
     for note in notes:
         print_line(console, f"notice: {note.text}")
     raise_problems(errors(found), run.source)
-    return run.config
+    if examined.devices.line:
+        print_line(console, examined.devices.line)
+    return examined.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,8 +17,9 @@ from sluice.cli.arguments import AsJson
 from sluice.cli.run.checked import checked_config
 from sluice.cli.run.up import Quiet, ShowLogs, display_of, start_run
 from sluice.cli.terminal import progress_bars
-from sluice.config.loading.loader import load_config
+from sluice.config.loading.loader import load_config, read_run
 from sluice.errors import ConfigError
+from sluice.launch.device_plan import local_devices
 from sluice.quickstart.settings import PrepareProgress
 
 if TYPE_CHECKING:
@@ -54,7 +56,10 @@ def quickstart(
     ] = None,
     *,
     task: Annotated[
-        str, typer.Option(help="quickstart, stretch (harder), or shapes (pictures).")
+        str,
+        typer.Option(
+            help="quickstart, stretch (harder), experts (sparse model), or shapes (pictures)."
+        ),
     ] = "quickstart",
     seed: Annotated[int, typer.Option(help="Seed of data, model and sampling.")] = 0,
     run_dir: Annotated[
@@ -84,7 +89,7 @@ def quickstart(
         assets = preparer()(run_dir / "assets", task=task, seed=seed, progress=show)
     settings = [*asset_settings(assets, run_dir, seed), *(overrides or [])]
     with _job() as base:
-        config = checked_config(base, settings, display.console)
+        config = checked_config(base, with_fitting(base, settings), display.console)
     run_dir = Path(config.sluice.run_dir)
     mark_run_folder(run_dir)  # an override may name another one
     # A quickstart always starts at step 0: results of an earlier one would mix with its own.
@@ -123,6 +128,12 @@ def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[s
         f"actor_rollout_ref.rollout.seed={seed}",
         f"trainer.seed={seed}",
     ]
+
+
+def with_fitting(base: Path, settings: list[str]) -> list[str]:
+    """Return the settings; before them as many replicas as this machine's devices allow."""
+    run = read_run(base, settings)
+    return [*local_devices(run.config, run.keys, os.environ).remedy, *settings]
 
 
 def _job() -> AbstractContextManager[Path]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +27,7 @@ from sluice.cli.terminal import ConsoleHandler, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
+from sluice.config.loading.loader import read_run
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.rules.checks import fixed_ports
 from sluice.config.run import RunConfig
@@ -186,6 +187,8 @@ def _run(
     if log_level is not None:
         overrides = [*overrides, f"sluice.log_level={log_level}"]
     config = checked_config(file, overrides, display.console, is_local=ray is None)
+    if ray is not None:  # the devices are known once the cluster is
+        ray = replace(ray, keys=read_run(file, overrides).keys)
     end = start_run(config, display, ray=ray)
     raise typer.Exit(end.exit_code)
 

@@ -37,6 +37,10 @@ _COPIES = (
     # Megatron's names of the learning-rate schedule.
     (f"{_ACTOR}.optim.lr_decay_style", f"{_ACTOR}.optim.lr_scheduler_type"),
     (f"{_ACTOR}.optim.lr_decay_steps", f"{_ACTOR}.optim.total_training_steps"),
+    (
+        f"{_ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction",
+        f"{_ACTOR}.fsdp_config.optimizer_offload_fraction",
+    ),
     (f"{_ACTOR}.megatron.param_offload", f"{_ACTOR}.fsdp_config.param_offload"),
     ("critic.optim.lr_decay_style", "critic.optim.lr_scheduler_type"),
     ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),

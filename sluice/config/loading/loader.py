@@ -58,6 +58,11 @@ class ReadRun:
     problems: tuple[Problem, ...]
     source: str
 
+    @property
+    def keys(self) -> KeySettings:
+        """The values by key."""
+        return KeySettings(self.config, self.settings.by_key())
+
 
 def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
     """Return the same with the problems of keys and values beside it, so that rules can be applied

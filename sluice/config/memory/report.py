@@ -1,67 +1,77 @@
-"""The memory estimate of one run: trainer and engine, as verl lays them out and as sluice does."""
+"""An engine's memory by formulas, and whether a device holds it; a trainer's is counted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from sluice.config.loading.loader import KeySettings
-from sluice.config.memory.layouts import own_training_layout, rollout_layout, verl_training_layout
+from sluice.config.memory.layouts import rollout_layout
 from sluice.config.memory.rollout import (
     GIB,
     RolloutMemory,
+    fits,
     rollout_memory,
     smallest_tensor_parallel,
 )
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import TrainingMemory, training_memory
+from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
+from sluice.config.verl_sizes import ROLLOUT
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Estimates for each device.
+class EngineReport:
+    """Estimates for each device of an engine.
 
     Attributes:
-        backend: how verl would lay the trainer out: fsdp or megatron.
-        training: the trainer as verl would lay it out.
-        own_training: the trainer as sluice lays it out.
-        smallest_tp: by verl's fit rule; `None` without `device_bytes`, or if no size is enough.
+        smallest_tp: by the practice guide's rule; `None` without `device_bytes`, or if no size is
+            enough.
     """
 
     parameters: int
     active_parameters: int
-    backend: str
     device_bytes: float | None
-    training: TrainingMemory
-    own_training: TrainingMemory
     rollout: RolloutMemory
     tp: int
     smallest_tp: int | None
 
 
-def memory_report(
-    config: RunConfig, settings: KeySettings, shape: ModelShape, device_gib: float | None
-) -> MemoryReport:
+def engine_report(config: RunConfig, shape: ModelShape, device_gib: float | None) -> EngineReport:
     """Estimate the memory of each device.
 
     Args:
-        settings: the keys as the user set them.
         shape: the trained model's.
         device_gib: memory of one device, GiB; `None`: unknown, so nothing is compared with it.
     """
-    layout, engine = verl_training_layout(config, settings), rollout_layout(config)
+    engine = rollout_layout(config)
     device = None if device_gib is None else device_gib * GIB
     smallest = None
     if device is not None:
         smallest = smallest_tensor_parallel(shape, device, engine.utilization)
-    return MemoryReport(
+    return EngineReport(
         parameters=shape.total_parameters,
         active_parameters=shape.active_parameters,
-        backend=layout.backend,
         device_bytes=device,
-        training=training_memory(shape, layout),
-        own_training=training_memory(shape, own_training_layout(config)),
         rollout=rollout_memory(shape, engine, device),
         tp=engine.tp,
         smallest_tp=smallest,
     )
+
+
+def engine_problems(config: RunConfig, shape: ModelShape, device_gib: float) -> Iterator[Problem]:
+    """Yield that an engine's share of devices of `device_gib` GiB does not hold the weights."""
+    engine, device = rollout_layout(config), device_gib * GIB
+    if fits(shape, engine, device):
+        return
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    message = (
+        f": {device_gib:g} GiB * {ROLLOUT}.gpu_memory_utilization {engine.utilization:g} * "
+        f"{engine.tp} cannot hold {shape.total_parameters:,} parameters of 2 bytes"
+    )
+    smallest = smallest_tensor_parallel(shape, device, engine.utilization)
+    found = Problem(key, engine.tp, message, rule="engine-memory")
+    if smallest is None:
+        message = f"{message}, and neither can any size that divides {shape.heads} heads"
+        yield replace(found, message=message, remedy="use larger devices")
+    else:
+        yield replace(found, overrides=(f"{key}={smallest}",))

@@ -141,14 +141,12 @@ class ModelShape:
         return whole // self.layers
 
 
-def find_shape(model_path: str, config_file: Path | None) -> ModelShape | None:
-    """Return the shape from `config_file`, else from the model's folder, if there is one.
+def find_shape(model_path: str) -> ModelShape | None:
+    """Return the shape from a model's folder, if there is one.
 
     Raises:
         ConfigError: a file is there but describes no such model.
     """
-    if config_file is not None:
-        return read_shape(config_file)
     local = Path(model_path) / "config.json"
     return read_shape(local) if model_path and local.is_file() else None
 

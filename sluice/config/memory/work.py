@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice.config.derived import adapts, is_bypassed, uses_reference
-from sluice.config.memory.layouts import own_training_layout
+from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.shape import ModelShape
 from sluice.config.run import RunConfig
 
@@ -29,7 +29,7 @@ def group_flops(config: RunConfig, shape: ModelShape) -> float:
     pairs = _causal(prompt) + n * (response * prompt + _causal(response))
     both = shape.training_flops(tokens, n * response, pairs)
     update = both * (_ADAPTERS if adapts(config.actor_rollout_ref.model) else 1)
-    layout = own_training_layout(config)
+    layout = training_layout(config)
     again = layout.recomputed_of(shape.layers) / shape.layers
     update += again * shape.training_flops(tokens, 0, pairs) * _FORWARD
     old = 0.0

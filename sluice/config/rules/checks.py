@@ -21,7 +21,14 @@ from sluice.config.problems import Problem, errors, named, raise_problems
 from sluice.config.rules.algorithm import algorithm_problems, correction_problems
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.files import file_problems
-from sluice.config.rules.model import context_problems, engine_problems, shape_problems
+from sluice.config.rules.model import (
+    REPLAY_KEY,
+    context_problems,
+    engine_problems,
+    repeat_problems,
+    routing_problems,
+    shape_problems,
+)
 from sluice.config.rules.sampling import straggler_problems, strategy_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
@@ -86,8 +93,10 @@ def all_problems(
     sizes = verl_sizes(config, settings)
     found = [*verl_problems(sizes), *engine_problems(sizes)]
     if shape is not None:
-        found += shape_problems(sizes, shape)
+        found += shape_problems(config, sizes, shape)
         found += named("context", context_problems(config, shape))
+        found += named("repeated-samples", repeat_problems(config, shape))
+        found += named("routing", routing_problems(config, shape))
     for check in _CHECKS:
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
     found += named("algorithm", algorithm_problems(config))
@@ -413,6 +422,21 @@ def _message_size(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _routing_replay(config: RunConfig) -> Iterator[Problem]:
+    """Refuse R3 where the engine cannot return its routing."""
+    rollout = config.actor_rollout_ref.rollout
+    if not derived.replays_engine_routing(config):
+        return
+    key = REPLAY_KEY
+    if rollout.name == "sglang":
+        no_adapter = f"with {ROLLOUT}.name = sglang: its adapter does not return the experts"
+        yield Problem(key, "R3", no_adapter, "set it to R2, which needs no engine", (f"{key}=R2",))
+    elif rollout.name == "vllm" and not rollout.enable_prefix_caching:
+        caching = f"{ROLLOUT}.enable_prefix_caching"
+        only = f"with {key} = R3: vLLM returns its experts only with a prefix cache"
+        yield Problem(caching, False, only, overrides=(f"{caching}=true",))
+
+
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _idle_ranks,
     _parallel_layout,
@@ -429,4 +453,5 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _heartbeats,
     _watchdog,
     _message_size,
+    _routing_replay,
 )

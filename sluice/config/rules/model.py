@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
-from sluice.config.parallel_layout import shares_heads
+from sluice.config.parallel_layout import EXPERT_KEY, shares_heads
 from sluice.config.problems import Problem, verl_problem
 from sluice.config.run import RunConfig
-from sluice.config.verl_sizes import MEGATRON, ROLLOUT, VerlSizes, largest_divisor
+from sluice.config.verl_sizes import ACTOR, MEGATRON, ROLLOUT, VerlSizes, largest_divisor
+from sluice.types import expert_dtype
 
+REPLAY_KEY = "actor_rollout_ref.actor.router_replay.mode"
 _SHARED_ENGINES = ("vllm", "sglang")
 """Engines that sluice runs too: what they refuse is not a rule of verl alone."""
 
@@ -20,9 +22,14 @@ def engine_problems(sizes: VerlSizes) -> list[Problem]:
     return [*_engine(sizes), *_one_engine(sizes)]
 
 
-def shape_problems(sizes: VerlSizes, shape: ModelShape) -> list[Problem]:
+def shape_problems(config: RunConfig, sizes: VerlSizes, shape: ModelShape) -> list[Problem]:
     """Return parallel sizes that cannot cut the model's heads and experts evenly."""
-    return [*_sequence_heads(sizes, shape), *_tensor_heads(sizes, shape), *_experts(sizes, shape)]
+    experts = (
+        _megatron_experts(sizes, shape)
+        if sizes.batch.split.megatron
+        else _experts(config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size, shape)
+    )
+    return [*_sequence_heads(sizes, shape), *_tensor_heads(sizes, shape), *experts]
 
 
 def context_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -43,6 +50,42 @@ def context_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     elif model_len is not None and model_len > context:
         key = f"{ROLLOUT}.max_model_len"
         yield Problem(key, model_len, f"exceeds {stated}", overrides=(f"{key}=null",))
+
+
+def repeat_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Yield a mixture of experts whose samples the torch engine is to repeat bit for bit."""
+    is_torch = config.actor_rollout_ref.rollout.name == "torch"
+    if is_torch and shape.experts > 1 and derived.batch_invariant(config):
+        key = "sluice.rollout.batch_invariant"
+        yield Problem(
+            key,
+            config.sluice.rollout.batch_invariant,
+            "with sluice.asynchrony.max_staleness = "
+            f"{config.sluice.asynchrony.max_staleness}: samples would have to repeat bit for bit, "
+            "but those of a mixture of experts depend on the rest of the batch",
+            overrides=(f"{key}=false",),
+        )
+
+
+def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Yield routing replay of a dense model, and samples with more experts than a message holds."""
+    key, mode = REPLAY_KEY, config.actor_rollout_ref.actor.router_replay.mode
+    if mode == "disabled":
+        return
+    if not shape.experts:
+        yield Problem(key, mode, ": the model has no experts", overrides=(f"{key}=disabled",))
+    elif derived.replays_engine_routing(config):
+        numbers = (shape.layers - shape.dense_layers) * shape.experts_per_token
+        tokens, most = derived.max_row_tokens(config.data), derived.message_mb(config)
+        taken = tokens * numbers * expert_dtype(shape.experts).itemsize
+        needed = (taken >> 20) + 1  # beside a little else
+        if needed > most:
+            yield Problem(
+                "sluice.max_message_mb",
+                most,
+                f"with {key} = R3: a sample of {tokens} tokens has up to {needed} MiB of experts",
+                overrides=(f"sluice.max_message_mb={needed}",),
+            )
 
 
 def _engine(sizes: VerlSizes) -> Iterator[Problem]:
@@ -100,7 +143,7 @@ def _one_engine(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _sequence_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
-    degrees = [("actor_rollout_ref.actor", sizes.batch.split.sp)]
+    degrees = [(ACTOR, sizes.batch.split.sp)]
     degrees += [(one.section, one.sp) for one in sizes.log_prob_passes if one.section != ROLLOUT]
     if sizes.batch.split.megatron:
         return
@@ -115,7 +158,8 @@ def _sequence_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
         )
         heads = f"{shape.heads} attention heads and {shape.kv_heads} key-value heads"
         cannot = f"cannot cut {heads} evenly"
-        yield verl_problem("sp-heads", key, sp, cannot, f"{key}={possible}")
+        here = section == ACTOR
+        yield verl_problem("sp-heads", key, sp, cannot, f"{key}={possible}", here=here)
 
 
 def _tensor_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
@@ -129,12 +173,25 @@ def _tensor_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
             yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}")
 
 
-def _experts(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
+def _experts(size: int, shape: ModelShape) -> Iterator[Problem]:
+    if size > 1 and (shape.experts == 0 or shape.experts % size):
+        cannot = (
+            f"does not divide the {shape.experts} experts of a layer"
+            if shape.experts
+            else "for a model without experts"
+        )
+        possible = largest_divisor(shape.experts, size) if shape.experts else 1
+        change = f"{EXPERT_KEY}={possible}"
+        yield verl_problem("experts", EXPERT_KEY, size, cannot, change, here=True)
+
+
+def _megatron_experts(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
     split, key = sizes.batch.split, f"{MEGATRON}.expert_model_parallel_size"
-    if not split.megatron or sizes.ep == 1:
+    if sizes.ep == 1:
         return
     if shape.experts == 0:
-        yield verl_problem("experts", key, sizes.ep, "for a model without experts", f"{key}=1")
+        none = "for a model without experts"
+        yield verl_problem("experts", key, sizes.ep, none, f"{key}=1", here=True)
         return
     ranks = sizes.ep * sizes.etp * split.pp
     if shape.experts % sizes.ep or split.world % ranks:
@@ -150,6 +207,7 @@ def _experts(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
             f"must divide {shape.experts} experts, and with expert tensor {sizes.etp} and pipeline "
             f"{split.pp} the {split.world} trainer ranks",
             f"{key}={possible}",
+            here=bool(shape.experts % sizes.ep),
         )
 
 

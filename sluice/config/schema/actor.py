@@ -196,6 +196,9 @@ class FsdpConfig(Section, frozen=True):
     optimizer_offload: bool = False
     """Keep AdamW's moments in host memory; a step brings them to the device part by part."""
 
+    optimizer_offload_fraction: Share = 1.0
+    """With optimizer_offload: share of the moments that is in host memory, at least."""
+
     forward_prefetch: bool = False
     """Begin to gather the next layer's weights when a layer's forward pass begins."""
 
@@ -232,7 +235,9 @@ class RouterReplayConfig(Section, frozen=True):
     """Mixture of experts: whether passes over a sample choose the same experts."""
 
     mode: Literal["disabled", "R2", "R3"] = "disabled"
-    """R2: training passes take the experts that the trainer's pass for old logprobs chose."""
+    """R2: training passes take the experts that the trainer's pass for old logprobs chose.
+    R3: all of them take those that the engine chose for the sample's tokens.
+    """
 
 
 class CheckpointConfig(Section, frozen=True):

@@ -22,6 +22,9 @@ class ModelConfig(Section, frozen=True):
     enable_activation_offload: bool = False
     """Let the inputs of recomputed layers wait in host memory for the backward pass."""
 
+    float32_head: bool = False
+    """Compute logits in float32, in trainer and engines, whatever the dtype of the layers."""
+
     lora_rank: NonNegativeInt = 0
     """Rank of low-rank adapters; the model's own weights stay frozen. 0: train all weights."""
 

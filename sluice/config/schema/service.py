@@ -353,8 +353,8 @@ class ServiceConfig(Section, frozen=True):
     """Folder of the run: logs, metrics, checkpoints and reports."""
 
     placement: str = "auto"
-    """How `sluice plan` divides the devices of a launch that names one pool for both, as verl's do:
-    auto, by estimated speed; or "trainer:32,rollout:32".
+    """How the devices of a launch that names one pool for both, as verl's do, are divided: auto, by
+    estimated speed; or "trainer:32,rollout:32".
     """
 
     asynchrony: AsynchronyConfig = AsynchronyConfig()

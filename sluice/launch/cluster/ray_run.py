@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -12,13 +13,25 @@ from pathlib import Path
 import msgspec
 
 from sluice.config.derived import checkpoint_folder
+from sluice.config.loading.loader import KeySettings
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import EndpointConfig
+from sluice.errors import ConfigError
 from sluice.launch.cluster.nodes import endpoint_on
 from sluice.launch.cluster.placed_services import NodePlace, PlacedServices, SharedConfig
-from sluice.launch.cluster.placement import Cluster, Demands, PlacementPlan, plans, replica_plan
+from sluice.launch.cluster.placement import (
+    Cluster,
+    Demands,
+    PlacementPlan,
+    Resources,
+    accelerator,
+    plans,
+    replica_plan,
+)
 from sluice.launch.cluster.ray_cluster import ray_cluster
+from sluice.launch.device_plan import FoundDevices, device_plan
+from sluice.launch.network_layout import Kind
 from sluice.launch.plan import LaunchPlan
 from sluice.launch.service_spec import (
     REWARD,
@@ -31,6 +44,8 @@ from sluice.launch.service_spec import (
 from sluice.rpc.credentials import TOKEN_VARIABLE
 from sluice.service_contract import checkpoint_mark
 
+logger = logging.getLogger(__name__)
+
 _MARK_FOLDER = "launch"
 
 
@@ -42,11 +57,13 @@ class RayOptions:
         address: of its head, or `auto`.
         extra: resources that each process of a kind takes in addition to its devices and threads.
         patience_s: seconds for the placement of the run.
+        keys: of the launch, as the user set them; ``None``: its devices are not divided.
     """
 
     address: str = "auto"
     extra: Demands = field(default_factory=dict)
     patience_s: float = 300.0
+    keys: KeySettings | None = None
 
 
 @asynccontextmanager
@@ -74,15 +91,16 @@ async def placed_run(
 ) -> AsyncIterator[LaunchPlan]:
     """Place a run on a cluster that is there; see `ray_plan`."""
     total = cluster.resources()
+    config, extra = on_devices(config, options, total)
 
     def plan_of_added(name: str) -> PlacementPlan:
         number = replica_number(name)
         assert number is not None, "only replicas are added"
-        return replica_plan(config, total, options.extra, number)
+        return replica_plan(config, total, extra, number)
 
     services = PlacedServices(cluster, plan_of_added, options.patience_s)
     try:
-        await services.place(plans(config, total, options.extra))
+        await services.place(plans(config, total, extra))
         reward = await services.node_of(REWARD, 1)
         trainer = await services.node_of(TRAINER, 2)
         addressed = with_addresses(config, reward, trainer)
@@ -92,6 +110,33 @@ async def placed_run(
             yield _plan(addressed, config_file, meeting, services)
     finally:
         services.close()
+
+
+def on_devices(
+    config: RunConfig, options: RayOptions, total: Resources
+) -> tuple[RunConfig, Demands]:
+    """Divide the cluster's devices; return the configuration, and what processes take besides.
+
+    Raises:
+        ConfigError: no split is possible.
+    """
+    kind, other = (
+        accelerator(name, total) for name in (config.trainer.device, config.sluice.rollout.device)
+    )
+    if options.keys is None or kind is None or kind != other:
+        return config, options.extra
+    plan = device_plan(config, options.keys, FoundDevices(kind, int(total.get(kind, 0))))
+    if plan.lack and not plan.line:
+        raise ConfigError(plan.lack)
+    logger.info(plan.line)
+    if plan.lack:  # the cluster may grow
+        logger.warning("%s", plan.lack)
+    if not plan.is_shared:
+        return plan.config, options.extra
+    halves: dict[Kind, Resources] = {
+        one: {kind: 0.5, **options.extra.get(one, {})} for one in ("trainer", "rollout")
+    }
+    return plan.config, {**options.extra, **halves}
 
 
 def with_addresses(config: RunConfig, reward: NodePlace, trainer: NodePlace) -> RunConfig:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 import typer
@@ -14,6 +15,10 @@ from typer.testing import CliRunner
 
 from sluice.cli.config import config_commands
 from sluice.cli.main import commands
+from sluice.config.memory.rollout import GIB
+from sluice.config.run import RunConfig
+from sluice.plan import launch_plan
+from sluice.plan.dry_run import DryRunAsked, PassBytes
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 NAMES = ("check", "explain")
@@ -53,8 +58,9 @@ def check(*arguments: str) -> tuple[int, str]:
 
 
 def check_json(*arguments: str) -> tuple[int, Any]:
-    code, text = check("--json", *arguments)
-    return code, json.loads(text)
+    command = ["config", "check", "--no-files", "--json", *arguments]
+    result = CliRunner().invoke(commands, command, terminal_width=80)
+    return result.exit_code, json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,18 +142,91 @@ def test_a_rule_about_a_wrong_value_is_not_applied_to_its_default() -> None:
     assert "never differ" not in check(*lone, f"{ROLLOUT}.n=four")[1]
 
 
-def test_a_model_gets_an_estimate_for_trainer_and_engine(qwen: tuple[str, ...]) -> None:
-    code, text = check(
-        *SOUND, *qwen, f"{ROLLOUT}.gpu_memory_utilization=0.3", "--device-memory", "40"
-    )
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """A dry run that takes 50 GiB, 20 with recomputed layers; what was counted."""
+    seen: list[RunConfig] = []
+
+    def answer_of(_: str, asked: DryRunAsked, *__: object, **___: object) -> tuple[Any, str]:
+        config = msgspec.convert(asked.config, RunConfig)
+        seen.append(config)
+        recomputed = config.actor_rollout_ref.model.enable_gradient_checkpointing
+        peak = (20 if recomputed else 50) * GIB
+        one = PassBytes(
+            parameters=GIB,
+            gradients=2 * GIB,
+            moments=3 * GIB,
+            log_prob=4 * GIB,
+            kept=5 * GIB,
+            forward=6 * GIB,
+            backward=peak - 3 * GIB,
+            step=8 * GIB,
+            moved={},
+        )
+        return [one for _ in asked.layers], ""
+
+    monkeypatch.setattr(launch_plan, "answer_of", answer_of)
+    return seen
+
+
+def test_a_trainer_is_counted_as_it_is_written_and_an_engine_estimated(
+    qwen: tuple[str, ...], counting: list[RunConfig]
+) -> None:
+    written = (*SOUND, *qwen, "trainer.n_gpus_per_node=4")
+    code, text = check(*written)
+    assert code == 0
+    assert counting[0].trainer.n_gpus_per_node == 4
+    assert "8.19 billion parameters\n" in text
+    lines = text.splitlines()
+    (row,) = [n for n, line in enumerate(lines) if line.startswith("GiB on each trainer device")]
+    held = ["1.00", "2.00", "3.00", "5.00"]
+    phases = ["4.00", "7.00", "9.00", "50.00", "8.00"]
+    assert lines[row + 2].split()[:-1] == [*held, *phases]
+    _, found = check_json(*written)
+    assert found["memory"]["trainer"]["phases"]["backward"] == 50 * GIB
+    assert found["memory"]["trainer"]["parts"]["activations"] == 5 * GIB
+    assert found["memory"]["rollout"][0]["layout"] == "as configured"
+
+
+def test_what_does_not_fit_is_named_with_the_smallest_change_that_does(
+    qwen: tuple[str, ...], counting: list[RunConfig]
+) -> None:
+    eight = ("trainer.n_gpus_per_node=8", f"{ROLLOUT}.gpu_memory_utilization=0.3")
+    small = (*SOUND, *qwen, *eight, "--device-memory", "40")
+    code, text = check(*small)
     assert code == 1
     assert "8.19 billion parameters, devices of 40 GiB" in text
-    assert "here  " in text
     assert "Smallest tensor parallel size" in text
     assert f"set {ROLLOUT}.tensor_model_parallel_size=2" in text
+    recompute = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+    lack = "backward takes 50.00 GiB of the 36.0 that a plan fills"
+    assert f"device of 40 GiB is too small: {lack}; set {recompute}\n" in text
+    code, found = check_json(*small, recompute)
+    assert [one["rule"] for one in found["violations"]] == ["engine-memory"]
 
 
-def test_a_model_given_by_its_config_is_estimated(tmp_path: Path) -> None:
+def test_what_cannot_be_counted_is_guessed_with_the_reason(
+    qwen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_plan, "find_spec", lambda _: None)
+    code, text = check(*SOUND, *qwen)
+    assert code == 0
+    assert "GiB, not counted: torch and transformers not installed, with which" in text
+    _, found = check_json(*SOUND, *qwen)
+    assert found["memory"]["trainer"] is None
+    assert found["memory"]["trainer_guess"] > 16 * 8e9
+    assert "pip install 'sluice[torch]'" in found["memory"]["trainer_not_counted"]
+
+
+def test_nothing_is_counted_for_wrong_keys(
+    qwen: tuple[str, ...], counting: list[RunConfig]
+) -> None:
+    code, text = check(*SOUND, *qwen, f"{ROLLOUT}.n=four")
+    assert (code, counting) == (1, [])
+    assert "not counted: keys or values are wrong" in text
+
+
+def test_a_tiny_model_is_not_counted(tmp_path: Path, counting: list[RunConfig]) -> None:
     file = tmp_path / "config.json"
     sizes = {
         "num_hidden_layers": 2,
@@ -161,8 +240,10 @@ def test_a_model_given_by_its_config_is_estimated(tmp_path: Path) -> None:
     code, found = check_json(*SOUND, "--model-config", str(file))
     assert code == 0
     assert found["memory"]["parameters"] == 1704
-    assert found["memory"]["training"][0]["layout"] == "as configured"
-    assert found["memory"]["own_training"]["parameters"] == 4 * 1704
+    assert found["memory"]["trainer"] is None
+    assert found["memory"]["trainer_guess"] < GIB / 10
+    assert counting == []
+    assert "Memory: less than" in check(*SOUND, "--model-config", str(file))[1]
 
 
 def test_json_holds_rules_remedies_and_numbers() -> None:
@@ -247,6 +328,7 @@ def test_the_keys_that_were_set_are_counted_by_status() -> None:
     assert found["keys"][f"{ACTOR}.megatron.context_parallel_size"] == "not applicable"
 
 
+@pytest.mark.usefixtures("counting")
 def test_lines_of_a_pipe_are_neither_wrapped_nor_padded(qwen: tuple[str, ...]) -> None:
     _, text = check(*SOUND, *qwen)
     assert all(line == line.rstrip() for line in text.splitlines())

@@ -20,6 +20,7 @@ from sluice.codec.rollout import new_tokens_from_proto
 from sluice.errors import InvalidRequestError
 from sluice.types import (
     ChatMessage,
+    DataProgress,
     PromptEnd,
     ReplicaInfo,
     Rollout,
@@ -32,6 +33,7 @@ from tests.support.domain_values import (
     finite,
     replicas,
     rollouts,
+    routed_experts,
     samplings,
     train_batches,
     train_groups,
@@ -54,6 +56,35 @@ def same(left: object, right: object) -> bool:
 @given(rollouts())
 def test_a_rollout_comes_back(value: Rollout) -> None:
     assert same(rollout.rollout_from_proto(rollout.rollout_to_proto(value)), value)
+
+
+@given(rollouts(), st.data())
+def test_a_rollout_comes_back_with_its_experts(value: Rollout, data: st.DataObject) -> None:
+    value = value.with_routing(data.draw(routed_experts(max(1, value.num_tokens))))
+    assert same(rollout.rollout_from_proto(rollout.rollout_to_proto(value)), value)
+
+
+@given(train_groups(), st.data())
+def test_experts_of_a_batch_travel_beside_it(group: TrainGroup, data: st.DataObject) -> None:
+    numbered = [replace(one, sample_index=number) for number, one in enumerate(group.rollouts)]
+    routed = tuple(
+        one.with_routing(data.draw(st.none() | routed_experts(max(1, one.num_tokens))))
+        for one in numbered
+    )
+    groups = (replace(group, rollouts=routed), replace(group, prompt_id=f"{group.prompt_id}+"))
+    value = TrainBatch("b", 0, groups, DataProgress(0), {})
+    bare = reward.train_batch_from_bytes(reward.train_batch_to_bytes(value))
+    assert bare.num_routed == 0
+    sent = [one.SerializeToString() for one in reward.routing_messages(value)]
+    found = [reward.routing_message(one) for one in sent]
+    assert same(reward.with_routing(bare, found, value.num_routed), value)
+    if found:
+        for wrong, num in ((found[1:], len(found)), (found, len(found) + 1)):
+            with pytest.raises(InvalidRequestError, match=r"routing: experts of \d+ of \d+"):
+                reward.with_routing(bare, wrong, num)
+        found[0].sample_index = 99
+        with pytest.raises(InvalidRequestError, match="sample 99 of group"):
+            reward.with_routing(bare, found, len(found))
 
 
 @given(train_batches)

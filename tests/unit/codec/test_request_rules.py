@@ -119,6 +119,13 @@ def two_tokens(start: int, end: int) -> common.Rollout:
     return stopped(sample_index=3, version_spans=[span], **arrays)
 
 
+def routed(**changes: Any) -> common.Rollout:
+    sizes = {"layers": 2, "experts_per_token": 3, "bytes_per_expert": 1, "experts": bytes(12)}
+    message = two_tokens(0, 2)
+    message.routing.CopyFrom(common.RoutedExperts(**{**sizes, **changes}))
+    return message
+
+
 def batch_of(*groups: reward.TrainGroup) -> reward.TrainBatch:
     return reward.TrainBatch(groups=groups)
 
@@ -269,6 +276,24 @@ REFUSED: list[tuple[Check, Any, str]] = [
         "rollout 3: version spans cover 1 of 2 tokens",
     ),
     (rollout_rules.rollout_from_proto, two_tokens(1, 2), "version spans leave gaps"),
+    *(
+        (rollout_rules.rollout_from_proto, routed(**{field: value}), f"routing.{field}: {value}")
+        for field, values in (
+            ("layers", (0, 1025, 2**32 - 1)),
+            ("experts_per_token", (0, 257, 2**32 - 1)),
+            ("bytes_per_expert", (0, 3, 2**32 - 1)),
+        )
+        for value in values
+    ),
+    *(
+        (rollout_rules.rollout_from_proto, routed(experts=bytes(size)), f"experts: {size} bytes")
+        for size in (0, 5, 13)
+    ),
+    (
+        rollout_rules.rollout_from_proto,
+        routed(experts=bytes(6)),
+        "rollout 3: experts of 1 tokens, prompt included, for 2 tokens of the response",
+    ),
     *(
         (decode_sampling, common.SamplingParams(**{field: value}), f"sampling.{field}: {value}")
         for field, values in (

@@ -9,7 +9,6 @@ import pytest
 
 from sluice.config.memory.published import published_shape
 from sluice.config.memory.shape import (
-    ModelShape,
     find_shape,
     read_shape,
 )
@@ -112,18 +111,10 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) 
         read_shape(file)
 
 
-def test_a_given_file_comes_before_the_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "Qwen3-8B"
-    folder.mkdir()
-    write(folder)
-    other = tmp_path / "other"
-    other.mkdir()
-
-    def layers(shape: ModelShape | None) -> int:
-        assert shape is not None
-        return shape.layers
-
-    assert layers(find_shape(str(folder), write(other, num_hidden_layers=5))) == 5
-    assert layers(find_shape(str(folder), None)) == 2
-    assert find_shape("Qwen3-8B", None) is None
-    assert find_shape("", None) is None
+def test_a_shape_is_found_in_the_models_folder(tmp_path: Path) -> None:
+    write(tmp_path)
+    shape = find_shape(str(tmp_path))
+    assert shape is not None
+    assert shape.layers == 2
+    assert find_shape("Qwen3-8B") is None
+    assert find_shape("") is None

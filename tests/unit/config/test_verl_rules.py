@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sluice.config.loading.loader import KeySettings, load_config, read_settings
 from sluice.config.memory.published import published_shape
 from sluice.config.memory.shape import ModelShape
-from sluice.config.problems import Problem, Severity
+from sluice.config.problems import Problem, Severity, errors
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.checks import all_problems
 from sluice.config.verl_sizes import BatchPlan, EnginePlan, LogProbPass, ParallelSplit, VerlSizes
@@ -262,12 +262,28 @@ def test_validation_that_samples_needs_a_temperature() -> None:
 
 def test_experts_must_divide_by_their_parallel_size() -> None:
     sizes = [*CUT, f"{MEGATRON}.expert_tensor_parallel_size=1"]
+    sizes.append("sluice.rollout.batch_invariant=false")
     six = f"{MEGATRON}.expert_model_parallel_size=6"
     (one,) = [found for found in broken(*sizes, six, shape=MIXED) if found.rule == "experts"]
     assert (one.rule, one.overrides) == ("experts", (f"{MEGATRON}.expert_model_parallel_size=4",))
     assert broken(*sizes, six, *one.overrides, shape=MIXED) == []
     (dense, *_) = broken(*sizes, six, shape=DENSE)
     assert "for a model without experts" in dense.text
+
+
+def test_sizes_that_cannot_divide_experts_or_heads_are_refused_before_the_start() -> None:
+    ranks = ["trainer.n_gpus_per_node=12"]
+    for shape, size, stated, nearest in (
+        (MIXED, "fsdp_config.expert_parallel_size=12", "the 128 experts of a layer", 8),
+        (DENSE, "fsdp_config.expert_parallel_size=4", "for a model without experts", 1),
+        (DENSE, "ulysses_sequence_parallel_size=3", "cannot cut 64 attention heads", 2),
+    ):
+        found = errors(broken(*ranks, f"{ACTOR}.{size}", shape=shape))
+        (one,) = [one for one in found if one.rule in {"experts", "sp-heads"}]
+        assert stated in one.text
+        assert one.overrides[0].endswith(f"={nearest}")
+    three = broken(*CUT, f"{MEGATRON}.expert_model_parallel_size=3", shape=MIXED)
+    assert [one.severity for one in three if one.rule == "experts"] == [Severity.ERROR]
 
 
 @pytest.mark.parametrize(("engine", "here"), [("torch", False), ("vllm", True), ("sglang", True)])
@@ -373,3 +389,27 @@ def _run_of(keys: dict[str, int], n: int, nodes: int, sp: int) -> VerlSizes:
     )
     one = LogProbPass(ROLLOUT, log_micro, None, dynamic=False, token_budget=16384, sp=sp)
     return sound_run(batch=batch, micro_rows=micro, log_prob_passes=(one,))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape", "named"),
+    [
+        ((f"{ACTOR}.router_replay.mode=R2",), DENSE, "mode = R2: the model has no experts"),
+        ((f"{ACTOR}.router_replay.mode=R3",), DENSE, "mode = R3: the model has no experts"),
+        (
+            (f"{ACTOR}.router_replay.mode=R3", "data.max_response_length=260000"),
+            MIXED,
+            "max_message_mb = 64 with actor_rollout_ref.actor.router_replay.mode = R3: a sample of",
+        ),
+    ],
+)
+def test_a_routing_replay_that_cannot_work_is_mended_by_what_it_proposes(
+    overrides: tuple[str, ...], shape: ModelShape, named: str
+) -> None:
+    small = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.n=1")
+    small = small if "R3" in overrides[0] and shape is MIXED else ()
+    found = [one for one in broken(*overrides, *small, shape=shape) if one.rule == "routing"]
+    (problem,) = found
+    assert named in problem.text
+    mended = broken(*overrides, *small, *problem.overrides, shape=shape)
+    assert "routing" not in {one.rule for one in mended}

@@ -78,7 +78,6 @@ REFUSED = (
     ("trainer.resume_from_path=hdfs://run/global_step_1", "nothing is read from or written to"),
     ("reward_model.reward_manager=batch", "write a scorer for one response"),
     ("trainer.logger=['console','clearml']", "no logger clearml; use mlflow or wandb"),
-    (f"{A}.router_replay.mode=R3", "samples do not carry the engine's experts; set R2"),
     (f"{A}.optim.optimizer=muon", "AdamW is the only optimizer"),
     (f"{A}.optim.lr_decay_style=WSD", "constant, linear, cosine or inverse_square_root"),
 )
@@ -97,6 +96,14 @@ BATCHES = (
         "sluice.rollout.max_queued = 3 waiting",
     ),
     (f"{R}.max_model_len=1000", "max_model_len = 1000 cannot hold prompt and response of 1024"),
+    (
+        f"{R}.name=sglang {A}.router_replay.mode=R3",
+        "mode = R3 with actor_rollout_ref.rollout.name = sglang: its adapter does not return",
+    ),
+    (
+        f"{R}.name=vllm {A}.router_replay.mode=R3 {R}.enable_prefix_caching=false",
+        "enable_prefix_caching = false with actor_rollout_ref.actor.router_replay.mode = R3: vLLM",
+    ),
     ("sluice.max_message_mb=3", "max_message_mb = 3 is less than the 4 MiB that a train batch of"),
     ("data.max_response_length=350000", "a message holds 2047 MiB, less than the"),
     (f"{ADPO} algorithm.num_generations=4", "num_generations = 4 differs from"),

@@ -11,7 +11,7 @@ import torch
 from sluice.device import select
 from sluice.device.cpu import CpuDevice
 from sluice.device.npu import NpuDevice, hccl_options
-from sluice.device.protocol import BACKENDS, local_index, rank_backends
+from sluice.device.protocol import BACKENDS, PeakMemory, local_index, rank_backends
 from sluice.device.select import select_device, transfer_device
 from sluice.errors import ConfigError
 from tests.support.stand_in_hccl import FakeNpus, fake_torch_npu
@@ -30,6 +30,15 @@ def npus(monkeypatch: pytest.MonkeyPatch) -> FakeNpus:
 def test_memory_goes_back_on_the_devices_own_index(npus: FakeNpus) -> None:
     NpuDevice(1).empty_cache()
     assert npus.emptied == [1]
+
+
+@pytest.mark.usefixtures("npus")
+def test_peaks_are_those_of_the_devices_own_index_since_the_last_time() -> None:
+    device = NpuDevice(1)
+    assert device.take_peak_memory() == PeakMemory(21, 42)
+    assert device.take_peak_memory() == PeakMemory(1, 2)
+    assert NpuDevice(0).take_peak_memory() == PeakMemory(20, 40)
+    assert CpuDevice().take_peak_memory() is None  # type: ignore[func-returns-value]
 
 
 def test_bfloat16_is_what_torch_npu_says(npus: FakeNpus) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sluice.config.parallel_layout import trainer_layout
 from sluice.device.ascend_checks import AscendDemand, AscendHost
+from sluice.doctor import machine
 from sluice.doctor.files import (
     check_disk,
     checkpoint_bytes,
@@ -26,7 +28,9 @@ from sluice.doctor.machine import (
     open_files_finding,
     shared_memory_finding,
 )
+from sluice.errors import ConfigError
 from sluice.launch.device_share import DeviceShare
+from sluice.plan.pools import TrainerPool
 from tests.support.doctor_findings import only, run_of, severities, write_model
 
 
@@ -211,6 +215,29 @@ def test_more_replicas_need_more_memory(tmp_path: Path) -> None:
     assert available_bytes()
 
 
+def test_a_rank_on_the_cpu_holds_what_its_own_code_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path)
+    examined = run_of(f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cpu")
+    assert examined.shape is not None
+    small, *_ = needed_memory(examined, examined.shape)
+    held = {"weights": 4.0 * GIB, "gradients": 4.0 * GIB, "moments": 8.0 * GIB, "activations": 1.0}
+    layout = trainer_layout(examined.config, 1)
+    counted = TrainerPool(layout, held, {"backward": 20.0 * GIB}, {}, 1, 0.0, 0.0, 0.0)
+    monkeypatch.setattr(machine, "is_small", lambda *_: False)
+    monkeypatch.setattr(machine, "written_trainer", lambda *_: counted)
+    large, *_ = needed_memory(examined, examined.shape)
+    assert large.at_least - small.at_least == pytest.approx(16 * GIB, rel=0.01)
+    assert large.at_most - small.at_most == pytest.approx(20 * GIB, rel=0.01)
+
+    def fails(*_: object) -> TrainerPool:
+        raise ConfigError("no torch")
+
+    monkeypatch.setattr(machine, "written_trainer", fails)
+    assert needed_memory(examined, examined.shape)[0] == small
+
+
 @pytest.mark.parametrize(
     ("overrides", "held", "whole"),
     [
@@ -226,8 +253,8 @@ def test_the_host_holds_what_ranks_read_and_what_devices_receive(
     on_gpus = ("trainer.device=cuda", "sluice.rollout.device=cuda", "trainer.n_gpus_per_node=2")
     wire = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=bfloat16")
     tp = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    model = f"actor_rollout_ref.model.path={tmp_path}"
-    examined = run_of(model, *on_gpus, *wire, tp, *overrides)
+    model, one = f"actor_rollout_ref.model.path={tmp_path}", "sluice.rollout.replicas=1"
+    examined = run_of(model, *on_gpus, *wire, tp, one, *overrides)
     assert examined.shape is not None
     parameters, ranks = examined.shape.total_parameters, examined.config.trainer.n_gpus_per_node
     trainer, replicas, _ = needed_memory(examined, examined.shape)

@@ -36,6 +36,7 @@ SHAPE = {
     "vocab_size": 256,
 }
 MODEL = "actor_rollout_ref.model.path"
+INVARIANT = "sluice.rollout.batch_invariant"
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
@@ -112,6 +113,29 @@ def test_rows_longer_than_the_models_context_are_an_error_that_names_both_keys()
     (found,) = [one for one in broken if one.rule == "context"]
     assert "data.max_response_length = 2048 with data.max_prompt_length = 1024" in found.text
     assert "context of 512 tokens" in found.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "experts", "refused"),
+    [
+        (("sluice.asynchrony.max_staleness=0",), 8, True),
+        (("sluice.asynchrony.max_staleness=0",), 0, False),
+        (("sluice.asynchrony.max_staleness=0", f"{INVARIANT}=false"), 8, False),
+        (("sluice.asynchrony.max_staleness=1",), 8, False),
+        (("sluice.asynchrony.max_staleness=1", f"{INVARIANT}=true"), 8, True),
+        ((f"{INVARIANT}=true", "actor_rollout_ref.rollout.name=vllm"), 8, False),
+    ],
+)
+def test_a_mixture_of_experts_that_is_to_repeat_bit_for_bit_is_refused_with_the_key(
+    settings: tuple[str, ...], experts: int, refused: bool
+) -> None:
+    run, shape = run_of(*settings), shape_of({**SHAPE, "num_experts": experts})
+    broken = all_problems(run.config, run.settings, shape=shape, files=False)
+    found = [one for one in broken if one.rule == "repeated-samples"]
+    assert bool(found) is refused
+    for one in found:
+        assert "mixture of experts" in one.text
+        assert one.overrides == (f"{INVARIANT}=false",)
 
 
 @pytest.mark.parametrize(

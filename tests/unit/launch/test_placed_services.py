@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sluice.config.loading.loader import load_config
+from sluice.config.loading.loader import load_config, read_run
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError
 from sluice.launch.cluster import placed_services
@@ -320,6 +320,22 @@ async def test_a_placed_run_is_found_at_its_nodes_and_leaves_no_mark(tmp_path: P
         assert list((tmp_path / "run" / "launch").iterdir()) != []
     assert list((tmp_path / "run" / "launch").iterdir()) == []
     assert sorted(cluster.given_back) == ["reward", "rollout-0", "trainer"]
+
+
+async def test_the_devices_of_a_cluster_are_divided_before_they_are_placed(tmp_path: Path) -> None:
+    run = read_run(
+        None,
+        [f"actor_rollout_ref.model.path={tmp_path}", f"sluice.run_dir={tmp_path / 'run'}",
+         "trainer.n_gpus_per_node=2"],
+    )  # fmt: skip
+    gpu = {"CPU": 4.0, "GPU": 1.0}
+    cluster = InProcessCluster([NodeCapacity(address, gpu, gpu) for address in (NODE, OTHER, NODE)])
+    file = tmp_path / "run" / "config.yaml"
+    async with placed_run(run.config, file, RayOptions(keys=run.keys), cluster) as plan:
+        assert [each.name for each in plan.specs] == ["reward", "trainer", "rollout-0"]
+        assert cluster.plans["trainer"].bundles == ({"CPU": 1.0, "GPU": 1.0},)
+        written = load_config(file, ())
+        assert (written.trainer.n_gpus_per_node, written.sluice.rollout.replicas) == (1, 1)
 
 
 async def test_a_killed_process_counts_as_killed_by_that_signal(tmp_path: Path) -> None:

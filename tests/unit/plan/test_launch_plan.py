@@ -12,9 +12,9 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.devices import device_kind
-from sluice.config.memory.layouts import own_training_layout
+from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.shape import shape_of
-from sluice.config.memory.training import training_memory
+from sluice.config.memory.training import guessed_memory
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.plan import launch_plan as module
@@ -45,7 +45,7 @@ SEPARATE = (
 
 @pytest.fixture
 def estimating(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Dry runs that answer by the estimate; the configurations they were asked about."""
+    """Dry runs that answer by the guess; the configurations they were asked about."""
     seen: list[RunConfig] = []
 
     def answer_of(_: str, asked: DryRunAsked, *__: object, **___: object) -> tuple[Any, str]:
@@ -59,9 +59,9 @@ def estimating(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
 def counted(config: RunConfig, model: Any, layers: int) -> PassBytes:
     shape = shape_of({**model, "num_hidden_layers": layers})
-    memory = training_memory(shape, own_training_layout(config))
-    parts = memory.gathered + memory.activations + memory.logits
-    parameters = round(memory.parameters)
+    layout = training_layout(config)
+    memory = guessed_memory(shape, layout)
+    parameters = round(memory.state / (4 if layout.moments_on_device else 2))
     return PassBytes(
         parameters=parameters,
         gradients=parameters,
@@ -69,7 +69,7 @@ def counted(config: RunConfig, model: Any, layers: int) -> PassBytes:
         log_prob=parameters,
         kept=0,
         forward=2 * parameters,
-        backward=2 * parameters + round(parts),
+        backward=2 * parameters + round(memory.rest),
         step=4 * parameters,
         moved={},
     )

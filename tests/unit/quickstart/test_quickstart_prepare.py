@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.errors import ConfigError
+from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.quickstart.settings import PrepareProgress, PrepareSettings, WarmStartSettings
 
@@ -58,6 +60,16 @@ def test_a_made_directory_loads_as_model_tokenizer_and_data(tmp_path: Path) -> N
         ("warm-start", 2, 3),
         ("warm-start", 3, 3),
     ]
+
+
+def test_the_task_of_experts_has_a_published_mixture_of_experts(tmp_path: Path) -> None:
+    assets = prepare(tmp_path, task="experts", seed=0, progress=lambda _event: None, settings=SMALL)
+    model = AutoModelForCausalLM.from_pretrained(assets.model_dir, local_files_only=True)
+    assert (model.config.model_type, model.config.num_experts) == ("qwen3_moe", 8)
+    names = load_file(assets.model_dir / "model.safetensors").keys()
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in names
+    assert assets.task.max_prompt_tokens == TASKS["quickstart"].max_prompt_tokens
+    assert (assets.model_dir / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_a_complete_directory_is_used_as_it_is(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from sluice.quickstart.arithmetic import TASKS, Dialogue, deal_problems, make_dialogues
-from sluice.quickstart.model import HoldThenDecay, make_model, slip_entropy, warm_start
+from sluice.quickstart.model import (
+    HoldThenDecay,
+    QuickstartModel,
+    make_model,
+    slip_entropy,
+    warm_start,
+)
 from sluice.quickstart.settings import WarmStartSettings
 from sluice.quickstart.tokenizer import encode_dialogue, train_tokenizer
 
@@ -64,7 +70,6 @@ def test_slips_leave_the_entropy_of_a_biased_coin(rate: float, nats: float) -> N
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import Qwen3ForCausalLM
 
 SETTINGS = WarmStartSettings(max_hold_steps=8, decay_steps=4, warmup_steps=2)
 
@@ -79,7 +84,7 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(dialogues_of(300))
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> list[float]:
+def train(model: QuickstartModel, tokenizer: Tokenizer) -> list[float]:
     losses: list[float] = []
     dialogues = dialogues_of(SETTINGS.max_dialogues)
     warm_start(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -26,11 +26,38 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __init__(self) -> None:
         self.callers: list[tuple[str | None, bool]] = []
+        self.wants_routing: list[bool] = []
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         in_trace = any(key == TRACEPARENT for key, _ in context.invocation_metadata())
         self.callers.append((caller_of(context, None), in_trace))
+        self.wants_routing.append(request.with_routing)
         yield rollout_pb2.GenerateResponse()
+
+
+@asynccontextmanager
+async def running(replica: Replica) -> AsyncIterator[ReplicaInfo]:
+    server = RpcServer(
+        [lambda grpc_: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(replica, grpc_)],
+        ["sluice.api.rollout.v1.RolloutService"],
+        host="127.0.0.1",
+        port=0,
+        max_message_bytes=1 << 20,
+    )
+    await server.start()
+    try:
+        yield ReplicaInfo("r", "r-1", server.address, 1)
+    finally:
+        await server.stop(0)
+
+
+async def generate(info: ReplicaInfo, purpose: Purpose, **settings: bool) -> None:
+    turns = (ChatMessage("user", "1"),)
+    prompt = Prompt("p", 0, turns, "math_dapo", "1", PromptOrigin.CLIENT, None, {}, ())
+    request = GroupRequest(prompt, (0,), SamplingParams(1.0, 1.0, -1, 8, 1), purpose, 0)
+    client = RolloutClient(linger_ms=0, timeout_s=10.0, max_message_bytes=1 << 20, **settings)
+    async with client, aclosing(client.generate(info, request, (0,), ())) as events:
+        assert len([event async for event in events]) == 1
 
 
 @pytest.mark.parametrize("in_trace", [False, True])
@@ -40,22 +67,15 @@ async def test_the_reward_service_is_no_client(
     further = {"metadata": (SPAN,)} if in_trace else {}
     monkeypatch.setattr("sluice.rpc.client.call_options", lambda *_: further)
     replica = Replica()
-    server = RpcServer(
-        [lambda grpc_: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(replica, grpc_)],
-        ["sluice.api.rollout.v1.RolloutService"],
-        host="127.0.0.1",
-        port=0,
-        max_message_bytes=1 << 20,
-    )
-    await server.start()
-    turns = (ChatMessage("user", "1"),)
-    prompt = Prompt("p", 0, turns, "math_dapo", "1", PromptOrigin.CLIENT, None, {}, ())
-    request = GroupRequest(prompt, (0,), SamplingParams(1.0, 1.0, -1, 8, 1), Purpose.TRAINING, 0)
-    client = RolloutClient(linger_ms=0, timeout_s=10.0, max_message_bytes=1 << 20)
-    info = ReplicaInfo("r", "r-1", server.address, 1)
-    try:
-        async with client, aclosing(client.generate(info, request, (0,), ())) as events:
-            assert len([event async for event in events]) == 1
-    finally:
-        await server.stop(0)
+    async with running(replica) as info:
+        await generate(info, Purpose.TRAINING)
     assert replica.callers == [(None, in_trace)]
+
+
+async def test_experts_are_asked_for_only_where_passes_will_follow_them() -> None:
+    replica = Replica()
+    async with running(replica) as info:
+        await generate(info, Purpose.TRAINING)
+        await generate(info, Purpose.TRAINING, with_routing=True)
+        await generate(info, Purpose.VALIDATION, with_routing=True)
+    assert replica.wants_routing == [False, True, False]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.protocol import EngineLoad, GenerationRequest
-from services.rollout.generation import GenerationRunner
+from services.rollout.generation import GenerationEvent, GenerationRunner
 from services.rollout.servicer import ImageRules, ReplicaIdentity, RolloutServicer
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2
@@ -24,10 +24,11 @@ from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY
 from sluice.security.token_file import Role, Token
-from sluice.types import ChatMessage, TokenIds
+from sluice.types import ChatMessage, Rollout, TokenIds
 from sluice.vision.image_limits import ImageLimits
 from tests.support.causal_lms import request as generation_request
 from tests.support.image_files import png
+from tests.support.tiny_policy import make_batch, routed
 
 NOTHING: Any = None
 LOAD = EngineLoad(
@@ -164,6 +165,51 @@ async def is_direct(*metadata: tuple[str, str], tokens: Tokens | None = None) ->
     await servicer.Generate(asked, cast("Any", Call(*metadata)))
     (sampled,) = generation.asked
     return sampled.for_direct_client
+
+
+class Sending:
+    """A generation of these samples, all in one event."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self._event = GenerationEvent((), tuple(rollouts))
+        self.asked: list[GenerationRequest] = []
+
+    async def run(self, request: GenerationRequest, *arguments: Any) -> None:
+        self.asked.append(request)
+        await arguments[-1](self._event)
+
+
+class Keeping(Call):
+    """A call that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__(REWARD)
+        self.written: list[rollout.GenerateResponse] = []
+
+    async def write(self, message: Any) -> None:
+        self.written.append(message)
+
+
+async def test_each_sample_with_experts_is_a_message_of_its_own() -> None:
+    group = routed(make_batch(1), num_experts=8).groups[0]
+    first, second, third, _ = group.rollouts
+    generation, call = Sending((first, second.with_routing(None), third)), Keeping()
+    servicer = RolloutServicer(
+        ReplicaIdentity("r", "one"),
+        cast("Any", IdleEngine()),
+        NOTHING,
+        cast("Any", generation),
+        engine_name="torch",
+        max_n=8,
+    )
+    ids = token_ids_to_bytes(group.prompt_token_ids)
+    prompt = common.PromptInput(tokens=common.TokenPrompt(token_ids_u32=ids))
+    asked = rollout.GenerateRequest(prompt=prompt, sample_indexes=[0, 1, 2], with_routing=True)
+    await servicer.Generate(asked, cast("Any", call))
+    assert generation.asked[0].with_routing
+    _, *sent = call.written  # the first message has the prompt's tokens
+    assert [[one.sample_index for one in message.rollouts] for message in sent] == [[1], [0], [2]]
+    assert [one.rollouts[0].HasField("routing") for one in sent] == [False, True, True]
 
 
 async def test_tokens_of_the_runs_own_services_are_not_entered_apart() -> None:

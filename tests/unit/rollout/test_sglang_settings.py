@@ -44,6 +44,11 @@ def test_the_rollouts_keys_reach_sglang(override: str, name: str, value: object)
     assert _arguments(f"{_ROLLOUT}.{override}")[name] == value
 
 
+def test_a_float32_head_is_asked_for() -> None:
+    assert "enable_fp32_lm_head" not in _arguments()
+    assert _arguments("actor_rollout_ref.model.float32_head=true")["enable_fp32_lm_head"] is True
+
+
 def test_a_sample_may_be_as_long_as_configured_in_spite_of_what_sglang_keeps_for_itself() -> None:
     arguments = _arguments(f"{_ROLLOUT}.max_model_len=4096")
     assert arguments["context_length"] == 4096 + 8

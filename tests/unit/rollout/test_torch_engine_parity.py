@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from services.rollout.engines.causal_lm import build_causal_lm
+from services.rollout.engines.causal_lm import build_causal_lm, use_float32_head
 from services.rollout.engines.embedded.decoder import DecodeBatch, Decoder
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.fused_decoder import FusedDecoder
@@ -121,6 +123,26 @@ def test_a_decoder_that_differs_from_the_model_is_not_used(tmp_path: Path) -> No
     settings = engine_settings(save_config("qwen3", tmp_path))
     model = build_causal_lm(settings.model_path, torch.device("cpu"), dtype=settings.dtype).model
     assert isinstance(choose_decoder(model, 4, 48, (_WrongRotation,)), RecomputeDecoder)
+
+
+def _recomputing(model: PreTrainedModel, *_: int) -> Decoder:
+    return RecomputeDecoder(model)
+
+
+@pytest.mark.parametrize("make", [FusedDecoder, GenericDecoder, _recomputing])
+def test_a_float32_head_keeps_what_bfloat16_would_round_away(
+    make: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    settings = engine_settings(save_config("qwen3", tmp_path))
+    lm = build_causal_lm(settings.model_path, torch.device("cpu"), dtype="bfloat16")
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (3, 20))
+    names = dict(lm.model.named_parameters()).keys()
+    rounded = _teacher_forced(make(lm.model, 4, 48), tokens, start=6)
+    use_float32_head(lm.model)
+    logits = _teacher_forced(make(lm.model, 4, 48), tokens, start=6)
+    assert dict(lm.model.named_parameters()).keys() == names
+    assert not torch.equal(logits, logits.bfloat16().float())
+    assert torch.equal(logits.bfloat16().float(), rounded)
 
 
 def _teacher_forced(decoder: Decoder, tokens: np.ndarray, start: int) -> torch.Tensor:

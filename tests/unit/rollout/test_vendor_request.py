@@ -155,6 +155,25 @@ async def test_tokens_come_in_one_chunk_a_version_when_the_sample_ends() -> None
     assert (vendor.sampled, vendor.prefilled) == (5, 2)
 
 
+@pytest.mark.parametrize(
+    ("wants", "num_tokens", "finish", "comes"),
+    [
+        (True, 4 + 3 - 1, "stop", True),
+        (True, 4 + 3 - 1, "abort", False),  # computed again where it continues
+        (True, 4 + 3 - 2, "stop", False),  # the vendor has lost some
+        (False, 4 + 3 - 1, "stop", False),
+    ],
+)
+async def test_a_finished_sample_comes_with_its_experts_if_they_are_wanted_and_complete(
+    wants: bool, num_tokens: int, finish: str, comes: bool
+) -> None:
+    experts = np.zeros((num_tokens, 2, 2), np.uint8)
+    script = [_delta([4]), replace(_delta([5, 6], finish), routing=experts)]
+    chunks, _ = await _ended(script, replace(request(), with_routing=wants))
+    (chunk,) = chunks.chunks
+    assert chunk.routing is (experts if comes else None)
+
+
 async def test_every_token_is_handed_on_as_it_comes_when_asked_for() -> None:
     chunks, _ = await _ended([_delta([4]), _delta([5]), _delta([], "abort")], request(), _SINGLE)
     assert chunks.reported == [([4], 1, None), ([5], 1, None), ([], 1, FinishReason.ABORTED)]

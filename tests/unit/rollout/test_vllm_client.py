@@ -190,6 +190,21 @@ async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: ob
     assert client._llm.versions == ["3"]
 
 
+async def test_a_last_output_brings_the_experts_of_the_layers_that_have_some(
+    install: Any,
+) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({"model": "m"}, expert_layers=(0, 2))
+    flat = SimpleNamespace(start_indices=[0, 2], logprobs=[-0.5, -9.0, -0.25])
+    output = _output([6, 7], flat)
+    experts = np.arange(18, dtype=np.uint8).reshape(3, 3, 2)  # of three tokens and layers
+    output.outputs[0].routed_experts = experts
+    client._llm.outputs = (output,)
+    (delta,) = await _sampled(client)
+    assert delta.routing is not None
+    np.testing.assert_array_equal(delta.routing, experts[:, [0, 2]])
+
+
 def _shown() -> Any:
     """Stands for the images of a prompt."""
     return SimpleNamespace(images=["pixels"], names=["a"], continued=list)

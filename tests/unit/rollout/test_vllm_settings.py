@@ -43,6 +43,14 @@ def test_the_rollouts_keys_reach_vllm(override: str, name: str, value: object) -
     assert _arguments(f"{_ROLLOUT}.{override}")[name] == value
 
 
+def test_a_float32_head_is_asked_for_beside_other_changes_of_the_models_config() -> None:
+    key, given = "actor_rollout_ref.model.float32_head=true", f"+{_ROLLOUT}.engine_kwargs.vllm"
+    assert "hf_overrides" not in _arguments()
+    assert _arguments(key)["hf_overrides"] == {"head_dtype": "float32"}
+    both = _arguments(key, f"{given}.hf_overrides.rope_theta=10000")["hf_overrides"]
+    assert both == {"rope_theta": 10000, "head_dtype": "float32"}
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -163,3 +171,15 @@ def test_too_few_devices_are_refused_with_the_keys_to_change() -> None:
         match=r"device=cuda:1: the engine takes 2 .*CUDA_VISIBLE_DEVICES=0,1 hands out 2; correct",
     ):
         visible_environment("cuda:1", _CUDA, 2, {_CUDA: "0,1"})
+
+
+def test_with_r3_vllm_notes_experts_by_its_runner_v2_and_on_the_cpu_it_cannot() -> None:
+    replay = "actor_rollout_ref.actor.router_replay.mode=R3"
+    assert "enable_return_routed_experts" not in _arguments()
+    assert _arguments(replay)["enable_return_routed_experts"] is True
+    with pytest.raises(ConfigError, match=r"mode=R3 with vLLM on the CPU.*name=torch, or R2"):
+        _arguments(replay, on_cpu=True)
+    environment = engine_environment(
+        {}, on_cpu=False, threads=2, batch_invariant=False, with_routing=True
+    )
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"

@@ -21,9 +21,9 @@ from services.trainer.metrics.step_metrics import (
     RunScale,
     StepTimes,
     account_metrics,
+    host_memory_metrics,
     step_metrics,
 )
-from services.trainer.telemetry import memory_metrics
 from sluice.algorithm.accounting import (
     RECEIVED,
     ReplicaCounters,
@@ -31,7 +31,6 @@ from sluice.algorithm.accounting import (
     with_tokens_before_restart,
 )
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
-from sluice.device.cpu import CpuDevice
 from sluice.telemetry.metric_names import instruments
 from sluice.types import FailureKind, Scored
 from tests.support.metric_rows import NAMES, ROWS, expanded, without_row
@@ -158,7 +157,7 @@ def test_every_name_of_a_step_has_a_row(tmp_path: Path) -> None:
         batch,
         {
             **learner,
-            **memory_metrics(CpuDevice().torch_device),
+            **host_memory_metrics(),
         },
         StepTimes(1.0, 2.0, 0.5, 0.25, 4.0),
         FleetInterval(400, 6.0, 2),

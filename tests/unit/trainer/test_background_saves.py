@@ -16,8 +16,10 @@ from typing import Any, cast
 import pytest
 
 from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.rank_command import follow
 from services.trainer.loop.learner_thread import LearnerThread
+from sluice.device.cpu import CpuDevice
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress, TrainBatch
 
@@ -58,7 +60,7 @@ class Leader:
 @asynccontextmanager
 async def running(leader: Leader, root: Path) -> AsyncIterator[LearnerThread]:
     store, nothing = CheckpointStore(root), cast("Any", None)
-    thread = LearnerThread(cast("Any", leader), nothing, store, 1.0, dict)
+    thread = LearnerThread(cast("Any", leader), nothing, store, 1.0, MemoryPeaks(CpuDevice()))
     try:
         yield thread
     finally:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from services.trainer.learner.model import loading
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
 from services.trainer.learner.model.forward import response_values, token_outputs
@@ -89,6 +90,24 @@ def test_logprobs_and_gradients_are_those_of_transformers_layers(
     logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][0] != "qwen3_moe"])
+def test_in_bfloat16_logprobs_are_those_of_transformers_layers_to_the_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Engines round in transformers' order too: what differs here differs from the engine.
+    family, changes = MODELS[name]
+    model = make_model(family, **changes)
+    random_norms(model)
+    model.save_pretrained(tmp_path)
+    settings, precision = ModelConfig(path=str(tmp_path)), FsdpConfig(model_dtype="bfloat16")
+    found = [load_policy(settings, precision, max_tokens=28).model]
+    monkeypatch.setattr(loading, "use_own_layers", lambda *_, **__: None)
+    found.append(load_policy(settings, precision, max_tokens=28).model)
+    assert [bool(own_layers(one)) for one in found] == [True, False]
+    own, theirs = (token_outputs(one, pack(parity_rows()), temperature=1.0) for one in found)
+    assert torch.equal(own.logprobs, theirs.logprobs)
 
 
 @pytest.mark.parametrize("attention", ["blocks", "end to end"])
@@ -195,3 +214,21 @@ def test_in_bfloat16_they_are_as_close_to_float32_as_transformers_layers() -> No
         )
     of_own, of_theirs = ((one - expected).square().mean().sqrt() for one in found)
     assert of_own <= 1.1 * of_theirs
+
+
+def test_a_float32_head_computes_logprobs_and_gradients_from_float32_logits(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    settings = ModelConfig(path=str(tmp_path), float32_head=True)
+    model = load_policy(settings, FsdpConfig(model_dtype="bfloat16"), max_tokens=28).model
+    micro_batch = pack(parity_rows())
+    found = token_outputs(model, micro_batch, temperature=1.0).logprobs
+    of_weight = gradients(model, weighed(found, micro_batch))
+    hidden = model.base_model(
+        input_ids=micro_batch.input_ids,
+        position_ids=micro_batch.position_ids,
+        packed_layout=micro_batch.layout.for_one_pass(),
+    ).last_hidden_state[0, micro_batch.predecessors]
+    logits = hidden.float() @ model.lm_head.weight.float().t()
+    expected = logits.log_softmax(-1).gather(-1, micro_batch.labels[:, None])[:, 0]
+    torch.testing.assert_close(found, expected)
+    assert worst_error(gradients(model, weighed(expected, micro_batch)), of_weight) < 0.02

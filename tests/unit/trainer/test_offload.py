@@ -96,6 +96,30 @@ def test_moments_on_the_host_give_the_same_weights_and_checkpoints(
         assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
+@pytest.mark.parametrize("passes", ["float32", "bfloat16"])
+def test_a_fraction_of_the_moments_on_the_host_changes_no_number(
+    folder: Path, tmp_path: Path, passes: str
+) -> None:
+    half = {"optimizer_offload": True, "optimizer_offload_fraction": 0.5}
+    usual, divided = make_learner(folder, dtype=passes), make_learner(folder, dtype=passes, **half)
+    for step in (1, 2):
+        for learner in (usual, divided):
+            learner.train_step(make_batch(seed=step), step)
+    divided.save(tmp_path / "actor")
+    resumed = make_learner(folder, dtype=passes, **half)
+    resumed.load(tmp_path / "actor")
+    whole = sum(moment_bytes(usual))
+    for learner in (divided, resumed):
+        assert 0 < sum(moment_bytes(learner)) <= whole / 2
+        learner.train_step(make_batch(seed=3), 3)
+        assert sum(moment_bytes(learner)) <= whole / 2
+    usual.train_step(make_batch(seed=3), 3)
+    expected = weights(usual)
+    for learner in (divided, resumed):
+        found = weights(learner)
+        assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
 def test_a_resume_brings_the_moments_of_one_parameter_at_a_time_to_the_device(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,10 +290,12 @@ def test_the_policys_weights_are_away_while_its_reference_and_its_critic_compute
 
 def test_verls_spellings_are_read() -> None:
     megatron = "actor_rollout_ref.actor.megatron"
+    hybrid = "actor_rollout_ref.actor.optim.override_optimizer_config"
     config = load_config(
         None,
         [
             f"{megatron}.optimizer_offload=true",
+            f"+{hybrid}.optimizer_offload_fraction=0.25",
             f"{megatron}.param_offload=true",
             f"+{megatron}.override_transformer_config.recompute_granularity=selective",
             f"+{megatron}.override_transformer_config.recompute_modules=[mlp]",
@@ -278,6 +304,7 @@ def test_verls_spellings_are_read() -> None:
     actor = config.actor_rollout_ref.actor
     assert actor.fsdp_config.optimizer_offload
     assert actor.fsdp_config.param_offload
+    assert actor.fsdp_config.optimizer_offload_fraction == 0.25
     assert actor.megatron.override_transformer_config.recompute_modules == ["mlp"]
     host = "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=true"
     assert load_config(None, [host]).actor_rollout_ref.actor.fsdp_config.optimizer_offload

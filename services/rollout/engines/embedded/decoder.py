@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sluice.types import RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
 
 if TYPE_CHECKING:
@@ -26,10 +27,12 @@ class PrefilledPrompts:
         lengths: tokens of each prompt.
         layers: per layer keys and values, each [prompts, kv heads, padded length, head dim]; empty
             for a decoder without a cache.
+        routing: [prompts, padded length, layers, experts per token]; ``None`` if it is not kept.
     """
 
     lengths: tuple[int, ...]
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    routing: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

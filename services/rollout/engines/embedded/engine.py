@@ -21,16 +21,17 @@ from dataclasses import dataclass
 
 import torch
 
-from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
+from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm, use_float32_head
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.loop import EmbeddedRun, GenerationLoop
+from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.protocol import CommitResult, GenerationRequest, PauseMode
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, InboxEngine, Pace
 from services.rollout.engines.weight_inbox import NewWeights
-from sluice.config.derived import batch_invariant
+from sluice.config.derived import batch_invariant, replays_engine_routing
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
 from sluice.errors import EngineError, InvalidRequestError, SluiceError
@@ -50,15 +51,21 @@ class EmbeddedEngineSettings(EngineSettings):
 
     Attributes:
         batch_invariant: a sample's tokens and logprobs do not depend on other rows, to the bit.
+        with_routing: keep the experts of each token, for requests that ask for them.
     """
 
     batch_invariant: bool = False
+    with_routing: bool = False
 
 
 def create(config: RunConfig) -> EmbeddedEngine:
     """Return the engine for a run configuration."""
     return EmbeddedEngine(
-        EmbeddedEngineSettings.of(config, batch_invariant=batch_invariant(config))
+        EmbeddedEngineSettings.of(
+            config,
+            batch_invariant=batch_invariant(config),
+            with_routing=replays_engine_routing(config),
+        )
     )
 
 
@@ -100,7 +107,12 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
         )
-        decoder = choose_decoder(language_model.model, settings.slots, settings.max_model_len)
+        if settings.float32_head:
+            use_float32_head(language_model.model)
+        model, slots, longest = language_model.model, settings.slots, settings.max_model_len
+        decoder = choose_decoder(model, slots, longest)
+        if settings.with_routing:
+            decoder = RoutedDecoder(decoder, model, slots, longest)
         shapes = None
         if settings.batch_invariant:
             language_model.refuse_row_dependence()

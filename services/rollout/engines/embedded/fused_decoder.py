@@ -164,8 +164,7 @@ class FusedDecoder(SlotDecoder):
         self._kv_heads = config.num_key_value_heads
         self._eps: float = config.rms_norm_eps
         self._embedding: torch.Tensor = model.model.embed_tokens.weight
-        self._head: torch.Tensor = model.lm_head.weight
-        self._head_bias: torch.Tensor | None = model.lm_head.bias
+        self._head: nn.Linear = model.lm_head
         self._last_norm = RmsNorm([(model.model.norm.weight, None)], self._eps)
         attention = model.model.layers[0].self_attn
         self._head_dim: int = attention.head_dim
@@ -302,4 +301,5 @@ class FusedDecoder(SlotDecoder):
             self._cache.append(number, index, keys_values)
             attended = decode_attention(queries, *caches[number], bias, self._scale)
             hidden = self._finish(layer, hidden, attended)
-        return F.linear(self._last_norm(hidden), self._head, self._head_bias)
+        logits: torch.Tensor = self._head(self._last_norm(hidden))
+        return logits

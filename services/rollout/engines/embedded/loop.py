@@ -19,6 +19,7 @@ import torch
 from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.embedded.batch_invariance import DecodeShapes
 from services.rollout.engines.embedded.decoder import Decoder, PrefilledPrompts, TokenRow
+from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.embedded.rows import RowTable, RunningSample
 from services.rollout.engines.protocol import (
     GenerationRequest,
@@ -34,7 +35,7 @@ from services.rollout.engines.sampling import (
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineRun, Pace
 from services.rollout.engines.weight_inbox import LiveWeights, NewWeights
-from sluice.types import FinishReason
+from sluice.types import FinishReason, RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
 
 _REFILL_SHARE = 16
@@ -451,8 +452,18 @@ class GenerationLoop:
         sample = self._table.samples[row]
         assert sample is not None
         tokens, logprobs = self._table.take(row)
+        routing = None
+        # An aborted sample is computed again where it continues.
+        if sample.owner.request.with_routing and reason is not FinishReason.ABORTED:
+            routing = self._routing(row)
         self._table.leave(row)
-        self._deliver(sample, reason, tokens, logprobs)
+        self._deliver(sample, reason, tokens, logprobs, routing)
+
+    def _routing(self, row: int) -> RoutedExperts | None:
+        """Return the experts of all tokens of a row but the newest."""
+        if not isinstance(self._decoder, RoutedDecoder):
+            return None
+        return self._decoder.routing(row, int(self._table.position[row]))
 
     def _hand_out(self, row: int) -> None:
         sample = self._table.samples[row]
@@ -467,6 +478,7 @@ class GenerationLoop:
         reason: FinishReason | None,
         tokens: np.ndarray | None = None,
         logprobs: np.ndarray | None = None,
+        routing: RoutedExperts | None = None,
     ) -> None:
         assert self.version is not None
         run = sample.owner
@@ -476,6 +488,7 @@ class GenerationLoop:
             np.empty(0, np.float32) if logprobs is None else logprobs,
             self.version,
             reason,
+            routing,
         )
         run.sampled += int(chunk.token_ids.size)
         run.stream.post([chunk])

@@ -72,6 +72,8 @@ class SglangSettings(VendorSettings):
                 "max_total_tokens": self.slots * (self.max_model_len + _RESERVED_TOKENS),
                 "disable_overlap_schedule": True,
             }
+        if self.float32_head:
+            fixed["enable_fp32_lm_head"] = True
         chosen = fixed | dict(self.arguments)
         if device_type == "cpu":
             chosen["disable_cuda_graph"] = True

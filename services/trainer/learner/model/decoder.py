@@ -226,7 +226,8 @@ class FloatRmsNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [..., width] like `hidden`."""
-        return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        # Engines round before they weigh (vLLM, SGLang), as transformers does.
+        return rms_norm(hidden, self.weight.shape, eps=self.eps) * self.weight
 
 
 class GatedMlp(nn.Module):

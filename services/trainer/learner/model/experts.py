@@ -12,6 +12,9 @@ brings the results back. The counts are the only values that a layer reads on th
 choices and counts are kept for as long as its pass: the backward pass may run a layer again and
 must neither choose nor read anything else. Choices that are given to a later pass are routing
 replay: counts of all its layers travel at once, as other ranks' rows are those of another pass.
+The first pass may take the choices of the engine that sampled the tokens ("rollout routing replay",
+R3: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
+Routers", arXiv:2510.11370).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Shard
 from transformers.activations import ACT2FN
 
+from services.trainer.learner.batch.micro_batch import PackedRouting
 from services.trainer.learner.sequence_share import all_to_all
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
@@ -62,13 +66,16 @@ class _ExpertRows:
 class Routing:
     """The choices of one pass, by the layer's place among the layers with experts.
 
-    Without any, layers choose by their routers, and note it here.
+    Without any, layers choose by their routers, or take those `given` where there are any, and note
+    it here.
 
     Args:
         experts: [tokens, k] each, of a small integer dtype: numbers of experts.
+        given: the engine's experts of these tokens.
     """
 
     experts: dict[int, Tensor] = field(default_factory=dict)
+    given: PackedRouting | None = None
     rows: dict[int, _ExpertRows] = field(default_factory=dict)
 
 
@@ -89,6 +96,9 @@ class RoutingTape:
         self._num_experts = num_experts
         self._given: Routing | None = None
         self._load: dict[int, Tensor] = {}
+        self._engine: PackedRouting | None = None
+        """Of the pass, on its device."""
+        self._agreed: list[Tensor] = []
 
     def follow(self, routing: Routing | None) -> None:
         """Give the next pass its routing; all ranks of the group must have choices, or none."""
@@ -96,14 +106,15 @@ class RoutingTape:
 
     def begin(self) -> None:
         """Begin a pass."""
-        self.current, self._given = self._given or Routing(), None
+        self.current, self._given, self._engine = self._given or Routing(), None, None
         self.current.rows.clear()
         if experts := self.current.experts:
             counts = torch.stack([self._counted(experts[layer]) for layer in range(len(experts))])
             self.current.rows.update(enumerate(self._exchanged(counts)))
 
     def note(self, layer: int, experts: Tensor) -> None:
-        """Note what a layer has chosen, int64 [tokens, k]."""
+        """Note what a layer has chosen, int64 [tokens, k], or the engine in its place."""
+        experts = self._of_engine(layer, experts)
         # Kept for a whole batch where passes replay: bytes count.
         small = torch.uint8 if self._num_experts <= _MOST_BYTES else torch.int16
         self.current.experts[layer] = experts.to(small)
@@ -111,6 +122,28 @@ class RoutingTape:
         before = self._load.get(layer)
         self._load[layer] = counts if before is None else before + counts
         (self.current.rows[layer],) = self._exchanged(counts[None])
+
+    def _of_engine(self, layer: int, chosen: Tensor) -> Tensor:
+        """Return the engine's experts where they are known, and what the layer has chosen else."""
+        given = self.current.given
+        if given is None:
+            return chosen
+        if self._engine is None:  # all layers at once
+            device = chosen.device
+            self._engine = PackedRouting(given.experts.to(device), given.known.to(device))
+        experts, known = self._engine.experts[layer].long(), self._engine.known[:, None]
+        same = (experts[:, :, None] == chosen[:, None, :]).any(-1)
+        self._agreed.append(torch.stack(((same & known).sum(), known.sum() * chosen.shape[1])))
+        return torch.where(known, experts, chosen)
+
+    def take_agreement(self, device: torch.device) -> Tensor:
+        """Return how many of the engine's experts the routers chose too, and of how many.
+
+        Both since the last call, int64 [2].
+        """
+        agreed, self._agreed = self._agreed, []
+        none = torch.zeros(2, dtype=torch.int64, device=device)
+        return torch.stack([none, *agreed]).sum(0)
 
     def take_load(self, device: torch.device) -> Tensor:
         """Return rows by layer and expert since the last call, int64 [layers, experts].
@@ -335,6 +368,16 @@ def balance_metrics(load: Tensor) -> Mapping[str, float]:
         "actor/moe/max_vio/max": float(most.max()),
         "actor/moe/avg_vio/avg": float(violation.abs().mean()),
     }
+
+
+def agreement_metrics(agreement: Tensor) -> Mapping[str, float]:
+    """Return the share of the engine's experts that the routers chose too; none if it gave none.
+
+    Args:
+        agreement: int64 [2], their number and the number of the engine's, of all ranks.
+    """
+    agreed, given = agreement.tolist()
+    return {"actor/moe/engine_agreement": agreed / given} if given else {}
 
 
 def _received(parts: Tensor, group: ProcessGroup) -> Tensor:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHERING_PASS = "sluice_token_pass"
+_FLOAT32_HEAD = "sluice_float32_head"
 _NUM_RANKS = "sluice_num_ranks"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PROMPT_TOKENS = (5, 8)
@@ -95,15 +96,25 @@ def gather_in_passes(model: PreTrainedModel, num_ranks: int) -> None:
     register_fsdp_forward_method(model, _GATHERING_PASS)
 
 
+def use_float32_head(model: PreTrainedModel) -> None:
+    """Make `token_outputs` compute logits, and their gradients, in float32.
+
+    A pass then holds a float32 copy of the head (MiniMax-M1, 2025, found the head the main cause of
+    differences between engine and trainer).
+    """
+    setattr(model, _FLOAT32_HEAD, True)
+
+
 def _token_pass(
     model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float, **wanted: bool
 ) -> tuple[Tensor | None, ...]:
     """Return the fields of `TokenStatistics`: FSDP finds tensors in tuples in every release."""
     hidden = _last_hidden(model, micro_batch)
     own, labels = micro_batch.own, micro_batch.labels
+    head = _head(model)
     found = token_statistics(
-        hidden.squeeze(0).index_select(0, micro_batch.predecessors),
-        _head(model),
+        hidden.squeeze(0).index_select(0, micro_batch.predecessors).to(head.weight.dtype),
+        head,
         labels if own is None else labels.index_select(0, own),
         temperature,
         **wanted,
@@ -154,7 +165,10 @@ def _head(model: PreTrainedModel) -> LinearHead:
     # Names of Cohere and of Granite. What other families do is found by `check_packing`.
     scale = getattr(settings, "logit_scale", None) or 1.0
     scale /= getattr(settings, "logits_scaling", None) or 1.0
-    return LinearHead(linear.weight, getattr(linear, "bias", None), scale)
+    weight, bias = linear.weight, getattr(linear, "bias", None)
+    if hasattr(model, _FLOAT32_HEAD):
+        weight, bias = weight.float(), None if bias is None else bias.float()
+    return LinearHead(weight, bias, scale)
 
 
 def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedImages | None:

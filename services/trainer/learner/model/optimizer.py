@@ -132,8 +132,8 @@ class PolicyOptimizer:
         config: AdamW and schedule.
         total_steps: train batches of the run: the schedule's length, unless `config` sets it.
         gradients: gradients of sharded parameters; by default flat buffers of whole ones.
-        on_host: keep the moments in host memory, but for those of one part of the parameters at a
-            time, while a step changes these.
+        host_share: of the moments, the share that is kept in host memory, at least; while a step
+            changes them, those of one part of the parameters at a time are on the device.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class PolicyOptimizer:
         total_steps: int,
         gradients: Gradients | None = None,
         *,
-        on_host: bool = False,
+        host_share: float = 0.0,
     ) -> None:
         self._named = dict(named_parameters)
         self._config = config
@@ -153,8 +153,9 @@ class PolicyOptimizer:
             config.lr_warmup_steps, config.lr_warmup_steps_ratio, self._total_steps
         )
         self.gradients: Gradients = gradients or FlatGradients(list(self._named.values()))
-        self._host = HostMemory() if on_host else None
-        groups = _parts(self._named.values()) if on_host else [list(self._named.values())]
+        self._host = HostMemory()
+        self._away, here = _divided(self._named.values(), host_share)
+        groups = [*_parts(self._away), *([here] if here else [])]
         self._adamw = torch.optim.AdamW(
             [{"params": group} for group in groups],
             lr=config.lr,
@@ -204,16 +205,16 @@ class PolicyOptimizer:
         return norm
 
     def _update(self) -> None:
-        if self._host is None:
+        if not self._away:
             self._adamw.step()
             return
-        groups = self._adamw.param_groups
+        groups, away = self._adamw.param_groups, set(self._away)
         try:
             for group in groups:
                 self._host.bring_back(self._moments(group["params"]))
                 self._adamw.param_groups = [group]
                 self._adamw.step()
-                self._host.move_out(self._moments(group["params"]))
+                self._host.move_out(self._moments(one for one in group["params"] if one in away))
         finally:
             self._adamw.param_groups = groups
 
@@ -228,9 +229,8 @@ class PolicyOptimizer:
         Of a sharded parameter they are this rank's part. Moments on the host are read there. The
         next step changes all of them.
         """
-        host = self._host or HostMemory()
         return {
-            f"{name}.{moment}": host.read(self._adamw.state[parameter][moment])
+            f"{name}.{moment}": self._host.read(self._adamw.state[parameter][moment])
             for name, parameter in self._named.items()
             for moment in MOMENTS
             if parameter in self._adamw.state
@@ -249,14 +249,14 @@ class PolicyOptimizer:
                 f"{min(wrong)}; resume with the model that was trained"
             )
         self._adamw.state.clear()
-        if self._host is not None:
-            self._host.forget()
+        self._host.forget()
+        away = set(self._away)
         for name, parameter in self._named.items() if state.names else ():
             self._adamw.state[parameter] = {
                 moment: self._loaded(f"{name}.{moment}", state, parameter, moment)
                 for moment in MOMENTS
             }
-            if self._host is not None:  # one by one: the device may not have memory for all
+            if parameter in away:  # one by one: the device may not have memory for all
                 self._host.move_out(self._moments([parameter]))
 
     def _loaded(self, key: str, state: StateFiles, parameter: nn.Parameter, moment: str) -> Tensor:
@@ -276,13 +276,25 @@ class PolicyOptimizer:
 
 def _parts(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Cut the parameters, in their order, into lists of about equal size on this rank."""
-    parts: list[list[nn.Parameter]] = [[]]
-    left = _PART_BYTES
+    parts: list[list[nn.Parameter]] = []
+    left = 0
     for parameter in parameters:
-        data = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if parts[-1] and left < data.nbytes:
+        size = local_part(parameter).nbytes
+        if not parts or left < size:
             parts.append([])
             left = _PART_BYTES
         parts[-1].append(parameter)
-        left -= data.nbytes
+        left -= size
     return parts
+
+
+def _divided(
+    parameters: Iterable[nn.Parameter], share: float
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the first parameters, at least this share of the bytes on this rank, and the rest."""
+    found = list(parameters)
+    sizes = [local_part(one).nbytes for one in found]
+    wanted, number = share * sum(sizes), 0
+    while number < len(found) and sum(sizes[:number]) < wanted:
+        number += 1
+    return found[:number], found[number:]

@@ -386,8 +386,8 @@ def trained_model(
     gradients = None
     if shards is not None:
         gradients = ShardedGradients(list(trained.values()), parallel)
-    on_host = sharding.optimizer_offload
-    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients, on_host=on_host)
+    share = sharding.optimizer_offload_fraction if sharding.optimizer_offload else 0.0
+    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients, host_share=share)
     places = exchange_places(parameters, parallel)
     return TrainedModel(model, parameters, optimizer, shards, total, places)
 

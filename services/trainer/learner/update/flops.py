@@ -13,7 +13,7 @@ from sluice.types import TrainBatch
 def shape_of_model(path: str) -> ModelShape | None:
     """Return the shape in a model's folder; ``None``: it is no decoder of a known kind."""
     try:
-        return find_shape(path, None)
+        return find_shape(path)
     except ConfigError:
         return None
 

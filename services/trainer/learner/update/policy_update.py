@@ -29,8 +29,10 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
+from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.model.experts import (
     Routing,
+    agreement_metrics,
     balance_metrics,
     idle_routing,
     routing_tape,
@@ -83,22 +85,25 @@ _SEEDS_PER_BATCH = 1_000_003  # a prime: micro-batches of different batches have
 
 
 class PhaseTimer:
-    """Seconds of an update's phases, by name.
+    """Seconds of an update's phases, by name, and peaks of memory.
 
     Args:
         now_s: a clock, seconds.
+        peaks: get the same phases.
     """
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
+    def __init__(self, now_s: Callable[[], float], peaks: MemoryPeaks) -> None:
+        self._now_s, self._peaks = now_s, peaks
         self._last_s = now_s()
         self.seconds: dict[str, float] = {}
+        peaks.end_phase(None)
 
     def end_phase(self, name: str, *, shown: bool = True) -> None:
         """Add the seconds since the last call to phase `name`; drop them if not shown."""
         now_s = self._now_s()
         if shown:
             self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
+        self._peaks.end_phase(name if shown else None)
         self._last_s = now_s
 
 
@@ -112,6 +117,7 @@ class PolicyUpdate:
     Args:
         reference: frozen policy, if a term measures the divergence from it.
         critic: value model, if the estimator needs one.
+        peaks: of this rank's device, by phase.
         image_prompts: decodes the prompts' images for a vision-language model.
 
     Attributes:
@@ -125,6 +131,7 @@ class PolicyUpdate:
         parallel: DataParallel,
         device: Device,
         *,
+        peaks: MemoryPeaks,
         reference: Reference | None = None,
         critic: Critic | None = None,
         image_prompts: ImagePromptReader | None = None,
@@ -140,6 +147,7 @@ class PolicyUpdate:
         self._host = HostMemory() if moves else None
         self._parallel = parallel
         self._device = device
+        self._peaks = peaks
         self._reference = reference
         self._critic = critic
         self._image_prompts = image_prompts
@@ -172,7 +180,7 @@ class PolicyUpdate:
             DeadlineError: another rank did not arrive at a collective.
             PeerError: another rank failed.
         """
-        timer = PhaseTimer(self._now_s)
+        timer = PhaseTimer(self._now_s, self._peaks)
         table = batch_table(batch, self._device.torch_device)
         early: AdvantageEstimate | None = None
         skipped = frozenset[int]()
@@ -186,7 +194,7 @@ class PolicyUpdate:
         mini_batches = [prepare(mini_batch) for mini_batch in cut]
         if self._settings.replays_routing:
             for prepared in _micro_batches(mini_batches):
-                prepared.routing = Routing()
+                prepared.routing = Routing(given=prepared.micro_batch.routing)
         sums = UpdateSums(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
@@ -397,9 +405,10 @@ class PolicyUpdate:
         tape = routing_tape(self._model)
         if tape is None:
             return {}
-        load = tape.take_load(self._device.torch_device)
-        self._parallel.all_reduce_sum([load], "summing the experts' loads")
-        return balance_metrics(load)
+        device = self._device.torch_device
+        load, agreement = tape.take_load(device), tape.take_agreement(device)
+        self._parallel.all_reduce_sum([load, agreement], "summing the experts' loads")
+        return {**balance_metrics(load), **agreement_metrics(agreement)}
 
     def _optimizer_step(
         self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
@@ -437,7 +446,9 @@ class PolicyUpdate:
         self._passes.end_step()
         # Empty for a sharded model, whose last backward pass has summed its gradients.
         self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")
+        self._peaks.end_phase("update_actor")
         norm = self._optimizer.step()
+        self._peaks.end_phase("optimizer_step")
         sums.end_step()
         return norm
 
@@ -474,6 +485,7 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         num_rows = sum(len(group.rollouts) for group in batch.groups)
         rows = batch_rows(batch, np.zeros(num_rows))  # advantages are reported by the estimate
+        replays = self._actor.router_replay.mode == "R3"
         of_ranks = zip(*(mini_batch.rank_rows for mini_batch in mini_batches), strict=True)
         return {
             **batch_metrics(
@@ -481,6 +493,7 @@ class PolicyUpdate:
                 max_prompt_tokens=self._settings.config.data.max_prompt_length,
                 max_response_tokens=self._settings.config.data.max_response_length,
             ),
+            **({"actor/moe/engine_samples": batch.num_routed / num_rows} if replays else {}),
             **sequence_balance_metrics(
                 rows.prompt_lengths + rows.response_lengths,
                 [list(chain(*parts)) for parts in of_ranks],

@@ -97,7 +97,7 @@ class UpdateSettings:
     @property
     def replays_routing(self) -> bool:
         """Return whether later passes of a micro-batch choose the experts of its first one."""
-        return self.actor.router_replay.mode == "R2"
+        return self.actor.router_replay.mode != "disabled"
 
     @property
     def needs_reference(self) -> bool:

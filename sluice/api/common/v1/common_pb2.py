@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sluice/api/common/v1/common.proto\x12\x14sluice.api.common.v1\x1a\x1cgoogle/protobuf/struct.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x83\x01\n\nChatPrompt\x12\x33\n\x08messages\x18\x01 \x03(\x0b\x32!.sluice.api.common.v1.ChatMessage\x12\x0e\n\x06images\x18\x02 \x03(\x0c\x12\x30\n\x0ftemplate_kwargs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"$\n\x0bTokenPrompt\x12\x15\n\rtoken_ids_u32\x18\x01 \x01(\x0c\"\xc5\x01\n\x0bPromptInput\x12\x30\n\x04\x63hat\x18\x01 \x01(\x0b\x32 .sluice.api.common.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x33\n\x06tokens\x18\x03 \x01(\x0b\x32!.sluice.api.common.v1.TokenPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"\xe0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x0c\n\x04stop\x18\x08 \x03(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\xd8\x01\n\x07Rollout\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x15\n\rtoken_ids_u32\x18\x02 \x01(\x0c\x12\x1d\n\x15\x62\x65havior_logprobs_f32\x18\x03 \x01(\x0c\x12\x38\n\rversion_spans\x18\x04 \x03(\x0b\x32!.sluice.api.common.v1.VersionSpan\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".sluice.api.common.v1.FinishReason\x12\x0c\n\x04text\x18\x06 \x01(\t\"\xb9\x01\n\x05Score\x12\r\n\x05score\x18\x01 \x01(\x01\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x39\n\x07metrics\x18\x03 \x03(\x0b\x32(.sluice.api.common.v1.Score.MetricsEntry\x12\x17\n\nprediction\x18\x04 \x01(\tH\x00\x88\x01\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_prediction\"s\n\x07Replica\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05slots\x18\x04 \x01(\r\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\r\n\x05ranks\x18\x06 \x01(\r\"6\n\x0c\x44\x61taProgress\x12\x11\n\tlow_water\x18\x01 \x01(\x03\x12\x13\n\x0b\x65nded_above\x18\x02 \x03(\x03\"Q\n\x04Wait\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0c\n\x04task\x18\x05 \x01(\t\"e\n\nWaitReport\x12)\n\x05waits\x18\x01 \x03(\x0b\x32\x1a.sluice.api.common.v1.Wait\x12\x1a\n\rstill_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_still_seconds*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sluice/api/common/v1/common.proto\x12\x14sluice.api.common.v1\x1a\x1cgoogle/protobuf/struct.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x83\x01\n\nChatPrompt\x12\x33\n\x08messages\x18\x01 \x03(\x0b\x32!.sluice.api.common.v1.ChatMessage\x12\x0e\n\x06images\x18\x02 \x03(\x0c\x12\x30\n\x0ftemplate_kwargs\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"$\n\x0bTokenPrompt\x12\x15\n\rtoken_ids_u32\x18\x01 \x01(\x0c\"\xc5\x01\n\x0bPromptInput\x12\x30\n\x04\x63hat\x18\x01 \x01(\x0b\x32 .sluice.api.common.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x33\n\x06tokens\x18\x03 \x01(\x0b\x32!.sluice.api.common.v1.TokenPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"\xe0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x0c\n\x04stop\x18\x08 \x03(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"e\n\rRoutedExperts\x12\x0f\n\x07\x65xperts\x18\x01 \x01(\x0c\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x19\n\x11\x65xperts_per_token\x18\x03 \x01(\r\x12\x18\n\x10\x62ytes_per_expert\x18\x04 \x01(\r\"\x8e\x02\n\x07Rollout\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x15\n\rtoken_ids_u32\x18\x02 \x01(\x0c\x12\x1d\n\x15\x62\x65havior_logprobs_f32\x18\x03 \x01(\x0c\x12\x38\n\rversion_spans\x18\x04 \x03(\x0b\x32!.sluice.api.common.v1.VersionSpan\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".sluice.api.common.v1.FinishReason\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x34\n\x07routing\x18\x07 \x01(\x0b\x32#.sluice.api.common.v1.RoutedExperts\"\xb9\x01\n\x05Score\x12\r\n\x05score\x18\x01 \x01(\x01\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x39\n\x07metrics\x18\x03 \x03(\x0b\x32(.sluice.api.common.v1.Score.MetricsEntry\x12\x17\n\nprediction\x18\x04 \x01(\tH\x00\x88\x01\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_prediction\"s\n\x07Replica\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05slots\x18\x04 \x01(\r\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\r\n\x05ranks\x18\x06 \x01(\r\"6\n\x0c\x44\x61taProgress\x12\x11\n\tlow_water\x18\x01 \x01(\x03\x12\x13\n\x0b\x65nded_above\x18\x02 \x03(\x03\"Q\n\x04Wait\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0c\n\x04task\x18\x05 \x01(\t\"e\n\nWaitReport\x12)\n\x05waits\x18\x01 \x03(\x0b\x32\x1a.sluice.api.common.v1.Wait\x12\x1a\n\rstill_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_still_seconds*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCORE_METRICSENTRY']._loaded_options = None
   _globals['_SCORE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1560
-  _globals['_FINISHREASON']._serialized_end=1682
+  _globals['_FINISHREASON']._serialized_start=1717
+  _globals['_FINISHREASON']._serialized_end=1839
   _globals['_CHATMESSAGE']._serialized_start=89
   _globals['_CHATMESSAGE']._serialized_end=133
   _globals['_CHATPROMPT']._serialized_start=136
@@ -48,18 +48,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_end=732
   _globals['_VERSIONSPAN']._serialized_start=734
   _globals['_VERSIONSPAN']._serialized_end=792
-  _globals['_ROLLOUT']._serialized_start=795
-  _globals['_ROLLOUT']._serialized_end=1011
-  _globals['_SCORE']._serialized_start=1014
-  _globals['_SCORE']._serialized_end=1199
-  _globals['_SCORE_METRICSENTRY']._serialized_start=1138
-  _globals['_SCORE_METRICSENTRY']._serialized_end=1184
-  _globals['_REPLICA']._serialized_start=1201
-  _globals['_REPLICA']._serialized_end=1316
-  _globals['_DATAPROGRESS']._serialized_start=1318
-  _globals['_DATAPROGRESS']._serialized_end=1372
-  _globals['_WAIT']._serialized_start=1374
-  _globals['_WAIT']._serialized_end=1455
-  _globals['_WAITREPORT']._serialized_start=1457
-  _globals['_WAITREPORT']._serialized_end=1558
+  _globals['_ROUTEDEXPERTS']._serialized_start=794
+  _globals['_ROUTEDEXPERTS']._serialized_end=895
+  _globals['_ROLLOUT']._serialized_start=898
+  _globals['_ROLLOUT']._serialized_end=1168
+  _globals['_SCORE']._serialized_start=1171
+  _globals['_SCORE']._serialized_end=1356
+  _globals['_SCORE_METRICSENTRY']._serialized_start=1295
+  _globals['_SCORE_METRICSENTRY']._serialized_end=1341
+  _globals['_REPLICA']._serialized_start=1358
+  _globals['_REPLICA']._serialized_end=1473
+  _globals['_DATAPROGRESS']._serialized_start=1475
+  _globals['_DATAPROGRESS']._serialized_end=1529
+  _globals['_WAIT']._serialized_start=1531
+  _globals['_WAIT']._serialized_end=1612
+  _globals['_WAITREPORT']._serialized_start=1614
+  _globals['_WAITREPORT']._serialized_end=1715
 # @@protoc_insertion_point(module_scope)

@@ -256,6 +256,39 @@ class VersionSpan(google.protobuf.message.Message):
 global___VersionSpan = VersionSpan
 
 @typing.final
+class RoutedExperts(google.protobuf.message.Message):
+    """The experts that the engine's passes chose for a sample's tokens."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXPERTS_FIELD_NUMBER: builtins.int
+    LAYERS_FIELD_NUMBER: builtins.int
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: builtins.int
+    BYTES_PER_EXPERT_FIELD_NUMBER: builtins.int
+    experts: builtins.bytes
+    """Numbers of experts, [tokens, layers, experts_per_token]. Tokens are those of the prompt, as the
+    model reads them, and of the response without its last, which no pass has read. Where a token
+    was computed again, as in a sample that another replica continues, the last pass counts.
+    """
+    layers: builtins.int
+    """Layers with experts, in the model's order, 1 to 1024."""
+    experts_per_token: builtins.int
+    """Chosen experts, 1 to 256."""
+    bytes_per_expert: builtins.int
+    """Bytes of each number: 1, or 2 (little-endian) where a layer has more than 256 experts."""
+    def __init__(
+        self,
+        *,
+        experts: builtins.bytes = ...,
+        layers: builtins.int = ...,
+        experts_per_token: builtins.int = ...,
+        bytes_per_expert: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_expert", b"bytes_per_expert", "experts", b"experts", "experts_per_token", b"experts_per_token", "layers", b"layers"]) -> None: ...
+
+global___RoutedExperts = RoutedExperts
+
+@typing.final
 class Rollout(google.protobuf.message.Message):
     """One sampled response."""
 
@@ -267,6 +300,7 @@ class Rollout(google.protobuf.message.Message):
     VERSION_SPANS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    ROUTING_FIELD_NUMBER: builtins.int
     sample_index: builtins.int
     """Index within the group, 0-based."""
     token_ids_u32: builtins.bytes
@@ -283,6 +317,12 @@ class Rollout(google.protobuf.message.Message):
     def version_spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VersionSpan]:
         """Spans that tile the response in order."""
 
+    @property
+    def routing(self) -> global___RoutedExperts:
+        """The engine's experts, where GenerateRequest.with_routing asks for them and the engine gives them
+        for this sample. Absent in answers of TakeBatch: TakeRouting sends them.
+        """
+
     def __init__(
         self,
         *,
@@ -292,8 +332,10 @@ class Rollout(google.protobuf.message.Message):
         version_spans: collections.abc.Iterable[global___VersionSpan] | None = ...,
         finish_reason: global___FinishReason.ValueType = ...,
         text: builtins.str = ...,
+        routing: global___RoutedExperts | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["behavior_logprobs_f32", b"behavior_logprobs_f32", "finish_reason", b"finish_reason", "sample_index", b"sample_index", "text", b"text", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["routing", b"routing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["behavior_logprobs_f32", b"behavior_logprobs_f32", "finish_reason", b"finish_reason", "routing", b"routing", "sample_index", b"sample_index", "text", b"text", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]) -> None: ...
 
 global___Rollout = Rollout
 

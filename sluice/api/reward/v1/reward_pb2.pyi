@@ -261,6 +261,7 @@ class TrainGroup(google.protobuf.message.Message):
     IMAGES_FIELD_NUMBER: builtins.int
     NUM_IMAGES_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    NUM_ROUTED_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     """The prompt's id."""
     prompt_token_ids_u32: builtins.bytes
@@ -277,6 +278,8 @@ class TrainGroup(google.protobuf.message.Message):
     """The prompt's span, as W3C Trace Context writes it ("traceparent"). Empty if the prompt is not
     traced.
     """
+    num_routed: builtins.int
+    """Number of samples whose experts TakeRouting sends."""
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Rollout]:
         """Samples in order of index."""
@@ -303,9 +306,10 @@ class TrainGroup(google.protobuf.message.Message):
         images: collections.abc.Iterable[builtins.bytes] | None = ...,
         num_images: builtins.int = ...,
         traceparent: builtins.str = ...,
+        num_routed: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "images", b"images", "num_images", b"num_images", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "images", b"images", "num_images", b"num_images", "num_routed", b"num_routed", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores", "traceparent", b"traceparent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_baseline_reward", b"_baseline_reward"]) -> typing.Literal["baseline_reward"] | None: ...
 
 global___TrainGroup = TrainGroup
@@ -409,6 +413,53 @@ class TakeBatchResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["batch", b"batch"]) -> None: ...
 
 global___TakeBatchResponse = TakeBatchResponse
+
+@typing.final
+class TakeRoutingRequest(google.protobuf.message.Message):
+    """Requests the experts of a batch's samples."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: builtins.int
+    batch_id: builtins.str
+    """Lease id."""
+    def __init__(
+        self,
+        *,
+        batch_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id"]) -> None: ...
+
+global___TakeRoutingRequest = TakeRoutingRequest
+
+@typing.final
+class TakeRoutingResponse(google.protobuf.message.Message):
+    """The experts of one sample."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: builtins.int
+    ROUTING_FIELD_NUMBER: builtins.int
+    prompt_id: builtins.str
+    """The group's prompt."""
+    sample_index: builtins.int
+    """The sample's index within the group."""
+    @property
+    def routing(self) -> sluice.api.common.v1.common_pb2.RoutedExperts:
+        """Its experts."""
+
+    def __init__(
+        self,
+        *,
+        prompt_id: builtins.str = ...,
+        sample_index: builtins.int = ...,
+        routing: sluice.api.common.v1.common_pb2.RoutedExperts | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["routing", b"routing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["prompt_id", b"prompt_id", "routing", b"routing", "sample_index", b"sample_index"]) -> None: ...
+
+global___TakeRoutingResponse = TakeRoutingResponse
 
 @typing.final
 class TakeImagesRequest(google.protobuf.message.Message):

@@ -50,6 +50,11 @@ class RewardServiceStub(object):
                 request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesResponse.FromString,
                 _registered_method=True)
+        self.TakeRouting = channel.unary_stream(
+                '/sluice.api.reward.v1.RewardService/TakeRouting',
+                request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeRoutingRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeRoutingResponse.FromString,
+                _registered_method=True)
         self.AcknowledgeBatch = channel.unary_unary(
                 '/sluice.api.reward.v1.RewardService/AcknowledgeBatch',
                 request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.AcknowledgeBatchRequest.SerializeToString,
@@ -100,6 +105,14 @@ class RewardServiceServicer(object):
         """Sends the images of the leased batch, one message for each group with images, in the order of
         the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
         the batch again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeRouting(self, request, context):
+        """Sends the engine's experts of the leased batch's samples, one message for each sample that has
+        them, in the order of the batch. A second call returns the same. NOT_FOUND: as with TakeImages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,6 +170,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.TakeImages,
                     request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesRequest.FromString,
                     response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesResponse.SerializeToString,
+            ),
+            'TakeRouting': grpc.unary_stream_rpc_method_handler(
+                    servicer.TakeRouting,
+                    request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeRoutingRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeRoutingResponse.SerializeToString,
             ),
             'AcknowledgeBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.AcknowledgeBatch,
@@ -266,6 +284,33 @@ class RewardService(object):
             '/sluice.api.reward.v1.RewardService/TakeImages',
             sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesRequest.SerializeToString,
             sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeRouting(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sluice.api.reward.v1.RewardService/TakeRouting',
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeRoutingRequest.SerializeToString,
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeRoutingResponse.FromString,
             options,
             channel_credentials,
             insecure,

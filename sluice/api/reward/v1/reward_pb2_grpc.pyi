@@ -44,6 +44,14 @@ class RewardServiceStub:
     the batch again.
     """
 
+    TakeRouting: grpc.UnaryStreamMultiCallable[
+        sluice.api.reward.v1.reward_pb2.TakeRoutingRequest,
+        sluice.api.reward.v1.reward_pb2.TakeRoutingResponse,
+    ]
+    """Sends the engine's experts of the leased batch's samples, one message for each sample that has
+    them, in the order of the batch. A second call returns the same. NOT_FOUND: as with TakeImages.
+    """
+
     AcknowledgeBatch: grpc.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchRequest,
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchResponse,
@@ -98,6 +106,14 @@ class RewardServiceAsyncStub:
     """Sends the images of the leased batch, one message for each group with images, in the order of
     the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
     the batch again.
+    """
+
+    TakeRouting: grpc.aio.UnaryStreamMultiCallable[
+        sluice.api.reward.v1.reward_pb2.TakeRoutingRequest,
+        sluice.api.reward.v1.reward_pb2.TakeRoutingResponse,
+    ]
+    """Sends the engine's experts of the leased batch's samples, one message for each sample that has
+    them, in the order of the batch. A second call returns the same. NOT_FOUND: as with TakeImages.
     """
 
     AcknowledgeBatch: grpc.aio.UnaryUnaryMultiCallable[
@@ -160,6 +176,16 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         """Sends the images of the leased batch, one message for each group with images, in the order of
         the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
         the batch again.
+        """
+
+    @abc.abstractmethod
+    def TakeRouting(
+        self,
+        request: sluice.api.reward.v1.reward_pb2.TakeRoutingRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[sluice.api.reward.v1.reward_pb2.TakeRoutingResponse], collections.abc.AsyncIterator[sluice.api.reward.v1.reward_pb2.TakeRoutingResponse]]:
+        """Sends the engine's experts of the leased batch's samples, one message for each sample that has
+        them, in the order of the batch. A second call returns the same. NOT_FOUND: as with TakeImages.
         """
 
     @abc.abstractmethod

@@ -60,6 +60,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PARTIAL_INTERVAL_MS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     TOKEN_BUDGET_FIELD_NUMBER: builtins.int
+    WITH_ROUTING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the caller for logs and traces; at most 128 bytes. May be empty."""
     stream_mode: global___StreamMode.ValueType
@@ -79,6 +80,10 @@ class GenerateRequest(google.protobuf.message.Message):
     token_budget: builtins.int
     """Most response tokens of all samples together, at least one per sample. Each gets an equal share,
     rounded down, as its max_tokens unless that is smaller. 0 or absent: no bound.
+    """
+    with_routing: builtins.bool
+    """True: finished samples come with the engine's experts, each in a message of its own. Only in
+    runs with routing replay (R3), whose engines note them. Absent: false.
     """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:
@@ -111,9 +116,10 @@ class GenerateRequest(google.protobuf.message.Message):
         partial_interval_ms: builtins.int = ...,
         priority: builtins.int = ...,
         token_budget: builtins.int = ...,
+        with_routing: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["linger_ms", b"linger_ms", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode", "token_budget", b"token_budget"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["linger_ms", b"linger_ms", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode", "token_budget", b"token_budget", "with_routing", b"with_routing"]) -> None: ...
 
 global___GenerateRequest = GenerateRequest
 

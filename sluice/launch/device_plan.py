@@ -1,0 +1,202 @@
+"""Which devices of a launch train and which generate, and the line that says it at the start.
+
+A launch that names one pool, as verl's do, is divided as `sluice plan` divides it. One GPU is
+shared. A launch on CPUs stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from sluice.config.derived import replica_devices, world_size
+from sluice.config.device_split import (
+    PLACEMENT_KEY,
+    auto_split,
+    device_split,
+    is_colocated,
+    named_split,
+)
+from sluice.config.loading.loader import KeySettings
+from sluice.config.memory.devices import DeviceKind, device_kind
+from sluice.config.memory.published import published_name, published_shape
+from sluice.config.memory.shape import ModelShape, find_shape
+from sluice.config.run import RunConfig, changed
+from sluice.device import host
+from sluice.device.ascend_environment import VISIBLE_VARIABLE
+from sluice.errors import ConfigError
+from sluice.launch.device_share import device_share, gpu_share
+
+_BACKEND_KEY = "sluice.weights.backend"
+_UTILIZATION_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
+_SHARED_UTILIZATION = 0.5
+"""Most of a shared GPU's memory that the engine takes."""
+_USUAL_GIB = {"GPU": 80.0, "NPU": 64.0}
+"""Memory of a device where no driver reports it."""
+_VISIBLE = {"GPU": host.CUDA_VISIBLE_VARIABLE, "NPU": VISIBLE_VARIABLE}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDevices:
+    """The devices on which a launch trains and generates.
+
+    Args:
+        kind: ``GPU`` or ``NPU``.
+        count: how many there are.
+    """
+
+    kind: str
+    count: int
+
+    def each(self) -> DeviceKind:
+        """Return one of them, by its memory."""
+        gib = host.gpu_gib() if self.kind == "GPU" else None
+        return device_kind(f"{gib or _USUAL_GIB[self.kind]:.1f}GB")
+
+
+_ONE_GPU = FoundDevices("GPU", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """A launch on its devices.
+
+    Args:
+        config: with the split.
+        line: for the user; empty: the launch does not train and generate on devices.
+        lack: why its devices do not suffice, with the remedy; empty: they do. Without a line no
+            number of devices would.
+        remedy: overrides with which they would; empty: there are none, or they do.
+        is_shared: trainer and replica have one GPU together.
+    """
+
+    config: RunConfig
+    line: str = ""
+    lack: str = ""
+    remedy: tuple[str, ...] = ()
+    is_shared: bool = False
+
+
+def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices | None:
+    """Return this host's devices; ``None``: not both trainer and replicas compute on them."""
+    for kind, share in (
+        ("NPU", device_share(config, given)),
+        ("GPU", gpu_share(config, given)),
+    ):
+        if share.trainer_ranks and share.devices_per_replica:
+            return FoundDevices(kind, len(share.numbers))
+    return None
+
+
+def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, str]) -> DevicePlan:
+    """Plan a launch on this host.
+
+    Args:
+        config: of the launch.
+        settings: its keys as the user set them.
+        given: variables of the launcher.
+    """
+    devices = found_devices(config, given)
+    if devices is None or config.trainer.nnodes > 1:  # a trainer on several hosts starts elsewhere
+        return DevicePlan(config)
+    plan = device_plan(config, settings, devices)
+    if not (plan.lack and plan.line):
+        return plan
+    return replace(plan, lack=f"{plan.lack}, or make more visible ({_VISIBLE[devices.kind]})")
+
+
+def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> DevicePlan:
+    """Plan a launch on devices."""
+    shape = _shape(config)
+    if is_colocated(config, settings):
+        each = devices.each()
+        try:
+            split = device_split(config, settings, shape, each)
+        except ConfigError as error:
+            return DevicePlan(config, lack=str(error))
+        how = f"{PLACEMENT_KEY}={config.sluice.placement}"
+        if config.sluice.placement == "auto":
+            how += f", {_grounds(shape, each)}"
+        config = changed(config, split.overrides)
+    elif (shared := _shared(config, devices)) is not None:
+        return shared
+    else:
+        split, how = named_split(config), "as its keys name them"
+    line = f"devices: {split.summary} ({how})"
+    wanted = split.trainer + split.rollout
+    is_by_hand = config.sluice.weights.backend == "gloo" and devices.kind == "GPU"
+    if wanted <= devices.count or (is_by_hand and devices.count):
+        return DevicePlan(config, line)
+    remedy, advice = _remedy(config, shape, devices)
+    takes = (
+        f"the launch takes {wanted} {devices.kind}s ({split.summary}), {devices.count} are there"
+    )
+    return DevicePlan(config, line, f"{takes}; {advice}", remedy)
+
+
+def _shared(config: RunConfig, devices: FoundDevices) -> DevicePlan | None:
+    """Return the plan of a trainer and a replica on the only GPU; ``None``: they have more, or
+    take more. NCCL accepts a GPU for one rank of a group only.
+    """
+    backend, replicas = config.sluice.weights.backend, config.sluice.rollout.replicas
+    takes = (world_size(config), replica_devices(config), min(replicas, 1))
+    if devices != _ONE_GPU or takes != (1, 1, 1) or backend not in (None, "gloo"):
+        return None
+    rollout = config.actor_rollout_ref.rollout
+    if backend is None:  # else a user, or a start before this one, has set all three
+        replicas = 1
+        utilization = min(rollout.gpu_memory_utilization, _SHARED_UTILIZATION)
+        config = changed(
+            config,
+            (
+                "sluice.rollout.replicas=1",
+                f"{_BACKEND_KEY}=gloo",
+                f"{_UTILIZATION_KEY}={utilization}",
+            ),
+        )
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    memory = "" if rollout.name == "torch" else f", {share:.0%} of its memory for the engine"
+    line = (
+        f"devices: the trainer and {replicas} replica{'' if replicas == 1 else 's'} share one GPU "
+        f"({_BACKEND_KEY}=gloo{memory})"
+    )
+    return DevicePlan(config, line, is_shared=True)
+
+
+def _remedy(
+    config: RunConfig, shape: ModelShape | None, devices: FoundDevices
+) -> tuple[tuple[str, ...], str]:
+    """Return overrides for the devices that are there, and advice that names them."""
+    pool = (
+        "trainer.nnodes=1",
+        f"trainer.n_gpus_per_node={max(devices.count, 1)}",
+        f"{PLACEMENT_KEY}=auto",
+    )
+    try:
+        split = auto_split(changed(config, pool), shape, devices.each())
+    except ConfigError:
+        each = replica_devices(config)
+        if devices == _ONE_GPU and each == 1:
+            one = ("trainer.n_gpus_per_node=1",)
+            return one, f"set {one[0]}, with which trainer and replica share the GPU"
+        least = 1 if devices.kind == "GPU" and each == 1 else each + 1
+        return (), f"a trainer and a replica of {each} take at least {least}"
+    return split.overrides, f"{devices.count} would do with {' '.join(split.overrides)}"
+
+
+def _grounds(shape: ModelShape | None, each: DeviceKind) -> str:
+    if shape is None:
+        return "half each: the model's shape is not known"
+    return f"fastest by estimate for devices of {each.gib:g} GiB"
+
+
+def _shape(config: RunConfig) -> ModelShape | None:
+    """Return the model's shape, from its folder or as a published model."""
+    path = config.actor_rollout_ref.model.path
+    try:
+        found = find_shape(path)
+    except ConfigError:
+        return None  # the check of the model's folder reports the reason
+    if found is None and published_name(path) is not None:
+        return published_shape(path)
+    return found

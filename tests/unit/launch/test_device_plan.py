@@ -1,0 +1,285 @@
+"""A launch finds its devices: divided, shared on one GPU, or an error with what would do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.resources import as_file, files
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sluice.cli.run.checked import checked_config
+from sluice.cli.run.quickstart import with_fitting
+from sluice.config.derived import replica_devices, world_size
+from sluice.config.loading.loader import ReadRun, load_config, read_run
+from sluice.config.loading.yaml_text import write_config
+from sluice.config.memory.published import published_model
+from sluice.config.run import RunConfig
+from sluice.device.host import gpu_gib
+from sluice.doctor.machine import check_gpus
+from sluice.launch.cluster.placement import PlacementPlan, plans
+from sluice.launch.cluster.ray_run import RayOptions, on_devices
+from sluice.launch.device_plan import DevicePlan, FoundDevices, device_plan, local_devices
+from sluice.launch.service_spec import local_services, with_ports
+from tests.support.doctor_findings import run_of, severities
+
+LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
+DEVICES = json.loads((LAUNCHES / "devices.json").read_text(encoding="utf-8"))
+GPUS, NPUS = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = f"{ROLLOUT}.name=vllm"
+POOL = "trainer.n_gpus_per_node=8"
+
+
+@pytest.fixture(autouse=True)
+def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (GPUS, NPUS):
+        monkeypatch.setenv(name, "")
+
+
+def numbers(count: int) -> str:
+    return ",".join(map(str, range(count)))
+
+
+def gpus(count: int) -> dict[str, str]:
+    return {GPUS: numbers(count), NPUS: ""}
+
+
+def planned(count: int, *overrides: str) -> DevicePlan:
+    return planned_run(read_run(None, overrides), count)
+
+
+def planned_run(run: ReadRun, count: int) -> DevicePlan:
+    assert not run.problems
+    return local_devices(run.config, run.keys, gpus(count))
+
+
+def sizes(config: RunConfig) -> tuple[int, int]:
+    return world_size(config), config.sluice.rollout.replicas
+
+
+def test_a_run_on_cpus_stays_as_it_is() -> None:
+    for overrides in ((), (POOL,), (POOL, 'sluice.placement="trainer:6,rollout:2"')):
+        run = read_run(None, overrides)
+        plan = planned_run(run, 0)
+        assert plan.config is run.config
+        assert (plan.line, plan.lack, plan.remedy) == ("", "", ())
+
+
+@pytest.mark.parametrize("name", [name for name, row in DEVICES.items() if row["devices"] <= 16])
+def test_a_published_launch_has_its_devices_on_one_machine(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, count = read_run(LAUNCHES / f"{name}.overrides", []), DEVICES[name]["devices"]
+    variable = NPUS if run.config.trainer.device == "npu" else GPUS
+    monkeypatch.setattr("sluice.device.host.has_torch_npu", lambda: variable == NPUS)
+    monkeypatch.setenv(variable, numbers(count))
+    plan = local_devices(run.config, run.keys, {variable: numbers(count)})
+    ranks, replicas = sizes(plan.config)
+    assert not plan.lack
+    assert plan.line.startswith(f"devices: {ranks} train")
+    specs = local_services(with_ports(plan.config), Path("run.yaml"))
+    seen = [spec.environment[variable].split(",") for spec in specs if variable in spec.environment]
+    each = replica_devices(plan.config)
+    assert [len(one) for one in seen] == [1] * ranks + [each] * replicas
+    assert sorted(int(number) for one in seen for number in one) == list(range(count))
+
+
+def bundles_on_nodes(groups: Sequence[PlacementPlan], free: list[dict[str, float]]) -> None:
+    """Take each bundle from a node as Ray does; fail if none has the resources."""
+    for group in groups:
+        taken: set[int] = set()
+        for bundle in group.bundles:
+            fitting = [
+                index
+                for index, node in enumerate(free)
+                if (group.strategy != "STRICT_SPREAD" or index not in taken)
+                and all(node.get(name, 0.0) >= amount for name, amount in bundle.items())
+            ]
+            assert fitting, f"{group.name}: no node has {bundle} in {free}"
+            taken.add(fitting[0])
+            for name, amount in bundle.items():
+                free[fitting[0]][name] -= amount
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_published_launch_has_its_devices_on_a_cluster(name: str) -> None:
+    run, count = read_run(LAUNCHES / f"{name}.overrides", []), DEVICES[name]["devices"]
+    kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
+    nodes = run.config.trainer.nnodes
+    total = {"CPU": 64.0 * nodes, kind: float(count)}
+    config, extra = on_devices(run.config, RayOptions(keys=run.keys), total)
+    ranks, replicas = sizes(config)
+    assert ranks + replicas * replica_devices(config) == count
+    free = [{"CPU": 64.0, kind: count / nodes} for _ in range(nodes)]
+    bundles_on_nodes(plans(config, total, extra), free)
+    assert all(node[kind] == 0 for node in free)
+
+
+def test_a_launch_that_names_its_replicas_is_not_divided() -> None:
+    plan = planned(4, "trainer.n_gpus_per_node=2", "sluice.rollout.replicas=2")
+    assert sizes(plan.config) == (2, 2)
+    assert plan.line == "devices: 2 train, 2 generate in 2 replicas (as its keys name them)"
+
+
+def test_the_defaults_are_a_rank_and_a_replica() -> None:
+    plan = planned(8)
+    assert plan.line == "devices: 1 trains, 1 generates in 1 replica (as its keys name them)"
+
+
+def test_a_placement_is_obeyed_and_said() -> None:
+    tp = f"{ROLLOUT}.tensor_model_parallel_size=2"
+    plan = planned(8, POOL, VLLM, tp, 'sluice.placement="trainer:2,rollout:6"')
+    assert sizes(plan.config) == (2, 3)
+    assert plan.line == (
+        "devices: 2 train, 6 generate in 3 replicas of 2 (sluice.placement=trainer:2,rollout:6)"
+    )
+
+
+def test_a_model_of_unknown_shape_gives_each_half() -> None:
+    plan = planned(8, POOL)
+    assert sizes(plan.config) == (4, 4)
+    assert "sluice.placement=auto, half each: the model's shape is not known" in plan.line
+
+
+def test_a_known_shape_gives_the_split_of_the_plan_command(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    content = json.dumps(published_model("Qwen3-8B"))
+    (folder / "config.json").write_text(content, encoding="utf-8")
+    found = [
+        planned(8, POOL, VLLM, f"actor_rollout_ref.model.path={path}")
+        for path in (folder, "Qwen/Qwen3-8B")
+    ]
+    assert sizes(found[0].config) == sizes(found[1].config) != (4, 4)
+    assert "fastest by estimate for devices of 80 GiB" in found[0].line
+
+
+@pytest.mark.parametrize(
+    ("count", "overrides"),
+    [(8, (POOL, 'sluice.placement="trainer:6,rollout:2"')), (8, (POOL,)), (1, (VLLM,))],
+)
+def test_a_resumed_run_keeps_its_split(
+    count: int, overrides: Sequence[str], tmp_path: Path
+) -> None:
+    plan = planned(count, *overrides)
+    write_config(plan.config, tmp_path / "config.yaml")
+    assert planned_run(read_run(tmp_path / "config.yaml", []), count).config == plan.config
+
+
+def test_too_few_devices_are_an_error_with_what_would_do() -> None:
+    tp = f"{ROLLOUT}.tensor_model_parallel_size=2"
+    plan = planned(4, POOL, VLLM, tp)
+    assert "takes 8 GPUs (4 train, 4 generate in 2 replicas of 2), 4 are there" in plan.lack
+    assert "; 4 would do with trainer.nnodes=1 trainer.n_gpus_per_node=2" in plan.lack
+    assert plan.lack.endswith(f"or make more visible ({GPUS})")
+    assert not planned(4, POOL, VLLM, tp, *plan.remedy).lack
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((POOL,), "takes 8 GPUs (4 train, 4 generate in 4 replicas), 1 are there; set trainer"),
+        (
+            (VLLM, f"{ROLLOUT}.tensor_model_parallel_size=4"),
+            "; a trainer and a replica of 4 take at least 5, or make",
+        ),
+        (("sluice.weights.backend=nccl",), "takes 2 GPUs (1 trains, 1 generates in 1 replica)"),
+    ],
+)
+def test_one_gpu_that_cannot_be_shared_is_an_error(overrides: Sequence[str], said: str) -> None:
+    plan = planned(1, *overrides)
+    assert said in plan.lack
+    assert not plan.is_shared
+
+
+def test_a_pool_that_cannot_be_divided_is_an_error_with_the_least_number() -> None:
+    plan = planned(2, "trainer.n_gpus_per_node=2", VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2")
+    assert "2 device(s)" in plan.lack
+    assert "too few for a trainer and a replica of 2" in plan.lack
+    assert "give at least 3, or a smaller" in plan.lack
+    assert not plan.line
+
+
+@pytest.mark.parametrize("given", [0.3, 0.8])
+def test_one_gpu_is_shared_with_a_share_of_its_memory_for_the_engine(given: float) -> None:
+    plan = planned(
+        1, VLLM, "sluice.rollout.replicas=3", f"{ROLLOUT}.gpu_memory_utilization={given}"
+    )
+    rollout = plan.config.actor_rollout_ref.rollout
+    assert plan.is_shared
+    assert sizes(plan.config) == (1, 1)
+    assert plan.config.sluice.weights.backend == "gloo"
+    assert rollout.gpu_memory_utilization == min(given, 0.5)
+    share = f"{min(given, 0.5):.0%} of its memory for the engine"
+    assert plan.line == (
+        f"devices: the trainer and 1 replica share one GPU (sluice.weights.backend=gloo, {share})"
+    )
+
+
+def test_a_gpu_that_is_shared_by_hand_stays_as_it_was_set() -> None:
+    run = read_run(None, ["sluice.weights.backend=gloo", "sluice.rollout.replicas=2"])
+    plan = planned_run(run, 1)
+    assert plan.config is run.config
+    assert "the trainer and 2 replicas share one GPU" in plan.line
+
+
+def test_one_npu_is_not_shared() -> None:
+    run = read_run(None, [])
+    plan = device_plan(run.config, run.keys, FoundDevices("NPU", 1))
+    assert "takes 2 NPUs" in plan.lack
+
+
+def test_a_shared_gpu_of_a_cluster_is_taken_by_halves() -> None:
+    run, total = read_run(None, []), {"CPU": 8.0, "GPU": 1.0}
+    config, extra = on_devices(run.config, RayOptions(keys=run.keys), total)
+    assert config.sluice.weights.backend == "gloo"
+    bundles_on_nodes(plans(config, total, extra), [{"CPU": 8.0, "GPU": 1.0}])
+
+
+@pytest.mark.parametrize(("count", "replicas"), [(0, 2), (1, 1), (2, 1), (3, 2), (8, 2)])
+def test_the_quickstart_fits_any_number_of_gpus(
+    count: int, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GPUS, numbers(count))
+    with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
+        settings = with_fitting(base, [])
+        plan = planned_run(read_run(base, settings), count)
+        asked = with_fitting(base, ["sluice.rollout.replicas=1"])
+        assert sizes(load_config(base, asked))[1] == 1
+    assert not plan.lack
+    assert sizes(plan.config) == (1, replicas)
+    assert (settings == []) == (count != 2)
+
+
+def test_a_start_says_the_split_and_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPUS, numbers(4))
+    monkeypatch.setattr("sluice.cli.run.checked.preflight", lambda *_: [])
+    text = StringIO()
+    pool = ("trainer.n_gpus_per_node=4", 'sluice.placement="trainer:3,rollout:1"')
+    config = checked_config(None, [*pool], Console(file=text, width=200))
+    assert sizes(config) == (3, 1)
+    assert "devices: 3 train, 1 generates in 1 replica (sluice.placement=" in text.getvalue()
+
+
+@pytest.mark.parametrize(("count", "severity"), [(4, "problem"), (8, "ok")])
+def test_the_check_of_devices_says_what_the_start_does(count: int, severity: str) -> None:
+    found = [*check_gpus(run_of(POOL, environment=gpus(count)))]
+    assert set(severities(found)) == {severity}
+    assert "4 train, 4 generate in 4 replicas" in found[0].what
+
+
+def test_the_smallest_gpu_s_memory_is_the_driver_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_gib() is None
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 81920\necho 24576\n", encoding="ascii")
+    driver.chmod(0o755)
+    assert gpu_gib() == 24
+    driver.write_text("#!/bin/sh\necho no driver; exit 9\n", encoding="ascii")
+    assert gpu_gib() is None
