@@ -15,6 +15,8 @@ head        head_memory_ratio: peak of the head in blocks over that of all logit
 loop        learner_vs_hf: tokens/s over those of a plain transformers loop with padding
 step        quickstart_step_ratio: a step's time over that of an earlier commit
 agreement   bf16_distance_ratio, bf16_drift_ratio: with --vllm-python only
+
+missed names the keys that miss their bars; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -43,6 +45,21 @@ KEYS = (
     *("head_memory_ratio", "learner_vs_hf", "quickstart_step_ratio"),
     *("bf16_distance_ratio", "bf16_drift_ratio"),
 )
+
+MOST: Mapping[str, float] = {
+    "parity_worst": 1e-5,
+    "dapo_loss_worst": 1e-5,
+    "plan_error_worst": 0.05,
+    "read_share_worst": 1.05,
+    "async_block_share": 0.3,
+    "beside_buckets_worst": 2.0,
+    "head_memory_ratio": 0.2,
+    "quickstart_step_ratio": 1.0,
+    "bf16_distance_ratio": 1.1,
+    "bf16_drift_ratio": 1.2,
+}
+LEAST: Mapping[str, float] = {"learner_vs_hf": 1.5}
+MOST_PLAN_S = 60.0
 
 Part = Callable[[argparse.Namespace], Mapping[str, Any]]
 
@@ -74,6 +91,18 @@ PARTS: Mapping[str, Part] = {
 }
 
 
+def missed(report: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose figures miss their bars; a key without a figure misses none."""
+    found = {key: value for key, value in report.items() if value is not None}
+    # "not <=" and not ">", so that nan misses every bar.
+    keys = [key for key, bar in MOST.items() if key in found and not found[key] <= bar]
+    keys += [key for key, bar in LEAST.items() if key in found and not found[key] >= bar]
+    keys += ["checkpoint_equal"] * (found.get("checkpoint_equal") is False)
+    each = found.get("plans", {}).values()
+    keys += ["plans"] * any(not one["fits"] or one["seconds"] > MOST_PLAN_S for one in each)
+    return keys
+
+
 def _parts(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in PARTS]
@@ -101,7 +130,9 @@ def main(arguments: Sequence[str]) -> int:
         found = PARTS[name](parsed)
         report |= {key: value for key, value in found.items() if key in KEYS}
         print_line(f"{name}: {time.monotonic() - began_s:.0f} s")
-    return print_report(report)
+    report["missed"] = missed(report)
+    print_report(report)
+    return 1 if report["missed"] else 0
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.reporting import ROOT, print_line
 from services.trainer.learner.learner import Learner
@@ -112,11 +114,16 @@ def parity() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         rows = list(_rows(Path(folder)))
     return {
-        "parity_worst": max(row.gradient for row in rows),
+        "parity_worst": _worst(row.gradient for row in rows),
         "parity_cases": sum(row.cases for row in rows),
-        "dapo_loss_worst": max(row.loss for row in rows),
+        "dapo_loss_worst": _worst(row.loss for row in rows),
         "rows": rows,
     }
+
+
+def _worst(errors: Iterable[float]) -> float:
+    """Return the largest; nan if one is, which `max` may pass over."""
+    return float(np.max(list(errors)))
 
 
 def _rows(scratch: Path) -> Iterator[Row]:
@@ -136,11 +143,12 @@ def _rows(scratch: Path) -> Iterator[Row]:
         family, adapts = layout.families[number % len(layout.families)], number % 2 == 1
         loss = one.difference(layout, family, adapts)
         run = f"{family}{', adapters' if adapts else ''}"
+        worst = _worst(errors)
         print_line(
             f"{layout.ranks} ranks, {layout.name}: {len(errors)} gradients within "
-            f"{max(errors):.1e}; DAPO, {run}: within {loss:.1e}"
+            f"{worst:.1e}; DAPO, {run}: within {loss:.1e}"
         )
-        yield Row(layout, len(errors), max(errors), run, loss)
+        yield Row(layout, len(errors), worst, run, loss)
 
 
 class _OneRank:
@@ -162,13 +170,12 @@ class _OneRank:
         ) as ranks:
             found = [ranks[0].command(f"train {step}") for step in _STEPS]
             end(ranks)
-        worst: float = max(
+        return _worst(
             abs(ours[name] - theirs[name])
             for ours, theirs in zip(found, self._metrics(family, adapts), strict=True)
             for name in LOSSES
             if name in theirs
         )
-        return worst
 
     def _train(self, family: str, adapts: bool) -> list[dict[str, float]]:
         config = recomputing(make_config(self._folders[family], NUM_GROUPS, **_ACTOR))
