@@ -130,9 +130,8 @@ def check(
 ) -> None:
     """Check a configuration against all rules; print the resulting numbers and the memory.
 
-    Keys that are not simply honoured are listed with what happens instead. The trainer's own code
-    counts its memory, which takes seconds for all but tiny models. The exit code is 1 if a key is
-    unknown or a rule is broken; each problem has a value that fixes it.
+    Keys that are not simply honoured are listed. The trainer's own code counts its memory, which
+    takes seconds. The exit code is 1 if a rule is broken; each problem has a value that fixes it.
 
     \b
     Examples:
@@ -153,12 +152,11 @@ def check(
         files=files,
         here=None if examined is None else examined.config,
     )
-    memory = None
+    memory, found = None, list(report.problems)
     if model is not None and report.engine is not None:
         memory = checked_memory(run, model, report.engine)
-        found = _too_large(memory, device_memory, model, file, overrides)
-        report = replace(report, problems=(*report.problems, *found))
-    report = with_preflight(report, run, examined)
+        found += _too_large(memory, device_memory, model, file, overrides)
+    report = with_preflight(replace(report, problems=tuple(found)), run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
         print_json(report_as_json(report, memory, broken))

@@ -112,7 +112,7 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
     monkeypatch.setattr(core, "build_causal_lm", lambda *_, **__: described)
 
     class Refuses:
-        def __init__(self, arguments: dict[str, object], *, recomputes: bool) -> None:
+        def __init__(self, arguments: dict[str, object], **_: object) -> None:
             given.append(arguments)
             raise ConfigError("seen")
 
