@@ -236,6 +236,7 @@ SHAPE = RoutingShape(LAYERS, EXPERTS, CHOSEN)
         (lambda one: one[..., :1], SHAPE, r"instead of \[tokens, layers, experts per token\]"),
         (lambda one: one.astype(np.uint16), SHAPE, "experts in uint16 for 8 experts in a layer"),
         (lambda one: one * 0 + 8, SHAPE, "expert 8 of 8"),
+        (lambda one: one * 0, SHAPE, "a token has an expert twice in a layer"),
         (lambda one: one, None, "experts for a model without any"),
     ],
 )
