@@ -2,7 +2,7 @@
 
 vLLM samples from a random model and gives each token's logprob; a learner with the own layers and
 one with transformers' layers compute the logprobs of the same tokens with the same weights. Then
-the own learner trains, on samples that vLLM samples after every update, and both are measured again.
+the own learner trains, on new samples of vLLM after every update, and both are measured again.
 Every figure is a metric of every run (``training/rollout_*``, of a batch's first pass). Printed
 last is one JSON object:
 

@@ -38,7 +38,7 @@ class RoutedDecoder:
 
     Raises:
         ConfigError: from `expert_routers`; or the decoder computes whole rows at every step, where
-            experts of padding cannot be told from those of tokens.
+            a pass has the experts of more than its rows' new tokens.
     """
 
     def __init__(
