@@ -115,7 +115,8 @@ class Turn:
     """One model call of a sample: the tokens that the policy sampled in it.
 
     `routing` has the engine's experts, if it gave them, of the prompt's tokens and all of these but
-    the last, which no pass has read. Where a token was computed again, the last pass counts.
+    the last, which no pass has read. Where a token was computed again, passes of the replica that
+    ended the sample count; within it, the last (torch engine) or the first (vLLM).
 
     Raises:
         ValueError: lengths differ, or the version spans do not tile ``[0, tokens)`` in order.

@@ -2,7 +2,7 @@
 
 vLLM samples from a random model and gives each token's logprob; a learner with the own layers and
 one with transformers' layers compute the logprobs of the same tokens with the same weights. Then
-the own learner trains, on samples that vLLM draws after every update, and both are measured again.
+the own learner trains, on new samples of vLLM after every update, and both are measured again.
 Every figure is a metric of every run (``training/rollout_*``, of a batch's first pass). Printed
 last is one JSON object:
 
@@ -168,7 +168,7 @@ class Engine:
         self._fleet.update()
         return {name: tensor.clone() for name, tensor in weights.items()}
 
-    def draw(self, vocabulary: int, groups: int, new_tokens: int) -> TrainBatch:
+    def sample(self, vocabulary: int, groups: int, new_tokens: int) -> TrainBatch:
         """Return samples of random prompts. The reward wants tokens of the vocabulary's first half:
         a sample is right if it has more of them than the median of its group.
         """
@@ -180,7 +180,7 @@ class Engine:
             "sample", prompts=prompts, samples=SAMPLES, new_tokens=new_tokens, seed=seed
         )["groups"]
         pairs = zip(prompts, found, strict=True)
-        made = tuple(_group(prompt, drawn, vocabulary // 2) for prompt, drawn in pairs)
+        made = tuple(_group(prompt, sampled, vocabulary // 2) for prompt, sampled in pairs)
         return TrainBatch(f"batch-{seed}", 0, made, DataProgress(groups), {})
 
     def close(self) -> None:
@@ -188,8 +188,10 @@ class Engine:
         self._stack.close()
 
 
-def _group(prompt: list[int], drawn: list[tuple[list[int], list[float]]], limit: int) -> TrainGroup:
-    shares = [float(np.mean(np.array(tokens) < limit)) for tokens, _ in drawn]
+def _group(
+    prompt: list[int], sampled: list[tuple[list[int], list[float]]], limit: int
+) -> TrainGroup:
+    shares = [float(np.mean(np.array(tokens) < limit)) for tokens, _ in sampled]
     middle = float(np.median(shares))
     rollouts = tuple(
         Rollout.of_one_turn(
@@ -200,7 +202,7 @@ def _group(prompt: list[int], drawn: list[tuple[list[int], list[float]]], limit:
             finish_reason=FinishReason.LENGTH,
             text="",
         )
-        for index, (tokens, logprobs) in enumerate(drawn)
+        for index, (tokens, logprobs) in enumerate(sampled)
     )
     rewards = [1.0 if share > middle else -1.0 for share in shares]
     scores = tuple(Scored(r, r, {"acc": share}) for r, share in zip(rewards, shares, strict=True))
@@ -213,8 +215,8 @@ def distances(folder: Path, batch: TrainBatch, keys: Sequence[str]) -> dict[str,
     found = {}
     for layers in (OWN, TRANSFORMERS):
         with _layers(layers):
-            judge = Learner(_run_config(folder, groups, groups, keys), DataParallel(), 1)
-            metrics = judge.train_step(batch, 1)
+            learner = Learner(_run_config(folder, groups, groups, keys), DataParallel(), 1)
+            metrics = learner.train_step(batch, 1)
         found[layers] = {name: metrics[key] for name, key in METRICS.items()}
     return found
 
@@ -240,19 +242,19 @@ def measure(case: Case, python: str, updates: int, folder: Path) -> dict[str, An
     found: dict[str, Any] = {}
     with closing(Engine(python, folder, case.keys)) as engine:
 
-        def judge(when: str) -> None:
+        def measure_now(when: str) -> None:
             save_file(engine.serve(learner), folder / "model.safetensors", {"format": "pt"})
-            batch = engine.draw(vocabulary, MEASURED_GROUPS, MEASURED_TOKENS)
+            batch = engine.sample(vocabulary, MEASURED_GROUPS, MEASURED_TOKENS)
             found[when] = distances(folder, batch, case.keys) | _of_samples(batch)
             print_line(f"  {when}: {found[when]}")
 
-        judge("before")
+        measure_now("before")
         for step in range(1, updates + 1):
-            metrics = learner.train_step(engine.draw(vocabulary, GROUPS, NEW_TOKENS), step)
+            metrics = learner.train_step(engine.sample(vocabulary, GROUPS, NEW_TOKENS), step)
             engine.serve(learner)
             if step % 10 == 0:
                 print_line(f"  update {step}: k3 {metrics[METRICS['k3']]:.2e}")
-        judge("after")
+        measure_now("after")
     return found
 
 

@@ -31,10 +31,10 @@ from sluice.codec.reward import (
     check_announcement,
     check_prompt,
     check_score,
+    expert_messages,
     extra_info_of,
     group_images_to_proto,
     progress_from_proto,
-    routing_messages,
     score_to_proto,
     train_batch_to_proto,
 )
@@ -139,7 +139,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Send the experts of the leased batch's samples."""
         check_fields(request)
         batches = self._app.loop.batches
-        for routing in routing_messages(batches.batch(request.batch_id)):
+        for routing in expert_messages(batches.batch(request.batch_id)):
             with waiting_for("trainer", "taking the experts of a batch"):
                 await context.write(routing)
 

@@ -22,11 +22,14 @@ from sluice.codec.fields import (
 from sluice.codec.messages import check_replicas, check_taken_images, struct_from_proto
 from sluice.codec.rollout import check_turns, rollout_from_proto, rollout_to_proto
 from sluice.errors import DataError, InvalidRequestError
-from sluice.types import DataProgress, PromptEnd, Scored, TrainBatch, TrainGroup
+from sluice.types import DataProgress, PromptEnd, RoutedExperts, Scored, TrainBatch, TrainGroup
 
 if TYPE_CHECKING:
     from google.protobuf.struct_pb2 import Struct
 
+
+SampleExperts = tuple[tuple[str, int], RoutedExperts]
+"""A sample's prompt id and index in its group, and its experts."""
 
 PROMPT_END_TO_PROTO = {end: reward.PromptEnd.Value(f"PROMPT_END_{end.name}") for end in PromptEnd}
 
@@ -62,7 +65,7 @@ def progress_from_proto(message: common.DataProgress) -> DataProgress:
 
 
 def train_group_to_proto(group: TrainGroup, *, with_images: bool = True) -> reward.TrainGroup:
-    """Encode one kept group; without images, only their number; see `routing_messages`."""
+    """Encode one kept group; without images, only their number; see `expert_messages`."""
     return reward.TrainGroup(
         prompt_id=group.prompt_id,
         prompt_token_ids_u32=token_ids_to_bytes(group.prompt_token_ids),
@@ -133,7 +136,7 @@ def with_group_images(message: reward.TrainBatch, images: Mapping[str, Sequence[
         group.images.extend(found)
 
 
-def routing_messages(batch: TrainBatch) -> Iterator[reward.TakeRoutingResponse]:
+def expert_messages(batch: TrainBatch) -> Iterator[reward.TakeRoutingResponse]:
     """Encode the experts of a batch, one message for each sample that has them."""
     for group in batch.groups:
         for rollout in group.rollouts:
@@ -145,28 +148,36 @@ def routing_messages(batch: TrainBatch) -> Iterator[reward.TakeRoutingResponse]:
                 )
 
 
-def routing_message(data: bytes) -> reward.TakeRoutingResponse:
-    """Parse one of `routing_messages` from another rank."""
-    return reward.TakeRoutingResponse.FromString(data)
+def sample_experts(message: reward.TakeRoutingResponse) -> SampleExperts:
+    """Decode one of `expert_messages`.
+
+    Raises:
+        InvalidRequestError: the experts do not fit their shape.
+    """
+    return (message.prompt_id, message.sample_index), routing_from_proto(message.routing, "routing")
+
+
+def sample_experts_from_bytes(data: bytes) -> SampleExperts:
+    """Decode one of `expert_messages` from another rank. Raises as `sample_experts`."""
+    return sample_experts(reward.TakeRoutingResponse.FromString(data))
 
 
 def with_routing(
-    batch: TrainBatch, messages: Iterable[reward.TakeRoutingResponse], num_routed: int
+    batch: TrainBatch, experts: Iterable[SampleExperts], num_routed: int
 ) -> TrainBatch:
     """Return a batch with the experts of its samples.
 
     Args:
         batch: as `train_batch_from_proto` returns it.
-        messages: of `num_routed` samples.
+        experts: of `num_routed` samples.
         num_routed: samples that have experts.
 
     Raises:
         InvalidRequestError: experts are missing, of no sample of the batch, or do not fit it.
     """
-    found = {
-        (one.prompt_id, one.sample_index): routing_from_proto(one.routing, "routing")
-        for one in messages
-    }
+    if not num_routed:
+        return batch
+    found = dict(experts)
     if len(found) != num_routed:
         raise InvalidRequestError(f"routing: experts of {len(found)} of {num_routed} samples came")
     try:

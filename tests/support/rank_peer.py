@@ -190,7 +190,7 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         return leader.train_step(uniform(batch_of(model, step), UNIFORM), step)
     if command == "routed":
         step = int(argument)
-        return leader.train_step(routed(batch_of(model, step), NUM_EXPERTS), step)
+        return leader.train_step(routed(batch_of(model, step), NUM_EXPERTS, without=2), step)
     if command == "weights":
         folder = Path(f"{argument}.saved") / "actor"
         leader.save(folder)

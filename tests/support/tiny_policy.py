@@ -193,10 +193,10 @@ def make_batch(num_groups: int = 6, seed: int = 0) -> TrainBatch:
     return TrainBatch(f"batch-{seed}", seed, groups, DataProgress(num_groups), {})
 
 
-def routed(batch: TrainBatch, num_experts: int) -> TrainBatch:
-    """The batch, with `made_up_routing`."""
-    groups = tuple(made_up_routing(group, num_experts) for group in batch.groups)
-    return replace(batch, groups=groups)
+def routed(batch: TrainBatch, num_experts: int, *, without: int = 0) -> TrainBatch:
+    """The batch, with `made_up_routing` for all but its first `without` groups."""
+    groups = tuple(made_up_routing(group, num_experts) for group in batch.groups[without:])
+    return replace(batch, groups=batch.groups[:without] + groups)
 
 
 def _rollout(random: np.random.Generator, index: int, length: int) -> Rollout:

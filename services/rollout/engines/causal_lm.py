@@ -84,7 +84,9 @@ class _Float32Head(nn.Linear):
 def use_float32_head(model: PreTrainedModel) -> None:
     """Compute a model's logits in float32, from its head's weight as it is."""
     given: Any = model.get_output_embeddings()
-    own = _Float32Head(1, 1, bias=given.bias is not None, device="meta")
+    own = _Float32Head(
+        given.in_features, given.out_features, bias=given.bias is not None, device="meta"
+    )
     own.weight, own.bias = given.weight, given.bias
     model.set_output_embeddings(own)
 

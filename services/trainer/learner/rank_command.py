@@ -23,8 +23,8 @@ from services.trainer.learner.batch.train_batch import check_routing
 from services.trainer.learner.learner import Learner, NamedTensors
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from sluice.codec.reward import (
-    routing_message,
-    routing_messages,
+    expert_messages,
+    sample_experts_from_bytes,
     train_batch_from_bytes,
     train_batch_to_bytes,
     with_routing,
@@ -176,7 +176,7 @@ class RankLeader:
     def _send_routing(self, batch: TrainBatch) -> None:
         """Broadcast the experts of the batch's samples one at a time: they may take gigabytes."""
         if self._parallel.world_size > 1:
-            for message in routing_messages(batch):
+            for message in expert_messages(batch):
                 self._parallel.broadcast_bytes(message.SerializeToString(), _SENDING_EXPERTS)
 
     def _keep_alive(self) -> None:
@@ -215,7 +215,7 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
             batch = train_batch_from_bytes(message[split:])
             num_routed = int(header["num_routed"])
             routing = (
-                routing_message(parallel.broadcast_bytes(None, _SENDING_EXPERTS))
+                sample_experts_from_bytes(parallel.broadcast_bytes(None, _SENDING_EXPERTS))
                 for _ in range(num_routed)
             )
             learner.train_step(with_routing(batch, routing, num_routed), int(header["step"]))

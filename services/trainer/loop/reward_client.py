@@ -10,13 +10,16 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import TypeVar
 
 from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.messages import replica_to_proto
 from sluice.codec.reward import (
+    SampleExperts,
     progress_to_proto,
+    sample_experts,
     train_batch_from_proto,
     with_group_images,
     with_routing,
@@ -42,6 +45,8 @@ from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
 logger = logging.getLogger(__name__)
+
+PartT = TypeVar("PartT")
 
 _PEER = "reward service"
 # Each call for a batch ends after this long, so that progress can be checked.
@@ -175,6 +180,8 @@ class RewardClient:
             try:
                 images = await self._images(answer.batch, step)
                 routing = await self._routing(answer.batch, step)
+            except InvalidRequestError as error:
+                raise _refusal(answer.batch, step, error) from error
             except PeerError as error:  # the service restarted, and leases the batch once more
                 await retries.wait_after(error, progress)
             else:
@@ -287,19 +294,23 @@ class RewardClient:
             phase=f"taking the images of step {step}",
             parts=sum(group.num_images > 0 for group in batch.groups),
             named="groups' images",
+            decode=lambda answer: (answer.prompt_id, answer.images),
         )
-        return {answer.prompt_id: answer.images for answer in answers}
+        return dict(answers)
 
-    async def _routing(
-        self, batch: reward.TrainBatch, step: int
-    ) -> Sequence[reward.TakeRoutingResponse]:
-        """Return the experts of the batch's samples. Raises as `_images`."""
+    async def _routing(self, batch: reward.TrainBatch, step: int) -> Sequence[SampleExperts]:
+        """Return the experts of the batch's samples. Raises as `_images`.
+
+        They may take gigabytes, so each message is decoded as it comes: the trainer's other tasks
+        run in between, and no message is kept.
+        """
         return await self._all_of(
             self._stub.TakeRouting,
             reward.TakeRoutingRequest(batch_id=batch.batch_id),
             phase=f"taking the experts of step {step}",
             parts=sum(group.num_routed for group in batch.groups),
             named="samples' experts",
+            decode=sample_experts,
         )
 
     async def _all_of(
@@ -310,10 +321,12 @@ class RewardClient:
         phase: str,
         parts: int,
         named: str,
-    ) -> Sequence[ResponseT]:
-        """Return the messages of a stream that should have `parts`; no call for none.
+        decode: Callable[[ResponseT], PartT],
+    ) -> Sequence[PartT]:
+        """Return the decoded messages of a stream that should have `parts`; no call for none.
 
         Raises:
+            InvalidRequestError: more messages came, or `decode` raised it.
             PeerError: the lease is gone.
             DeadlineError: the next message did not come within `batch_timeout_s`.
         """
@@ -327,12 +340,14 @@ class RewardClient:
             phase=phase,
             deadline_s=(parts + 1) * seconds,  # the one for each part passes first
         )
-        found: list[ResponseT] = []
+        found: list[PartT] = []
         now_s = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(seconds) as scope, aclosing(stream) as answers:
                 async for answer in answers:
-                    found.append(answer)
+                    if len(found) == parts:
+                        raise InvalidRequestError(f"more than {parts} {named} came")
+                    found.append(decode(answer))
                     scope.reschedule(now_s() + seconds)
                     advance()
         except NotFoundError as error:  # the service has restarted since
@@ -386,7 +401,7 @@ def _patience(seconds: float) -> RetryPolicy:
 def _decoded(
     message: reward.TrainBatch,
     images: Mapping[str, Sequence[bytes]],
-    routing: Sequence[reward.TakeRoutingResponse],
+    routing: Sequence[SampleExperts],
     step: int,
 ) -> TrainBatch:
     try:
@@ -394,5 +409,9 @@ def _decoded(
         num_routed = sum(group.num_routed for group in message.groups)
         return with_routing(train_batch_from_proto(message), routing, num_routed)
     except InvalidRequestError as error:
-        detail = f"batch {message.batch_id}: {error}; the batch is refused and was not trained"
-        raise PeerError(_PEER, f"handing out the batch of step {step}", detail) from error
+        raise _refusal(message, step, error) from error
+
+
+def _refusal(message: reward.TrainBatch, step: int, error: InvalidRequestError) -> PeerError:
+    detail = f"batch {message.batch_id}: {error}; the batch is refused and was not trained"
+    return PeerError(_PEER, f"handing out the batch of step {step}", detail)

@@ -78,6 +78,8 @@ def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
         numbers = (shape.layers - shape.dense_layers) * shape.experts_per_token
         tokens, most = derived.max_row_tokens(config.data), derived.message_mb(config)
         taken = tokens * numbers * expert_dtype(shape.experts).itemsize
+        # Beside them: ids, logprobs and sampled text of the response, and ids of the prompt.
+        taken += 12 * config.data.max_response_length + 4 * config.data.max_prompt_length
         needed = (taken >> 20) + 1  # beside a little else
         if needed > most:
             yield Problem(

@@ -75,14 +75,15 @@ def test_experts_of_a_batch_travel_beside_it(group: TrainGroup, data: st.DataObj
     value = TrainBatch("b", 0, groups, DataProgress(0), {})
     bare = reward.train_batch_from_bytes(reward.train_batch_to_bytes(value))
     assert bare.num_routed == 0
-    sent = [one.SerializeToString() for one in reward.routing_messages(value)]
-    found = [reward.routing_message(one) for one in sent]
+    sent = [one.SerializeToString() for one in reward.expert_messages(value)]
+    found = [reward.sample_experts_from_bytes(one) for one in sent]
     assert same(reward.with_routing(bare, found, value.num_routed), value)
     if found:
         for wrong, num in ((found[1:], len(found)), (found, len(found) + 1)):
             with pytest.raises(InvalidRequestError, match=r"routing: experts of \d+ of \d+"):
                 reward.with_routing(bare, wrong, num)
-        found[0].sample_index = 99
+        (prompt_id, _), experts = found[0]
+        found[0] = (prompt_id, 99), experts
         with pytest.raises(InvalidRequestError, match="sample 99 of group"):
             reward.with_routing(bare, found, len(found))
 

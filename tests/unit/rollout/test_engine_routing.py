@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.embedded.engine import EmbeddedEngine
+from services.rollout.engines.embedded.generic_decoder import RecomputeDecoder
+from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
 from sluice.errors import ConfigError
 from sluice.types import RoutedExperts
@@ -98,3 +101,9 @@ async def test_an_engine_refuses_to_note_the_experts_of_a_dense_model(tmp_path: 
     settings = engine_settings(save_model(tmp_path), with_routing=True)
     with pytest.raises(ConfigError, match=r"mode=R3: .* none of a qwen3 model; set it to disabled"):
         await EmbeddedEngine(settings).start()
+
+
+def test_a_model_without_a_cache_keeps_no_experts(tmp_path: Path) -> None:
+    model = build_causal_lm(str(save_model(tmp_path, "qwen3_moe")), torch.device("cpu")).model
+    with pytest.raises(ConfigError, match=r"mode=R3: the torch engine has no cache for this qwen3"):
+        RoutedDecoder(RecomputeDecoder(model), model, 2, 16)

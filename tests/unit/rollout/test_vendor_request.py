@@ -174,6 +174,13 @@ async def test_a_finished_sample_comes_with_its_experts_if_they_are_wanted_and_c
     assert chunk.routing is (experts if comes else None)
 
 
+async def test_a_sample_of_several_versions_comes_without_experts() -> None:
+    experts = np.zeros((4 + 3 - 1, 2, 2), np.uint8)
+    script = [_delta([4]), 2, replace(_delta([5, 6], "stop"), routing=experts)]
+    chunks, _ = await _ended(script, replace(request(), with_routing=True))
+    assert [chunk.routing for chunk in chunks.chunks] == [None, None]
+
+
 async def test_every_token_is_handed_on_as_it_comes_when_asked_for() -> None:
     chunks, _ = await _ended([_delta([4]), _delta([5]), _delta([], "abort")], request(), _SINGLE)
     assert chunks.reported == [([4], 1, None), ([5], 1, None), ([], 1, FinishReason.ABORTED)]

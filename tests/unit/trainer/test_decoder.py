@@ -96,7 +96,7 @@ def test_logprobs_and_gradients_are_those_of_transformers_layers(
 def test_in_bfloat16_logprobs_are_those_of_transformers_layers_to_the_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Engines round in transformers' order too: what differs here differs from the engine.
+    # vLLM rounds in transformers' order too: what differs here differs from the engine.
     family, changes = MODELS[name]
     model = make_model(family, **changes)
     random_norms(model)

@@ -19,7 +19,12 @@ from services.trainer.learner.batch.micro_batch import (
     build_micro_batch,
     training_rows,
 )
-from services.trainer.learner.batch.train_batch import RoutingShape, check_routing
+from services.trainer.learner.batch.train_batch import (
+    BatchCut,
+    RoutingShape,
+    check_routing,
+    split_batch,
+)
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.attention import (
     PACKED_ATTENTION,
@@ -236,6 +241,7 @@ SHAPE = RoutingShape(LAYERS, EXPERTS, CHOSEN)
         (lambda one: one[..., :1], SHAPE, r"instead of \[tokens, layers, experts per token\]"),
         (lambda one: one.astype(np.uint16), SHAPE, "experts in uint16 for 8 experts in a layer"),
         (lambda one: one * 0 + 8, SHAPE, "expert 8 of 8"),
+        (lambda one: one * 0, SHAPE, "a token has an expert twice in a layer"),
         (lambda one: one, None, "experts for a model without any"),
     ],
 )
@@ -258,3 +264,14 @@ def test_experts_that_are_not_the_models_are_refused_by_sample(
 def test_samples_without_experts_are_as_they_were() -> None:
     check_routing(make_batch(2), None)
     assert packed(make_group(1)).routing is None
+
+
+@pytest.mark.parametrize("with_routing", [True, False])
+def test_only_passes_that_follow_experts_pack_them(with_routing: bool) -> None:
+    cut, cpu = BatchCut(2, None, 4), torch.device("cpu")
+    groups = routed(make_batch(2), EXPERTS).groups
+    (mini_batch,) = split_batch(
+        groups, cut, DataParallel(), step=1, device=cpu, with_routing=with_routing
+    )
+    assert mini_batch.micro_batches
+    assert all((one.routing is not None) is with_routing for one in mini_batch.micro_batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -14,20 +14,24 @@ import pytest
 from services.trainer.loop import reward_client
 from services.trainer.loop.reward_client import RewardClient
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from sluice.codec.reward import routing_messages, train_batch_to_proto
+from sluice.codec.reward import expert_messages, train_batch_to_proto
 from sluice.errors import PeerError
 from sluice.rpc.client import reward_stub
-from sluice.types import TrainBatch
+from sluice.types import TrainBatch, TrainGroup
 from tests.support.tiny_policy import make_batch, routed
 
 
 @dataclass
 class Service(reward_pb2_grpc.RewardServiceServicer):
-    """Leases one batch; the first `lost` leases are gone at once, and `left_out` experts."""
+    """Leases one batch; the first `lost` leases are gone at once.
+
+    `left_out` experts do not come, and `repeated` come twice.
+    """
 
     batch: TrainBatch
     lost: int = 0
     left_out: int = 0
+    repeated: int = 0
     num_taken: int = 0
 
     async def TakeBatch(self, request: Any, context: Any) -> Any:
@@ -40,7 +44,8 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
         assert request.batch_id == self.batch.batch_id
         if self.num_taken <= self.lost:
             await context.abort(grpc.StatusCode.NOT_FOUND, "not leased")
-        for message in list(routing_messages(self.batch))[self.left_out :]:
+        messages = list(expert_messages(self.batch))
+        for message in messages[self.left_out :] + messages[: self.repeated]:
             yield message
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
@@ -68,18 +73,28 @@ def no_tokens() -> int:
 
 @pytest.fixture
 def batch() -> TrainBatch:
-    return routed(make_batch(6), num_experts=300)
+    made = routed(make_batch(6), num_experts=300)
+    return replace(made, groups=tuple(_deeper(group) for group in made.groups))
+
+
+def _deeper(group: TrainGroup) -> TrainGroup:
+    """The group, with experts in 16 layers: they are most of a batch."""
+    rollouts = []
+    for one in group.rollouts:
+        assert one.routing is not None
+        rollouts.append(one.with_routing(one.routing.repeat(8, axis=1)))
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def sizes(batch: TrainBatch) -> Iterator[int]:
-    return (len(one.SerializeToString()) for one in routing_messages(batch))
+    return (len(one.SerializeToString()) for one in expert_messages(batch))
 
 
 async def test_experts_larger_than_a_message_together_arrive_with_their_samples(
     batch: TrainBatch,
 ) -> None:
     limit = 2 * max(sizes(batch)) + len(train_batch_to_proto(batch).SerializeToString())
-    assert sum(sizes(batch)) > limit / 2
+    assert sum(sizes(batch)) > limit
     async with client_of(Service(batch), limit) as client:
         found = await client.take_batch(1, 0, no_tokens)
     assert found.num_routed == batch.num_routed == 24
@@ -104,4 +119,10 @@ async def test_a_lease_that_was_lost_in_between_is_asked_for_again(
 async def test_a_batch_that_lacks_experts_is_not_trained_on(batch: TrainBatch) -> None:
     async with client_of(Service(batch, left_out=1)) as client:
         with pytest.raises(PeerError, match="experts of 23 of 24 samples came"):
+            await client.take_batch(1, 0, no_tokens)
+
+
+async def test_a_stream_of_more_experts_than_the_batch_has_is_refused(batch: TrainBatch) -> None:
+    async with client_of(Service(batch, repeated=1)) as client:
+        with pytest.raises(PeerError, match="more than 24 samples' experts came; the batch is"):
             await client.take_batch(1, 0, no_tokens)

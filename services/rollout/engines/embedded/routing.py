@@ -18,6 +18,8 @@ from services.rollout.engines.embedded.decoder import (
     Rows,
     TokenRow,
 )
+from services.rollout.engines.embedded.generic_decoder import RecomputeDecoder
+from sluice.errors import ConfigError
 from sluice.types import RoutedExperts, expert_dtype
 from sluice.vision.image_prompts import ImagePrompt
 
@@ -35,13 +37,19 @@ class RoutedDecoder:
         max_model_len: positions that a row may have.
 
     Raises:
-        ConfigError: from `expert_routers`.
+        ConfigError: from `expert_routers`; or the decoder computes whole rows at every step, where
+            a pass has the experts of more than its rows' new tokens.
     """
 
     def __init__(
         self, decoder: Decoder, model: PreTrainedModel, slots: int, max_model_len: int
     ) -> None:
         routers = expert_routers(model).values()
+        if isinstance(decoder, RecomputeDecoder):
+            raise ConfigError(
+                "actor_rollout_ref.actor.router_replay.mode=R3: the torch engine has no cache for "
+                f"this {model.config.model_type} model and keeps no experts; set it to disabled"
+            )
         config: Any = model.config.get_text_config(decoder=True)
         shape = (slots, max_model_len, len(routers), config.num_experts_per_tok)
         self._experts: RoutedExperts = np.zeros(shape, expert_dtype(config.num_experts))

@@ -359,10 +359,14 @@ class RequestRun(EngineRun):
     ) -> RoutedExperts | None:
         """Return the experts of a finished sample, if they are wanted and of exactly its tokens.
 
-        A vendor may lose some, such as those of a prompt that has left its caches.
+        A vendor may lose some, such as those of a prompt that has left its caches. Where weights
+        changed within the sample and the cache was computed again, vLLM reports the first passes'
+        experts, so samples of several versions have none.
         """
         found = delta.routing
         if found is None or not self.request.with_routing or reason is FinishReason.ABORTED:
+            return None
+        if len(set(sample.versions)) > 1:
             return None
         tokens = len(sample.versions)
         return found if tokens and len(found) == len(sample.prompt) + tokens - 1 else None

@@ -7,7 +7,7 @@ tables collect the results of all ranks' passes.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -139,6 +139,9 @@ def _wrong_experts(prompt_tokens: int, rollout: Rollout, shape: RoutingShape | N
         return f"experts in {found.dtype} for {shape.num_experts} experts in a layer"
     if (highest := int(found.max())) >= shape.num_experts:
         return f"expert {highest} of {shape.num_experts}"
+    ends = np.sort(found[[0, -1]], axis=-1)  # all tokens would take too long
+    if (ends[..., 1:] == ends[..., :-1]).any():
+        return "a token has an expert twice in a layer"
     return ""
 
 
@@ -203,17 +206,21 @@ def split_batch(
     device: torch.device,
     image_prompts: ImagePromptReader | None = None,
     skipped: Container[int] = (),
+    with_routing: bool = True,
 ) -> list[MiniBatch]:
     """Cut a train batch into mini-batches of groups, and this rank's rows into micro-batches.
 
     Seed and `step` determine the shuffle, so all ranks agree without communication. Mini-batches
     stay the same in all ``ppo_epochs`` passes. Images are decoded only for this rank's rows, once
-    per mini-batch. Rows of the batch in `skipped` are in no micro-batch.
+    per mini-batch. Rows of the batch in `skipped` are in no micro-batch. `with_routing` packs the
+    engine's experts too.
 
     Raises:
         ConfigError: the groups do not divide into mini-batches, or a group has images and
             `image_prompts` is missing.
     """
+    if not with_routing:
+        groups = [_without_routing(group) for group in groups]
     order = np.arange(len(groups))
     if cut.shuffle_seed is not None:
         order = np.random.default_rng([cut.shuffle_seed, step]).permutation(len(groups))
@@ -232,6 +239,10 @@ def split_batch(
         )
         for members in plan_minibatches(len(groups), cut.mini_batch_groups)
     ]
+
+
+def _without_routing(group: TrainGroup) -> TrainGroup:
+    return replace(group, rollouts=tuple(one.with_routing(None) for one in group.rollouts))
 
 
 def _mini_batch(

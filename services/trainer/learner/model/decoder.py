@@ -226,7 +226,7 @@ class FloatRmsNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [..., width] like `hidden`."""
-        # Engines round before they weigh (vLLM, SGLang), as transformers does.
+        # vLLM and transformers round before they weigh; SGLang weighs first by default.
         return rms_norm(hidden, self.weight.shape, eps=self.eps) * self.weight
 
 

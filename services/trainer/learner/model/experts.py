@@ -34,6 +34,7 @@ from services.trainer.learner.batch.micro_batch import PackedRouting
 from services.trainer.learner.sequence_share import all_to_all
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
+from sluice.types import expert_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 _BLOCKS = frozenset({"Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"})
 _TAPE = "sluice_routing"
-_MOST_BYTES = 256
 _GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # torch 2.9 has none
 
@@ -94,19 +94,19 @@ class RoutingTape:
         self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
         """Exchanges counts [ranks, ...] by receiver for those by sender; a plan has another."""
         self._num_experts = num_experts
-        self._given: Routing | None = None
+        self._next: Routing | None = None
         self._load: dict[int, Tensor] = {}
-        self._engine: PackedRouting | None = None
+        self._of_pass: PackedRouting | None = None
         """Of the pass, on its device."""
-        self._agreed: list[Tensor] = []
+        self._agreed: Tensor | None = None
 
     def follow(self, routing: Routing | None) -> None:
         """Give the next pass its routing; all ranks of the group must have choices, or none."""
-        self._given = routing
+        self._next = routing
 
     def begin(self) -> None:
         """Begin a pass."""
-        self.current, self._given, self._engine = self._given or Routing(), None, None
+        self.current, self._next, self._of_pass = self._next or Routing(), None, None
         self.current.rows.clear()
         if experts := self.current.experts:
             counts = torch.stack([self._counted(experts[layer]) for layer in range(len(experts))])
@@ -116,7 +116,7 @@ class RoutingTape:
         """Note what a layer has chosen, int64 [tokens, k], or the engine in its place."""
         experts = self._of_engine(layer, experts)
         # Kept for a whole batch where passes replay: bytes count.
-        small = torch.uint8 if self._num_experts <= _MOST_BYTES else torch.int16
+        small = torch.uint8 if expert_dtype(self._num_experts).itemsize == 1 else torch.int16
         self.current.experts[layer] = experts.to(small)
         counts = self._counted(experts)
         before = self._load.get(layer)
@@ -128,12 +128,13 @@ class RoutingTape:
         given = self.current.given
         if given is None:
             return chosen
-        if self._engine is None:  # all layers at once
+        if self._of_pass is None:  # all layers at once
             device = chosen.device
-            self._engine = PackedRouting(given.experts.to(device), given.known.to(device))
-        experts, known = self._engine.experts[layer].long(), self._engine.known[:, None]
+            self._of_pass = PackedRouting(given.experts.to(device), given.known.to(device))
+        experts, known = self._of_pass.experts[layer].long(), self._of_pass.known[:, None]
         same = (experts[:, :, None] == chosen[:, None, :]).any(-1)
-        self._agreed.append(torch.stack(((same & known).sum(), known.sum() * chosen.shape[1])))
+        agreed = torch.stack(((same & known).sum(), known.sum() * chosen.shape[1]))
+        self._agreed = agreed if self._agreed is None else self._agreed + agreed
         return torch.where(known, experts, chosen)
 
     def take_agreement(self, device: torch.device) -> Tensor:
@@ -141,9 +142,8 @@ class RoutingTape:
 
         Both since the last call, int64 [2].
         """
-        agreed, self._agreed = self._agreed, []
-        none = torch.zeros(2, dtype=torch.int64, device=device)
-        return torch.stack([none, *agreed]).sum(0)
+        agreed, self._agreed = self._agreed, None
+        return torch.zeros(2, dtype=torch.int64, device=device) if agreed is None else agreed
 
     def take_load(self, device: torch.device) -> Tensor:
         """Return rows by layer and expert since the last call, int64 [layers, experts].

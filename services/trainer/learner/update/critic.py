@@ -117,6 +117,7 @@ class Critic:
             self._parallel,
             step=step,
             device=self._device.torch_device,
+            with_routing=False,
         )
         # `update` runs over the same micro-batches, so old values stay in their order.
         self._passes.begin(sum(len(one.micro_batches) for one in self._mini_batches))

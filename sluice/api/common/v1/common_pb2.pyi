@@ -267,8 +267,9 @@ class RoutedExperts(google.protobuf.message.Message):
     BYTES_PER_EXPERT_FIELD_NUMBER: builtins.int
     experts: builtins.bytes
     """Numbers of experts, [tokens, layers, experts_per_token]. Tokens are those of the prompt, as the
-    model reads them, and of the response without its last, which no pass has read. Where a token
-    was computed again, as in a sample that another replica continues, the last pass counts.
+    model reads them, and of the response without its last, which no pass has read. Where
+    another replica continued the sample, its passes count. Where one replica computed a token
+    again, the engine determines the pass: the last (torch), or the first (vLLM).
     """
     layers: builtins.int
     """Layers with experts, in the model's order, 1 to 1024."""
