@@ -154,7 +154,8 @@ def check(
     )
     memory, found = None, list(report.problems)
     if model is not None and report.engine is not None:
-        memory = checked_memory(run, model, report.engine)
+        on_devices = run if examined is None else replace(run, config=examined.config)
+        memory = checked_memory(on_devices, model, report.engine)
         found += _too_large(memory, device_memory, model, file, overrides)
     report = with_preflight(replace(report, problems=tuple(found)), run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)

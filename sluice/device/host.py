@@ -10,6 +10,8 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, MutableMapping
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from sluice.config.run import RunConfig
@@ -33,6 +35,7 @@ CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _log = logging.getLogger(__name__)
 _DEVICE_FOLDER = Path("/dev")
 _GPU_FILE = re.compile(r"nvidia\d+")
+_GPU_NAME = re.compile(r"\d+$|GPU-|MIG-")
 _NPU_FILE = re.compile(r"v?davinci(\d+)")  # a share of one begins with "v"
 _DISTRIBUTIONS = ("torch-npu", "torch_npu")
 
@@ -148,18 +151,21 @@ def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) 
     """Return the GPUs that a process started from here may use, by CUDA's numbers or by name.
 
     CUDA numbers visible GPUs from 0, whatever the driver calls the files: a container with the
-    host's third GPU alone has a file nvidia2 and a GPU 0.
+    host's third GPU alone has a file nvidia2 and a GPU 0. For CUDA a list of visible ones ends
+    where it names no GPU, as at -1.
 
     Args:
         devices: where the driver puts one file for each.
     """
     visible = environment.get(CUDA_VISIBLE_VARIABLE)
     if visible is not None:
-        return tuple(one.strip() for one in visible.split(",") if one.strip())
+        named = [one.strip() for one in visible.split(",") if one.strip()]
+        return tuple(takewhile(_GPU_NAME.match, named))
     files = [file for file in devices.glob("nvidia*") if _GPU_FILE.fullmatch(file.name)]
     return tuple(str(number) for number in range(len(files)))
 
 
+@cache
 def gpu_gib() -> float | None:
     """Return the memory of the smallest GPU of the host, GiB; ``None``: no driver reports it."""
     asked = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")

@@ -43,18 +43,21 @@ class FoundDevices:
     Args:
         kind: ``GPU`` or ``NPU``.
         count: how many there are.
+        gib: memory of each where it is known, GiB.
     """
 
     kind: str
     count: int
+    gib: float | None = None
 
     def each(self) -> DeviceKind:
-        """Return one of them, by its memory."""
-        gib = host.gpu_gib() if self.kind == "GPU" else None
-        return device_kind(f"{gib or _USUAL_GIB[self.kind]:.1f}GB")
+        """Return one of them; of unknown memory, of the usual one."""
+        return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
 
-
-_ONE_GPU = FoundDevices("GPU", 1)
+    @property
+    def is_one_gpu(self) -> bool:
+        """Return whether trainer and replica can only share."""
+        return (self.kind, self.count) == ("GPU", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices |
         ("GPU", gpu_share(config, given)),
     ):
         if share.trainer_ranks and share.devices_per_replica:
-            return FoundDevices(kind, len(share.numbers))
+            gib = host.gpu_gib() if kind == "GPU" and share.numbers else None
+            return FoundDevices(kind, len(share.numbers), gib)
     return None
 
 
@@ -109,14 +113,13 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
     """Plan a launch on devices."""
     shape = _shape(config)
     if is_colocated(config, settings):
-        each = devices.each()
         try:
-            split = device_split(config, settings, shape, each)
+            split = device_split(config, settings, shape, devices.each())
         except ConfigError as error:
             return DevicePlan(config, lack=str(error))
         how = f"{PLACEMENT_KEY}={config.sluice.placement}"
         if config.sluice.placement == "auto":
-            how += f", {_grounds(shape, each)}"
+            how += f", {_grounds(shape, devices)}"
         config = changed(config, split.overrides)
     elif (shared := _shared(config, devices)) is not None:
         return shared
@@ -139,8 +142,9 @@ def _shared(config: RunConfig, devices: FoundDevices) -> DevicePlan | None:
     take more. NCCL accepts a GPU for one rank of a group only.
     """
     backend, replicas = config.sluice.weights.backend, config.sluice.rollout.replicas
+    fewer = f" instead of {replicas}" if backend is None and replicas > 1 else ""
     takes = (world_size(config), replica_devices(config), min(replicas, 1))
-    if devices != _ONE_GPU or takes != (1, 1, 1) or backend not in (None, "gloo"):
+    if not devices.is_one_gpu or takes != (1, 1, 1) or backend not in (None, "gloo"):
         return None
     rollout = config.actor_rollout_ref.rollout
     if backend is None:  # else a user, or a start before this one, has set all three
@@ -150,6 +154,7 @@ def _shared(config: RunConfig, devices: FoundDevices) -> DevicePlan | None:
             config,
             (
                 "sluice.rollout.replicas=1",
+                "sluice.trainer.min_replicas=1",
                 f"{_BACKEND_KEY}=gloo",
                 f"{_UTILIZATION_KEY}={utilization}",
             ),
@@ -157,7 +162,8 @@ def _shared(config: RunConfig, devices: FoundDevices) -> DevicePlan | None:
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     memory = "" if rollout.name == "torch" else f", {share:.0%} of its memory for the engine"
     line = (
-        f"devices: the trainer and {replicas} replica{'' if replicas == 1 else 's'} share one GPU "
+        f"devices: the trainer and {replicas} replica{'' if replicas == 1 else 's'}{fewer} share "
+        "one GPU "
         f"({_BACKEND_KEY}=gloo{memory})"
     )
     return DevicePlan(config, line, is_shared=True)
@@ -176,7 +182,7 @@ def _remedy(
         split = auto_split(changed(config, pool), shape, devices.each())
     except ConfigError:
         each = replica_devices(config)
-        if devices == _ONE_GPU and each == 1:
+        if devices.is_one_gpu and each == 1:
             one = ("trainer.n_gpus_per_node=1",)
             return one, f"set {one[0]}, with which trainer and replica share the GPU"
         least = 1 if devices.kind == "GPU" and each == 1 else each + 1
@@ -184,10 +190,11 @@ def _remedy(
     return split.overrides, f"{devices.count} would do with {' '.join(split.overrides)}"
 
 
-def _grounds(shape: ModelShape | None, each: DeviceKind) -> str:
+def _grounds(shape: ModelShape | None, devices: FoundDevices) -> str:
     if shape is None:
         return "half each: the model's shape is not known"
-    return f"fastest by estimate for devices of {each.gib:g} GiB"
+    assumed = "" if devices.gib else ", which is assumed"
+    return f"fastest by estimate for devices of {devices.each().gib:g} GiB{assumed}"
 
 
 def _shape(config: RunConfig) -> ModelShape | None:

@@ -18,7 +18,7 @@ from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.model.loading import LoadedModel, build_policy
-from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
+from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
@@ -83,7 +83,7 @@ class _Rank:
         gradients = None
         if self._shards is not None:
             gradients = ShardedGradients(list(trained.values()), parallel)
-        self._optimizer = PolicyOptimizer(trained, actor.optim, _STEPS, gradients)
+        self._optimizer = ModelOptimizer(trained, actor.optim, _STEPS, gradients)
         # The norm is a value, which fake tensors do not have.
         self._optimizer.gradients.norm = lambda: 0.0  # type: ignore[method-assign]
         self._entropy = EntropyUse.BONUS if actor.entropy_coeff else EntropyUse.METRIC

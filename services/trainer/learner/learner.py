@@ -24,7 +24,7 @@ from services.trainer.learner.model.trained_model import (
     CRITIC_SHARDING,
     PolicyState,
     TrainedModel,
-    load_policy_state,
+    load_model_state,
     trained_model,
 )
 from services.trainer.learner.places import is_held, local_part
@@ -303,7 +303,7 @@ class Learner:
         self._reshard()
         # The policy comes last: both restore the random state, and its state is the one to keep.
         sums = [
-            load_policy_state(folder, trained)
+            load_model_state(folder, trained)
             for trained, folder in reversed(self._holdings(directory))
         ]
         self._load_kl_control(directory / KL_CONTROL_FILE)

@@ -61,10 +61,11 @@ def sizes(config: RunConfig) -> tuple[int, int]:
     return world_size(config), config.sluice.rollout.replicas
 
 
-def test_a_run_on_cpus_stays_as_it_is() -> None:
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_a_run_on_cpus_stays_as_it_is(visible: str) -> None:
     for overrides in ((), (POOL,), (POOL, 'sluice.placement="trainer:6,rollout:2"')):
         run = read_run(None, overrides)
-        plan = planned_run(run, 0)
+        plan = local_devices(run.config, run.keys, {GPUS: visible})
         assert plan.config is run.config
         assert (plan.line, plan.lack, plan.remedy) == ("", "", ())
 
@@ -155,7 +156,7 @@ def test_a_known_shape_gives_the_split_of_the_plan_command(tmp_path: Path) -> No
         for path in (folder, "Qwen/Qwen3-8B")
     ]
     assert sizes(found[0].config) == sizes(found[1].config) != (4, 4)
-    assert "fastest by estimate for devices of 80 GiB" in found[0].line
+    assert "fastest by estimate for devices of 80 GiB, which is assumed" in found[0].line
 
 
 @pytest.mark.parametrize(
@@ -206,17 +207,18 @@ def test_a_pool_that_cannot_be_divided_is_an_error_with_the_least_number() -> No
 
 @pytest.mark.parametrize("given", [0.3, 0.8])
 def test_one_gpu_is_shared_with_a_share_of_its_memory_for_the_engine(given: float) -> None:
-    plan = planned(
-        1, VLLM, "sluice.rollout.replicas=3", f"{ROLLOUT}.gpu_memory_utilization={given}"
-    )
+    replicas = ("sluice.rollout.replicas=3", "sluice.trainer.min_replicas=2")
+    plan = planned(1, VLLM, *replicas, f"{ROLLOUT}.gpu_memory_utilization={given}")
     rollout = plan.config.actor_rollout_ref.rollout
     assert plan.is_shared
     assert sizes(plan.config) == (1, 1)
+    assert plan.config.sluice.trainer.min_replicas == 1
     assert plan.config.sluice.weights.backend == "gloo"
     assert rollout.gpu_memory_utilization == min(given, 0.5)
     share = f"{min(given, 0.5):.0%} of its memory for the engine"
     assert plan.line == (
-        f"devices: the trainer and 1 replica share one GPU (sluice.weights.backend=gloo, {share})"
+        "devices: the trainer and 1 replica instead of 3 share one GPU "
+        f"(sluice.weights.backend=gloo, {share})"
     )
 
 
@@ -276,10 +278,14 @@ def test_the_smallest_gpu_s_memory_is_the_driver_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    gpu_gib.cache_clear()
     assert gpu_gib() is None
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho 81920\necho 24576\n", encoding="ascii")
     driver.chmod(0o755)
+    gpu_gib.cache_clear()
     assert gpu_gib() == 24
+    gpu_gib.cache_clear()
     driver.write_text("#!/bin/sh\necho no driver; exit 9\n", encoding="ascii")
+    gpu_gib.cache_clear()
     assert gpu_gib() is None

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import load_policy
-from services.trainer.learner.model.optimizer import PolicyOptimizer
+from services.trainer.learner.model.optimizer import ModelOptimizer
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.reference import ReferencePolicy
 from sluice.config.loading.loader import load_config
@@ -143,7 +143,7 @@ OPTIM = "actor_rollout_ref.actor.optim"
 def rates(*overrides: str, steps: int = 9, total: int = 8) -> list[float]:
     config = load_config(None, [f"{OPTIM}.lr=1.0", *(f"{OPTIM}.{one}" for one in overrides)])
     weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = PolicyOptimizer({"w": weight}, config.actor_rollout_ref.actor.optim, total)
+    optimizer = ModelOptimizer({"w": weight}, config.actor_rollout_ref.actor.optim, total)
     return [optimizer.begin_batch(step) for step in range(steps)]
 
 

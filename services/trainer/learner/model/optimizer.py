@@ -123,7 +123,7 @@ class ShardedGradients:
 Gradients: TypeAlias = FlatGradients | ShardedGradients
 
 
-class PolicyOptimizer:
+class ModelOptimizer:
     """AdamW, stepped once per mini-batch.
 
     Args:

@@ -35,7 +35,7 @@ from services.trainer.learner.model.lora import (
     load_adapters,
     save_adapters,
 )
-from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
+from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.model.sharding import (
     Shards,
     assign,
@@ -123,7 +123,7 @@ class TrainedModel:
 
     model: PreTrainedModel
     parameters: Mapping[str, nn.Parameter]
-    optimizer: PolicyOptimizer
+    optimizer: ModelOptimizer
     shards: Shards | None
     initial_sum: float
     places: Directory
@@ -219,7 +219,7 @@ class PolicyState:
                 )
 
 
-def load_policy_state(directory: Path, trained: TrainedModel) -> float:
+def load_model_state(directory: Path, trained: TrainedModel) -> float:
     """Replace weights, optimizer state and random state in place; in shards this rank's part.
 
     Args:
@@ -387,7 +387,7 @@ def trained_model(
     if shards is not None:
         gradients = ShardedGradients(list(trained.values()), parallel)
     share = sharding.optimizer_offload_fraction if sharding.optimizer_offload else 0.0
-    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients, host_share=share)
+    optimizer = ModelOptimizer(trained, optim, total_steps, gradients, host_share=share)
     places = exchange_places(parameters, parallel)
     return TrainedModel(model, parameters, optimizer, shards, total, places)
 
