@@ -10,6 +10,8 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping, MutableMapping
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from sluice.config.run import RunConfig
@@ -147,7 +149,7 @@ def _version(distribution: str) -> str | None:
 def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> tuple[str, ...]:
     """Return the GPUs that a process started from here may use, by CUDA's numbers or by name.
 
-    CUDA numbers visible GPUs from 0, whatever the driver calls the files: a container with the
+    CUDA ends its list at the first negative number, and numbers visible GPUs from 0, whatever the driver calls the files: a container with the
     host's third GPU alone has a file nvidia2 and a GPU 0.
 
     Args:
@@ -155,11 +157,21 @@ def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) 
     """
     visible = environment.get(CUDA_VISIBLE_VARIABLE)
     if visible is not None:
-        return tuple(one.strip() for one in visible.split(",") if one.strip())
+        names = [one.strip() for one in visible.split(",")]
+        return tuple(filter(None, takewhile(lambda one: not one.startswith("-"), names)))
     files = [file for file in devices.glob("nvidia*") if _GPU_FILE.fullmatch(file.name)]
     return tuple(str(number) for number in range(len(files)))
 
 
+def is_cpu_torch() -> bool:
+    """Return whether torch is built for CPUs alone. Imports nothing."""
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@cache
 def gpu_gib() -> float | None:
     """Return the memory of the smallest GPU of the host, GiB; ``None``: no driver reports it."""
     asked = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")

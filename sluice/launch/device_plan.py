@@ -83,6 +83,8 @@ def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices |
         ("NPU", device_share(config, given)),
         ("GPU", gpu_share(config, given)),
     ):
+        if kind == "GPU" and host.is_cpu_torch():
+            continue  # processes fall back to the CPU
         if share.trainer_ranks and share.devices_per_replica:
             return FoundDevices(kind, len(share.numbers))
     return None

@@ -36,6 +36,7 @@ POOL = "trainer.n_gpus_per_node=8"
 
 @pytest.fixture(autouse=True)
 def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.device.host.is_cpu_torch", lambda: False)
     for name in (GPUS, NPUS):
         monkeypatch.setenv(name, "")
 
@@ -67,6 +68,27 @@ def test_a_run_on_cpus_stays_as_it_is() -> None:
         plan = planned_run(run, 0)
         assert plan.config is run.config
         assert (plan.line, plan.lack, plan.remedy) == ("", "", ())
+
+
+@pytest.mark.parametrize(
+    ("visible", "is_cpu_torch", "overrides"),
+    [
+        ("-1", False, ()),
+        ("-1,0", False, (POOL,)),
+        ("0", False, ("trainer.device=cpu", "sluice.rollout.device=cpu")),
+        ("0", False, ("trainer.device=cpu",)),
+        ("0", True, ()),
+        ("0,1", True, (POOL,)),
+    ],
+)
+def test_no_key_changes_where_processes_compute_on_cpus(
+    visible: str, is_cpu_torch: bool, overrides: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.device.host.is_cpu_torch", lambda: is_cpu_torch)
+    run = read_run(None, overrides)
+    plan = local_devices(run.config, run.keys, {GPUS: visible, NPUS: ""})
+    assert plan.config is run.config
+    assert (plan.line, plan.lack) == ("", "")
 
 
 @pytest.mark.parametrize("name", [name for name, row in DEVICES.items() if row["devices"] <= 16])
@@ -276,10 +298,14 @@ def test_the_smallest_gpu_s_memory_is_the_driver_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    gpu_gib.cache_clear()
     assert gpu_gib() is None
+    gpu_gib.cache_clear()
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho 81920\necho 24576\n", encoding="ascii")
     driver.chmod(0o755)
     assert gpu_gib() == 24
+    gpu_gib.cache_clear()
     driver.write_text("#!/bin/sh\necho no driver; exit 9\n", encoding="ascii")
     assert gpu_gib() is None
+    gpu_gib.cache_clear()
