@@ -24,6 +24,7 @@ from sluice.cli.arguments import (
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.check import CheckReport, check_report
+from sluice.config.device_split import named_split
 from sluice.config.explain import explain_key, keys_of_section
 from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import ReadRun, read_run
@@ -154,7 +155,11 @@ def check(
     )
     memory, found = None, list(report.problems)
     if model is not None and report.engine is not None:
-        memory = checked_memory(run, model, report.engine)
+        config = run.config
+        if examined is not None and examined.devices.line:
+            config = examined.config  # the start divides the devices so
+            overrides = [*overrides, *named_split(config).overrides]
+        memory = checked_memory(replace(run, config=config), model, report.engine)
         found += _too_large(memory, device_memory, model, file, overrides)
     report = with_preflight(replace(report, problems=tuple(found)), run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)

@@ -120,7 +120,7 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
         if config.sluice.placement == "auto":
             how += f", {_grounds(shape, each)}"
         config = changed(config, split.overrides)
-    elif (shared := _shared(config, devices)) is not None:
+    elif (shared := _shared(config, settings, devices)) is not None:
         return shared
     else:
         split, how = named_split(config), "as its keys name them"
@@ -136,7 +136,9 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
     return DevicePlan(config, line, f"{takes}; {advice}", remedy)
 
 
-def _shared(config: RunConfig, devices: FoundDevices) -> DevicePlan | None:
+def _shared(
+    config: RunConfig, settings: KeySettings, devices: FoundDevices
+) -> DevicePlan | None:
     """Return the plan of a trainer and a replica on the only GPU; ``None``: they have more, or
     take more. NCCL accepts a GPU for one rank of a group only.
     """
@@ -145,22 +147,27 @@ def _shared(config: RunConfig, devices: FoundDevices) -> DevicePlan | None:
     if devices != _ONE_GPU or takes != (1, 1, 1) or backend not in (None, "gloo"):
         return None
     rollout = config.actor_rollout_ref.rollout
-    if backend is None:  # else a user, or a start before this one, has set all three
+    given, asked = rollout.gpu_memory_utilization, replicas
+    if backend is None:  # else a user, or a start before this one, has set all of them
         replicas = 1
-        utilization = min(rollout.gpu_memory_utilization, _SHARED_UTILIZATION)
+        utilization = min(given, _SHARED_UTILIZATION)
         config = changed(
             config,
             (
                 "sluice.rollout.replicas=1",
                 f"{_BACKEND_KEY}=gloo",
+                "sluice.trainer.min_replicas=1",
                 f"{_UTILIZATION_KEY}={utilization}",
             ),
         )
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     memory = "" if rollout.name == "torch" else f", {share:.0%} of its memory for the engine"
+    if memory and share < given and settings.is_set(_UTILIZATION_KEY):
+        memory += f" instead of {given:.0%}"
+    lowered = f", replicas {asked} -> {replicas}" if asked != replicas else ""
     line = (
         f"devices: the trainer and {replicas} replica{'' if replicas == 1 else 's'} share one GPU "
-        f"({_BACKEND_KEY}=gloo{memory})"
+        f"({_BACKEND_KEY}=gloo{memory}{lowered})"
     )
     return DevicePlan(config, line, is_shared=True)
 

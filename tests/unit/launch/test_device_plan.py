@@ -229,16 +229,23 @@ def test_a_pool_that_cannot_be_divided_is_an_error_with_the_least_number() -> No
 @pytest.mark.parametrize("given", [0.3, 0.8])
 def test_one_gpu_is_shared_with_a_share_of_its_memory_for_the_engine(given: float) -> None:
     plan = planned(
-        1, VLLM, "sluice.rollout.replicas=3", f"{ROLLOUT}.gpu_memory_utilization={given}"
+        1,
+        VLLM,
+        "sluice.rollout.replicas=3",
+        "sluice.trainer.min_replicas=2",
+        f"{ROLLOUT}.gpu_memory_utilization={given}",
     )
+    assert plan.config.sluice.trainer.min_replicas == 1
     rollout = plan.config.actor_rollout_ref.rollout
     assert plan.is_shared
     assert sizes(plan.config) == (1, 1)
     assert plan.config.sluice.weights.backend == "gloo"
     assert rollout.gpu_memory_utilization == min(given, 0.5)
     share = f"{min(given, 0.5):.0%} of its memory for the engine"
+    lowered = " instead of 80%" if given > 0.5 else ""
     assert plan.line == (
-        f"devices: the trainer and 1 replica share one GPU (sluice.weights.backend=gloo, {share})"
+        "devices: the trainer and 1 replica share one GPU "
+        f"(sluice.weights.backend=gloo, {share}{lowered}, replicas 3 -> 1)"
     )
 
 
