@@ -156,7 +156,7 @@ def check(
     memory, found = None, list(report.problems)
     if model is not None and report.engine is not None:
         config = run.config
-        if examined is not None and examined.devices.line:
+        if examined is not None and examined.config is not run.config:
             config = examined.config  # the start divides the devices so
             overrides = [*overrides, *named_split(config).overrides]
         memory = checked_memory(replace(run, config=config), model, report.engine)

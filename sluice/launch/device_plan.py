@@ -33,6 +33,10 @@ _SHARED_UTILIZATION = 0.5
 """Most of a shared GPU's memory that the engine takes."""
 _USUAL_GIB = {"GPU": 80.0, "NPU": 64.0}
 """Memory of a device where no driver reports it."""
+_SEVERAL_HOSTS = (
+    "devices: one pool on several hosts is not divided at the start; divide it by sluice plan, "
+    "and write its keys"
+)
 _VISIBLE = {"GPU": host.CUDA_VISIBLE_VARIABLE, "NPU": VISIBLE_VARIABLE}
 
 
@@ -43,15 +47,21 @@ class FoundDevices:
     Args:
         kind: ``GPU`` or ``NPU``.
         count: how many there are.
+        are_elsewhere: they are a cluster's, which may grow; this host's driver does not know them.
     """
 
     kind: str
     count: int
+    are_elsewhere: bool = False
+
+    @property
+    def gib(self) -> float | None:
+        """Memory of each, GiB; ``None``: no driver reports it."""
+        return host.gpu_gib() if self.kind == "GPU" and not self.are_elsewhere else None
 
     def each(self) -> DeviceKind:
         """Return one of them, by its memory."""
-        gib = host.gpu_gib() if self.kind == "GPU" else None
-        return device_kind(f"{gib or _USUAL_GIB[self.kind]:.1f}GB")
+        return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
 
 
 _ONE_GPU = FoundDevices("GPU", 1)
@@ -99,8 +109,11 @@ def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, 
         given: variables of the launcher.
     """
     devices = found_devices(config, given)
-    if devices is None or config.trainer.nnodes > 1:  # a trainer on several hosts starts elsewhere
+    if devices is None:
         return DevicePlan(config)
+    if config.trainer.nnodes > 1:  # a trainer on several hosts starts elsewhere
+        is_pool = is_colocated(config, settings)
+        return DevicePlan(config, line=_SEVERAL_HOSTS if is_pool else "")
     plan = device_plan(config, settings, devices)
     if not (plan.lack and plan.line):
         return plan
@@ -115,10 +128,11 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
         try:
             split = device_split(config, settings, shape, each)
         except ConfigError as error:
-            return DevicePlan(config, lack=str(error))
+            return _beside(config, devices, str(error))
         how = f"{PLACEMENT_KEY}={config.sluice.placement}"
         if config.sluice.placement == "auto":
             how += f", {_grounds(shape, each)}"
+            how += " assumed" if shape is not None and devices.gib is None else ""
         config = changed(config, split.overrides)
     elif (shared := _shared(config, settings, devices)) is not None:
         return shared
@@ -136,6 +150,16 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
     return DevicePlan(config, line, f"{takes}; {advice}", remedy)
 
 
+def _beside(config: RunConfig, devices: FoundDevices, error: str) -> DevicePlan:
+    """Return a launch that cannot be divided, with replicas beside its pool if there is room."""
+    replicas = (devices.count - world_size(config)) // replica_devices(config)
+    if replicas < 1:
+        return DevicePlan(config, lack=error)
+    remedy = f"sluice.rollout.replicas={replicas}"
+    lack = f"{error}, or set {remedy}, whose devices are beside the trainer's"
+    return DevicePlan(config, lack=lack, remedy=(remedy,))
+
+
 def _shared(
     config: RunConfig, settings: KeySettings, devices: FoundDevices
 ) -> DevicePlan | None:
@@ -144,8 +168,11 @@ def _shared(
     """
     backend, replicas = config.sluice.weights.backend, config.sluice.rollout.replicas
     takes = (world_size(config), replica_devices(config), min(replicas, 1))
-    if devices != _ONE_GPU or takes != (1, 1, 1) or backend not in (None, "gloo"):
+    one = replace(devices, are_elsewhere=False) == _ONE_GPU
+    if not one or takes != (1, 1, 1) or backend not in (None, "gloo"):
         return None
+    if backend is None and devices.are_elsewhere:
+        return None  # the cluster may grow
     rollout = config.actor_rollout_ref.rollout
     given, asked = rollout.gpu_memory_utilization, replicas
     if backend is None:  # else a user, or a start before this one, has set all of them
@@ -188,7 +215,8 @@ def _remedy(
         if devices == _ONE_GPU and each == 1:
             one = ("trainer.n_gpus_per_node=1",)
             return one, f"set {one[0]}, with which trainer and replica share the GPU"
-        least = 1 if devices.kind == "GPU" and each == 1 else each + 1
+        may_share = devices.kind == "GPU" and not devices.are_elsewhere and each == 1
+        least = 1 if may_share else each + 1
         return (), f"a trainer and a replica of {each} take at least {least}"
     return split.overrides, f"{devices.count} would do with {' '.join(split.overrides)}"
 

@@ -131,14 +131,16 @@ def is_small(config: RunConfig, shape: ModelShape) -> bool:
     return guessed_memory(shape, training_layout(config)).peak < SMALL_BYTES
 
 
-def written_trainer(config: RunConfig, model: PlannedModel) -> TrainerPool:
+def written_trainer(
+    config: RunConfig, model: PlannedModel, *, timeout_s: float = DEADLINE_S
+) -> TrainerPool:
     """Count the trainer of a configuration as it is written. Takes seconds, to load torch.
 
     Raises:
         ConfigError: sizes do not divide, or the trainer's code does not run here.
     """
     trainer_layout(config, world_size(config))
-    return _counted(config, model, _ANY_DEVICE)
+    return _counted(config, model, _ANY_DEVICE, timeout_s)
 
 
 def written_change(
@@ -218,7 +220,9 @@ class _Launch:
         return _counted(config, self.model, self.device)
 
 
-def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> TrainerPool:
+def _counted(
+    config: RunConfig, model: PlannedModel, device: DeviceKind, timeout_s: float = DEADLINE_S
+) -> TrainerPool:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -232,7 +236,7 @@ def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> Trai
         DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), counts),
         list[PassBytes],
         what="the dry run of the trainer",
-        timeout_s=DEADLINE_S,
+        timeout_s=timeout_s,
         remedy="run it while the machine is idle",
     )
     whole = found[0]

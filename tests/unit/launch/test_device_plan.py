@@ -177,7 +177,22 @@ def test_a_known_shape_gives_the_split_of_the_plan_command(tmp_path: Path) -> No
         for path in (folder, "Qwen/Qwen3-8B")
     ]
     assert sizes(found[0].config) == sizes(found[1].config) != (4, 4)
-    assert "fastest by estimate for devices of 80 GiB" in found[0].line
+    assert "fastest by estimate for devices of 80 GiB assumed" in found[0].line
+
+
+def test_a_cluster_of_one_gpu_that_may_grow_is_not_shared_by_default() -> None:
+    run = read_run(None, [])
+    config, extra = on_devices(run.config, RayOptions(keys=run.keys), {"CPU": 8.0, "GPU": 1.0})
+    assert config is run.config
+    assert extra == RayOptions().extra
+
+
+def test_the_memory_of_a_cluster_s_devices_is_not_the_driver_host_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.device.host.gpu_gib", lambda: 24.0)
+    assert FoundDevices("GPU", 8).gib == 24
+    assert FoundDevices("GPU", 8, are_elsewhere=True).gib is None
 
 
 @pytest.mark.parametrize(
@@ -226,6 +241,24 @@ def test_a_pool_that_cannot_be_divided_is_an_error_with_the_least_number() -> No
     assert not plan.line
 
 
+def test_a_pool_that_the_trainer_needs_whole_may_have_replicas_beside_it() -> None:
+    pool = ("trainer.n_gpus_per_node=2", VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2")
+    plan = planned(8, *pool)
+    assert "or set sluice.rollout.replicas=3" in plan.lack
+    assert plan.remedy == ("sluice.rollout.replicas=3",)
+    beside = planned(8, *pool, *plan.remedy)
+    assert not beside.lack
+    assert sizes(beside.config) == (2, 3)
+
+
+def test_a_pool_on_several_hosts_is_to_be_divided_by_plan() -> None:
+    run = read_run(None, [POOL, "trainer.nnodes=2"])
+    plan = planned_run(run, 8)
+    assert plan.config is run.config
+    assert "divide it by sluice plan, and write its keys" in plan.line
+    assert not planned(8, POOL, "trainer.nnodes=2", "sluice.rollout.replicas=2").line
+
+
 @pytest.mark.parametrize("given", [0.3, 0.8])
 def test_one_gpu_is_shared_with_a_share_of_its_memory_for_the_engine(given: float) -> None:
     plan = planned(
@@ -263,7 +296,7 @@ def test_one_npu_is_not_shared() -> None:
 
 
 def test_a_shared_gpu_of_a_cluster_is_taken_by_halves() -> None:
-    run, total = read_run(None, []), {"CPU": 8.0, "GPU": 1.0}
+    run, total = read_run(None, ["sluice.weights.backend=gloo"]), {"CPU": 8.0, "GPU": 1.0}
     config, extra = on_devices(run.config, RayOptions(keys=run.keys), total)
     assert config.sluice.weights.backend == "gloo"
     bundles_on_nodes(plans(config, total, extra), [{"CPU": 8.0, "GPU": 1.0}])
