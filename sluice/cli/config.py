@@ -38,8 +38,10 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
 from sluice.doctor.finding import Examined, examined_of
+from sluice.doctor.machine import check_gpus
 from sluice.doctor.preflight import preflight
 from sluice.errors import ConfigError
+from sluice.launch.device_plan import found_devices
 from sluice.plan.launch_plan import (
     SMALL_BYTES,
     PlannedModel,
@@ -249,7 +251,13 @@ def with_preflight(report: CheckReport, run: ReadRun, examined: Examined | None)
     found: list[Problem] = []
     if examined is not None:
         broken = [one for one in broken if not is_elsewhere(one)]
-        found = preflight(examined, lambda check: check.examine is not check_configuration)
+        devices = found_devices(run.config, examined.environment)
+        skipped = [check_configuration]
+        if devices is not None and not devices.count:  # the run starts on another host
+            skipped.append(check_gpus)
+            text = f"this host has no {devices.kind}: devices are checked where the run starts"
+            found.append(Problem("", UNSET, text, severity=Severity.NOTE))
+        found += preflight(examined, lambda check: check.examine not in skipped)
         if line := examined.devices.line:
             found.append(Problem("", UNSET, line, severity=Severity.NOTE))
     notes = [one for one in found if one.severity is Severity.NOTE]

@@ -160,9 +160,7 @@ def _beside(config: RunConfig, devices: FoundDevices, error: str) -> DevicePlan:
     return DevicePlan(config, lack=lack, remedy=(remedy,))
 
 
-def _shared(
-    config: RunConfig, settings: KeySettings, devices: FoundDevices
-) -> DevicePlan | None:
+def _shared(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> DevicePlan | None:
     """Return the plan of a trainer and a replica on the only GPU; ``None``: they have more, or
     take more. NCCL accepts a GPU for one rank of a group only.
     """

@@ -231,7 +231,7 @@ def test_a_rank_on_the_cpu_holds_what_its_own_code_counts(
     assert large.at_least - small.at_least == pytest.approx(16 * GIB, rel=0.01)
     assert large.at_most - small.at_most == pytest.approx(20 * GIB, rel=0.01)
 
-    def fails(*_: object) -> TrainerPool:
+    def fails(*_: object, **__: object) -> TrainerPool:
         raise ConfigError("no torch")
 
     monkeypatch.setattr(machine, "written_trainer", fails)

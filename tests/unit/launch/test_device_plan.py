@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sluice.cli.config import with_preflight
 from sluice.cli.run.checked import checked_config
 from sluice.cli.run.quickstart import with_fitting
+from sluice.config.check import check_report
 from sluice.config.derived import replica_devices, world_size
 from sluice.config.loading.loader import ReadRun, load_config, read_run
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.memory.published import published_model
 from sluice.config.run import RunConfig
 from sluice.device.host import gpu_gib
+from sluice.doctor.finding import examined_of
 from sluice.doctor.machine import check_gpus
 from sluice.launch.cluster.placement import PlacementPlan, plans
 from sluice.launch.cluster.ray_run import RayOptions, on_devices
@@ -349,3 +352,11 @@ def test_the_smallest_gpu_s_memory_is_the_driver_s(
     driver.write_text("#!/bin/sh\necho no driver; exit 9\n", encoding="ascii")
     assert gpu_gib() is None
     gpu_gib.cache_clear()
+
+
+def test_a_check_where_no_gpu_is_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPUS, "")
+    run = read_run(None, ["trainer.device=cuda", "sluice.rollout.device=cuda"])
+    report = with_preflight(check_report(run.config, run.settings), run, examined_of(run))
+    assert any("this host has no GPU" in note.text for note in report.notes)
+    assert not any("no device of its own" in one.text for one in report.problems)
