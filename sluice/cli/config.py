@@ -24,6 +24,7 @@ from sluice.cli.arguments import (
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.check import CheckReport, check_report
+from sluice.config.device_split import named_split
 from sluice.config.explain import explain_key, keys_of_section
 from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import ReadRun, read_run
@@ -37,8 +38,10 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
 from sluice.doctor.finding import Examined, examined_of
+from sluice.doctor.machine import check_gpus
 from sluice.doctor.preflight import preflight
 from sluice.errors import ConfigError
+from sluice.launch.device_plan import found_devices
 from sluice.plan.launch_plan import (
     SMALL_BYTES,
     PlannedModel,
@@ -154,8 +157,11 @@ def check(
     )
     memory, found = None, list(report.problems)
     if model is not None and report.engine is not None:
-        on_devices = run if examined is None else replace(run, config=examined.config)
-        memory = checked_memory(on_devices, model, report.engine)
+        config = run.config
+        if examined is not None and examined.config is not run.config:
+            config = examined.config  # the start divides the devices so
+            overrides = [*overrides, *named_split(config).overrides]
+        memory = checked_memory(replace(run, config=config), model, report.engine)
         found += _too_large(memory, device_memory, model, file, overrides)
     report = with_preflight(replace(report, problems=tuple(found)), run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)
@@ -245,7 +251,13 @@ def with_preflight(report: CheckReport, run: ReadRun, examined: Examined | None)
     found: list[Problem] = []
     if examined is not None:
         broken = [one for one in broken if not is_elsewhere(one)]
-        found = preflight(examined, lambda check: check.examine is not check_configuration)
+        devices = found_devices(run.config, examined.environment)
+        skipped = [check_configuration]
+        if devices is not None and not devices.count:  # the run starts on another host
+            skipped.append(check_gpus)
+            text = f"this host has no {devices.kind}: devices are checked where the run starts"
+            found.append(Problem("", UNSET, text, severity=Severity.NOTE))
+        found += preflight(examined, lambda check: check.examine not in skipped)
         if line := examined.devices.line:
             found.append(Problem("", UNSET, line, severity=Severity.NOTE))
     notes = [one for one in found if one.severity is Severity.NOTE]

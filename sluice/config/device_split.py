@@ -185,8 +185,7 @@ def _why_none(config: RunConfig) -> str:
     return (
         f"beside whole replicas of {each}, {pool} leave the trainer "
         f"{' or '.join(map(str, found))}, but with {found[-1]}: "
-        f"{_layout_error(config, found[-1])}; with more devices than these, name the replicas "
-        "(sluice.rollout.replicas): then all of these train"
+        f"{_layout_error(config, found[-1])}"
     )
 
 

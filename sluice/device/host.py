@@ -35,7 +35,6 @@ CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _log = logging.getLogger(__name__)
 _DEVICE_FOLDER = Path("/dev")
 _GPU_FILE = re.compile(r"nvidia\d+")
-_GPU_NAME = re.compile(r"\d+$|GPU-|MIG-")
 _NPU_FILE = re.compile(r"v?davinci(\d+)")  # a share of one begins with "v"
 _DISTRIBUTIONS = ("torch-npu", "torch_npu")
 
@@ -150,19 +149,28 @@ def _version(distribution: str) -> str | None:
 def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> tuple[str, ...]:
     """Return the GPUs that a process started from here may use, by CUDA's numbers or by name.
 
-    CUDA numbers visible GPUs from 0, whatever the driver calls the files: a container with the
-    host's third GPU alone has a file nvidia2 and a GPU 0. For CUDA a list of visible ones ends
-    where it names no GPU, as at -1.
+    CUDA ends its list at the first negative number. It numbers visible GPUs from 0, whatever the
+    driver calls the files: a container with the host's third GPU alone has a file nvidia2 and a
+    GPU 0.
 
     Args:
         devices: where the driver puts one file for each.
     """
     visible = environment.get(CUDA_VISIBLE_VARIABLE)
     if visible is not None:
-        named = [one.strip() for one in visible.split(",") if one.strip()]
-        return tuple(takewhile(_GPU_NAME.match, named))
+        names = (one.strip() for one in visible.split(","))
+        listed = takewhile(lambda one: not one.startswith("-"), names)
+        return tuple(one for one in listed if one)
     files = [file for file in devices.glob("nvidia*") if _GPU_FILE.fullmatch(file.name)]
     return tuple(str(number) for number in range(len(files)))
+
+
+def is_cpu_torch() -> bool:
+    """Return whether torch is built for CPUs alone. Imports nothing."""
+    try:
+        return (importlib.metadata.version("torch") or "").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 @cache

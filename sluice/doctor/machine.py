@@ -133,7 +133,7 @@ def trained_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
     if model is None or is_small(config, shape):
         return guess.state, guess.peak
     try:
-        trainer = written_trainer(config, model, 0.75 * COUNT_DEADLINE_S)
+        trainer = written_trainer(config, model, timeout_s=0.75 * COUNT_DEADLINE_S)
     except ConfigError:
         return guess.state, guess.peak
     held = ("weights", "gradients", "moments")

@@ -33,6 +33,10 @@ _SHARED_UTILIZATION = 0.5
 """Most of a shared GPU's memory that the engine takes."""
 _USUAL_GIB = {"GPU": 80.0, "NPU": 64.0}
 """Memory of a device where no driver reports it."""
+_SEVERAL_HOSTS = (
+    "devices: one pool on several hosts is not divided at the start; divide it by sluice plan, "
+    "and write its keys"
+)
 _VISIBLE = {"GPU": host.CUDA_VISIBLE_VARIABLE, "NPU": VISIBLE_VARIABLE}
 
 
@@ -43,21 +47,24 @@ class FoundDevices:
     Args:
         kind: ``GPU`` or ``NPU``.
         count: how many there are.
-        gib: memory of each where it is known, GiB.
+        are_elsewhere: they are a cluster's, which may grow; this host's driver does not know them.
     """
 
     kind: str
     count: int
-    gib: float | None = None
-
-    def each(self) -> DeviceKind:
-        """Return one of them; of unknown memory, of the usual one."""
-        return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
+    are_elsewhere: bool = False
 
     @property
-    def is_one_gpu(self) -> bool:
-        """Return whether trainer and replica can only share."""
-        return (self.kind, self.count) == ("GPU", 1)
+    def gib(self) -> float | None:
+        """Memory of each, GiB; ``None``: no driver reports it."""
+        return host.gpu_gib() if self.kind == "GPU" and not self.are_elsewhere else None
+
+    def each(self) -> DeviceKind:
+        """Return one of them, by its memory."""
+        return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
+
+
+_ONE_GPU = FoundDevices("GPU", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +93,10 @@ def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices |
         ("NPU", device_share(config, given)),
         ("GPU", gpu_share(config, given)),
     ):
+        if kind == "GPU" and host.is_cpu_torch():
+            continue  # processes fall back to the CPU
         if share.trainer_ranks and share.devices_per_replica:
-            gib = host.gpu_gib() if kind == "GPU" and share.numbers else None
-            return FoundDevices(kind, len(share.numbers), gib)
+            return FoundDevices(kind, len(share.numbers))
     return None
 
 
@@ -101,8 +109,11 @@ def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, 
         given: variables of the launcher.
     """
     devices = found_devices(config, given)
-    if devices is None or config.trainer.nnodes > 1:  # a trainer on several hosts starts elsewhere
+    if devices is None:
         return DevicePlan(config)
+    if config.trainer.nnodes > 1:  # a trainer on several hosts starts elsewhere
+        is_pool = is_colocated(config, settings)
+        return DevicePlan(config, line=_SEVERAL_HOSTS if is_pool else "")
     plan = device_plan(config, settings, devices)
     if not (plan.lack and plan.line):
         return plan
@@ -113,15 +124,17 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
     """Plan a launch on devices."""
     shape = _shape(config)
     if is_colocated(config, settings):
+        each = devices.each()
         try:
-            split = device_split(config, settings, shape, devices.each())
+            split = device_split(config, settings, shape, each)
         except ConfigError as error:
-            return DevicePlan(config, lack=str(error))
+            return _beside(config, devices, str(error))
         how = f"{PLACEMENT_KEY}={config.sluice.placement}"
         if config.sluice.placement == "auto":
-            how += f", {_grounds(shape, devices)}"
+            how += f", {_grounds(shape, each)}"
+            how += " assumed" if shape is not None and devices.gib is None else ""
         config = changed(config, split.overrides)
-    elif (shared := _shared(config, devices)) is not None:
+    elif (shared := _shared(config, settings, devices)) is not None:
         return shared
     else:
         split, how = named_split(config), "as its keys name them"
@@ -137,34 +150,49 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
     return DevicePlan(config, line, f"{takes}; {advice}", remedy)
 
 
-def _shared(config: RunConfig, devices: FoundDevices) -> DevicePlan | None:
+def _beside(config: RunConfig, devices: FoundDevices, error: str) -> DevicePlan:
+    """Return a launch that cannot be divided, with replicas beside its pool if there are devices."""
+    replicas = (devices.count - world_size(config)) // replica_devices(config)
+    if replicas < 1:
+        return DevicePlan(config, lack=error)
+    remedy = f"sluice.rollout.replicas={replicas}"
+    lack = f"{error}, or set {remedy}, whose devices are beside the trainer's"
+    return DevicePlan(config, lack=lack, remedy=(remedy,))
+
+
+def _shared(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> DevicePlan | None:
     """Return the plan of a trainer and a replica on the only GPU; ``None``: they have more, or
     take more. NCCL accepts a GPU for one rank of a group only.
     """
     backend, replicas = config.sluice.weights.backend, config.sluice.rollout.replicas
-    fewer = f" instead of {replicas}" if backend is None and replicas > 1 else ""
     takes = (world_size(config), replica_devices(config), min(replicas, 1))
-    if not devices.is_one_gpu or takes != (1, 1, 1) or backend not in (None, "gloo"):
+    one = replace(devices, are_elsewhere=False) == _ONE_GPU
+    if not one or takes != (1, 1, 1) or backend not in (None, "gloo"):
         return None
+    if backend is None and devices.are_elsewhere:
+        return None  # the cluster may grow
     rollout = config.actor_rollout_ref.rollout
-    if backend is None:  # else a user, or a start before this one, has set all three
+    given, asked = rollout.gpu_memory_utilization, replicas
+    if backend is None:  # else a user, or a start before this one, has set all of them
         replicas = 1
-        utilization = min(rollout.gpu_memory_utilization, _SHARED_UTILIZATION)
+        utilization = min(given, _SHARED_UTILIZATION)
         config = changed(
             config,
             (
                 "sluice.rollout.replicas=1",
-                "sluice.trainer.min_replicas=1",
                 f"{_BACKEND_KEY}=gloo",
+                "sluice.trainer.min_replicas=1",
                 f"{_UTILIZATION_KEY}={utilization}",
             ),
         )
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     memory = "" if rollout.name == "torch" else f", {share:.0%} of its memory for the engine"
+    if memory and share < given and settings.is_set(_UTILIZATION_KEY):
+        memory += f" instead of {given:.0%}"
+    lowered = f", replicas {asked} -> {replicas}" if asked != replicas else ""
     line = (
-        f"devices: the trainer and {replicas} replica{'' if replicas == 1 else 's'}{fewer} share "
-        "one GPU "
-        f"({_BACKEND_KEY}=gloo{memory})"
+        f"devices: the trainer and {replicas} replica{'' if replicas == 1 else 's'} share one GPU "
+        f"({_BACKEND_KEY}=gloo{memory}{lowered})"
     )
     return DevicePlan(config, line, is_shared=True)
 
@@ -182,19 +210,19 @@ def _remedy(
         split = auto_split(changed(config, pool), shape, devices.each())
     except ConfigError:
         each = replica_devices(config)
-        if devices.is_one_gpu and each == 1:
+        if devices == _ONE_GPU and each == 1:
             one = ("trainer.n_gpus_per_node=1",)
             return one, f"set {one[0]}, with which trainer and replica share the GPU"
-        least = 1 if devices.kind == "GPU" and each == 1 else each + 1
+        may_share = devices.kind == "GPU" and not devices.are_elsewhere and each == 1
+        least = 1 if may_share else each + 1
         return (), f"a trainer and a replica of {each} take at least {least}"
     return split.overrides, f"{devices.count} would do with {' '.join(split.overrides)}"
 
 
-def _grounds(shape: ModelShape | None, devices: FoundDevices) -> str:
+def _grounds(shape: ModelShape | None, each: DeviceKind) -> str:
     if shape is None:
         return "half each: the model's shape is not known"
-    assumed = "" if devices.gib else ", which is assumed"
-    return f"fastest by estimate for devices of {devices.each().gib:g} GiB{assumed}"
+    return f"fastest by estimate for devices of {each.gib:g} GiB"
 
 
 def _shape(config: RunConfig) -> ModelShape | None:

@@ -132,7 +132,7 @@ def is_small(config: RunConfig, shape: ModelShape) -> bool:
 
 
 def written_trainer(
-    config: RunConfig, model: PlannedModel, timeout_s: float = DEADLINE_S
+    config: RunConfig, model: PlannedModel, *, timeout_s: float = DEADLINE_S
 ) -> TrainerPool:
     """Count the trainer of a configuration as it is written. Takes seconds, to load torch.
 

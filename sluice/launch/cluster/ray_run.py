@@ -125,7 +125,8 @@ def on_devices(
     )
     if options.keys is None or kind is None or kind != other:
         return config, options.extra
-    plan = device_plan(config, options.keys, FoundDevices(kind, int(total.get(kind, 0))))
+    devices = FoundDevices(kind, int(total.get(kind, 0)), are_elsewhere=True)
+    plan = device_plan(config, options.keys, devices)
     if plan.lack and not plan.line:
         raise ConfigError(plan.lack)
     logger.info(plan.line)

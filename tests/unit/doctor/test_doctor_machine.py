@@ -226,12 +226,12 @@ def test_a_rank_on_the_cpu_holds_what_its_own_code_counts(
     layout = trainer_layout(examined.config, 1)
     counted = TrainerPool(layout, held, {"backward": 20.0 * GIB}, {}, 1, 0.0, 0.0, 0.0)
     monkeypatch.setattr(machine, "is_small", lambda *_: False)
-    monkeypatch.setattr(machine, "written_trainer", lambda *_: counted)
+    monkeypatch.setattr(machine, "written_trainer", lambda *_, **__: counted)
     large, *_ = needed_memory(examined, examined.shape)
     assert large.at_least - small.at_least == pytest.approx(16 * GIB, rel=0.01)
     assert large.at_most - small.at_most == pytest.approx(20 * GIB, rel=0.01)
 
-    def fails(*_: object) -> TrainerPool:
+    def fails(*_: object, **__: object) -> TrainerPool:
         raise ConfigError("no torch")
 
     monkeypatch.setattr(machine, "written_trainer", fails)

@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sluice.cli.config import with_preflight
 from sluice.cli.run.checked import checked_config
 from sluice.cli.run.quickstart import with_fitting
+from sluice.config.check import check_report
 from sluice.config.derived import replica_devices, world_size
 from sluice.config.loading.loader import ReadRun, load_config, read_run
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.memory.published import published_model
 from sluice.config.run import RunConfig
 from sluice.device.host import gpu_gib
+from sluice.doctor.finding import examined_of
 from sluice.doctor.machine import check_gpus
 from sluice.launch.cluster.placement import PlacementPlan, plans
 from sluice.launch.cluster.ray_run import RayOptions, on_devices
@@ -36,6 +39,7 @@ POOL = "trainer.n_gpus_per_node=8"
 
 @pytest.fixture(autouse=True)
 def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.device.host.is_cpu_torch", lambda: False)
     for name in (GPUS, NPUS):
         monkeypatch.setenv(name, "")
 
@@ -61,13 +65,33 @@ def sizes(config: RunConfig) -> tuple[int, int]:
     return world_size(config), config.sluice.rollout.replicas
 
 
-@pytest.mark.parametrize("visible", ["", "-1"])
-def test_a_run_on_cpus_stays_as_it_is(visible: str) -> None:
+def test_a_run_on_cpus_stays_as_it_is() -> None:
     for overrides in ((), (POOL,), (POOL, 'sluice.placement="trainer:6,rollout:2"')):
         run = read_run(None, overrides)
-        plan = local_devices(run.config, run.keys, {GPUS: visible})
+        plan = planned_run(run, 0)
         assert plan.config is run.config
         assert (plan.line, plan.lack, plan.remedy) == ("", "", ())
+
+
+@pytest.mark.parametrize(
+    ("visible", "is_cpu_torch", "overrides"),
+    [
+        ("-1", False, ()),
+        ("-1,0", False, (POOL,)),
+        ("0", False, ("trainer.device=cpu", "sluice.rollout.device=cpu")),
+        ("0", False, ("trainer.device=cpu",)),
+        ("0", True, ()),
+        ("0,1", True, (POOL,)),
+    ],
+)
+def test_no_key_changes_where_processes_compute_on_cpus(
+    visible: str, is_cpu_torch: bool, overrides: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.device.host.is_cpu_torch", lambda: is_cpu_torch)
+    run = read_run(None, overrides)
+    plan = local_devices(run.config, run.keys, {GPUS: visible, NPUS: ""})
+    assert plan.config is run.config
+    assert (plan.line, plan.lack) == ("", "")
 
 
 @pytest.mark.parametrize("name", [name for name, row in DEVICES.items() if row["devices"] <= 16])
@@ -156,7 +180,22 @@ def test_a_known_shape_gives_the_split_of_the_plan_command(tmp_path: Path) -> No
         for path in (folder, "Qwen/Qwen3-8B")
     ]
     assert sizes(found[0].config) == sizes(found[1].config) != (4, 4)
-    assert "fastest by estimate for devices of 80 GiB, which is assumed" in found[0].line
+    assert "fastest by estimate for devices of 80 GiB assumed" in found[0].line
+
+
+def test_a_cluster_of_one_gpu_that_may_grow_is_not_shared_by_default() -> None:
+    run = read_run(None, [])
+    config, extra = on_devices(run.config, RayOptions(keys=run.keys), {"CPU": 8.0, "GPU": 1.0})
+    assert config is run.config
+    assert extra == RayOptions().extra
+
+
+def test_the_memory_of_a_cluster_s_devices_is_not_the_driver_host_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.device.host.gpu_gib", lambda: 24.0)
+    assert FoundDevices("GPU", 8).gib == 24
+    assert FoundDevices("GPU", 8, are_elsewhere=True).gib is None
 
 
 @pytest.mark.parametrize(
@@ -205,20 +244,44 @@ def test_a_pool_that_cannot_be_divided_is_an_error_with_the_least_number() -> No
     assert not plan.line
 
 
+def test_a_pool_that_the_trainer_needs_whole_may_have_replicas_beside_it() -> None:
+    pool = ("trainer.n_gpus_per_node=2", VLLM, f"{ROLLOUT}.tensor_model_parallel_size=2")
+    plan = planned(8, *pool)
+    assert "or set sluice.rollout.replicas=3" in plan.lack
+    assert plan.remedy == ("sluice.rollout.replicas=3",)
+    beside = planned(8, *pool, *plan.remedy)
+    assert not beside.lack
+    assert sizes(beside.config) == (2, 3)
+
+
+def test_a_pool_on_several_hosts_is_to_be_divided_by_plan() -> None:
+    run = read_run(None, [POOL, "trainer.nnodes=2"])
+    plan = planned_run(run, 8)
+    assert plan.config is run.config
+    assert "divide it by sluice plan, and write its keys" in plan.line
+    assert not planned(8, POOL, "trainer.nnodes=2", "sluice.rollout.replicas=2").line
+
+
 @pytest.mark.parametrize("given", [0.3, 0.8])
 def test_one_gpu_is_shared_with_a_share_of_its_memory_for_the_engine(given: float) -> None:
-    replicas = ("sluice.rollout.replicas=3", "sluice.trainer.min_replicas=2")
-    plan = planned(1, VLLM, *replicas, f"{ROLLOUT}.gpu_memory_utilization={given}")
+    plan = planned(
+        1,
+        VLLM,
+        "sluice.rollout.replicas=3",
+        "sluice.trainer.min_replicas=2",
+        f"{ROLLOUT}.gpu_memory_utilization={given}",
+    )
+    assert plan.config.sluice.trainer.min_replicas == 1
     rollout = plan.config.actor_rollout_ref.rollout
     assert plan.is_shared
     assert sizes(plan.config) == (1, 1)
-    assert plan.config.sluice.trainer.min_replicas == 1
     assert plan.config.sluice.weights.backend == "gloo"
     assert rollout.gpu_memory_utilization == min(given, 0.5)
     share = f"{min(given, 0.5):.0%} of its memory for the engine"
+    lowered = " instead of 80%" if given > 0.5 else ""
     assert plan.line == (
-        "devices: the trainer and 1 replica instead of 3 share one GPU "
-        f"(sluice.weights.backend=gloo, {share})"
+        "devices: the trainer and 1 replica share one GPU "
+        f"(sluice.weights.backend=gloo, {share}{lowered}, replicas 3 -> 1)"
     )
 
 
@@ -236,7 +299,7 @@ def test_one_npu_is_not_shared() -> None:
 
 
 def test_a_shared_gpu_of_a_cluster_is_taken_by_halves() -> None:
-    run, total = read_run(None, []), {"CPU": 8.0, "GPU": 1.0}
+    run, total = read_run(None, ["sluice.weights.backend=gloo"]), {"CPU": 8.0, "GPU": 1.0}
     config, extra = on_devices(run.config, RayOptions(keys=run.keys), total)
     assert config.sluice.weights.backend == "gloo"
     bundles_on_nodes(plans(config, total, extra), [{"CPU": 8.0, "GPU": 1.0}])
@@ -280,12 +343,20 @@ def test_the_smallest_gpu_s_memory_is_the_driver_s(
     monkeypatch.setenv("PATH", str(tmp_path))
     gpu_gib.cache_clear()
     assert gpu_gib() is None
+    gpu_gib.cache_clear()
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho 81920\necho 24576\n", encoding="ascii")
     driver.chmod(0o755)
-    gpu_gib.cache_clear()
     assert gpu_gib() == 24
     gpu_gib.cache_clear()
     driver.write_text("#!/bin/sh\necho no driver; exit 9\n", encoding="ascii")
-    gpu_gib.cache_clear()
     assert gpu_gib() is None
+    gpu_gib.cache_clear()
+
+
+def test_a_check_where_no_gpu_is_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPUS, "")
+    run = read_run(None, ["trainer.device=cuda", "sluice.rollout.device=cuda"])
+    report = with_preflight(check_report(run.config, run.settings), run, examined_of(run))
+    assert any("this host has no GPU" in note.text for note in report.notes)
+    assert not any("no device of its own" in one.text for one in report.problems)
