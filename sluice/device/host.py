@@ -149,16 +149,18 @@ def _version(distribution: str) -> str | None:
 def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> tuple[str, ...]:
     """Return the GPUs that a process started from here may use, by CUDA's numbers or by name.
 
-    CUDA ends its list at the first negative number, and numbers visible GPUs from 0, whatever the driver calls the files: a container with the
-    host's third GPU alone has a file nvidia2 and a GPU 0.
+    CUDA ends its list at the first negative number. It numbers visible GPUs from 0, whatever the
+    driver calls the files: a container with the host's third GPU alone has a file nvidia2 and a
+    GPU 0.
 
     Args:
         devices: where the driver puts one file for each.
     """
     visible = environment.get(CUDA_VISIBLE_VARIABLE)
     if visible is not None:
-        names = [one.strip() for one in visible.split(",")]
-        return tuple(filter(None, takewhile(lambda one: not one.startswith("-"), names)))
+        names = (one.strip() for one in visible.split(","))
+        listed = takewhile(lambda one: not one.startswith("-"), names)
+        return tuple(one for one in listed if one)
     files = [file for file in devices.glob("nvidia*") if _GPU_FILE.fullmatch(file.name)]
     return tuple(str(number) for number in range(len(files)))
 
@@ -166,7 +168,7 @@ def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) 
 def is_cpu_torch() -> bool:
     """Return whether torch is built for CPUs alone. Imports nothing."""
     try:
-        return importlib.metadata.version("torch").endswith("+cpu")
+        return (importlib.metadata.version("torch") or "").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
         return False
 
