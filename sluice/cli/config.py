@@ -139,8 +139,7 @@ def check(
     \b
     Examples:
       sluice config check run.yaml
-      sluice config check run.yaml trainer.n_gpus_per_node=16 --device-memory 80
-      sluice config check run_qwen2-7b.sh --no-files
+      sluice config check run_qwen2-7b.sh --no-files --device-memory 80
     """
     file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
     run = read_run(file, overrides)
@@ -157,12 +156,9 @@ def check(
     )
     memory, found = None, list(report.problems)
     if model is not None and report.engine is not None:
-        config = run.config
-        if examined is not None and examined.config is not run.config:
-            config = examined.config  # the start divides the devices so
-            overrides = [*overrides, *named_split(config).overrides]
-        memory = checked_memory(replace(run, config=config), model, report.engine)
-        found += _too_large(memory, device_memory, model, file, overrides)
+        divided, keys = _divided(run, examined, overrides)
+        memory = checked_memory(divided, model, report.engine)
+        found += _too_large(memory, device_memory, model, file, keys)
     report = with_preflight(replace(report, problems=tuple(found)), run, examined)
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
@@ -203,6 +199,16 @@ def explain(
         print_json(description_as_json(entry))
     else:
         print_description(output_console(), entry)
+
+
+def _divided(
+    run: ReadRun, examined: Examined | None, overrides: list[str]
+) -> tuple[ReadRun, list[str]]:
+    """Return the run, and overrides, with devices divided as its start here divides them."""
+    if examined is None or examined.config is run.config:
+        return run, overrides
+    config = examined.config
+    return replace(run, config=config), [*overrides, *named_split(config).overrides]
 
 
 def checked_memory(run: ReadRun, model: PlannedModel, engine: EngineReport) -> CheckedMemory:

@@ -151,7 +151,7 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
 
 
 def _beside(config: RunConfig, devices: FoundDevices, error: str) -> DevicePlan:
-    """Return a launch that cannot be divided, with replicas beside its pool if there are devices."""
+    """Return a launch that cannot be divided, with replicas beside its pool if they fit."""
     replicas = (devices.count - world_size(config)) // replica_devices(config)
     if replicas < 1:
         return DevicePlan(config, lack=error)
