@@ -74,7 +74,7 @@ def learner_against_loop() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """A micro-batch, padded on the right: tokens [rows, width], of which responses count."""
+    """A micro-batch, padded on the right: tokens [rows, width]; only responses count."""
 
     token_ids: Tensor
     is_response: Tensor  # bool [rows, width - 1], of predicted tokens
