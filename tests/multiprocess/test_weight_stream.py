@@ -74,9 +74,9 @@ def test_what_one_layout_streams_and_saves_every_other_reads_bit_for_bit(
     first, *others = run(layout, tmp_path)
     assert first["equal"] == dict.fromkeys(SHAPES, True)
     assert all(not one["equal"] for one in others)
-    # A bucket, and pieces that do not lie in one stretch of it.
-    assert first["most"] <= 2 * BUCKET_BYTES
-    assert all(one["most"] <= 2 * BUCKET_BYTES for one in others)
+    # A bucket, pieces that do not lie in one stretch of it, and what a thread of gloo still holds
+    # for a moment after its collective ended. The longest tensor is eight buckets.
+    assert all(one["most"] <= 3 * BUCKET_BYTES for one in (first, *others))
     names = list(LAYOUTS)
     at = names.index(layout)
     for other in {names[0], names[(at + 1) % len(names)], names[at - 1]} - {layout}:
