@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,16 +47,24 @@ class ImagePrompt:
     """A prompt's images as the model takes them, and their places in it.
 
     Attributes:
-        pixel_values: [patches, numbers a patch] float32, one image after the other.
+        patches: of each image, [patches, numbers a patch] float32; the first call decodes it, and
+            raises InvalidRequestError if the image is damaged.
         grid_thw: [images, 3] int64: frames (1), rows and columns of patches.
+        num_tokens: [images] int64.
         places: [image tokens] int64, their places in the prompt.
         positions: of the prompt's tokens.
     """
 
-    pixel_values: npt.NDArray[np.float32]
+    patches: Sequence[Callable[[], npt.NDArray[np.float32]]]
     grid_thw: npt.NDArray[np.int64]
+    num_tokens: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
     positions: RopePositions
+
+    @property
+    def pixel_values(self) -> npt.NDArray[np.float32]:
+        """Return the patches of all images, one after the other, [patches, numbers a patch]."""
+        return np.concatenate([one() for one in self.patches])
 
 
 class ImagePromptReader:
@@ -81,15 +90,20 @@ class ImagePromptReader:
             InvalidRequestError: an image cannot be read, or placeholders and images differ in
                 number.
         """
-        merged = self.shape.merge_size**2
-        counts = [
-            self._num_patches(*image_size(encoded, f"images[{number}]"), number) // merged
-            for number, encoded in enumerate(images)
-        ]
+        sizes = [image_size(encoded, f"images[{n}]") for n, encoded in enumerate(images)]
+        counts = [self._grid(*size, number).num_tokens for number, size in enumerate(sizes)]
         return expand_placeholders(token_ids, self.shape.image_token_id, counts)
 
     def read(self, token_ids: TokenIds, images: Sequence[bytes]) -> ImagePrompt:
-        """Return pixels and positions of a prompt that `expand` made.
+        """Return `lay_out`'s prompt with its images decoded."""
+        found = self.lay_out(token_ids, images)
+        # One after the other: decoded, an image takes far more memory than its patches.
+        for one in found.patches:
+            one()
+        return found
+
+    def lay_out(self, token_ids: TokenIds, images: Sequence[bytes]) -> ImagePrompt:
+        """Return positions of a prompt that `expand` made; read of its images only the headers.
 
         Args:
             token_ids: [prompt tokens].
@@ -99,21 +113,20 @@ class ImagePromptReader:
             InvalidRequestError: an image cannot be read, the tokens are of other images, or the
                 prompt ends with an image.
         """
-        # One after the other: decoded, an image takes far more memory than its patches.
-        patches = [
-            self._patches(decode_image(encoded, f"images[{number}]"), number)
-            for number, encoded in enumerate(images)
-        ]
-        pixel_values = np.concatenate([values for values, _ in patches])
-        grid_thw = np.concatenate([grid for _, grid in patches])
+        sizes = [image_size(encoded, f"images[{n}]") for n, encoded in enumerate(images)]
+        grids = [self._grid(*size, number) for number, size in enumerate(sizes)]
         size = self.shape.merge_size
-        grids = [Grid(int(rows) // size, int(columns) // size) for _, rows, columns in grid_thw]
         found = find_images(token_ids, self.shape.image_token_id, grids)
         places = np.concatenate([image.start + np.arange(image.grid.num_tokens) for image in found])
         if places[-1] == token_ids.size - 1:
             raise InvalidRequestError("prompt: it ends with an image; put text behind it")
-        positions = rope_positions(token_ids.size, found)
-        return ImagePrompt(pixel_values, grid_thw, places, positions)
+        return ImagePrompt(
+            [cache(partial(self._patches, one, number)) for number, one in enumerate(images)],
+            np.array([[1, grid.rows * size, grid.columns * size] for grid in grids]),
+            np.array([grid.num_tokens for grid in grids]),
+            places,
+            rope_positions(token_ids.size, found),
+        )
 
     def fitted(self, encoded: bytes, number: int) -> Image:
         """Return an image in the size that the processor gives it, resized as in `read`.
@@ -134,9 +147,9 @@ class ImagePromptReader:
         """
         decoded = decode_image(encoded, f"images[{number}]")
         resized = self._resized(decoded, number)
-        wanted = self._num_patches(decoded.height, decoded.width, number)
+        wanted = self._grid(decoded.height, decoded.width, number)
         # Of multiples of a patch the rule changes only those with too many or too few in all.
-        if self._num_patches(resized.height, resized.width, number) != wanted:
+        if self._grid(resized.height, resized.width, number) != wanted:
             raise InvalidRequestError(
                 f"images[{number}]: {decoded.width} x {decoded.height} pixels become "
                 f"{resized.width} x {resized.height}, which the model's image processor would "
@@ -159,23 +172,26 @@ class ImagePromptReader:
             raise _unfit(number, error) from error
         return images.fromarray(np.ascontiguousarray(made.transpose(1, 2, 0)))
 
-    def _patches(
-        self, decoded: Image, number: int
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    def _patches(self, encoded: bytes, number: int) -> npt.NDArray[np.float32]:
+        decoded = decode_image(encoded, f"images[{number}]")
         try:
             made = self._processor(images=[decoded], return_tensors="np")
         except ValueError as error:  # an aspect ratio that no grid fits
             raise _unfit(number, error) from error
-        return (
-            np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
-            np.asarray(made["image_grid_thw"], dtype=np.int64),
-        )
+        return np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
 
-    def _num_patches(self, height: int, width: int, number: int) -> int:
+    def _grid(self, height: int, width: int, number: int) -> Grid:
+        """Return the grid of the processor's rule, in merged patches."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        used = self._processor
+        factor, size = used.patch_size * used.merge_size, used.size
+        limits = {"min_pixels": size.shortest_edge, "max_pixels": size.longest_edge}
         try:
-            return int(self._processor.get_number_of_image_patches(height, width, {}))
-        except ValueError as error:
+            rows, columns = smart_resize(height, width, factor, **limits)
+        except ValueError as error:  # an aspect ratio that no grid fits
             raise _unfit(number, error) from error
+        return Grid(rows // factor, columns // factor)
 
 
 def _unfit(number: int, error: ValueError) -> InvalidRequestError:

@@ -1,4 +1,4 @@
-"""Two ranks that share a vision-language model train on images like one that has all of it."""
+"""Ranks that share a vision-language model train on images like one that has all of it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,31 @@ ACTOR: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "experts"), [("qwen2_5_vl", 1), ("qwen3_vl", 1), ("qwen3_vl_moe", 2)]
+    ("family", "world_size", "layout"),
+    [
+        ("qwen2_5_vl", 2, {}),
+        ("qwen3_vl", 2, {}),
+        ("qwen3_vl_moe", 2, {"expert_parallel_size": 2}),
+        # A pair that shares tokens divides one or two images, or none.
+        ("qwen2_vl", 4, {"fsdp_size": 4, "ulysses_sequence_parallel_size": 2}),
+        ("qwen2_5_vl", 2, {"fsdp_size": 1, "ulysses_sequence_parallel_size": 2}),
+        ("qwen3_vl", 4, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 2}),
+        (
+            "qwen3_vl_moe",
+            4,
+            {"expert_parallel_size": 2, "fsdp_size": 4, "ulysses_sequence_parallel_size": 2},
+        ),
+    ],
 )
 def test_they_train_like_one_whatever_images_a_ranks_rows_have(
-    family: str, experts: int, tmp_path: Path
+    family: str, world_size: int, layout: dict[str, int], tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
     save_model(family, model)
     single = Learner(make_config(model, NUM_GROUPS, **ACTOR), DataParallel(), total_steps=10)
     before = copies(single)
-    divided = ACTOR["fsdp_config"] | {"expert_parallel_size": experts}
-    with trainer(model, 2, **(ACTOR | {"fsdp_config": divided})) as ranks:
+    divided = ACTOR["fsdp_config"] | layout
+    with trainer(model, world_size, **(ACTOR | {"fsdp_config": divided})) as ranks:
         for number in (1, 2):
             expected = single.train_step(batch_of(model, number), number)
             assert_like(ranks[0].command(f"train {number}"), expected)
@@ -48,4 +62,4 @@ def test_they_train_like_one_whatever_images_a_ranks_rows_have(
         for name, weight in copies(single).items():
             torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
             assert not torch.equal(weight, before[name]), name
-        assert [rank.finish() for rank in ranks] == [0, 0]
+        assert [rank.finish() for rank in ranks] == [0] * world_size

@@ -251,13 +251,6 @@ def test_heads_that_cannot_be_shared_are_named_with_possible_sizes(
         check_shareable(size, config)
 
 
-def test_images_are_refused_where_ranks_share_sequences() -> None:
-    config = AutoConfig.for_model("qwen2_5_vl")
-    check_shareable(1, config)
-    with pytest.raises(ConfigError, match="size=2: a qwen2_5_vl model reads images"):
-        check_shareable(2, config)
-
-
 def test_a_rotation_that_depends_on_the_length_is_refused_where_ranks_share_sequences() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     config = AutoConfig.for_model("llama", rope_parameters=rope)

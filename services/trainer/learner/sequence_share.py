@@ -24,7 +24,6 @@ from torch.autograd.function import FunctionCtx
 
 from sluice.config.parallel_layout import SEQUENCE_KEY, sequence_sizes, shares_heads
 from sluice.errors import ConfigError
-from sluice.vision.vision_shape import FAMILIES
 
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
 
@@ -115,11 +114,6 @@ def check_shareable(size: int, config: PreTrainedConfig) -> None:
     """
     if size == 1:
         return
-    if config.model_type in FAMILIES:
-        raise ConfigError(
-            f"{SEQUENCE_KEY}={size}: a {config.model_type} model reads images, which ranks cannot "
-            "share; leave the key at 1"
-        )
     text = config.get_text_config()
     rotation = getattr(text, "rope_parameters", None) or {}
     if rotation.get("rope_type") in _ROTATIONS_BY_LENGTH:

@@ -212,7 +212,7 @@ def split_batch(
 
     Seed and `step` determine the shuffle, so all ranks agree without communication. Mini-batches
     stay the same in all ``ppo_epochs`` passes. Images are decoded only for this rank's rows, once
-    per mini-batch. Rows of the batch in `skipped` are in no micro-batch. `with_routing` packs the
+    per mini-batch, and where ranks share sequences only those that this rank encodes. Rows of the batch in `skipped` are in no micro-batch. `with_routing` packs the
     engine's experts too.
 
     Raises:
@@ -290,7 +290,10 @@ def _images(
     plans: Sequence[MicroBatchPlan],
     image_prompts: ImagePromptReader | None,
 ) -> dict[int, ImagePrompt]:
-    """Return the images of the planned rows' prompts, by index in the mini-batch."""
+    """Return the images of the planned rows' prompts, by index in the mini-batch.
+
+    They are decoded where a micro-batch packs their pixels, at most once.
+    """
     own = sorted({rows[index].group for plan in plans for index in plan.row_indices})
     with_images = [index for index in own if groups[index].images]
     if with_images and image_prompts is None:
@@ -300,7 +303,7 @@ def _images(
             "without a critic"
         )
     return {
-        index: image_prompts.read(groups[index].prompt_token_ids, groups[index].images)
+        index: image_prompts.lay_out(groups[index].prompt_token_ids, groups[index].images)
         for index in with_images
         if image_prompts is not None
     }

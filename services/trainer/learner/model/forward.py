@@ -28,12 +28,12 @@ from services.trainer.learner.batch.micro_batch import (
     build_micro_batch,
 )
 from services.trainer.learner.model.experts import Routing, routing_tape
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.sequence_share import SequenceShare, all_to_all
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.algorithm.token_statistics import LinearHead, TokenStatistics, token_statistics
 from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
-from sluice.vision.torch_inputs import encode_images, forward_with_images
+from sluice.vision.torch_inputs import ImageFeatures, encode_images, forward_with_images
 from sluice.vision.vision_shape import FAMILIES
 
 if TYPE_CHECKING:
@@ -136,16 +136,14 @@ def _of_all_ranks(found: Sequence[Tensor | None], micro_batch: MicroBatch) -> To
 
 def _last_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
     """Return the hidden states [1, T, hidden] that the head reads."""
-    device = micro_batch.input_ids.device
     images = micro_batch.images or _image_for_all_ranks(model, micro_batch.input_ids)
     if images is not None:
-        features = encode_images(model, images.pixel_values.to(device), images.grid_thw.to(device))
         return forward_with_images(
             model,
             micro_batch.input_ids,
             micro_batch.position_ids,
             images.is_image,
-            features,
+            _features(model, images, micro_batch.layout.share),
             packed_layout=micro_batch.layout.for_one_pass(),
         )
     base: Any = model.base_model
@@ -157,6 +155,24 @@ def _last_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
     )
     hidden: Tensor = outputs.last_hidden_state
     return hidden
+
+
+def _features(
+    model: PreTrainedModel, images: PackedImages, share: SequenceShare | None
+) -> Sequence[ImageFeatures]:
+    """Return what stands at this rank's tokens of images, encoded here or by another rank."""
+    device, pixels, grid = images.is_image.device, images.pixel_values, images.grid_thw
+    if pixels is None:
+        # Gathering weights, and the gradients' way back to them, are collective.
+        pixels, grid = _blank_image(model)
+    found = encode_images(model, pixels.to(device), grid.to(device))
+    if share is None or images.sent is None:
+        return found
+    # One exchange for all: what a layer adds is as wide as an embedding.
+    rows = torch.cat([torch.cat([one.embeddings, *one.added], dim=-1) for one in found])
+    mine = all_to_all(rows[: sum(images.sent)], share.group, images.sent, images.received)
+    embeddings, *added = mine.chunk(1 + len(found[0].added), dim=-1)
+    return [ImageFeatures(embeddings, tuple(added))]
 
 
 def _head(model: PreTrainedModel) -> LinearHead:
@@ -179,14 +195,15 @@ def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedIma
     """
     if getattr(model, _NUM_RANKS, 1) == 1 or model.config.model_type not in FAMILIES:
         return None
+    return PackedImages(*_blank_image(model), torch.zeros_like(token_ids, dtype=torch.bool))
+
+
+def _blank_image(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return the pixels and the grid of an image of one token."""
     tower: Any = model.base_model.visual
     side = int(tower.spatial_merge_size)
     numbers = math.prod(tower.patch_embed.proj.weight.shape[1:])
-    return PackedImages(
-        torch.zeros(side * side, numbers),
-        torch.tensor([[1, side, side]]),
-        torch.zeros_like(token_ids, dtype=torch.bool),
-    )
+    return torch.zeros(side * side, numbers), torch.tensor([[1, side, side]])
 
 
 def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
