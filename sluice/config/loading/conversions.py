@@ -44,6 +44,11 @@ _COPIES = (
     (f"{_ACTOR}.megatron.param_offload", f"{_ACTOR}.fsdp_config.param_offload"),
     ("critic.optim.lr_decay_style", "critic.optim.lr_scheduler_type"),
     ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),
+    (
+        "critic.optim.override_optimizer_config.optimizer_offload_fraction",
+        "critic.fsdp.optimizer_offload_fraction",
+    ),
+    ("critic.megatron.param_offload", "critic.fsdp.param_offload"),
 )
 """Keys whose values another key takes over as they are."""
 
@@ -62,8 +67,8 @@ SAME_SIZES = {
 """Sizes of the trainer's layout, and their names in other backends of verl."""
 
 _OPTIMIZER_OFFLOADS = (
-    f"{_ACTOR}.megatron.optimizer_offload",
-    f"{_ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
+    "megatron.optimizer_offload",
+    "optim.override_optimizer_config.optimizer_cpu_offload",
 )
 """Megatron's keys that move the optimizer's state to the host, each enough."""
 
@@ -265,9 +270,11 @@ def names_set(key: str, settings: SettingsTree) -> tuple[str, ...]:
 
 
 def _optimizer_offload(settings: _Settings) -> None:
-    given = [value for key in _OPTIMIZER_OFFLOADS if (value := settings.given(key)) is not None]
-    if given:
-        settings.put(f"{_SHARDING}.optimizer_offload", any(given))
+    for model, sharding in ((_ACTOR, _SHARDING), ("critic", "critic.fsdp")):
+        values = [settings.given(f"{model}.{key}") for key in _OPTIMIZER_OFFLOADS]
+        given = [value for value in values if value is not None]
+        if given:
+            settings.put(f"{sharding}.optimizer_offload", any(given))
 
 
 def _transport(settings: _Settings) -> None:

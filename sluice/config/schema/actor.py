@@ -193,6 +193,9 @@ class FsdpConfig(Section, frozen=True):
     ranks sum and shard them after every micro-batch.
     """
 
+    param_offload: bool = False
+    """Keep the weights in host memory while other models of the trainer compute."""
+
     optimizer_offload: bool = False
     """Keep AdamW's moments in host memory; a step brings them to the device part by part."""
 
@@ -221,9 +224,6 @@ class ActorFsdpConfig(FsdpConfig, frozen=True):
     """Neighboring trainer ranks that share each packed sequence (Ulysses); it divides the ranks
     and the attention heads. A token budget is per rank, so a micro-batch grows with it.
     """
-
-    param_offload: bool = False
-    """Keep the policy's weights in host memory while its reference or critic computes."""
 
     expert_parallel_size: PositiveInt = 1
     """Neighboring trainer ranks that divide the experts of each layer; it divides the experts and

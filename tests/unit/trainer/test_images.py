@@ -31,6 +31,7 @@ from services.trainer.learner.model.forward import (
     token_outputs,
 )
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sequence_share import SequenceShare
 from services.trainer.loop import reward_client
 from services.trainer.loop.reward_client import RewardClient
 from sluice.algorithm.packing import plan_micro_batches
@@ -38,6 +39,7 @@ from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.errors import ConfigError, DeadlineError, PeerError
 from sluice.rpc.client import reward_stub
 from sluice.types import TrainGroup
+from sluice.vision import image_prompts
 from tests.support.threaded_ranks import on_ranks
 from tests.support.tiny_policy import make_batch, make_config
 from tests.support.tiny_policy import save_model as save_text_model
@@ -50,6 +52,7 @@ from tests.support.vision_batches import (
 
 IMAGE_BYTES = bytes(1 << 20)
 Images = Mapping[str, tuple[bytes, ...]]
+WAYS = ("sent", "received")
 
 
 @dataclass
@@ -170,20 +173,60 @@ def one_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _packed(directory: Path, groups: list[TrainGroup]) -> tuple[list[TrainingRow], MicroBatch]:
+def _packed(
+    directory: Path, groups: list[TrainGroup], share: SequenceShare | None = None
+) -> tuple[list[TrainingRow], MicroBatch]:
     rows = training_rows(groups, [range(4 * g, 4 * g + 4) for g in range(len(groups))])
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )
     reader = make_reader(directory)
     images = {
-        place: reader.read(group.prompt_token_ids, group.images)
+        place: reader.lay_out(group.prompt_token_ids, group.images)
         for place, group in enumerate(groups)
         if group.images
     }
-    micro_batch = build_micro_batch(rows, plan, torch.device("cpu"), images)
+    micro_batch = build_micro_batch(rows, plan, torch.device("cpu"), images, share)
     assert micro_batch is not None
     return rows, micro_batch
+
+
+@pytest.mark.parametrize("numbers", [(1, 0), (2, 2, 1, 0)])
+def test_each_image_is_decoded_on_one_of_the_ranks_that_share_its_tokens(
+    one_family: Path, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...]
+) -> None:
+    decoded: list[bytes] = []
+    original = image_prompts.decode_image
+
+    def noting(encoded: bytes, place: str) -> Any:
+        decoded.append(encoded)
+        return original(encoded, place)
+
+    monkeypatch.setattr(image_prompts, "decode_image", noting)
+    reader = make_reader(one_family)
+    groups = [make_image_group(reader, seed, number) for seed, number in enumerate(numbers)]
+    group: Any = None  # nothing is sent
+    _, whole = _packed(one_family, groups)
+    in_all, of_ranks = whole.images, []
+    assert in_all is not None
+    assert in_all.pixel_values is not None
+    decoded.clear()
+    for rank in range(3):
+        before = len(decoded)
+        images = _packed(one_family, groups, SequenceShare(group, rank, 3))[1].images
+        assert images is not None
+        assert len(decoded) - before == len(images.grid_thw)
+        assert len(images.grid_thw) < len(in_all.grid_thw) or len(in_all.grid_thw) == 1
+        of_ranks.append(images)
+    assert decoded == [one for group in groups for one in group.images]
+    pixels = [one.pixel_values for one in of_ranks if one.pixel_values is not None]
+    assert torch.equal(torch.cat(pixels), in_all.pixel_values)
+    assert torch.equal(torch.cat([one.grid_thw for one in of_ranks]), in_all.grid_thw)
+    sent, received = (np.array([getattr(one, way) for one in of_ranks]) for way in WAYS)
+    assert np.array_equal(sent.T, received)
+    for images, encoded, needed in zip(of_ranks, sent, received, strict=True):
+        assert encoded.sum() == images.grid_thw.prod(-1).sum() / 4
+        assert needed.sum() == images.is_image.sum()
 
 
 def _without_sampled_images(group: TrainGroup) -> TrainGroup:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec import structs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learner.learner import Learner
@@ -20,9 +21,11 @@ from services.trainer.learner.model.recompute import (
     recompute_as_configured,
     recompute_layers,
 )
+from services.trainer.learner.places import local_part
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles
 from services.trainer.learner.update.critic import Critic
+from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import ReferencePolicy
 from sluice.config.loading.loader import load_config
 from sluice.config.schema.actor import TransformerOverrides
@@ -288,6 +291,70 @@ def test_the_policys_weights_are_away_while_its_reference_and_its_critic_compute
             assert ours[name] == theirs[name]
 
 
+def with_offloading_critic(folder: Path, *, offloads: bool) -> Learner:
+    config = with_critic(make_config(folder, use_kl_loss=True))
+    keys = {"dtype": "bfloat16", "param_offload": offloads, "optimizer_offload": offloads}
+    fsdp = structs.replace(config.critic.fsdp, **keys)
+    config = structs.replace(config, critic=structs.replace(config.critic, fsdp=fsdp))
+    return Learner(config, DataParallel(), total_steps=10)
+
+
+def critic_bytes(learner: Learner) -> int:
+    """Of the critic's weights on the device."""
+    assert learner._critic is not None
+    local = [local_part(one) for one in learner._critic.trained.parameters.values()]
+    return sum(one.untyped_storage().nbytes() for one in local)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # nothing is done in place to its values
+def test_a_critics_weights_are_on_the_device_only_while_it_computes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: dict[str, set[int]] = {}
+
+    def noting(kind: type[Any], method: str) -> None:
+        original = getattr(kind, method)
+
+        def note(self: Any, *arguments: Any, **options: Any) -> Any:
+            held.setdefault(f"{kind.__name__}.{method}", set()).add(critic_bytes(current))
+            return original(self, *arguments, **options)
+
+        monkeypatch.setattr(kind, method, note)
+
+    for kind, method in (
+        (Critic, "_forward"),
+        (ReferencePolicy, "logprobs"),
+        (PolicyUpdate, "_forward"),
+        (PolicyUpdate, "_optimizer_step"),
+    ):
+        noting(kind, method)
+    usual = with_offloading_critic(folder, offloads=False)
+    offloaded = with_offloading_critic(folder, offloads=True)
+    whole = critic_bytes(usual)
+    assert critic_bytes(offloaded) == 0
+    expected, found = [], []
+    for step in (1, 2):
+        current = usual
+        expected.append(current.train_step(make_batch(seed=step), step))
+        held.clear()
+        current = offloaded
+        found.append(current.train_step(make_batch(seed=step), step))
+        assert held.pop("Critic._forward") == {whole}
+        assert list(held.values()) == [{0}] * 3
+    offloaded.save(tmp_path / "actor")
+    assert critic_bytes(offloaded) == 0
+    usual.load(tmp_path / "actor")
+    current = resumed = with_offloading_critic(folder, offloads=True)
+    resumed.load(tmp_path / "actor")
+    assert critic_bytes(resumed) == 0
+    found.append(resumed.train_step(make_batch(seed=3), 3))
+    current = usual
+    expected.append(usual.train_step(make_batch(seed=3), 3))
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("critic/vf_loss", "critic/grad_norm", "critic/vpred_mean", "actor/grad_norm"):
+            assert ours[name] == theirs[name]
+
+
 def test_verls_spellings_are_read() -> None:
     megatron = "actor_rollout_ref.actor.megatron"
     hybrid = "actor_rollout_ref.actor.optim.override_optimizer_config"
@@ -306,5 +373,13 @@ def test_verls_spellings_are_read() -> None:
     assert actor.fsdp_config.param_offload
     assert actor.fsdp_config.optimizer_offload_fraction == 0.25
     assert actor.megatron.override_transformer_config.recompute_modules == ["mlp"]
-    host = "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=true"
-    assert load_config(None, [host]).actor_rollout_ref.actor.fsdp_config.optimizer_offload
+    host = "optim.override_optimizer_config.optimizer_cpu_offload=true"
+    hosted = load_config(None, [f"+actor_rollout_ref.actor.{host}"])
+    assert hosted.actor_rollout_ref.actor.fsdp_config.optimizer_offload
+    assert not hosted.critic.fsdp.optimizer_offload
+    for key in (f"+critic.{host}", "critic.megatron.optimizer_offload=true"):
+        assert load_config(None, [key]).critic.fsdp.optimizer_offload
+    share = "+critic.optim.override_optimizer_config.optimizer_offload_fraction=0.5"
+    assert load_config(None, [share]).critic.fsdp.optimizer_offload_fraction == 0.5
+    for key in ("critic.megatron.param_offload", "critic.model.fsdp_config.param_offload"):
+        assert load_config(None, [f"{key}=true"]).critic.fsdp.param_offload

@@ -212,8 +212,8 @@ def split_batch(
 
     Seed and `step` determine the shuffle, so all ranks agree without communication. Mini-batches
     stay the same in all ``ppo_epochs`` passes. Images are decoded only for this rank's rows, once
-    per mini-batch, and where ranks share sequences only those that this rank encodes. Rows of the batch in `skipped` are in no micro-batch. `with_routing` packs the
-    engine's experts too.
+    per mini-batch; of ranks that share sequences each decodes those that it encodes. Rows of the
+    batch in `skipped` are in no micro-batch. `with_routing` packs the engine's experts too.
 
     Raises:
         ConfigError: the groups do not divide into mini-batches, or a group has images and

@@ -69,6 +69,16 @@ class HostMemory:
         finally:
             self.bring_back(tensors)
 
+    @contextmanager
+    def present(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Have those that are away on their device inside the block."""
+        away = [one for one in tensors if id(one) in self._copies]
+        self.bring_back(away)
+        try:
+            yield
+        finally:
+            self.move_out(away)
+
     def forget(self) -> None:
         """Drop all copies, of tensors that are no longer used."""
         self._copies.clear()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -28,6 +28,7 @@ from services.trainer.learner.checkpoint import resume_remedy
 from services.trainer.learner.model.experts import check_dividable
 from services.trainer.learner.model.export import write_model
 from services.trainer.learner.model.forward import DTYPES, plain_class
+from services.trainer.learner.model.host_memory import HostMemory
 from services.trainer.learner.model.loading import LoadedModel
 from services.trainer.learner.model.lora import (
     adapted_layers,
@@ -118,7 +119,8 @@ class TrainedModel:
 
     `parameters` are all of the model's, whole or sharded, tied ones once; the optimizer has those
     that are trained. `shards` is ``None`` for a whole model. `initial_sum` is `weight_sum` of the
-    loaded weights. `places` says which rank holds which part of each parameter.
+    loaded weights. `places` says which rank holds which part of each parameter. `host` has the
+    values of parameters that are away from their device.
     """
 
     model: PreTrainedModel
@@ -127,6 +129,7 @@ class TrainedModel:
     shards: Shards | None
     initial_sum: float
     places: Directory
+    host: HostMemory = field(default_factory=HostMemory)
 
 
 class PolicyState:
@@ -160,8 +163,9 @@ class PolicyState:
             for name, moment in moments.items()
         }
         self._adapters = adapter_parameters(trained.model)
-        self._weights = _parts(self._adapters or {**trained.parameters, **buffers}, copies=copies)
-        self._moments = _parts(moments, copies=copies)
+        weights = self._adapters or {**trained.parameters, **buffers}
+        self._weights = _parts(weights, trained.host, copies=copies)
+        self._moments = _parts(moments, trained.host, copies=copies)
         self._extra = {
             "random_state": random_state(_device(trained.model)),
             "skipped_updates": trained.optimizer.skipped_updates,
@@ -246,7 +250,8 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
             "actor_rollout_ref.model.lora_rank of before, or start from `sluice merge`'s folder"
         )
     else:
-        total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
+        with trained.host.present(list(trained.parameters.values())):
+            total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
     try:
         trained.optimizer.load_state(StateFiles(directory, OPTIMIZER_STEM))
     except (*_UNREADABLE, SafetensorError) as error:
@@ -275,8 +280,8 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _parts(tensors: Mapping[str, Tensor], *, copies: bool) -> dict[str, Tensor]:
-    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+def _parts(tensors: Mapping[str, Tensor], host: HostMemory, *, copies: bool) -> dict[str, Tensor]:
+    parts = {name: local_part(host.read(tensor)) for name, tensor in tensors.items()}
     return {n: t.to(_CPU, copy=True) for n, t in parts.items()} if copies else parts
 
 

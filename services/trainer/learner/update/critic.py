@@ -68,7 +68,8 @@ def _cut(config: RunConfig) -> BatchCut:
 class Critic:
     """A value model with its own optimizer. Collective: every rank runs the same batches.
 
-    A null setting of the critic follows the actor's.
+    A null setting of the critic follows the actor's. With param_offload its weights are on the
+    device only during `values` and `update`, else in host memory.
 
     Raises:
         ConfigError: the model cannot be loaded or trained.
@@ -105,6 +106,9 @@ class Critic:
         self._model = self.trained.model
         self._optimizer = self.trained.optimizer
         self._passes = EvenPasses(self.trained.shards, parallel, self._forward, device.torch_device)
+        self._weights = list(self.trained.parameters.values())
+        if critic.fsdp.param_offload:
+            self.trained.host.move_out(self._weights)
         self._mini_batches: list[MiniBatch] = []
         self._old_values: list[list[Tensor]] = []
 
@@ -120,12 +124,13 @@ class Critic:
             with_routing=False,
         )
         # `update` runs over the same micro-batches, so old values stay in their order.
-        self._passes.begin(sum(len(one.micro_batches) for one in self._mini_batches))
-        self._old_values = [
-            [self._forward(micro_batch) for micro_batch in mini_batch.micro_batches]
-            for mini_batch in self._mini_batches
-        ]
-        self._passes.end_forward_only()
+        with self.trained.host.present(self._weights):
+            self._passes.begin(sum(len(one.micro_batches) for one in self._mini_batches))
+            self._old_values = [
+                [self._forward(micro_batch) for micro_batch in mini_batch.micro_batches]
+                for mini_batch in self._mini_batches
+            ]
+            self._passes.end_forward_only()
         found = (
             pair
             for mini_batch, old in zip(self._mini_batches, self._old_values, strict=True)
@@ -144,6 +149,10 @@ class Critic:
         Returns:
             ``critic/vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm`` and ``lr``.
         """
+        with self.trained.host.present(self._weights):
+            return self._steps(returns, mask, step)
+
+    def _steps(self, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
         rate = self._optimizer.begin_batch(step - 1)
         sums: list[Tensor] = []
         num_tokens = 0

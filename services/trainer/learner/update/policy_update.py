@@ -41,7 +41,6 @@ from services.trainer.learner.model.forward import (
     EntropyUse,
     token_outputs,
 )
-from services.trainer.learner.model.host_memory import HostMemory
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
@@ -144,7 +143,7 @@ class PolicyUpdate:
         # Adapters' reference computes with the policy's weights.
         others = [critic, reference if isinstance(reference, ReferencePolicy) else None]
         moves = settings.actor.fsdp_config.param_offload and any(others)
-        self._host = HostMemory() if moves else None
+        self._host = policy.host if moves else None
         self._parallel = parallel
         self._device = device
         self._peaks = peaks
