@@ -288,9 +288,7 @@ def _searched(
         correction = _OPTIMISM  # with recompute other bytes count
     changes = [
         one
-        for one in trainer_changes(
-            start, model.shape, own, possible, reads_images=model.encoder != 0
-        )
+        for one in trainer_changes(start, model.shape, own, possible)
         if one.overrides or engine.overrides
     ]
     for _ in range(_MOST_TRIES):

@@ -22,6 +22,7 @@ from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.work import MEAN_RESPONSE, group_flops
 from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig
+from sluice.config.schema.actor import FsdpConfig
 from sluice.plan.dry_run import PassBytes
 
 MIB = 1 << 20
@@ -143,6 +144,28 @@ def extrapolated(
     return PassBytes(**sizes, moved=moved)
 
 
+class _ModelState:
+    """What one of the trained models holds on the device between its passes, in bytes.
+
+    Attributes:
+        weights: that are on the device while another model computes.
+        weights_away: that are in host memory then.
+        moments: on the device during passes.
+        away: moments in host memory.
+        step: peak of the optimizer's step, weights and gradients included.
+        waiting: weights and moments while another model computes.
+    """
+
+    def __init__(self, counted: PassBytes, sharding: FsdpConfig) -> None:
+        offloaded = sharding.optimizer_offload_fraction * sharding.optimizer_offload
+        self.weights_away = counted.parameters if sharding.param_offload else 0
+        self.weights = counted.parameters - self.weights_away
+        self.away = counted.moments * offloaded
+        self.moments = counted.moments - self.away
+        self.step = counted.step - self.away + min(self.away, _MOMENTS_AT_ONCE)
+        self.waiting = self.weights + self.moments
+
+
 def trainer_pool(
     config: RunConfig,
     shape: ModelShape,
@@ -158,11 +181,12 @@ def trainer_pool(
     """
     layout = trainer_layout(config, world_size(config))
     model, sharding = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.fsdp_config
-    away = counted.moments * sharding.optimizer_offload_fraction * sharding.optimizer_offload
     state = encoder * 4 / layout.shard
-    if uses_critic(config):
-        state += counted.parameters
-    held = counted.moments - away + _STATES * state
+    policy, beside = _ModelState(counted, sharding), _STATES * state
+    critic = _ModelState(counted, config.critic.fsdp) if uses_critic(config) else None
+    # Its weights and moments stay beside the policy's passes.
+    waiting = critic.waiting if critic else 0.0
+    held = policy.moments + beside + waiting
     # Adapters' reference is the policy without them.
     has_reference = uses_reference(config) and not adapts(model)
     reference = counted.parameters if has_reference else 0
@@ -172,17 +196,23 @@ def trainer_pool(
         "logprobs": counted.log_prob + held + (0 if sharding.param_offload else reference),
         "forward": counted.forward + held,
         "backward": counted.backward + held,
-        "optimizer step": counted.step - away + min(away, _MOMENTS_AT_ONCE) + _STATES * state,
+        "optimizer step": policy.step + beside + waiting,
     }
+    if critic:
+        beside += policy.waiting
+        phases["critic"] = counted.backward + critic.moments + beside
+        phases["critic's step"] = critic.step + beside
+    models = [policy, *([critic] if critic else [])]
     parts = {
-        "weights": counted.parameters + state,
+        "weights": counted.parameters + state + (critic.weights if critic else 0.0),
         "gradients": counted.gradients + state,
-        "moments": counted.moments - away + 2 * state,
+        "moments": sum(one.moments for one in models) + 2 * state,
         "activations": float(counted.kept),
     }
     micro_batches = _micro_batches(config, layout)
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
+    away = sum(one.away for one in models) + (critic.weights_away if critic else 0.0)
     host = config.trainer.n_gpus_per_node * (reference + away + largest_batch_mb(config) * MIB)
     return TrainerPool(
         layout,

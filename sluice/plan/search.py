@@ -84,13 +84,10 @@ def trainer_changes(
     shape: ModelShape,
     split: DeviceSplit,
     splits: Sequence[DeviceSplit],
-    *,
-    reads_images: bool,
 ) -> list[Change]:
     """Return all combinations of changes to a trainer, the cheapest first.
 
     Args:
-        reads_images: ranks cannot share the model's sequences.
         split: the trainer's, from which another costs as much as it makes a pool smaller.
         splits: those that are possible.
     """
@@ -99,7 +96,7 @@ def trainer_changes(
         list(_recompute(config, shape)),
         list(_shards(config)),
         list(_experts(config, shape)),
-        [Change()] if reads_images else list(_sequences(config, shape)),
+        list(_sequences(config, shape)),
         list(_offload(config)),
         list(_dtypes(config)),
     ]

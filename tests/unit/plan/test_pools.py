@@ -65,6 +65,27 @@ def test_offloaded_moments_are_on_the_host_and_adapters_need_no_second_model() -
     assert adapted.phases["logprobs"] == COUNTED.log_prob + COUNTED.moments
 
 
+def test_a_critic_is_beside_the_policy_but_for_what_its_own_keys_move_to_the_host() -> None:
+    keys = ("algorithm.adv_estimator=gae",)
+    alone, usual = pool(), pool(*keys)
+    whole = COUNTED.parameters + COUNTED.moments
+    for phase, size in alone.phases.items():
+        assert usual.phases[phase] == size + whole
+    assert usual.phases["critic"] == COUNTED.backward + COUNTED.moments + whole
+    assert usual.phases["critic's step"] == COUNTED.step + whole
+    weights = pool(*keys, "critic.fsdp.param_offload=true")
+    assert weights.phases["backward"] == alone.phases["backward"] + COUNTED.moments
+    assert weights.phases["critic"] == usual.phases["critic"]
+    moments = pool(*keys, "critic.fsdp.optimizer_offload=true")
+    assert moments.phases["backward"] == alone.phases["backward"] + COUNTED.parameters
+    assert moments.phases["critic"] == usual.phases["critic"] - COUNTED.moments
+    assert weights.host - usual.host == COUNTED.parameters
+    assert moments.host - usual.host == COUNTED.moments
+    policys = pool(*keys, f"{ACTOR}.fsdp_config.param_offload=true")
+    assert policys.phases["critic"] == usual.phases["critic"] - COUNTED.parameters
+    assert policys.phases["backward"] == usual.phases["backward"]
+
+
 def test_moments_are_there_in_every_phase() -> None:
     phases = pool().phases
     assert phases["idle"] == COUNTED.parameters + COUNTED.moments

@@ -14,10 +14,10 @@ FSDP, ROLLOUT = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.rollou
 SPLIT = DeviceSplit(8, 8, 1, 1)
 
 
-def changes(*overrides: str, reads_images: bool = False) -> Sequence[tuple[str, ...]]:
+def changes(*overrides: str) -> Sequence[tuple[str, ...]]:
     config = load_config(None, overrides)
     shape = published_shape("Qwen3-8B")
-    found = trainer_changes(config, shape, SPLIT, [SPLIT], reads_images=reads_images)
+    found = trainer_changes(config, shape, SPLIT, [SPLIT])
     return [change.overrides for change in found]
 
 
@@ -37,12 +37,6 @@ def test_a_part_of_what_shards_a_copy_is_enough() -> None:
     assert (f"{FSDP}.fsdp_size=-1",) in found
     assert (f"{FSDP}.reshard_after_forward=true",) in found
     assert (f"{FSDP}.fsdp_size=-1", f"{FSDP}.reshard_after_forward=true") in found
-
-
-def test_sequences_with_images_are_not_shared() -> None:
-    shared = f"{FSDP}.ulysses_sequence_parallel_size=2"
-    assert any(shared in change for change in changes())
-    assert not any(shared in change for change in changes(reads_images=True))
 
 
 def test_an_engine_has_devices_that_divide_its_heads() -> None:

@@ -19,6 +19,7 @@ from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
 from tests.support.tiny_policy import COMMON, make_model, save_model
+from tests.support.tiny_vision import save_model as save_vision_model
 
 PRECISION = FsdpConfig(dtype="float32")
 
@@ -70,6 +71,31 @@ def test_weights_are_not_read_before_the_model_is_sharded(
     expected = [b for name, b in make_model("qwen3").named_buffers() if name.endswith("inv_freq")]
     assert all(map(torch.equal, rotations, expected))
     assert load_policy(model, PRECISION, 28).files is None
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_a_vision_model_is_read_by_its_shards_as_transformers_reads_it(
+    family: str, tmp_path: Path
+) -> None:
+    save_vision_model(family, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [one for one in tensors if one.endswith("gate_up_proj")]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()  # as it was published
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = ModelConfig(path=str(tmp_path))
+    loaded, whole = (load_policy(model, PRECISION, 28, is_sharded=one) for one in (True, False))
+    assert loaded.files is not None
+    found, expected = dict(loaded.model.named_parameters()), dict(whole.model.named_parameters())
+    fill_shards(found, loaded.files)
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert torch.equal(found[name], one), name
+        part = torch.empty_like(one[:, 1:]) if one.ndim > 1 else torch.empty_like(one)
+        loaded.files.fill(part, name, (0, 1, *[0] * one.ndim)[: one.ndim])
+        assert torch.equal(part, one[:, 1:] if one.ndim > 1 else one), name
+    for ours, theirs in zip(loaded.model.buffers(), whole.model.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

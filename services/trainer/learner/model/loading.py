@@ -125,12 +125,16 @@ def _dtype(model: ModelConfig, precision: FsdpConfig) -> torch.dtype:
 def _built(
     config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
 ) -> PreTrainedModel:
-    family: Any = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
+    family: Any = AutoModelForCausalLM
+    if config.model_type in FAMILIES:
+        family = AutoModelForImageTextToText
+    if is_critic:
+        family = AutoModelForTokenClassification
     with no_init_weights():  # or the memory would be written
         built: PreTrainedModel = family.from_config(
             config,
             dtype=dtype,
-            attn_implementation=PACKED_ATTENTION,
+            attn_implementation=text_attention(config.model_type, FAMILIES, PACKED_ATTENTION),
             trust_remote_code=model.trust_remote_code,
         )
     built.tie_weights()
@@ -211,8 +215,7 @@ def _unread(
         config = AutoConfig.from_pretrained(
             model.path, **head, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
-        # A vision tower has an attention of its own; quantised weights are not what they seem.
-        if config.model_type in FAMILIES or hasattr(config, "quantization_config"):
+        if hasattr(config, "quantization_config"):  # weights are not what they seem
             return None
         loaded = _built(config, model, dtype, is_critic=is_critic)
         if (Path(model.path) / GENERATION_CONFIG_NAME).is_file():

@@ -1,8 +1,9 @@
 """A model's weight files, read by parts: a rank reads its shards and nothing else.
 
-Names are those of the model's parameters. The published files of a mixture of experts have a tensor
-for each expert and projection; the model has one tensor for all experts, which are its first
-dimension.
+Names are those of the model's parameters, or those that transformers renames when it reads a vision
+model. The published files of a mixture of experts have a tensor for each expert and projection; the
+model has one tensor for all experts, which are its first dimension. Those of Qwen3-VL have that
+tensor with its other dimensions swapped.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from services.trainer.learner.places import region
 
 CHUNK_BYTES = 64 << 20
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FORMER_NAMES = {"model.language_model.": "model.", "model.visual.": "visual."}  # Qwen2(.5)-VL
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # The parameter of all experts, and the tensors of one expert that make a row of it.
 _EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
@@ -54,24 +56,28 @@ class WeightFiles:
         for name in sorted(names):
             opened: Any = safe_open(folder / name, framework="pt")
             self._opened.update(dict.fromkeys(opened.keys(), opened))
+        self._swapped: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         """Return whether that parameter is there, as one tensor or one for each expert."""
-        return self._sources(name, 1)[0][0] in self._opened
+        return self._sources(self._stored(name), 1)[0][0] in self._opened
 
     def are(self, parameters: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
         """Return whether these parameters, in their shapes, and nothing else is there as floats.
 
-        `unused` names tensors that may be there too.
+        `unused` names tensors that may be there too. Call it before `fill`.
         """
         read: set[str] = set()
-        for name, parameter in parameters.items():
+        for name, parameter in ((self._stored(name), one) for name, one in parameters.items()):
             sources = self._sources(name, parameter.shape[0] if parameter.ndim else 0)
             read.update(*sources)
             if not read <= self._opened.keys():
                 return False
-            if self._shape(sources, is_whole=name in self._opened) != tuple(parameter.shape):
-                return False
+            shape = self._shape(sources, is_whole=name in self._opened)
+            if shape != (wanted := tuple(parameter.shape)):
+                if not name.endswith(tuple(_EXPERTS)) or shape != (wanted[0], *wanted[:0:-1]):
+                    return False
+                self._swapped.add(name)
         dtypes = {self._slice(name).get_dtype() for name in self._opened}
         return self._opened.keys() - read <= set(unused) and dtypes <= _FLOATS
 
@@ -83,6 +89,7 @@ class WeightFiles:
             name: of the parameter.
             offset: where the part begins in the parameter, by dimension.
         """
+        name = self._stored(name)
         columns = region(offset[1:], target.shape[1:])
         row_bytes = max(1, target[:1].numel() * target.element_size())
         step = max(1, CHUNK_BYTES // row_bytes)
@@ -102,6 +109,9 @@ class WeightFiles:
         return total
 
     def _rows(self, name: str, start: int, stop: int, columns: Sequence[slice]) -> Tensor:
+        if name in self._swapped:
+            swapped: Tensor = self._slice(name)[(slice(start, stop), *columns[::-1])]
+            return swapped.transpose(1, 2)
         if name in self._opened:
             found: Tensor = self._slice(name)[(slice(start, stop), *columns)]
             return found
@@ -119,6 +129,13 @@ class WeightFiles:
                 found.append(part[(slice(start, max(start, stop)), *columns)])
             first += num_rows
         return torch.cat(found)
+
+    def _stored(self, name: str) -> str:
+        """Return the name that a parameter has in the files."""
+        for own, former in _FORMER_NAMES.items() if name not in self._opened else ():
+            if name.startswith(own):
+                return former + name.removeprefix(own)
+        return name
 
     def _sources(self, name: str, rows: int) -> list[list[str]]:
         """Return the tensor of a parameter, or of an experts' parameter those of each expert."""
