@@ -52,18 +52,6 @@ from sluice.plan.launch_plan import (
 )
 from sluice.plan.pools import TrainerPool
 
-_TRAINER_COLUMNS = (
-    "weights",
-    "gradients",
-    "moments",
-    "activations",
-    "idle",
-    "logprobs",
-    "forward",
-    "backward",
-    "optimizer step",
-    "host",
-)
 _ENGINE_COLUMNS = (
     "engine",
     "weights",
@@ -465,18 +453,14 @@ def _print_memory(console: Console, memory: CheckedMemory) -> None:
         why = f", not counted: {memory.why}" if memory.why else ""
         print_line(console, f"A guess for each trainer device: {_gib(memory.guess)} GiB{why}\n")
     else:
+        counted = {**trainer.parts, **trainer.phases, "host": trainer.host}
         print_table(
             console,
             "GiB on each trainer device, counted: what it holds, and peaks by phase; on the host "
             "of the first machine",
-            _TRAINER_COLUMNS,
-            [
-                [
-                    _gib(one)
-                    for one in (*trainer.parts.values(), *trainer.phases.values(), trainer.host)
-                ]
-            ],
-            right=_TRAINER_COLUMNS,
+            tuple(counted),
+            [[_gib(one) for one in counted.values()]],
+            right=tuple(counted),
         )
     print_table(
         console,

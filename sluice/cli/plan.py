@@ -78,7 +78,7 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
             "holds_weights": engine.holds_weights,
             "longest_rows": engine.longest_rows,
         },
-        "encoder_parameters": found.model.encoder,
+        "encoder_parameters": found.model.encoder_parameters,
         "host": {"trainer": trainer.host, "rollout": engine.host},
         "layout": {
             "ranks": trainer.layout.ranks,
@@ -103,7 +103,7 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
         f"({split.replicas} replica(s) of {split.per_replica}), {device.gib:g} GiB each; "
         f"a plan fills {device.usable_bytes / GIB:.1f}",
     )
-    if found.model.encoder is None:
+    if found.model.encoder_parameters is None:
         print_line(console, "the model's image encoder is not counted")
     print_line(console, f"as keys: {' '.join(split.overrides)}")
     layout = trainer.layout

@@ -22,8 +22,9 @@ from sluice.config.device_split import (
 from sluice.config.loading.conversions import names_set
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import DeviceKind, device_kind
+from sluice.config.memory.image_encoder import ImageEncoder, image_encoder
 from sluice.config.memory.layouts import training_layout
-from sluice.config.memory.published import ModelContent, encoder_parameters, published_model
+from sluice.config.memory.published import ModelContent, published_encoder, published_model
 from sluice.config.memory.rollout import GIB
 from sluice.config.memory.shape import ModelShape, read_model, shape_of
 from sluice.config.memory.training import guessed_memory
@@ -64,13 +65,22 @@ class PlannedModel:
     Attributes:
         name: as it was given.
         content: of its config.json.
-        encoder: parameters of its image encoder; `None`: it has one, which is not counted.
+        encoder: encodes images; `None`: it reads none, or the encoder is not counted.
+        reads_images: whether it has an encoder.
     """
 
     name: str
     content: ModelContent
     shape: ModelShape
-    encoder: int | None = 0
+    encoder: ImageEncoder | None = None
+    reads_images: bool = False
+
+    @property
+    def encoder_parameters(self) -> int | None:
+        """Return the encoder's; `None`: it is not counted."""
+        if self.encoder is None:
+            return None if self.reads_images else 0
+        return self.encoder.parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ def planned_model(name: str) -> PlannedModel:
     if found is not None:
         return found
     content = published_model(name)
-    return PlannedModel(name, content, shape_of(content), encoder_parameters(name))
+    return _planned(name, content, shape_of(content), published_encoder(name))
 
 
 def local_model(name: str, config_file: Path | None = None) -> PlannedModel | None:
@@ -123,7 +133,14 @@ def local_model(name: str, config_file: Path | None = None) -> PlannedModel | No
     if config_file is None and not (name and file.is_file()):
         return None
     content, shape = read_model(file)
-    return PlannedModel(name, content, shape, None if content.get("vision_config") else 0)
+    vision = content.get("vision_config")
+    return _planned(name, content, shape, vision if isinstance(vision, dict) else {})
+
+
+def _planned(
+    name: str, content: ModelContent, shape: ModelShape, vision: Mapping[str, object]
+) -> PlannedModel:
+    return PlannedModel(name, content, shape, image_encoder(vision), bool(vision))
 
 
 def is_small(config: RunConfig, shape: ModelShape) -> bool:
@@ -242,7 +259,7 @@ def _counted(
     whole = found[0]
     if len(found) > 1:
         whole = extrapolated(found[0], found[1], counts[1] - counts[0], shape.layers, counts[0])
-    return trainer_pool(config, shape, device, whole, model.encoder or 0)
+    return trainer_pool(config, shape, device, whole, model.encoder)
 
 
 def _as_it_is(

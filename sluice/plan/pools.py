@@ -15,6 +15,7 @@ from sluice.config.derived import (
     world_size,
 )
 from sluice.config.memory.devices import DeviceKind
+from sluice.config.memory.image_encoder import ImageEncoder
 from sluice.config.memory.layouts import rollout_layout, training_layout
 from sluice.config.memory.rollout import GIB, rollout_memory
 from sluice.config.memory.rollout import fits as weights_fit
@@ -171,17 +172,18 @@ def trainer_pool(
     shape: ModelShape,
     device: DeviceKind,
     counted: PassBytes,
-    encoder: int = 0,
+    encoder: ImageEncoder | None = None,
 ) -> TrainerPool:
     """Return the trainer's pool.
 
     Args:
         counted: of all layers.
-        encoder: parameters of an image encoder, which the passes were counted without.
+        encoder: encodes images; the passes were counted without it.
     """
     layout = trainer_layout(config, world_size(config))
     model, sharding = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.fsdp_config
-    state = encoder * 4 / layout.shard
+    images = _images(config, layout, encoder)
+    state = images.weights
     policy, beside = _ModelState(counted, sharding), _STATES * state
     critic = _ModelState(counted, config.critic.fsdp) if uses_critic(config) else None
     # Its weights and moments stay beside the policy's passes.
@@ -193,9 +195,12 @@ def trainer_pool(
     phases = {
         "idle": counted.parameters + held,
         # The reference's weights stand beside the policy's, or in their place.
-        "logprobs": counted.log_prob + held + (0 if sharding.param_offload else reference),
-        "forward": counted.forward + held,
-        "backward": counted.backward + held,
+        "logprobs": counted.log_prob
+        + held
+        + images.pixels
+        + (0 if sharding.param_offload else reference),
+        "forward": counted.forward + held + images.pixels + images.kept,
+        "backward": counted.backward + held + images.pixels + images.kept,
         "optimizer step": policy.step + beside + waiting,
     }
     if critic:
@@ -207,13 +212,15 @@ def trainer_pool(
         "weights": counted.parameters + state + (critic.weights if critic else 0.0),
         "gradients": counted.gradients + state,
         "moments": sum(one.moments for one in models) + 2 * state,
-        "activations": float(counted.kept),
+        "activations": counted.kept + images.pixels + images.kept,
     }
     micro_batches = _micro_batches(config, layout)
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
     away = sum(one.away for one in models) + (critic.weights_away if critic else 0.0)
-    host = config.trainer.n_gpus_per_node * (reference + away + largest_batch_mb(config) * MIB)
+    host = config.trainer.n_gpus_per_node * (
+        reference + away + images.host + largest_batch_mb(config) * MIB
+    )
     return TrainerPool(
         layout,
         parts,
@@ -223,6 +230,42 @@ def trainer_pool(
         operations / layout.ranks / device.flops,
         sum(moved.values()) * micro_batches / device.link_rate,
         host + _SNAPSHOTS * _wire_bytes(config, shape),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Images:
+    """What images take on a trainer's device, and of its host memory, in bytes."""
+
+    weights: float = 0.0  # of the encoder, in float32
+    pixels: float = 0.0
+    kept: float = 0.0
+    host: float = 0.0
+
+
+def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | None) -> _Images:
+    """Return the bytes if prompts are images from end to end, none of which ranks divide."""
+    if encoder is None:
+        return _Images()
+    actor, data = config.actor_rollout_ref.actor, config.data
+    prompts = actor.ppo_micro_batch_size_per_gpu or 1
+    if actor.use_dynamic_bsz:
+        longest = max_row_tokens(data)
+        prompts = -(-max(actor.ppo_max_token_len_per_gpu * layout.sequence, longest) // longest)
+    tokens = data.max_prompt_length * max(1.0, prompts / layout.sequence)
+    trained = 0 if actor.freeze_vision_tower else tokens
+    kept = encoder.kept(
+        recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        dtype_bytes=_WIRE_BYTES[actor.fsdp_config.dtype],
+    )
+    # A prompt's rows may be on several ranks, each of which reads its images.
+    rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
+    of_batch = min(data.train_batch_size, -(-rows // layout.data_ranks)) * data.max_prompt_length
+    return _Images(
+        encoder.parameters * 4 / layout.shard,
+        tokens * encoder.pixel_bytes,
+        trained * kept,
+        of_batch * encoder.pixel_bytes / layout.sequence,
     )
 
 

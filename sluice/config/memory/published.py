@@ -71,7 +71,7 @@ PUBLISHED: Mapping[str, ModelContent] = MappingProxyType(
         "Qwen3-32B": _qwen3(64, 5120, 64, 25_600),
         "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 32, 6144, 768),
         "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 64, 12_288, 1536),
-        # Its language model; the image encoder has 0.54 billion parameters beside it.
+        # Its language model; its image encoder is below.
         "Qwen3-VL-30B-A3B": {
             **_qwen3_moe(48, 2048, 32, 6144, 768),
             "max_position_embeddings": 262_144,
@@ -80,7 +80,19 @@ PUBLISHED: Mapping[str, ModelContent] = MappingProxyType(
 )
 """By name, without the suffix of an instruction-tuned model."""
 
-_ENCODERS = {"Qwen3-VL-30B-A3B": 538_000_000}
+_ENCODERS: Mapping[str, ModelContent] = MappingProxyType(
+    {
+        "Qwen3-VL-30B-A3B": {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "patch_size": 16,
+            "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [8, 16, 24],
+            "num_position_embeddings": 2304,
+        }
+    }
+)
 
 
 def published_name(path: str) -> str | None:
@@ -111,6 +123,6 @@ def published_shape(name: str) -> ModelShape:
     return shape_of(published_model(name))
 
 
-def encoder_parameters(name: str) -> int:
-    """Return the parameters of a published model's image encoder; 0: it has none."""
-    return _ENCODERS.get(published_name(name) or "", 0)
+def published_encoder(name: str) -> ModelContent:
+    """Return the `vision_config` of a published model; empty: it reads no images."""
+    return _ENCODERS.get(published_name(name) or "", {})

@@ -7,7 +7,8 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.devices import device_kind
-from sluice.config.memory.published import published_shape
+from sluice.config.memory.image_encoder import ImageEncoder, image_encoder
+from sluice.config.memory.published import published_encoder, published_shape
 from sluice.config.memory.work import group_flops
 from sluice.plan.dry_run import PassBytes
 from sluice.plan.pools import TrainerPool, engine_pool, extrapolated, layer_counts, trainer_pool
@@ -27,7 +28,16 @@ COUNTED = PassBytes(
 )
 
 
-def pool(*overrides: str, encoder: int = 0) -> TrainerPool:
+def _published() -> ImageEncoder:
+    found = image_encoder(published_encoder("Qwen3-VL-30B-A3B"))
+    assert found is not None
+    return found
+
+
+ENCODER = _published()
+
+
+def pool(*overrides: str, encoder: ImageEncoder | None = None) -> TrainerPool:
     config = load_config(None, [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", *overrides])
     return trainer_pool(config, SHAPE, DEVICE, COUNTED, encoder)
 
@@ -101,7 +111,44 @@ def test_the_reference_is_on_the_device_while_logprobs_are_computed_and_else_on_
 
 
 def test_an_image_encoder_is_trained_beside_the_language_model() -> None:
-    assert pool(encoder=5).phases["backward"] - pool().phases["backward"] == 4 * 4 * 5
+    state = 4 * 4 * ENCODER.parameters
+    assert pool(encoder=ENCODER).phases["idle"] - pool().phases["idle"] == state
+
+
+def test_ranks_that_share_sequences_divide_images_but_not_one_prompts() -> None:
+    keys = ("trainer.n_gpus_per_node=4", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
+    shared = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
+    prompt = load_config(None, []).data.max_prompt_length
+    pixels = {}
+    for size in (1, 2, 4):
+        with_images = pool(*keys, f"{shared}={size}", encoder=ENCODER)
+        plain = pool(*keys, f"{shared}={size}")
+        more = with_images.phases["logprobs"] - plain.phases["logprobs"]
+        pixels[size] = more - 4 * 4 * ENCODER.parameters / with_images.layout.shard
+        frozen = pool(
+            *keys, f"{shared}={size}", f"{ACTOR}.freeze_vision_tower=true", encoder=ENCODER
+        )
+        kept = with_images.phases["backward"] - frozen.phases["backward"]
+        assert kept == 4 / size * prompt * ENCODER.kept(recomputes=False, dtype_bytes=2)
+    assert pixels == {size: 4 / size * prompt * ENCODER.pixel_bytes for size in (1, 2, 4)}
+    alone = pool(keys[0], f"{shared}=4", encoder=ENCODER).parts["activations"]
+    assert alone - COUNTED.kept >= prompt * ENCODER.pixel_bytes
+
+
+def test_the_sizes_of_an_encoder_are_those_of_its_configuration() -> None:
+    assert ENCODER.parameters == pytest.approx(538_000_000, rel=0.01)
+    patch = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    first = image_encoder({"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "hidden_size": 64, **patch})
+    assert first is not None
+    assert (first.width, first.inner, first.out, first.projections) == (32, 64, 64, 2)
+    second = image_encoder(
+        {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+        | {"fullatt_block_indexes": [1], **patch}
+    )
+    assert second is not None
+    assert (second.width, second.inner, second.out, second.projections) == (32, 48, 64, 3)
+    assert second.pixel_bytes == 4 * 3 * 2 * 28**2
+    assert image_encoder({"hidden_size": 32}) is None
 
 
 def test_a_step_takes_as_long_as_its_collectives_and_its_operations_at_least() -> None:

@@ -163,7 +163,7 @@ class PolicyState:
             for name, moment in moments.items()
         }
         self._adapters = adapter_parameters(trained.model)
-        weights = self._adapters or {**trained.parameters, **buffers}
+        weights: Mapping[str, Tensor] = self._adapters or {**trained.parameters, **buffers}
         self._weights = _parts(weights, trained.host, copies=copies)
         self._moments = _parts(moments, trained.host, copies=copies)
         self._extra = {
