@@ -244,7 +244,7 @@ class _Images:
 
 
 def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | None) -> _Images:
-    """Return the bytes if prompts are images from end to end, none of which ranks divide."""
+    """Return the bytes if each prompt is one image from end to end, which ranks cannot divide."""
     if encoder is None:
         return _Images()
     actor, data = config.actor_rollout_ref.actor, config.data
@@ -258,7 +258,7 @@ def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | N
         recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         dtype_bytes=_WIRE_BYTES[actor.fsdp_config.dtype],
     )
-    # A prompt's rows may be on several ranks, each of which reads its images.
+    # A prompt's rows may be on several ranks, and each reads its images.
     rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
     of_batch = min(data.train_batch_size, -(-rows // layout.data_ranks)) * data.max_prompt_length
     return _Images(

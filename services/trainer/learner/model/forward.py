@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from services.trainer.learner.batch.micro_batch import (
     MicroBatch,
-    PackedImages,
     TrainingRow,
     build_micro_batch,
 )
+from services.trainer.learner.batch.packed_images import PackedImages
 from services.trainer.learner.model.experts import Routing, routing_tape
 from services.trainer.learner.sequence_share import SequenceShare, all_to_all
 from sluice.algorithm.packing import plan_micro_batches
