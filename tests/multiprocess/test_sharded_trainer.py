@@ -220,16 +220,34 @@ def test_ranks_that_share_sequences_train_like_one(
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
 
 
-def test_a_critic_shares_sequences_as_the_policy_does(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [
+        ("qwen3", 2, {"ulysses_sequence_parallel_size": 2}),
+        ("qwen3_moe", 4, {"ulysses_sequence_parallel_size": 2, "expert_parallel_size": 2}),
+    ],
+)
+def test_a_critics_gradients_are_one_ranks_where_ranks_share_sequences_and_experts(
+    family: str, world_size: int, layout: dict[str, int], tmp_path: Path
+) -> None:
+    folder, frozen = save_model(tmp_path / "model", family), "model.norm.weight"
     settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
-    config = with_critic(make_config(model, NUM_GROUPS, **settings))
+    config = with_critic(make_config(folder, NUM_GROUPS, **settings))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learner_module, "load_policy", freezing(FROZEN))
+        patch.setattr(learner_module, "load_policy", freezing(frozen))
         single = Learner(config, DataParallel(), total_steps=10)
-    shared = {"fsdp_config": {"dtype": "float32", "ulysses_sequence_parallel_size": 2}}
-    with trainer(model, 2, frozen=FROZEN, **(settings | shared)) as ranks:
+    shared = settings | {"fsdp_config": {"dtype": "float32", **layout}}
+    with trainer(folder, world_size, frozen=frozen, **shared) as ranks:
         for number in (1, 2):
             assert_like(ranks[0].command(f"train {number}"), step(single, number))
+        ranks[0].command(f"save {tmp_path / 'saved' / 'actor'}")
+    single.save(tmp_path / "one" / "actor")
+    # AdamW's first moments are means of gradients.
+    found, expected = (optimizer_tensors(tmp_path / one / "critic") for one in ("saved", "one"))
+    assert found.keys() == expected.keys()
+    for name, moment in expected.items():
+        scale = max(float(moment.abs().max()), 1e-8)
+        torch.testing.assert_close(found[name] / scale, moment / scale, atol=1e-4, rtol=0, msg=name)
 
 
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do(model: Path) -> None:
