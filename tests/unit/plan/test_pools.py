@@ -91,9 +91,9 @@ def test_a_critic_is_beside_the_policy_but_for_what_its_own_keys_move_to_the_hos
     assert moments.phases["critic"] == usual.phases["critic"] - COUNTED.moments
     assert weights.host - usual.host == COUNTED.parameters
     assert moments.host - usual.host == COUNTED.moments
-    policys = pool(*keys, f"{ACTOR}.fsdp_config.param_offload=true")
-    assert policys.phases["critic"] == usual.phases["critic"] - COUNTED.parameters
-    assert policys.phases["backward"] == usual.phases["backward"]
+    without = pool(*keys, f"{ACTOR}.fsdp_config.param_offload=true")
+    assert without.phases["critic"] == usual.phases["critic"] - COUNTED.parameters
+    assert without.phases["backward"] == usual.phases["backward"]
 
 
 def test_moments_are_there_in_every_phase() -> None:
