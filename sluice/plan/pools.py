@@ -167,6 +167,16 @@ class _ModelState:
         self.waiting = self.weights + self.moments
 
 
+@dataclass(frozen=True, slots=True)
+class _Images:
+    """What images take on a trainer's device, and of its host memory, in bytes."""
+
+    weights: float = 0.0  # of the encoder, in float32
+    pixels: float = 0.0
+    kept: float = 0.0
+    host: float = 0.0
+
+
 def trainer_pool(
     config: RunConfig,
     shape: ModelShape,
@@ -184,29 +194,13 @@ def trainer_pool(
     model, sharding = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.fsdp_config
     images = _images(config, layout, encoder)
     state = images.weights
-    policy, beside = _ModelState(counted, sharding), _STATES * state
+    policy = _ModelState(counted, sharding)
     critic = _ModelState(counted, config.critic.fsdp) if uses_critic(config) else None
-    # Its weights and moments stay beside the policy's passes.
-    waiting = critic.waiting if critic else 0.0
-    held = policy.moments + beside + waiting
     # Adapters' reference is the policy without them.
     has_reference = uses_reference(config) and not adapts(model)
     reference = counted.parameters if has_reference else 0
-    phases = {
-        "idle": counted.parameters + held,
-        # The reference's weights stand beside the policy's, or in their place.
-        "logprobs": counted.log_prob
-        + held
-        + images.pixels
-        + (0 if sharding.param_offload else reference),
-        "forward": counted.forward + held + images.pixels + images.kept,
-        "backward": counted.backward + held + images.pixels + images.kept,
-        "optimizer step": policy.step + beside + waiting,
-    }
-    if critic:
-        beside += policy.waiting
-        phases["critic"] = counted.backward + critic.moments + beside
-        phases["critic's step"] = critic.step + beside
+    # Its weights stand beside the policy's, or in their place.
+    phases = _phases(counted, policy, critic, images, 0 if sharding.param_offload else reference)
     models = [policy, *([critic] if critic else [])]
     parts = {
         "weights": counted.parameters + state + (critic.weights if critic else 0.0),
@@ -233,14 +227,30 @@ def trainer_pool(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Images:
-    """What images take on a trainer's device, and of its host memory, in bytes."""
-
-    weights: float = 0.0  # of the encoder, in float32
-    pixels: float = 0.0
-    kept: float = 0.0
-    host: float = 0.0
+def _phases(
+    counted: PassBytes,
+    policy: _ModelState,
+    critic: _ModelState | None,
+    images: _Images,
+    reference: float,
+) -> dict[str, float]:
+    """Return the peaks; `reference`: its weights beside the policy's."""
+    encoder = _STATES * images.weights
+    # A critic's weights and moments stay beside the policy's passes, and the other way round.
+    beside = encoder + (critic.waiting if critic else 0.0)
+    held = policy.moments + beside
+    phases = {
+        "idle": counted.parameters + held,
+        "logprobs": counted.log_prob + held + images.pixels + reference,
+        "forward": counted.forward + held + images.pixels + images.kept,
+        "backward": counted.backward + held + images.pixels + images.kept,
+        "optimizer step": policy.step + beside,
+    }
+    if critic:
+        beside = encoder + policy.waiting
+        phases["critic"] = counted.backward + critic.moments + beside
+        phases["critic's step"] = critic.step + beside
+    return phases
 
 
 def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | None) -> _Images:
