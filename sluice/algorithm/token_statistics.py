@@ -3,7 +3,8 @@
 All describe ``softmax(logits / temperature)``, the sampling distribution before any top-p or top-k
 cut. Logits exist for one block of tokens at a time, never [tokens, vocabulary]: forward keeps two
 numbers a token, and backward computes the block's logits again. Their product is in the dtype of
-the hidden states, all other arithmetic in float32.
+the hidden states, all other arithmetic in float32. With `LinearHead.in_float32` logits and their
+gradients are never rounded to that dtype (MiniMax-M1, 2025, arXiv:2506.13585, section 3.2).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ CPU_BLOCK_ELEMENTS = 1 << 21
 
 DEVICE_BLOCK_ELEMENTS = 1 << 26
 """256 MB of float32: enough work for a kernel, little beside a layer's activations."""
+
+_WIDENING_DEVICES = frozenset({"cuda", "xpu"})
+_HALVES = frozenset({torch.bfloat16, torch.float16})
 
 LEAST_BLOCK_TOKENS = 128
 """The backward pass adds a whole matrix of the head per block, so blocks must not be small."""
@@ -51,11 +55,29 @@ class LinearHead:
         weight: [vocabulary, hidden].
         bias: [vocabulary].
         scale: factor on the logits that the model's family applies after this layer.
+        in_float32: logits and their gradients stay float32, whatever the dtype of `weight`.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
+    in_float32: bool = False
+
+
+def product_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right`` in float32, without a copy of either where the device can.
+
+    CUDA and XPU multiply bfloat16 or float16 into float32 (``torch.mm``, ``out_dtype``); its sums
+    are those of the float32 product, as products of two such numbers are exact in float32. Other
+    devices get float32 copies.
+
+    Args:
+        left: [n, k], any float dtype.
+        right: [k, m], of the same.
+    """
+    if left.device.type in _WIDENING_DEVICES and left.dtype in _HALVES:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def token_statistics(
