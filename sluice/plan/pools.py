@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice.config.derived import (
-    adapts,
-    largest_batch_mb,
     max_row_tokens,
     uses_critic,
-    uses_reference,
     world_size,
 )
 from sluice.config.memory.devices import DeviceKind
@@ -23,8 +20,8 @@ from sluice.config.memory.work import MEAN_RESPONSE, group_flops
 from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig
 from sluice.plan.dry_run import PassBytes
+from sluice.plan.host import MIB, has_reference_model, rank_host_bytes, replayed_bytes
 
-MIB = 1 << 20
 _BUCKETS = 2
 """Buckets of an update that a worker holds at once: one arrives while one is written."""
 _WIRE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -157,15 +154,14 @@ def trainer_pool(
         encoder: parameters of an image encoder, which the passes were counted without.
     """
     layout = trainer_layout(config, world_size(config))
-    model, sharding = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.fsdp_config
+    sharding = config.actor_rollout_ref.actor.fsdp_config
     away = counted.moments * sharding.optimizer_offload_fraction * sharding.optimizer_offload
     state = encoder * 4 / layout.shard
     if uses_critic(config):
         state += counted.parameters
     held = counted.moments - away + _STATES * state
-    # Adapters' reference is the policy without them.
-    has_reference = uses_reference(config) and not adapts(model)
-    reference = counted.parameters if has_reference else 0
+    held += replayed_bytes(config, shape)
+    reference = counted.parameters if has_reference_model(config) else 0
     phases = {
         "idle": counted.parameters + held,
         # The reference's weights stand beside the policy's, or in their place.
@@ -183,7 +179,9 @@ def trainer_pool(
     micro_batches = _micro_batches(config, layout)
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
-    host = config.trainer.n_gpus_per_node * (reference + away + largest_batch_mb(config) * MIB)
+    host = config.trainer.n_gpus_per_node * rank_host_bytes(
+        config, shape, counted.parameters, counted.moments
+    )
     return TrainerPool(
         layout,
         parts,

@@ -77,13 +77,13 @@ class _Float32Head(nn.Linear):
     """A head in the dtype of the layers that computes logits in float32."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias  # nn.Linear says it has one
         bias = None if bias is None else bias.float()
-        if not widens(self.weight):
-            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
-        logits = wide_product(hidden.flatten(0, -2), self.weight.t()).unflatten(
-            0, hidden.shape[:-1]
-        )
+        if not widens(weight):
+            return nn.functional.linear(hidden.float(), weight.float(), bias)
+        product = wide_product(hidden.flatten(0, -2), weight.t())
+        logits = product.unflatten(0, hidden.shape[:-1])
         return logits if bias is None else logits.add_(bias)
 
 
