@@ -83,7 +83,7 @@ class _Float32Head(nn.Linear):
         if not widens(weight):
             return nn.functional.linear(hidden.float(), weight.float(), bias)
         product = wide_product(hidden.flatten(0, -2), weight.t())
-        logits = product.unflatten(0, hidden.shape[:-1])
+        logits = product.view(*hidden.shape[:-1], -1)
         return logits if bias is None else logits.add_(bias)
 
 
