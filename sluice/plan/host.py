@@ -59,9 +59,14 @@ def replayed_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 def _engine_expert_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Return those of a rank's rows, as they came and packed."""
-    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    came = batch_expert_bytes(config, shape) * sharing / world_size(config)
+    came = batch_expert_bytes(config, shape) / _data_ranks(config)
     return came + replayed_bytes(config, shape) if came else 0.0
+
+
+def _data_ranks(config: RunConfig) -> float:
+    """Return how many ranks, or groups of ranks that share sequences, train different samples."""
+    sharding = config.actor_rollout_ref.actor.fsdp_config
+    return world_size(config) / sharding.ulysses_sequence_parallel_size
 
 
 def _packed_tokens(config: RunConfig) -> int:
