@@ -127,9 +127,7 @@ def summarize(
     best = max(accuracies, key=lambda point: point.accuracy, default=None)
     accounts = record.accounts or accounts or {}
     if seconds_total is None:
-        ended = ended_summary(run_dir)
-        seconds_total = ended.get("seconds_total") or recorded_seconds(run_dir)
-        seconds_services = ended.get("seconds_services")
+        seconds_total, seconds_services = _noted_seconds(run_dir)
 
     def count(*names: str) -> int:
         return int(sum(accounts.get(name, 0.0) for name in names))
@@ -166,6 +164,11 @@ def summarize(
         max_staleness_seen=int(record.largest(metric_names.STALENESS_MAX)),
         accounts=dict(accounts),
     )
+
+
+def _noted_seconds(run_dir: Path) -> tuple[float, float | None]:
+    ended = ended_summary(run_dir)
+    return ended.get("seconds_total") or recorded_seconds(run_dir), ended.get("seconds_services")
 
 
 def recorded_seconds(run_dir: Path) -> float:
