@@ -114,7 +114,7 @@ def summarize(
 
     Args:
         run_dir: the run's folder.
-        seconds_total: of the whole command; ``None``: as noted at its end, or until its last record.
+        seconds_total: of the whole command; ``None``: as noted at its end, or to its last record.
         seconds_services: of its services; ``None``: the same.
         accounts: of a run that has not ended, by the names of `accounts.json`.
 
