@@ -3,7 +3,7 @@
 All describe ``softmax(logits / temperature)``, the sampling distribution before any top-p or top-k
 cut. Logits exist for one block of tokens at a time, never [tokens, vocabulary]: forward keeps two
 numbers a token, and backward computes the block's logits again. Their product is in the dtype of
-the hidden states, all other arithmetic in float32.
+the hidden states, all other arithmetic in float32. `LinearHead.is_wide` keeps the product float32.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ CPU_BLOCK_ELEMENTS = 1 << 21
 
 DEVICE_BLOCK_ELEMENTS = 1 << 26
 """256 MB of float32: enough work for a kernel, little beside a layer's activations."""
+
+_HALVES = frozenset({torch.bfloat16, torch.float16})
 
 LEAST_BLOCK_TOKENS = 128
 """The backward pass adds a whole matrix of the head per block, so blocks must not be small."""
@@ -51,11 +53,31 @@ class LinearHead:
         weight: [vocabulary, hidden].
         bias: [vocabulary].
         scale: factor on the logits that the model's family applies after this layer.
+        is_wide: logits are float32 products of the weight as it is, which `widens` must support.
+            Without it they are rounded to the dtype of `weight`.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
+    is_wide: bool = False
+
+
+def widens(operand: Tensor) -> bool:
+    """Return whether `wide_product` takes this operand: of a half dtype, on CUDA without ROCm."""
+    return operand.device.type == "cuda" and operand.dtype in _HALVES and not torch.version.hip
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the matrix product of two operands in float32, without float32 copies of them.
+
+    Products of such numbers are exact in float32, so only the order of sums tells it from the
+    product of copies (``torch.mm`` with ``out_dtype``).
+
+    Args:
+        left, right: [n, k] and [k, m], both as `widens` wants them.
+    """
+    return torch.mm(left, right, out_dtype=torch.float32)
 
 
 def token_statistics(
@@ -95,6 +117,7 @@ def token_statistics(
         entropy=with_entropy,
         entropy_gradient=with_entropy and entropy_gradient,
         squares=with_sum_pi_squared,
+        is_wide=head.is_wide,
     )
     found = _HeadStatistics.apply(hidden, head.weight, head.bias, labels, plan)  # type: ignore[no-untyped-call]
     logprobs, entropy, squares = cast("tuple[Tensor, Tensor, Tensor]", found)
@@ -112,11 +135,15 @@ class _Plan:
     entropy: bool
     entropy_gradient: bool
     squares: bool
+    is_wide: bool
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return a block's scaled logits, float32 [block, vocabulary], free to be changed."""
-        logits = torch.nn.functional.linear(hidden, weight, bias)
-        values = logits.float()
+        if self.is_wide:
+            values = wide_product(hidden, weight.t())
+            values = values if bias is None else values.add_(bias)
+        else:
+            values = torch.nn.functional.linear(hidden, weight, bias).float()
         return values if self.factor == 1.0 else values.mul_(self.factor)
 
 
@@ -192,16 +219,18 @@ class _HeadStatistics(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(of_logits, weight, out=grad_hidden[taken])
             if grad_weight is not None:
-                _add_product(grad_weight, of_logits.t(), hidden[taken])
+                _add_product(grad_weight, of_logits.t(), hidden[taken], is_wide=plan.is_wide)
         of_head = [
             None if one is None else one.to(weight.dtype) for one in (grad_weight, grad_bias)
         ]
         return grad_hidden, of_head[0], of_head[1], None, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_wide: bool) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left, right)  # without a matrix for the product
+    elif is_wide:
+        total.add_(wide_product(left, right))
     else:
         total.add_(left @ right)
 

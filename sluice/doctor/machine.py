@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.config.derived import replica_devices, uses_reference
+from sluice.config.derived import adapts, replica_devices
 from sluice.config.memory.layouts import rollout_layout, training_layout
 from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
@@ -27,6 +27,7 @@ from sluice.device.host import (
 from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import ConfigError
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
+from sluice.plan.host import batch_expert_bytes, has_reference_model, rank_host_bytes
 from sluice.plan.launch_plan import is_small, local_model, written_trainer
 
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
@@ -89,9 +90,10 @@ def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Fin
 def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ...]:
     """Return the memory that trainer ranks, replicas and the reward service need on this host.
 
-    A rank may read the whole model before it keeps its shards; a reference's shards stay on the
-    host. For a checkpoint rank 0 gathers the moments, which are twice the weights. Each
-    device of a replica receives all weights, whichever it keeps.
+    A rank may read the whole model before it keeps its shards. What it holds later is what
+    `sluice plan` counts; a checkpoint takes no more, as each rank writes its own parts. Each device
+    of a replica receives all weights, whichever it keeps. The reward service holds the experts of
+    the batch that is trained and of the next one.
     """
     config = examined.config
     own, layout = training_layout(config), rollout_layout(config)
@@ -99,17 +101,17 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
     weights = shape.total_parameters * own.master_bytes
     snapshots = COPIES * shape.total_parameters * layout.kv_bytes  # the wire has the cache's dtype
     staged = snapshots * replica_devices(config)
-    reference = weights / own.shard if uses_reference(config) else 0.0
-    rank, replica = BARE_ON_DEVICE_BYTES + reference, float(BARE_ON_DEVICE_BYTES)
-    rank_most, replica_most = rank + weights, replica + staged
-    on_device = _is_on_device(config.trainer.device, examined)
-    if not on_device:
-        rank += BARE_BYTES - BARE_ON_DEVICE_BYTES
+    held = held_on_host(config, shape)
+    reference = weights / own.shard if has_reference_model(config) else 0.0
+    bare = replica = float(BARE_ON_DEVICE_BYTES)
+    state = peak = 0.0
+    replica_most = replica + staged
+    if not _is_on_device(config.trainer.device, examined):
+        bare = BARE_BYTES
         state, peak = trained_bytes(config, shape)
-        rank_most = rank + max(peak, weights)
-        rank += state
+    rank = bare + reference + state
+    rank_most = bare + max(peak + held, reference + weights)
     ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
-    saving = ranks * rank + (2 * weights if on_device or own.gathers else 0.0)
     if not _is_on_device(config.sluice.rollout.device, examined):
         replica = BARE_BYTES + rollout.weights
         replica_most = replica + staged + rollout.activations + rollout.kv_of_all_sequences
@@ -117,11 +119,24 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
         MemoryPart(
             f"{ranks} trainer rank(s)",
             ranks * rank,
-            max(ranks * rank_most, saving) + snapshots,
+            ranks * rank_most + snapshots,
         ),
         MemoryPart(f"{replicas} replica(s)", replicas * replica, replicas * replica_most),
-        MemoryPart("reward service", BARE_BYTES, BARE_BYTES),
+        MemoryPart(
+            "reward service", BARE_BYTES, BARE_BYTES + 2 * batch_expert_bytes(config, shape)
+        ),
     )
+
+
+def held_on_host(config: RunConfig, shape: ModelShape) -> float:
+    """Return what a rank holds on the host during a run, by sizes that follow from the shape."""
+    own = training_layout(config)
+    model = config.actor_rollout_ref.model
+    held = trained = shape.total_parameters * own.master_bytes / own.shard
+    if adapts(model):
+        trained = shape.adapter_parameters(model.lora_rank) * own.master_bytes / own.shard
+        held = shape.total_parameters * own.compute_bytes / own.shard + trained
+    return rank_host_bytes(config, shape, held, 2 * trained)
 
 
 def trained_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float]:

@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice.config.derived import (
-    adapts,
-    largest_batch_mb,
     max_row_tokens,
     uses_critic,
-    uses_reference,
     world_size,
 )
 from sluice.config.memory.devices import DeviceKind
@@ -25,8 +22,8 @@ from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.plan.dry_run import PassBytes
+from sluice.plan.host import MIB, has_reference_model, rank_host_bytes, replayed_bytes
 
-MIB = 1 << 20
 _BUCKETS = 2
 """Buckets of an update that a worker holds at once: one arrives while one is written."""
 _WIRE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -191,16 +188,16 @@ def trainer_pool(
         encoder: encodes images; the passes were counted without it.
     """
     layout = trainer_layout(config, world_size(config))
-    model, sharding = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.fsdp_config
+    sharding = config.actor_rollout_ref.actor.fsdp_config
     images = _images(config, layout, encoder)
     state = images.weights
     policy = _ModelState(counted, sharding)
     critic = _ModelState(counted, config.critic.fsdp) if uses_critic(config) else None
-    # Adapters' reference is the policy without them.
-    has_reference = uses_reference(config) and not adapts(model)
-    reference = counted.parameters if has_reference else 0
-    # Its weights stand beside the policy's, or in their place.
-    phases = _phases(counted, policy, critic, images, 0 if sharding.param_offload else reference)
+    reference = counted.parameters if has_reference_model(config) else 0
+    # The reference's weights stand beside the policy's, or in their place.
+    reference = 0 if sharding.param_offload else reference
+    kept = _STATES * state + replayed_bytes(config, shape)
+    phases = _phases(counted, policy, critic, images, kept, reference)
     models = [policy, *([critic] if critic else [])]
     parts = {
         "weights": counted.parameters + state + (critic.weights if critic else 0.0),
@@ -211,9 +208,11 @@ def trainer_pool(
     micro_batches = _micro_batches(config, layout)
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
-    away = sum(one.away for one in models) + (critic.weights_away if critic else 0.0)
+    critic_away = critic.away + critic.weights_away if critic else 0.0
     host = config.trainer.n_gpus_per_node * (
-        reference + away + images.host + largest_batch_mb(config) * MIB
+        rank_host_bytes(config, shape, counted.parameters, counted.moments)
+        + critic_away
+        + images.host
     )
     return TrainerPool(
         layout,
@@ -232,12 +231,17 @@ def _phases(
     policy: _ModelState,
     critic: _ModelState | None,
     images: _Images,
+    kept: float,
     reference: float,
 ) -> dict[str, float]:
-    """Return the peaks; `reference`: its weights beside the policy's."""
-    encoder = _STATES * images.weights
+    """Return the peaks.
+
+    Args:
+        kept: bytes of the encoder's states and of replayed experts, which stay.
+        reference: bytes of the reference's weights beside the policy's.
+    """
     # A critic's weights and moments stay beside the policy's passes, and the other way round.
-    beside = encoder + (critic.waiting if critic else 0.0)
+    beside = kept + (critic.waiting if critic else 0.0)
     held = policy.moments + beside
     phases = {
         "idle": counted.parameters + held,
@@ -247,7 +251,7 @@ def _phases(
         "optimizer step": policy.step + beside,
     }
     if critic:
-        beside = encoder + policy.waiting
+        beside = kept + policy.waiting
         phases["critic"] = counted.backward + critic.moments + beside
         phases["critic's step"] = critic.step + beside
     return phases

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, read_progress
+from sluice.report.summary_file import ended_summary
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
 
@@ -113,7 +114,7 @@ def summarize(
 
     Args:
         run_dir: the run's folder.
-        seconds_total: of the whole command; ``None``: from the start of the run to its last record.
+        seconds_total: of the whole command; ``None``: as noted at its end, or to its last record.
         seconds_services: of its services; ``None``: the same.
         accounts: of a run that has not ended, by the names of `accounts.json`.
 
@@ -125,7 +126,7 @@ def summarize(
     best = max(accuracies, key=lambda point: point.accuracy, default=None)
     accounts = record.accounts or accounts or {}
     if seconds_total is None:
-        seconds_total = seconds_services = recorded_seconds(run_dir)
+        seconds_total, seconds_services = _noted_seconds(run_dir)
 
     def count(*names: str) -> int:
         return int(sum(accounts.get(name, 0.0) for name in names))
@@ -162,6 +163,11 @@ def summarize(
         max_staleness_seen=int(record.largest(metric_names.STALENESS_MAX)),
         accounts=dict(accounts),
     )
+
+
+def _noted_seconds(run_dir: Path) -> tuple[float, float | None]:
+    ended = ended_summary(run_dir)
+    return ended.get("seconds_total") or recorded_seconds(run_dir), ended.get("seconds_services")
 
 
 def recorded_seconds(run_dir: Path) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -10,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from sluice import own_version
+from sluice.report.summary_file import ended_summary
 
-SUMMARY_NAME = "summary.json"
 _PACKAGES = ("torch", "transformers", "vllm", "sglang", "ray", "grpcio", "typer")
 _GIT_S = 5.0
 
@@ -33,11 +32,10 @@ def software_versions() -> dict[str, str]:
 
 def versions_of_run(run_dir: Path) -> Mapping[str, str]:
     """Return the versions that a run noted at its end; those of this process before."""
-    try:
-        noted = json.loads((run_dir / SUMMARY_NAME).read_text(encoding="utf-8"))["versions"]
-        return {str(name): str(value) for name, value in noted.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    noted = ended_summary(run_dir).get("versions")
+    if not isinstance(noted, dict):
         return software_versions()
+    return {str(name): str(value) for name, value in noted.items()}
 
 
 def _commit() -> str:

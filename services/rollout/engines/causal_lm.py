@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from sluice.algorithm.token_statistics import wide_product, widens
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
@@ -76,9 +77,14 @@ class _Float32Head(nn.Linear):
     """A head in the dtype of the layers that computes logits in float32."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias  # nn.Linear says it has one
         bias = None if bias is None else bias.float()
-        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+        if not widens(weight):
+            return nn.functional.linear(hidden.float(), weight.float(), bias)
+        product = wide_product(hidden.flatten(0, -2), weight.t())
+        logits = product.view(*hidden.shape[:-1], -1)
+        return logits if bias is None else logits.add_(bias)
 
 
 def use_float32_head(model: PreTrainedModel) -> None:

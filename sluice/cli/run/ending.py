@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,8 @@ from sluice.errors import SluiceError
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd
 from sluice.report.run_record import METRICS_NAME, RunRecord, read_progress
 from sluice.report.summary import summarize
-from sluice.report.versions import SUMMARY_NAME, software_versions
+from sluice.report.summary_file import write_summary
+from sluice.report.versions import software_versions
 from sluice.safe_text import printable
 
 REPORT_NAME = "report.html"
@@ -127,7 +127,7 @@ def end_run(
     if record.steps or record.validations:
         print_line(console, summary.as_text())
     numbers = {**asdict(summary), **asdict(outcome), "versions": software_versions()}
-    _write_summary(run_dir / SUMMARY_NAME, numbers, console)
+    _write_summary(run_dir, numbers, console)
     if record.steps or record.validations:
         _write_report(run_dir, console)
     for name, text in _where(config, outcome):
@@ -169,8 +169,8 @@ def _write_report(run_dir: Path, console: Console) -> None:
         print_line(console, f"no report: {error}")
 
 
-def _write_summary(file: Path, summary: dict[str, object], console: Console) -> None:
+def _write_summary(run_dir: Path, summary: dict[str, object], console: Console) -> None:
     try:
-        file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_summary(run_dir, summary)
     except OSError as error:  # the folder is gone, or the disk is full
         print_line(console, f"no summary: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +14,7 @@ from sluice.client.run_address import locate_run
 from sluice.dashboard.serving import write_report
 from sluice.errors import SluiceError
 from sluice.report.summary import summarize
-from sluice.report.versions import SUMMARY_NAME
-
-_MEASURED = ("seconds_total", "seconds_services")
+from sluice.report.summary_file import ended_summary, write_summary
 
 
 def report(
@@ -36,25 +33,14 @@ def report(
     is_live = asyncio.run(is_active(folder))
     accounts = asyncio.run(_live_accounts(folder)) if is_live else {}
     summary = summarize(folder, accounts=accounts)
-    numbers = asdict(summary) if is_live else _with_measured(asdict(summary), folder / SUMMARY_NAME)
-    text = json.dumps(numbers, indent=2) + "\n"
-    (folder / SUMMARY_NAME).write_text(text, encoding="utf-8")
+    numbers = {**({} if is_live else ended_summary(folder)), **asdict(summary)}
+    write_summary(folder, numbers)
     page = folder / "report.html"
     write_report(folder, page)
     if as_json:
         print_json(numbers)
     else:
         print_line(output_console(), f"{summary.as_text()}\nreport: {page}")
-
-
-def _with_measured(numbers: dict[str, object], file: Path) -> dict[str, object]:
-    """Return the numbers with what only the end of the run knew: how it ended, its seconds."""
-    try:
-        old = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return numbers
-    measured = {name: old[name] for name in _MEASURED if name in old}
-    return {**old, **numbers, **measured}
 
 
 async def _live_accounts(folder: Path) -> Mapping[str, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from sluice.errors import ConfigError
+from sluice.types import expert_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,13 @@ class ModelShape:
     def kv_width(self) -> int:
         """Values of all key heads, or of all value heads, of one token."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def expert_bytes_per_token(self) -> int:
+        """Bytes of the numbers of all experts that a token gets (`RoutedExperts`)."""
+        if not self.experts:
+            return 0
+        return self.expert_layers * self.experts_per_token * expert_dtype(self.experts).itemsize
 
     @property
     def expert_layers(self) -> int:

@@ -10,7 +10,6 @@ from sluice.config.parallel_layout import EXPERT_KEY, shares_heads
 from sluice.config.problems import Problem, verl_problem
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import ACTOR, MEGATRON, ROLLOUT, VerlSizes, largest_divisor
-from sluice.types import expert_dtype
 
 REPLAY_KEY = "actor_rollout_ref.actor.router_replay.mode"
 _SHARED_ENGINES = ("vllm", "sglang")
@@ -75,9 +74,8 @@ def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
     if not shape.experts:
         yield Problem(key, mode, ": the model has no experts", overrides=(f"{key}=disabled",))
     elif derived.replays_engine_routing(config):
-        numbers = (shape.layers - shape.dense_layers) * shape.experts_per_token
         tokens, most = derived.max_row_tokens(config.data), derived.message_mb(config)
-        taken = tokens * numbers * expert_dtype(shape.experts).itemsize
+        taken = tokens * shape.expert_bytes_per_token
         # Beside them: ids, logprobs and sampled text of the response, and ids of the prompt.
         taken += 12 * config.data.max_response_length + 4 * config.data.max_prompt_length
         needed = (taken >> 20) + 1  # beside a little else

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from sluice.algorithm.token_statistics import LinearHead, TokenStatistics, token_statistics
+from sluice.algorithm.token_statistics import (
+    LinearHead,
+    TokenStatistics,
+    token_statistics,
+    widens,
+)
 from sluice.errors import ConfigError
 
 TOKENS, HIDDEN, VOCABULARY = 7, 4, 5
 LABELS = torch.tensor([0, 4, 2, 2, 1, 3, 0])
 BLOCKS = [1, 3, 7, None]
+_MM = torch.mm
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -114,6 +123,45 @@ def test_blocks_of_a_bfloat16_head_add_up_in_float32() -> None:
     found.logprobs.sum().backward()
     assert weight.grad is not None
     assert weight.grad[0].item() == tokens / 2
+
+
+def _mm_of_a_gpu(left: Tensor, right: Tensor, **options: Any) -> Tensor:
+    """``torch.mm`` with what only CUDA has of it."""
+    if options.pop("out_dtype", None) is None:
+        return _MM(left, right, **options)
+    assert left.dtype == right.dtype == torch.bfloat16
+    return _MM(left.float(), right.float())
+
+
+def test_a_wide_head_rounds_neither_logits_nor_what_blocks_add_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "mm", _mm_of_a_gpu)
+    hidden, weight, bias = inputs(torch.bfloat16)
+    found = token_statistics(
+        hidden, LinearHead(weight, bias, is_wide=True), LABELS, block_tokens=2
+    ).logprobs
+    found.sum().backward()
+    copies = [one.detach().float().requires_grad_() for one in (hidden, weight, bias)]
+    expected = token_statistics(copies[0], LinearHead(*copies[1:]), LABELS).logprobs
+    expected.sum().backward()
+    torch.testing.assert_close(found, expected)
+    rounded = token_statistics(hidden, LinearHead(weight, bias), LABELS).logprobs
+    assert (rounded - expected).abs().max() > 100 * (found - expected).abs().max()
+    for one, copy in zip((hidden, weight, bias), copies, strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, copy.grad, rtol=2**-7, atol=2e-2, check_dtype=False)
+
+
+def test_products_are_widened_on_cuda_and_of_halves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(kind: str, dtype: torch.dtype) -> Any:
+        return SimpleNamespace(device=torch.device(kind), dtype=dtype)
+
+    assert widens(of("cuda", torch.bfloat16))
+    assert not widens(of("cuda", torch.float32))
+    assert not widens(of("cpu", torch.bfloat16))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not widens(of("cuda", torch.bfloat16))
 
 
 def test_the_inputs_are_left_as_they_were() -> None:

@@ -148,8 +148,17 @@ def test_a_report_can_be_written_of_a_run_that_did_not_end(monkeypatch: pytest.M
 def test_a_report_keeps_what_only_the_end_of_the_run_knew() -> None:
     run = past("a")
     (run / "summary.json").write_text('{"seconds_total": 99.5, "outcome": "finished", "steps": 0}')
+    assert " 100 s in all)" in sluice("report", str(run)).stdout
     found = json.loads(sluice("report", str(run), "--json").stdout)
     assert (found["seconds_total"], found["outcome"], found["steps"]) == (99.5, "finished", 2)
+
+
+def test_a_report_of_a_resumed_run_leaves_the_seconds_of_its_former_end() -> None:
+    run = past("a")
+    (run / "summary.json").write_text('{"seconds_total": 99.5, "outcome": "interrupted"}')
+    started_s = (run / "config.yaml").stat().st_mtime
+    os.utime(run / "summary.json", (started_s - 60, started_s - 60))
+    assert json.loads(sluice("report", str(run), "--json").stdout)["seconds_total"] < 99.5
 
 
 @pytest.mark.parametrize("now", [(), ("--now",)])

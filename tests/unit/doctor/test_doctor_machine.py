@@ -241,13 +241,18 @@ def test_a_rank_on_the_cpu_holds_what_its_own_code_counts(
 @pytest.mark.parametrize(
     ("overrides", "held", "whole"),
     [
-        ([], 0.0, 2 * 4.0),  # rank 0 gathers the moments for a checkpoint
+        ([], 0.0, 2 * 4.0),
+        (["trainer.n_gpus_per_node=1"], 0.0, 4.0),  # a checkpoint gathers no moments
         (["actor_rollout_ref.actor.use_kl_loss=true"], 4.0, 2 * 4.0),  # a reference, in shards
         (["trainer.n_gpus_per_node=4"], 0.0, 4 * 4.0),  # each rank may read the whole model
     ],
 )
 def test_the_host_holds_what_ranks_read_and_what_devices_receive(
-    overrides: list[str], held: float, whole: float, tmp_path: Path
+    overrides: list[str],
+    held: float,
+    whole: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_model(tmp_path)
     on_gpus = ("trainer.device=cuda", "sluice.rollout.device=cuda", "trainer.n_gpus_per_node=2")
@@ -257,9 +262,30 @@ def test_the_host_holds_what_ranks_read_and_what_devices_receive(
     examined = run_of(model, *on_gpus, *wire, tp, one, *overrides)
     assert examined.shape is not None
     parameters, ranks = examined.shape.total_parameters, examined.config.trainer.n_gpus_per_node
+    monkeypatch.setattr(machine, "held_on_host", lambda *_: 0.0)
     trainer, replicas, _ = needed_memory(examined, examined.shape)
     assert trainer.at_least - ranks * BARE_ON_DEVICE_BYTES == parameters * held
     # Two snapshots in bfloat16 beside it.
     assert trainer.at_most - trainer.at_least == parameters * (whole + 2 * 2)
     # Each of two devices holds the base of the next update and the update.
     assert replicas.at_most - replicas.at_least == parameters * 2 * 2 * 2
+
+
+def test_offloaded_moments_and_asynchronous_saves_stay_on_the_host_with_the_ranks_shards(
+    tmp_path: Path,
+) -> None:
+    write_model(tmp_path)
+    actor = "actor_rollout_ref.actor"
+
+    def held(*overrides: str) -> float:
+        found = run_of(
+            f"actor_rollout_ref.model.path={tmp_path}", "trainer.n_gpus_per_node=2", *overrides
+        )
+        assert found.shape is not None
+        return machine.held_on_host(found.config, found.shape) / found.shape.total_parameters
+
+    nothing = held()
+    away = held(f"{actor}.fsdp_config.optimizer_offload=true")
+    assert away - nothing == pytest.approx(8 / 2)
+    saving = held(f"{actor}.checkpoint.async_save=true")
+    assert saving - nothing == pytest.approx(12 / 2)

@@ -197,6 +197,28 @@ def test_the_first_rank_s_machine_holds_two_snapshots_in_the_dtype_of_the_wire()
     assert wide - narrow == 2 * SHAPE.total_parameters * (4 - 2)
 
 
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_experts_that_passes_replay_lie_on_the_device_and_the_engines_on_the_host_too(
+    mode: str,
+) -> None:
+    moe, row = published_shape("Qwen3-30B-A3B"), 1024 + 512
+    shared = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
+    sizes = ["data.max_prompt_length=512", "data.max_response_length=1024", shared]
+    sizes += ["data.train_batch_size=32", "actor_rollout_ref.rollout.n=8"]
+    sizes += [f"{ACTOR}.ppo_mini_batch_size=32", "trainer.n_gpus_per_node=4"]
+    sizes += [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=vllm"]
+    found = []
+    for replay in ("disabled", mode):
+        config = load_config(None, [*sizes, f"{ACTOR}.router_replay.mode={replay}"])
+        found.append(trainer_pool(config, moe, DEVICE, COUNTED))
+    without, replaying = found
+    token = 48 * 8  # layers, and experts a token in a byte each
+    packed = token * (32 * 512 + 32 * 8 * 1024) // 4
+    assert replaying.phases["backward"] - without.phases["backward"] == packed
+    whole = token * 32 * 8 * row // 2  # two ranks share a sequence, and get the same samples
+    assert replaying.host - without.host == (4 * (whole + packed) if mode == "R3" else 0)
+
+
 def test_an_engine_must_hold_weights_and_one_longest_row() -> None:
     rollout = "actor_rollout_ref.rollout"
     fitting = engine_pool(load_config(None, []), SHAPE, DEVICE)

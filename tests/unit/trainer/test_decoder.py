@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from services.trainer.learner.model import loading
+from services.trainer.learner.model import forward, loading
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
 from services.trainer.learner.model.forward import response_values, token_outputs
@@ -232,3 +232,17 @@ def test_a_float32_head_computes_logprobs_and_gradients_from_float32_logits(tmp_
     expected = logits.log_softmax(-1).gather(-1, micro_batch.labels[:, None])[:, 0]
     torch.testing.assert_close(found, expected)
     assert worst_error(gradients(model, weighed(expected, micro_batch)), of_weight) < 0.02
+
+
+def test_a_float32_head_is_copied_only_where_the_device_does_not_multiply_into_float32(
+    tmp_path: Path,
+) -> None:
+    save_model(tmp_path)
+    settings = ModelConfig(path=str(tmp_path), float32_head=True)
+    model = load_policy(settings, FsdpConfig(model_dtype="bfloat16"), max_tokens=28).model
+    copied = forward._head(model)
+    assert (copied.weight.dtype, copied.is_wide) == (torch.float32, False)
+    forward.use_float32_head(model, lambda weight: weight.dtype == torch.bfloat16)
+    kept = forward._head(model)
+    assert kept.is_wide
+    assert kept.weight is model.lm_head.weight

@@ -11,7 +11,8 @@ Where ranks divide the experts, two all-to-alls send counts and tokens to the ex
 brings the results back. The counts are the only values that a layer reads on the host. A layer's
 choices and counts are kept for as long as its pass: the backward pass may run a layer again and
 must neither choose nor read anything else. Choices that are given to a later pass are routing
-replay: counts of all its layers travel at once, as other ranks' rows are those of another pass.
+replay: their counts travel once more, as other ranks' rows are those of another pass, but those of
+all passes of an optimizer step at once, before the first (`RoutingTape.exchange`).
 The first pass may take the choices of the engine that sampled the tokens ("rollout routing replay",
 R3: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
 Routers", arXiv:2510.11370).
@@ -19,7 +20,7 @@ Routers", arXiv:2510.11370).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +73,13 @@ class Routing:
     Args:
         experts: [tokens, k] each, of a small integer dtype: numbers of experts.
         given: the engine's experts of these tokens.
+        is_exchanged: `rows` are those of the next pass already.
     """
 
     experts: dict[int, Tensor] = field(default_factory=dict)
     given: PackedRouting | None = None
     rows: dict[int, _ExpertRows] = field(default_factory=dict)
+    is_exchanged: bool = False
 
 
 class RoutingTape:
@@ -107,10 +110,26 @@ class RoutingTape:
     def begin(self) -> None:
         """Begin a pass."""
         self.current, self._next, self._of_pass = self._next or Routing(), None, None
-        self.current.rows.clear()
-        if experts := self.current.experts:
-            counts = torch.stack([self._counted(experts[layer]) for layer in range(len(experts))])
-            self.current.rows.update(enumerate(self._exchanged(counts)))
+        if self.current.experts and not self.current.is_exchanged:
+            self.exchange([self.current])
+        elif not self.current.experts:
+            self.current.rows.clear()
+        self.current.is_exchanged = False  # for one pass: other ranks' passes differ in the next
+
+    def exchange(self, routings: Sequence[Routing]) -> None:
+        """Exchange the counts of passes to come, whose choices are complete.
+
+        The host reads them here and not in the passes. Collective over `group`.
+
+        Args:
+            routings: one for each pass, in order; equally many on all ranks.
+        """
+        found = [(one, layer) for one in routings for layer in range(self.num_layers)]
+        if not found:
+            return
+        counts = torch.stack([self._counted(one.experts[layer]) for one, layer in found])
+        for (one, layer), rows in zip(found, self._exchanged(counts), strict=True):
+            one.rows[layer], one.is_exchanged = rows, True
 
     def note(self, layer: int, experts: Tensor) -> None:
         """Note what a layer has chosen, int64 [tokens, k], or the engine in its place."""

@@ -8,7 +8,7 @@ parts, so a sharded model gets it as a method that FSDP treats like ``forward``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from enum import StrEnum
@@ -30,7 +30,12 @@ from services.trainer.learner.batch.packed_images import PackedImages
 from services.trainer.learner.model.experts import Routing, routing_tape
 from services.trainer.learner.sequence_share import SequenceShare, all_to_all
 from sluice.algorithm.packing import plan_micro_batches
-from sluice.algorithm.token_statistics import LinearHead, TokenStatistics, token_statistics
+from sluice.algorithm.token_statistics import (
+    LinearHead,
+    TokenStatistics,
+    token_statistics,
+    widens,
+)
 from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
 from sluice.vision.torch_inputs import ImageFeatures, encode_images, forward_with_images
@@ -96,13 +101,18 @@ def gather_in_passes(model: PreTrainedModel, num_ranks: int) -> None:
     register_fsdp_forward_method(model, _GATHERING_PASS)
 
 
-def use_float32_head(model: PreTrainedModel) -> None:
-    """Make `token_outputs` compute logits, and their gradients, in float32.
+def use_float32_head(model: PreTrainedModel, widens: Callable[[Tensor], bool] = widens) -> None:
+    """Make `token_outputs` compute logits in float32.
 
-    A pass then holds a float32 copy of the head (MiniMax-M1, 2025, found the head the main cause of
-    differences between engine and trainer).
+    Where the device multiplies halves into float32, gradients of the logits are rounded to the
+    weight's dtype and nothing else is; elsewhere a pass holds a float32 copy of the head, and its
+    gradients are float32 too. MiniMax-M1 (2025, arXiv:2506.13585) found the head the main cause of
+    differences between engine and trainer.
+
+    Args:
+        widens: whether the device of a weight does; a plan, which has no device, gives its own.
     """
-    setattr(model, _FLOAT32_HEAD, True)
+    setattr(model, _FLOAT32_HEAD, widens)
 
 
 def _token_pass(
@@ -182,9 +192,11 @@ def _head(model: PreTrainedModel) -> LinearHead:
     scale = getattr(settings, "logit_scale", None) or 1.0
     scale /= getattr(settings, "logits_scaling", None) or 1.0
     weight, bias = linear.weight, getattr(linear, "bias", None)
-    if hasattr(model, _FLOAT32_HEAD):
+    widens: Callable[[Tensor], bool] | None = getattr(model, _FLOAT32_HEAD, None)
+    is_wide = widens is not None and widens(weight)
+    if widens is not None and not is_wide:
         weight, bias = weight.float(), None if bias is None else bias.float()
-    return LinearHead(weight, bias, scale)
+    return LinearHead(weight, bias, scale, is_wide)
 
 
 def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedImages | None:

@@ -185,12 +185,17 @@ class EvenPasses:
         self._own = own
         self._left = 0 if self._shards is None else self._most(own)
 
+    @property
+    def num_idle(self) -> int:
+        """Return how many idle passes follow this rank's own ones, before they begin."""
+        return max(0, self._left - self._own)
+
     @torch.no_grad()
     def end_forward_only(self) -> None:
         """After passes without gradients: add passes up to the busiest rank's number."""
         if self._shards is None:
             return
-        for _ in range(self._left - self._own):
+        for _ in range(self.num_idle):
             self._idle_pass(idle_micro_batch(self._device, self._parallel.share))
         self._shards.reshard()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
@@ -41,7 +41,7 @@ from services.trainer.learner.model.forward import (
     EntropyUse,
     token_outputs,
 )
-from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.model.sharding import EvenPasses, idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.advantages import (
@@ -154,7 +154,7 @@ class PolicyUpdate:
         self._terms = LossTerms(settings)
         self._mean_names = self._terms.mean_names()
         self._no_corrections = self._terms.no_corrections()
-        self._follows = False  # whether other ranks' passes follow a routing
+        self._idle_routings: Iterator[Routing] = iter(())  # where other ranks' passes follow one
         control = settings.config.algorithm.kl_ctrl
         self.kl_controller = KlController(
             type=control.type,
@@ -255,7 +255,7 @@ class PolicyUpdate:
         squares: list[tuple[MicroBatch, Tensor]] = []
         to_pass = _micro_batches(mini_batches[first:])
         self._passes.begin(len(to_pass))
-        self._follows = False
+        self._idle_routings = iter(())
         for mini_batch in mini_batches[first:]:
             mini_batch.is_routed = self._settings.replays_routing
         for prepared in to_pass:
@@ -413,8 +413,9 @@ class PolicyUpdate:
         self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
     ) -> float:
         """Accumulate gradients over the mini-batch, sum them over ranks, step; return the norm."""
-        self._follows, mini_batch.is_routed = mini_batch.is_routed, self._settings.replays_routing
         self._passes.begin(len(mini_batch.micro_batches))
+        self._idle_routings = iter(self._exchange(mini_batch) if mini_batch.is_routed else ())
+        mini_batch.is_routed = self._settings.replays_routing
         for number, prepared in enumerate(mini_batch.micro_batches):
             # No weight has changed yet, so this pass also yields the old logprobs.
             is_old_policy = prepared.old_logprobs is None
@@ -469,10 +470,22 @@ class PolicyUpdate:
         )
 
     def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
-        routing = None
-        if self._follows:
-            routing = idle_routing(self._model, micro_batch.input_ids.numel())
+        routing = next(self._idle_routings, None)
         return self._forward(micro_batch, EntropyUse.NONE, routing=routing).logprobs
+
+    def _exchange(self, mini_batch: PreparedMiniBatch) -> list[Routing]:
+        """Exchange counts of all passes of a step that follow routings; return idle passes' ones.
+
+        Collective.
+        """
+        tape, idle = routing_tape(self._model), []
+        if tape is not None:
+            row = idle_micro_batch(self._device.torch_device, self._parallel.share)
+            tokens, number = row.input_ids.numel(), self._passes.num_idle
+            idle = [idle_routing(self._model, tokens) for _ in range(number)]
+            own = [prepared.routing for prepared in mini_batch.micro_batches]
+            tape.exchange([one for one in (*own, *idle) if one is not None])
+        return [one for one in idle if one is not None]
 
     def _entropy_use(self, shown: bool) -> EntropyUse:
         if self._actor.entropy_coeff != 0.0:

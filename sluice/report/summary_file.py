@@ -1,0 +1,37 @@
+"""`summary.json` of a run: every reader and writer of it is here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sluice.service_contract import CONFIG_NAME
+
+SUMMARY_NAME = "summary.json"
+_OF_AN_END = "outcome"
+"""The name that only the end of a run writes; a summary of an active run lacks it."""
+
+
+def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
+    """Write a run's summary.
+
+    Raises:
+        OSError: the folder is gone, or the disk is full.
+    """
+    text = json.dumps(numbers, indent=2) + "\n"
+    (run_dir / SUMMARY_NAME).write_text(text, encoding="utf-8")
+
+
+def ended_summary(run_dir: Path) -> dict[str, Any]:
+    """Return the summary that the end of the run's last start wrote; empty: there is none."""
+    file, config = run_dir / SUMMARY_NAME, run_dir / CONFIG_NAME
+    try:
+        is_older = config.is_file() and file.stat().st_mtime < config.stat().st_mtime
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if is_older or not isinstance(found, dict) or _OF_AN_END not in found:
+        return {}
+    return found
