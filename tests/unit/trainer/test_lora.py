@@ -25,7 +25,6 @@ from services.trainer.learner.model.lora import (
 )
 from services.trainer.learner.model.sharding import idle_micro_batch
 from services.trainer.learner.ranks import DataParallel
-from sluice.checkpoint.adapter_files import Adapter, write_adapter
 from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
 from sluice.checkpoint.source import find_source
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -263,12 +262,14 @@ def test_merging_without_the_adapted_model_says_where_its_folder_is_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_adapters_on_a_full_disk_fail_with_the_error_that_ends_a_save(tmp_path: Path) -> None:
-    tensors = {"layer.lora_A.weight": torch.ones(1, 1 << 18)}
+def test_adapters_on_a_full_disk_fail_with_the_error_that_ends_a_save(
+    folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(folder, {"lora_rank": 64})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(OSError, match="too large"):
-            write_adapter(tmp_path, Adapter(1, 1.0, tensors, "base"))
+            learner.save(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
