@@ -142,12 +142,12 @@ class _Change:
     expert: int | None = None
 
     def candidates(self, whole: Tensor) -> Iterator[Tensor]:
-        """Yield the views [out, in] that the layer may mean: some families' files have [in, out]"""
+        """Yield the views [out, in] that the layer may mean: some files have experts [in, out]."""
         if self.expert is None:
             yield self.part.of(whole)
         elif whole.ndim == 3 and self.expert < len(whole):
-            yield self.part.of(whole[self.expert].t())
             yield self.part.of(whole[self.expert])
+            yield self.part.of(whole[self.expert].t())
 
 
 def _changes(name: str, layer: str) -> list[_Change]:
