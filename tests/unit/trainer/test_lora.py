@@ -155,9 +155,11 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_frozen_weights_have_the_dtype_of_the_passes_and_adapters_that_of_masters(
-    folder: Path,
+    family: str, tmp_path: Path
 ) -> None:
+    folder = save_model(tmp_path, family)
     learner = make_learner(folder, fsdp_config={"dtype": "bfloat16", "model_dtype": "float32"})
     learner.train_step(make_batch(), 1)
     dtypes = {name: one.dtype for name, one in learner.named_weights()}

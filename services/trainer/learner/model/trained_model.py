@@ -381,6 +381,7 @@ def trained_model(
     # Before sharding, which leaves a part of each weight.
     total = weight_sum(model) if loaded.files is None else loaded.files.probe()
     shards = share_model(loaded, sharding, parallel, key=key, device=device)
+    begin_expert_adapters(model)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     gradients = None
@@ -416,9 +417,8 @@ def share_model(
         if loaded.files is not None:
             fill_shards(dict(loaded.model.named_parameters()), loaded.files)
         loaded.model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
-        begin_expert_adapters(loaded.model)
         return None
-    shards = shard_model(
+    return shard_model(
         loaded.model,
         mesh,
         loaded.files,
@@ -428,5 +428,3 @@ def share_model(
         expert_mesh=expert_mesh,
         prefetches=sharding.forward_prefetch,
     )
-    begin_expert_adapters(loaded.model)
-    return shards
