@@ -82,15 +82,16 @@ def test_each_experts_adapter_changes_its_rows_of_the_weight_of_all() -> None:
 def test_only_adapters_that_fit_experts_are_taken_for_some() -> None:
     weight, up = "x.experts.gate_up_proj", "x.experts.each.up_proj"
     a, b = f"{up}.lora_A.weight", f"{up}.lora_B.weight"
-    fitting = {weight: (3, 10, 4), a: (3, 2, 4), b: (3, 5, 2)}
+    fitting: dict[str, tuple[int, ...]] = {weight: (3, 10, 4), a: (3, 2, 4), b: (3, 5, 2)}
     assert merged_shapes(fitting) == {weight: (3, 10, 4)}
-    for change in (
+    changes: list[dict[str, tuple[int, ...]]] = [
         {a: (2, 2, 4)},
         {b: (3, 10, 2)},
         {weight: (3, 9, 4)},
         {weight: (10, 4), a: (2, 4), b: (5, 2)},
         {a: (3, 6, 4), b: (3, 5, 6)},
-    ):
+    ]
+    for change in changes:
         assert merged_shapes(fitting | change) == fitting | change
     other = {name.replace("up_proj", "odd_proj"): shape for name, shape in fitting.items()}
     assert merged_shapes(other) == other
