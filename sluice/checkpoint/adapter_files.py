@@ -1,30 +1,35 @@
 """A folder with a low-rank adapter, in peft's format (https://github.com/huggingface/peft).
 
 adapter_config.json        rank, alpha, layers, and the folder of the base model
-adapter_model.safetensors  A and B of each layer, as ``base_model.model.<layer>.lora_A.weight``
+adapter_model.safetensors  A and B of each layer, as ``base_model.model.<layer>.lora_A.weight``;
+                           an expert's ``gate_proj``, ``up_proj`` and ``down_proj`` are layers
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from sluice.errors import CheckpointError
-from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, merged
+from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, EACH, AdaptedPart, adapted_part, merged
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ADAPTER_FOLDER = "lora_adapter"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+ADAPTER_STEM = "adapter_model"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", f"{ADAPTER_STEM}.safetensors"
+ADAPTER_PREFIX = "base_model.model."
+"""Before every name in the file of A and B."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 # Settings of peft that change what an adapter computes, and the values that change nothing.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -87,17 +92,17 @@ class AdapterMerge:
 
     def __init__(self, adapter: Adapter, names: Collection[str]) -> None:
         self._adapter = adapter
-        self._layers: dict[str, str] = {}
+        self._changes: dict[str, list[_Change]] = {}
         for layer in adapter.layers:
-            known = [f"{one}.weight" for one in _names_in_files(layer)]
-            found = next((name for name in known if name in names), None)
+            known = [change for one in _names_in_files(layer) for change in _changes(one, layer)]
+            found = next((one for one in known if one.part.weight in names), None)
             if found is None:
                 raise CheckpointError(
                     f"the adapter's layer {layer} is not in the files of its base model "
                     f"{adapter.base}; merge with the model that was adapted, or with peft's "
                     "merge_and_unload"
                 )
-            self._layers[found] = layer
+            self._changes.setdefault(found.part.weight, []).append(found)
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:
         """Return the weight, in float32 if an adapter was added.
@@ -105,15 +110,53 @@ class AdapterMerge:
         Raises:
             CheckpointError: the shapes do not fit.
         """
-        if (layer := self._layers.get(name)) is None:
+        if name not in self._changes:
             return weight
-        a, b = self._adapter.tensors[layer + A_SUFFIX], self._adapter.tensors[layer + B_SUFFIX]
-        if weight.shape != (b.shape[0], a.shape[1]):
-            raise CheckpointError(
-                f"{name} has shape {tuple(weight.shape)} in {self._adapter.base}, the adapter's "
-                f"layer ({b.shape[0]}, {a.shape[1]}); merge with the model that was adapted"
-            )
-        return merged(weight.float(), a, b, self._adapter.scale)
+        whole = weight.float()
+        if whole is weight:
+            whole = weight.clone()
+        for change in self._changes[name]:
+            self._add(change, whole)
+        return whole
+
+    def _add(self, change: _Change, whole: Tensor) -> None:
+        a = self._adapter.tensors[change.layer + A_SUFFIX]
+        b = self._adapter.tensors[change.layer + B_SUFFIX]
+        shape = (b.shape[0], a.shape[1])
+        for weight in change.candidates(whole):
+            if weight.shape == shape:
+                weight.copy_(merged(weight, a, b, self._adapter.scale))
+                return
+        raise CheckpointError(
+            f"{change.part.weight} has shape {tuple(whole.shape)} in {self._adapter.base}, the "
+            f"adapter's layer {shape}; merge with the model that was adapted"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a layer changes in a file: a part of a tensor, and of an expert there if it has all."""
+
+    layer: str
+    part: AdaptedPart
+    expert: int | None = None
+
+    def candidates(self, whole: Tensor) -> Iterator[Tensor]:
+        """Yield the views [out, in] that the layer may mean: some files have experts [in, out]."""
+        if self.expert is None:
+            yield self.part.of(whole)
+        elif whole.ndim == 3 and self.expert < len(whole):
+            yield self.part.of(whole[self.expert])
+            yield self.part.of(whole[self.expert].t())
+
+
+def _changes(name: str, layer: str) -> list[_Change]:
+    """Return what a layer of that name in files may change there."""
+    found = [_Change(layer, AdaptedPart(f"{name}.weight"))]
+    if expert := _EXPERT.fullmatch(name):
+        of_all = f"{expert[1]}.{EACH}.{expert[3]}"
+        found.append(_Change(layer, adapted_part(of_all), int(expert[2])))
+    return found
 
 
 def _names_in_files(layer: str) -> list[str]:
@@ -122,29 +165,32 @@ def _names_in_files(layer: str) -> list[str]:
     return [layer, text, layer.replace("model.visual.", "visual.", 1)]
 
 
-def write_adapter(folder: Path, adapter: Adapter) -> None:
-    """Write both files; create the folder.
+def write_adapter_config(
+    folder: Path, rank: int, alpha: float, layers: Collection[str], base: str
+) -> None:
+    """Write the configuration that belongs to a file of A and B.
+
+    Args:
+        folder: exists.
+        rank, alpha, base: as in `Adapter`.
+        layers: all that are adapted, each expert's too.
 
     Raises:
         OSError: the disk is full or cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": adapter.base,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": sorted(adapter.layers),
-        "use_rslora": adapter.is_rank_stabilized,
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(layers),
+        "use_rslora": False,
         "bias": "none",
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    named = {f"{_PREFIX}{n}": one.contiguous() for n, one in adapter.tensors.items()}
-    # Not by save_file: of a full disk it makes another error than OSError.
-    (folder / ADAPTER_WEIGHTS).write_bytes(save(named, metadata={"format": "pt"}))
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -174,7 +220,7 @@ def read_adapter(folder: Path) -> Adapter:
                 f"{folder / ADAPTER_CONFIG}: {key}={config[key]!r} is not supported; give an "
                 f"adapter with {key}={plain[0]!r}"
             )
-    named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    named = {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in tensors.items()}
     adapter = Adapter(rank, alpha, named, base, bool(config.get("use_rslora")))
     _check_pairs(folder, adapter)
     return adapter

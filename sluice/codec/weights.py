@@ -11,7 +11,7 @@ from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.weights.adapters import merged_shapes
 
-_TENSORS_PER_WEIGHT = 3  # with the halves of an adapter
+_TENSORS_PER_WEIGHT = 5  # with the halves of an adapter, or of two of experts'
 _DIMENSIONS = 8
 
 

@@ -4,11 +4,17 @@ An adapter (LoRA, https://arxiv.org/abs/2106.09685) of ``X.weight`` [out, in] is
 [rank, in] and ``X.lora_B.weight`` [out, rank]. On the wire B is already multiplied by the scale, so
 the weight to compute with is W + B A. W never changes: an update that carries only changes carries
 A and B, and every version is merged from the same W, so that no rounding adds up.
+
+Experts have one tensor for all of them, ``X.experts.gate_up_proj`` [experts, 2 width, hidden] and
+``X.experts.down_proj``; the adapters of each expert's ``gate_proj``, ``up_proj`` and ``down_proj``
+too: ``X.experts.each.up_proj.lora_A.weight`` [experts, rank, in]. Files have the names of peft
+(https://github.com/huggingface/peft): ``X.experts.7.up_proj.lora_A.weight`` [rank, in].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,11 +22,62 @@ if TYPE_CHECKING:
 
 _FLOAT_BYTES = 4
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+EACH = "each"
+"""Stands for the number of an expert in the names of all experts' adapters."""
+_OF_EACH = f".experts.{EACH}."
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedPart:
+    """What a layer's adapter changes: one of `count` equal parts of the rows of `weight`."""
+
+    weight: str
+    number: int = 0
+    count: int = 1
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return a view of the part, [..., out, in]."""
+        return weight.chunk(self.count, dim=-2)[self.number]
+
+
+PROJECTIONS: Mapping[str, AdaptedPart] = {
+    "gate_proj": AdaptedPart("gate_up_proj", 0, 2),
+    "up_proj": AdaptedPart("gate_up_proj", 1, 2),
+    "down_proj": AdaptedPart("down_proj"),
+}
+"""The layers of an expert, each a part of the weight of all experts."""
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a tensor is one half of an adapter."""
     return name.endswith((A_SUFFIX, B_SUFFIX))
+
+
+def is_of_experts(layer: str) -> bool:
+    """Return whether a layer is that of all experts of a block."""
+    block, of_each, projection = layer.rpartition(_OF_EACH)
+    return bool(block and of_each) and projection in PROJECTIONS
+
+
+def names_in_files(name: str, experts: int) -> list[str]:
+    """Return the names of a layer or of its tensors in files: one for each expert, if it has any.
+
+    Args:
+        name: of a layer, or of a half of its adapter.
+        experts: their number, if the name is one of experts.
+    """
+    if _OF_EACH not in name:
+        return [name]
+    return [name.replace(_OF_EACH, f".experts.{number}.") for number in range(experts)]
+
+
+def adapted_part(layer: str) -> AdaptedPart:
+    """Return what the adapter of a layer changes."""
+    if not is_of_experts(layer):
+        return AdaptedPart(f"{layer}.weight")
+    block, _, projection = layer.rpartition(_OF_EACH)
+    part = PROJECTIONS[projection]
+    return AdaptedPart(f"{block}.experts.{part.weight}", part.number, part.count)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
@@ -38,9 +95,16 @@ def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return tensors
     weights = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
     for name in [name for name in tensors if name.endswith(A_SUFFIX)]:
-        module = name.removesuffix(A_SUFFIX)
-        weight = f"{module}.weight"
-        weights[weight] = merged(weights[weight], tensors[name], tensors[f"{module}{B_SUFFIX}"])
+        layer = name.removesuffix(A_SUFFIX)
+        a, b, part = tensors[name], tensors[layer + B_SUFFIX], adapted_part(layer)
+        if not is_of_experts(layer):
+            weights[part.weight] = merged(weights[part.weight], a, b)
+            continue
+        if weights[part.weight] is tensors[part.weight]:
+            weights[part.weight] = weights[part.weight].clone()
+        # One by one, or a copy of all experts in float32 would lie beside them.
+        for expert, its_a, its_b in zip(part.of(weights[part.weight]), a, b, strict=True):
+            expert.copy_(merged(expert, its_a, its_b))
     return weights
 
 
@@ -52,10 +116,18 @@ def merged_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
     """
     found = dict(shapes)
     for name in [name for name in shapes if name.endswith(A_SUFFIX)]:
-        module = name.removesuffix(A_SUFFIX)
-        weight, a, b = (shapes.get(f"{module}{one}") for one in (".weight", A_SUFFIX, B_SUFFIX))
-        if weight and a and b and len(weight) == len(a) == len(b) == 2:
-            rank = a[0]
-            if (a, b) == ((rank, weight[1]), (weight[0], rank)) and rank <= max(weight):
-                del found[name], found[module + B_SUFFIX]
+        layer = name.removesuffix(A_SUFFIX)
+        part, dimensions = adapted_part(layer), 3 if is_of_experts(layer) else 2
+        offered = [shapes.get(one) for one in (part.weight, name, layer + B_SUFFIX)]
+        given = [one for one in offered if one is not None and len(one) == dimensions]
+        if len(given) == len(offered) and _fit(part.count, *given):
+            del found[name], found[layer + B_SUFFIX]
     return found
+
+
+def _fit(parts: int, weight: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    """Return whether A and B have the shapes of an adapter of one of a weight's parts."""
+    *experts, rows, columns = weight
+    rank = a[-2]
+    wanted = ([*experts, rank, columns], [*experts, rows // parts, rank])
+    return rows % parts == 0 and ([*a], [*b]) == wanted and rank <= max(rows // parts, columns)

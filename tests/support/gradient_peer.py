@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.model.loading import load_policy
-from services.trainer.learner.model.lora import add_adapters
+from services.trainer.learner.model.lora import add_adapters, begin_expert_adapters
 from services.trainer.learner.model.optimizer import ShardedGradients
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
@@ -82,6 +82,7 @@ def run(one: Pass, sharding: ActorFsdpConfig, parallel: TorchDistributed) -> Pas
         add_adapters(loaded.model, settings, torch.float32)
     shards = share_model(loaded, sharding, parallel, key=ACTOR_SHARDING, device=_CPU)
     assert shards is not None
+    begin_expert_adapters(loaded.model)
 
     def forward(micro_batch: MicroBatch) -> Tensor:
         found = token_outputs(

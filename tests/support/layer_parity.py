@@ -16,7 +16,15 @@ from services.trainer.learner.batch.micro_batch import (
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.checkpoint.adapter_files import Adapter
-from sluice.weights.adapters import A_SUFFIX, B_SUFFIX
+from sluice.weights.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    EACH,
+    PROJECTIONS,
+    adapted_part,
+    is_of_experts,
+    names_in_files,
+)
 from tests.support.tiny_policy import make_group
 
 if TYPE_CHECKING:
@@ -71,32 +79,51 @@ def plain_adapters(model: PreTrainedModel, adapter: Adapter) -> Gradients:
 
     With W' = W + s B A and G of W', B has s G A^T and A has s B^T G.
     """
-    parts = {
-        f"{layer}.weight": (adapter.tensors[layer + A_SUFFIX], adapter.tensors[layer + B_SUFFIX])
-        for layer in adapter.layers
+    halves = {
+        layer: [
+            torch.stack([adapter.tensors[one] for one in names_in_files(layer + suffix, experts)])
+            for suffix in (A_SUFFIX, B_SUFFIX)
+        ]
+        for layer, experts in _layers(model).items()
     }
     with torch.no_grad():
-        for name, (a, b) in parts.items():
-            model.get_parameter(name).add_(adapter.scale * b @ a)
+        for layer, (a, b) in halves.items():
+            part = adapted_part(layer)
+            part.of(model.get_parameter(part.weight)).add_((adapter.scale * b @ a).squeeze(0))
     _, whole = plain(model, with_entropy=True)
     found: Gradients = {}
-    for name, (a, b) in parts.items():
-        layer, gradient = name.removesuffix(".weight"), adapter.scale * whole[name]
-        found |= {layer + A_SUFFIX: b.T @ gradient, layer + B_SUFFIX: gradient @ a.T}
+    for layer, (a, b) in halves.items():
+        part = adapted_part(layer)
+        gradient = adapter.scale * part.of(whole[part.weight])
+        squeezed = [b.mT @ gradient, gradient @ a.mT]
+        if not is_of_experts(layer):
+            squeezed = [one.squeeze(0) for one in squeezed]
+        found |= zip((layer + A_SUFFIX, layer + B_SUFFIX), squeezed, strict=True)
     return found
 
 
 def random_adapter(model: PreTrainedModel, rank: int = 3) -> Adapter:
-    """An adapter of all linear layers but the head, none of its parts zero."""
+    """An adapter of all linear layers but the head, and of all experts; no part of it is zero."""
     generator, tensors = torch.Generator().manual_seed(2), {}
-    for name, layer in model.base_model.named_modules(prefix=model.base_model_prefix):
-        if isinstance(layer, torch.nn.Linear):
-            for suffix, shape in (
-                (A_SUFFIX, (rank, layer.in_features)),
-                (B_SUFFIX, (layer.out_features, rank)),
-            ):
-                tensors[name + suffix] = 0.2 * torch.randn(shape, generator=generator)
+    for layer, experts in _layers(model).items():
+        part = adapted_part(layer)
+        rows, columns = part.of(model.get_parameter(part.weight)).shape[-2:]
+        for suffix, shape in ((A_SUFFIX, (rank, columns)), (B_SUFFIX, (rows, rank))):
+            for name in names_in_files(layer + suffix, experts):
+                tensors[name] = 0.2 * torch.randn(shape, generator=generator)
     return Adapter(rank, 2.0 * rank, tensors, "tiny")
+
+
+def _layers(model: PreTrainedModel) -> dict[str, int]:
+    """The layers to adapt, by the trainer's names, and the experts that each stands for."""
+    found: dict[str, int] = {}
+    for name, module in model.base_model.named_modules(prefix=model.base_model_prefix):
+        if isinstance(module, torch.nn.Linear):
+            found[name] = 1
+        elif name.endswith(".experts"):
+            count = len(module.get_parameter("down_proj"))
+            found |= {f"{name}.{EACH}.{one}": count for one in PROJECTIONS}
+    return found
 
 
 def _of_row(model: PreTrainedModel, row: TrainingRow) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 from safetensors.torch import load_file
 
-from sluice.checkpoint.adapter_files import write_adapter
 from tests.support.gradient_peer import GradientsAsked, Pass, PassFound
 from tests.support.layer_parity import (
     Gradients,
@@ -18,6 +17,7 @@ from tests.support.layer_parity import (
     random_adapter,
     worst_error,
 )
+from tests.support.saved_adapter import write_adapter
 from tests.support.tiny_policy import make_model, save_model
 from tests.support.trainer_ranks import ranks_of
 

@@ -104,11 +104,13 @@ class ModelShape:
         return self.layers * self.attention_parameters + mlps + self.hidden
 
     def adapter_parameters(self, rank: int) -> int:
-        """Return the parameters of adapters of all linear layers but experts and the head."""
+        """Return the parameters of adapters of all linear layers but the head, experts' too."""
         query, keys = self.hidden + self.query_width, self.hidden + self.kv_width
         mlps = 3 * (self.hidden + self.intermediate) * (self.layers - self.expert_layers)
         if self.shared_intermediate:
             mlps += 3 * (self.hidden + self.shared_intermediate) * self.expert_layers
+        each = 3 * (self.hidden + self.expert_intermediate)
+        mlps += each * self.experts * self.expert_layers
         return rank * (2 * (query + keys) * self.layers + mlps)
 
     @property

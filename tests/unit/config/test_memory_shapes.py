@@ -72,6 +72,8 @@ def test_experts_replace_the_mlp_and_only_the_chosen_ones_are_active(tmp_path: P
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     shape = read_shape(write(tmp_path, **experts))
     assert shape.expert_parameters == 2 * 4 * 3 * 8 * 6
+    as_wide = read_shape(write(tmp_path, intermediate_size=4 * (8 + 6) - 8))
+    assert shape.adapter_parameters(2) == as_wide.adapter_parameters(2)
     assert shape.total_parameters == 1152 + 2 * (208 + 8 * 4) + 8 + 512
     assert shape.total_parameters - shape.active_parameters == 1152 // 2
     mixed = read_shape(write(tmp_path, **experts, mlp_only_layers=[0]))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 import resource
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.model.experts import ExpertAdapter, use_own_experts
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.model.lora import (
     adapted_layers,
@@ -25,12 +28,14 @@ from services.trainer.learner.model.lora import (
 )
 from services.trainer.learner.model.sharding import idle_micro_batch
 from services.trainer.learner.ranks import DataParallel
-from sluice.checkpoint.adapter_files import Adapter, write_adapter
 from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
 from sluice.checkpoint.source import find_source
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import CheckpointError, ConfigError
-from sluice.weights.adapters import merge_adapters
+from sluice.weights.adapters import adapted_part, merge_adapters
+from tests.support import tiny_vision
+from tests.support.layer_parity import random_adapter
+from tests.support.saved_adapter import write_adapter
 from tests.support.streamed_weights import streamed
 from tests.support.tiny_policy import adapting, make_batch, make_config, make_model, save_model
 
@@ -48,9 +53,11 @@ def make_learner(folder: Path, model: dict[str, Any] | None = None, **actor: Any
     return Learner(config, DataParallel(), total_steps=10)
 
 
-def adapted_model(family: str = "qwen3", **keys: Any) -> Any:
+def adapted_model(family: str = "qwen3", *, own_experts: bool = True, **keys: Any) -> Any:
     """A tiny model with adapters whose B is not 0."""
     model = make_model(family)
+    if own_experts:
+        use_own_experts(model)
     add_adapters(model, msgspec.convert({"lora_rank": 4, **keys}, ModelConfig), torch.float32)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
@@ -67,27 +74,62 @@ def served(learner: Learner) -> dict[str, torch.Tensor]:
     return dict(merge_adapters(streamed(learner)))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox", "qwen3_moe"])
 def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(family: str) -> None:
     model = adapted_model(family, lora_alpha=12.0)
     ids = torch.arange(3, 20)[None]
     model(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
     plain = make_model(family)
-    weights = merge_adapters(on_the_wire(model, dict(model.named_parameters())))
-    plain.load_state_dict({n: w.detach() for n, w in weights.items()}, strict=False)
+    with torch.no_grad():
+        weights = merge_adapters(on_the_wire(model, dict(model.named_parameters())))
+    plain.load_state_dict(weights, strict=False)
     plain(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
     layers = adapted_layers(model)
     assert layers
     for name, layer in layers.items():
-        # W' = W + s B A, so dA = s B^T dW' and dB = s dW' A^T.
-        change = plain.get_parameter(f"{name}.weight").grad
+        # W' = W + s B A, so dA = s B^T dW' and dB = s dW' A^T, of each expert.
+        part = adapted_part(name)
+        of_weight = plain.get_parameter(part.weight).grad
+        assert of_weight is not None
+        change = part.of(of_weight)
         scale, a, b = 12.0 / 4, layer.lora_A.weight, layer.lora_B.weight
         for found, expected in (
-            (a.grad, scale * b.T @ change),
-            (b.grad, scale * change @ a.T),
+            (a.grad, scale * b.mT @ change),
+            (b.grad, scale * change @ a.mT),
         ):
+            assert found is not None
             assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-        assert layer.weight.grad is None
+        assert not model.get_parameter(part.weight).requires_grad
+
+
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.bfloat16, 3), (torch.float32, 5)])
+def test_any_rank_is_computed_for_experts_in_any_dtype(dtype: torch.dtype, rank: int) -> None:
+    """Grouped products take only some."""
+    torch.manual_seed(0)
+    adapter = ExpertAdapter((4, 24, 16), rank, 0.5, dtype, CPU)
+    for parameter in adapter.parameters():
+        torch.nn.init.normal_(parameter)
+    a, b = (half.weight.double() for half in (adapter.lora_A, adapter.lora_B))
+    rows, counts = torch.randn(9, 16, dtype=dtype), torch.tensor([2, 0, 4, 3])
+    found = adapter(rows, counts.cumsum(0).int())
+    experts = torch.arange(4).repeat_interleave(counts)
+    exact = 0.5 * (b[experts] @ a[experts] @ rows.double()[:, :, None])[:, :, 0]
+    torch.testing.assert_close(found.double(), exact, atol=0.2, rtol=torch.finfo(dtype).eps * 4)
+
+
+def test_adapters_of_experts_off_leave_the_model(tmp_path: Path) -> None:
+    learner = make_learner(save_model(tmp_path, "qwen3_moe"))
+    learner.train_step(make_batch(), 1)
+    model, tokens = learner._model, idle_micro_batch(CPU)
+    plain = make_learner(tmp_path, {"exclude_modules": r".*\.experts\..*"})._model
+    with torch.no_grad():
+        trained = token_outputs(model, tokens, temperature=1.0).logprobs
+        with without_adapters(model), without_adapters(plain):
+            found, expected = (
+                token_outputs(one, tokens, temperature=1.0).logprobs for one in (model, plain)
+            )
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, trained)
 
 
 def test_the_first_policy_is_the_model_and_only_adapters_change(folder: Path) -> None:
@@ -116,9 +158,11 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_frozen_weights_have_the_dtype_of_the_passes_and_adapters_that_of_masters(
-    folder: Path,
+    family: str, tmp_path: Path
 ) -> None:
+    folder = save_model(tmp_path, family)
     learner = make_learner(folder, fsdp_config={"dtype": "bfloat16", "model_dtype": "float32"})
     learner.train_step(make_batch(), 1)
     dtypes = {name: one.dtype for name, one in learner.named_weights()}
@@ -143,6 +187,33 @@ def test_layers_are_chosen_as_peft_does(keys: dict[str, Any], expected: set[str]
 
 
 @pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {"gate_proj", "up_proj", "down_proj"}),
+        ({"target_modules": ["up_proj", "q_proj"]}, {"up_proj"}),
+        ({"target_modules": r".*\.experts\.\d+\.(gate|up)_proj"}, {"gate_proj", "up_proj"}),
+        ({"exclude_modules": r".*\.experts\..*"}, set()),
+        ({"exclude_modules": ["down_proj"]}, {"gate_proj", "up_proj"}),
+    ],
+)
+def test_experts_are_chosen_by_the_names_that_each_has_in_files(
+    keys: dict[str, Any], expected: set[str]
+) -> None:
+    names = [n for n in adapted_layers(adapted_model("qwen3_moe", **keys)) if ".experts." in n]
+    assert {name.rpartition(".")[2] for name in names} == expected
+    assert len(names) == 2 * len(expected)
+
+
+def test_some_experts_of_a_layer_alone_get_no_adapter() -> None:
+    message = r"names model\.layers\.0\.mlp\.experts\.3\.up_proj and not .*\.0\.up_proj; experts of"
+    one = ["experts.3.up_proj"]
+    with pytest.raises(ConfigError, match=message):
+        adapted_model("qwen3_moe", target_modules=one)
+    with pytest.raises(ConfigError, match=message):
+        adapted_model("qwen3_moe", exclude_modules=one)
+
+
+@pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
         ("qwen3", {"target_modules": ["qproj"]}, r"'qproj' matches no linear layer .*q_proj"),
@@ -158,7 +229,7 @@ def test_names_that_fit_no_layer_are_refused_with_those_that_do(
     family: str, keys: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        adapted_model(family, **keys)
+        adapted_model(family, own_experts=False, **keys)
 
 
 def test_resuming_continues_bit_for_bit_from_files_without_the_model(
@@ -230,9 +301,11 @@ def test_an_adapter_that_is_more_or_less_than_a_and_b_is_refused(
         make_learner(folder, {"lora_rank": 0, "lora_adapter_path": str(path)})
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_the_merged_folder_loads_with_the_weights_that_engines_had(
-    folder: Path, tmp_path: Path
+    family: str, tmp_path: Path
 ) -> None:
+    folder = save_model(tmp_path / "model", family)
     learner = make_learner(folder)
     learner.train_step(make_batch(), 1)
     learner.save(tmp_path / "actor")
@@ -249,6 +322,40 @@ def test_the_merged_folder_loads_with_the_weights_that_engines_had(
     assert named["base_model_name_or_path"] == str(folder)
     names = load_file(tmp_path / "actor/lora_adapter/adapter_model.safetensors")
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
+    expert = "base_model.model.model.layers.0.mlp.experts.7.up_proj.lora_A.weight"
+    assert (expert in names) == (family == "qwen3_moe")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_that_lie_in_one_tensor_of_a_file_are_merged_as_published_or_transposed(
+    tmp_path: Path, *, transposed: bool
+) -> None:
+    model = tiny_vision.save_model("qwen3_vl_moe", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    if transposed:
+        tensors |= {n: one.mT.contiguous() for n, one in tensors.items() if "gate_up_proj" in n}
+    save_file(tensors, file, metadata={"format": "pt"})
+    adapter = random_adapter(model)
+    write_adapter(tmp_path / "lora_adapter", replace(adapter, base=str(tmp_path / "model")))
+    options = MergeOptions(dtype="float32")
+    merge_checkpoint(find_source(tmp_path), tmp_path / "out", options, lambda *_: None)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", local_files_only=True)
+    names = {name.partition(".experts.")[0] for name in adapter.layers if ".experts." in name}
+    assert len(names) == 2
+    for name in names:
+        for weight in ("gate_up_proj", "down_proj"):
+            of_all = f"{name}.experts.{weight}"
+            expected = model.get_parameter(of_all).clone()
+            for expert, projection in product(range(8), ("gate_proj", "up_proj", "down_proj")):
+                part = adapted_part(f"{name}.experts.each.{projection}")
+                a, b = (
+                    adapter.tensors[f"{name}.experts.{expert}.{projection}.{half}.weight"]
+                    for half in ("lora_A", "lora_B")
+                )
+                if part.weight == of_all:
+                    part.of(expected[expert]).add_(adapter.scale * b @ a)
+            torch.testing.assert_close(loaded.get_parameter(of_all), expected)
 
 
 def test_merging_without_the_adapted_model_says_where_its_folder_is_named(
@@ -263,12 +370,14 @@ def test_merging_without_the_adapted_model_says_where_its_folder_is_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_adapters_on_a_full_disk_fail_with_the_error_that_ends_a_save(tmp_path: Path) -> None:
-    tensors = {"layer.lora_A.weight": torch.ones(1, 1 << 18)}
+def test_adapters_on_a_full_disk_fail_with_the_error_that_ends_a_save(
+    folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(folder, {"lora_rank": 64})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(OSError, match="too large"):
-            write_adapter(tmp_path, Adapter(1, 1.0, tensors, "base"))
+            learner.save(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

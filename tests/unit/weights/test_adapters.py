@@ -47,3 +47,51 @@ def test_only_adapters_that_fit_a_weight_are_taken_for_some() -> None:
     for missing in (W, A, B):
         shapes = {name: shape for name, shape in fitting.items() if name != missing}
         assert merged_shapes(shapes) == shapes
+
+
+def test_each_experts_adapter_changes_its_rows_of_the_weight_of_all() -> None:
+    torch.manual_seed(0)
+    weights = {
+        "mlp.experts.gate_up_proj": torch.randn(3, 10, 4).bfloat16(),
+        "mlp.experts.down_proj": torch.randn(3, 4, 5).bfloat16(),
+    }
+    halves = {
+        f"mlp.experts.each.{name}.lora_{half}.weight": torch.randn(3, *shape).bfloat16()
+        for name, (rows, columns) in {"up_proj": (5, 4), "down_proj": (4, 5)}.items()
+        for half, shape in (("A", (2, columns)), ("B", (rows, 2)))
+    }
+    before = {name: one.clone() for name, one in weights.items()}
+    found = merge_adapters(weights | halves)
+    assert found.keys() == weights.keys()
+    shapes = {name: tuple(one.shape) for name, one in (weights | halves).items()}
+    assert merged_shapes(shapes) == {name: tuple(one.shape) for name, one in weights.items()}
+    for expert in range(3):
+        for weight, name, first in (
+            ("gate_up_proj", "up_proj", 5),
+            ("down_proj", "down_proj", 0),
+        ):
+            a, b = (halves[f"mlp.experts.each.{name}.lora_{h}.weight"][expert] for h in "AB")
+            whole = before[f"mlp.experts.{weight}"][expert]
+            exact = whole[first:].double() + b.double() @ a.double()
+            its = found[f"mlp.experts.{weight}"][expert]
+            assert torch.all((its[first:].double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5)
+            assert torch.equal(its[:first], whole[:first])
+    assert all(torch.equal(weights[name], one) for name, one in before.items())
+
+
+def test_only_adapters_that_fit_experts_are_taken_for_some() -> None:
+    weight, up = "x.experts.gate_up_proj", "x.experts.each.up_proj"
+    a, b = f"{up}.lora_A.weight", f"{up}.lora_B.weight"
+    fitting: dict[str, tuple[int, ...]] = {weight: (3, 10, 4), a: (3, 2, 4), b: (3, 5, 2)}
+    assert merged_shapes(fitting) == {weight: (3, 10, 4)}
+    changes: list[dict[str, tuple[int, ...]]] = [
+        {a: (2, 2, 4)},
+        {b: (3, 10, 2)},
+        {weight: (3, 9, 4)},
+        {weight: (10, 4), a: (2, 4), b: (5, 2)},
+        {a: (3, 6, 4), b: (3, 5, 6)},
+    ]
+    for change in changes:
+        assert merged_shapes(fitting | change) == fitting | change
+    other = {name.replace("up_proj", "odd_proj"): shape for name, shape in fitting.items()}
+    assert merged_shapes(other) == other

@@ -36,6 +36,7 @@ from services.trainer.learner.sequence_share import all_to_all
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
 from sluice.types import expert_dtype
+from sluice.weights.adapters import PROJECTIONS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _BLOCKS = frozenset({"Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"})
 _TAPE = "sluice_routing"
+_ROW_BYTES = 16
 _GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # torch 2.9 has none
 
@@ -204,6 +206,49 @@ class Router(nn.Module):
         return logits.softmax(-1)
 
 
+class _Half(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+class ExpertAdapter(nn.Module):
+    """Adapters of one projection of all experts of a block: ``lora_A.weight`` [experts, rank, in]
+    and ``lora_B.weight`` [experts, out, rank], whose rows are not written yet.
+
+    Args:
+        shape: of the experts' weights, [experts, out, in].
+        rank: of A and B.
+        scale: of their product.
+        dtype: of A and B.
+        device: of the weights.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        rank: int,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        experts, rows, columns = shape
+        self.lora_A = _Half(torch.empty(experts, rank, columns, dtype=dtype, device=device))
+        self.lora_B = _Half(torch.empty(experts, rows, rank, dtype=dtype, device=device))
+        self.rank, self.scale = rank, scale
+        self.is_on = True
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return what is added to the output [n, out] of rows [n, in]; `ends` as in `_products`."""
+        a, b = _local(self.lora_A.weight), _local(self.lora_B.weight)
+        # Grouped products take matrices whose rows are multiples of so many bytes.
+        missing = -self.rank % (_ROW_BYTES // a.itemsize)
+        if missing:
+            a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
+        return self.scale * _products(_products(rows, a, ends), b, ends)
+
+
 class Experts(nn.Module):
     """Gated feed-forward networks of equal shapes; on each rank its own of them."""
 
@@ -218,6 +263,16 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
         self.activation = ACT2FN[config.hidden_act]
 
+        self.each = nn.ModuleDict()  # adapters, named by `EACH`
+
+    def adapt(self, projection: str, rank: int, scale: float, dtype: torch.dtype) -> ExpertAdapter:
+        """Add an adapter to one of `PROJECTIONS` of each expert, and return it."""
+        weight = self.get_parameter(PROJECTIONS[projection].weight)
+        part = PROJECTIONS[projection].of(weight)
+        adapter = ExpertAdapter(part.shape, rank, scale, dtype, weight.device)
+        self.each[projection] = adapter
+        return adapter
+
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return each row's output [n, hidden].
 
@@ -227,7 +282,16 @@ class Experts(nn.Module):
         """
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = _products(rows, _local(self.gate_up_proj), ends).chunk(2, dim=-1)
-        return _products(self.activation(gate) * up, _local(self.down_proj), ends)
+        gate = self._adapted("gate_proj", gate, rows, ends)
+        inner = self.activation(gate) * self._adapted("up_proj", up, rows, ends)
+        down = _products(inner, _local(self.down_proj), ends)
+        return self._adapted("down_proj", down, inner, ends)
+
+    def _adapted(self, projection: str, found: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        if projection not in self.each or not self.each[projection].is_on:
+            return found
+        added: Tensor = self.each[projection](rows, ends)
+        return found + added
 
 
 class SparseExperts(nn.Module):
@@ -253,10 +317,11 @@ class SparseExperts(nn.Module):
         self._tape.group = mesh.get_group()
         each = self.num_experts // mesh.size()
         first = mesh.get_local_rank() * each
-        for name, whole in list(self.experts.named_parameters()):
-            rows = whole.detach()[first : first + each].to(mesh.device_type)
-            own = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
-            self.experts.register_parameter(name, nn.Parameter(own, whole.requires_grad))
+        for module in self.experts.modules():
+            for name, whole in list(module.named_parameters(recurse=False)):
+                rows = whole.detach()[first : first + each].to(mesh.device_type)
+                own = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+                module.register_parameter(name, nn.Parameter(own, whole.requires_grad))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the experts' weighted output [..., hidden], of the input's shape and dtype."""

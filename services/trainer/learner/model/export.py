@@ -83,15 +83,28 @@ def write_model(
         yield from _write_converted(folder, model, parts, directory, parallel)
         return
     files = share_files(directory, names, parallel.world_size)
-    buckets = [list(cut_buckets(directory, file.parameters, bucket_bytes)) for file in files]
     if parallel.rank == 0 and len(files) > 1:
         _write_index(folder, files)
+    yield from write_files(folder, _STEM, files, parts, directory, parallel, bucket_bytes)
+
+
+def write_files(
+    folder: Path,
+    stem: str,
+    files: Sequence[ModelFile],
+    parts: Mapping[str, Tensor],
+    directory: Directory,
+    parallel: DataParallel,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[None]:
+    """Write a file on each of the first ranks; arguments and errors as in `write_model`."""
+    buckets = [list(cut_buckets(directory, file.parameters, bucket_bytes)) for file in files]
     # A rank that cannot open its file must not leave the others in an exchange: hence a part here.
     if parallel.rank >= len(files):
         yield
         yield from _exchange(buckets, parts, directory, parallel, None)
         return
-    name = file_name(_STEM, parallel.rank, len(files))
+    name = file_name(stem, parallel.rank, len(files))
     with TensorFile(folder / name, files[parallel.rank].tensors) as file:
         yield
         yield from _exchange(buckets, parts, directory, parallel, file)

@@ -5,7 +5,8 @@ scale is alpha / rank. A begins as torch initializes a linear layer, B with zero
 policy is the model. The layers' weights keep their names; an adapter's are ``X.lora_A.weight`` and
 ``X.lora_B.weight``, which peft's files have behind ``base_model.model.``
 (https://github.com/huggingface/peft), so that engines and peft read a checkpoint's
-``lora_adapter`` folder.
+``lora_adapter`` folder. Each expert of a mixture is adapted like three linear layers of its own;
+those of a block lie in one tensor, as their weights do (`sluice.weights.adapters`).
 """
 
 from __future__ import annotations
@@ -13,19 +14,31 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from services.trainer.learner.model.experts import ExpertAdapter, Experts
+from services.trainer.learner.model.export import Published
 from services.trainer.learner.model.sharding import assign
-from sluice.checkpoint.adapter_files import Adapter, read_adapter, write_adapter
+from services.trainer.learner.places import Placed, local_part, place, region
+from sluice.checkpoint.adapter_files import ADAPTER_PREFIX, read_adapter, write_adapter_config
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import CheckpointError, ConfigError
-from sluice.weights.adapters import B_SUFFIX, is_adapter
+from sluice.weights.adapters import (
+    A_SUFFIX,
+    B_SUFFIX,
+    EACH,
+    PROJECTIONS,
+    is_adapter,
+    is_of_experts,
+    names_in_files,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
 _MODEL = "actor_rollout_ref.model"
-_EXPERT_NAMES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+_EXPERT_NAMES = {*PROJECTIONS, "gate_up_proj"}
+_SAVED = "sluice_saved_adapters"
 
 
 class AdaptedLinear(nn.Linear):
@@ -55,7 +69,7 @@ class AdaptedLinear(nn.Linear):
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False, device=device, dtype=dtype)
         nn.init.zeros_(self.lora_B.weight)
-        self.scale = scale
+        self.rank, self.scale = rank, scale
         self.is_on = True
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -69,7 +83,8 @@ class AdaptedLinear(nn.Linear):
 def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype) -> None:
     """Freeze the model and add the adapters to train, new ones or those of `lora_adapter_path`.
 
-    torch's global generator initializes new ones.
+    torch's global generator initializes new ones. Those of experts have their values after
+    `begin_expert_adapters`.
 
     Args:
         model: not sharded yet.
@@ -81,24 +96,21 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype
             `lora_adapter_path` is another model's; names key, value and remedy.
     """
     model.requires_grad_(requires_grad=False)
-    layers = _linear_layers(model)
+    layers = _layers(model)
     if config.lora_adapter_path is not None:
         _add_saved(model, layers, config, dtype)
         return
     if config.lora_rank < 1:
         raise ConfigError(f"{_MODEL}.lora_rank={config.lora_rank}: give a rank of at least 1")
     scale = config.lora_alpha / config.lora_rank
-    if any(".experts." in name for name, _ in model.named_parameters()):
+    if _has_other_experts(model):
         logger.warning("the experts of this %s get no adapters", model.config.model_type)
     for name in _chosen(model, layers, config):
-        _adapt(model, name, layers[name], config.lora_rank, scale, dtype)
+        _adapt(model, name, config.lora_rank, scale, dtype)
 
 
 def _add_saved(
-    model: PreTrainedModel,
-    layers: Mapping[str, nn.Linear],
-    config: ModelConfig,
-    dtype: torch.dtype,
+    model: PreTrainedModel, layers: Mapping[str, int], config: ModelConfig, dtype: torch.dtype
 ) -> None:
     key = f"{_MODEL}.lora_adapter_path='{config.lora_adapter_path}'"
     try:
@@ -110,16 +122,57 @@ def _add_saved(
             f"{_MODEL}.lora_rank={config.lora_rank}: the adapter at lora_adapter_path has rank "
             f"{saved.rank}; leave lora_rank out"
         )
-    for name in sorted(saved.layers & layers.keys()):
-        _adapt(model, name, layers[name], saved.rank, saved.scale, dtype)
-    problems = _differences(adapter_parameters(model), saved.tensors)
+    for name, experts in sorted(layers.items()):
+        if saved.layers.issuperset(names_in_files(name, experts)):
+            _adapt(model, name, saved.rank, saved.scale, dtype)
+    parameters = adapter_parameters(model)
+    problems = _differences(parameters, saved.tensors)
     if problems:
         raise ConfigError(
             f"{key} is the adapter of another model than {_MODEL}.path: {problems[0]}; give one "
             "of this model"
         )
+    for name, parameter in parameters.items():
+        if not is_of_experts(_layer(name)):
+            assign(parameter.detach(), saved.tensors[name])
+    setattr(model, _SAVED, saved.tensors)
+
+
+@torch.no_grad()
+def begin_expert_adapters(model: nn.Module) -> None:
+    """Give the experts' adapters their first values: after sharding, each rank only its own.
+
+    So no rank ever holds those of all experts. An expert's A follows from the seed of torch's
+    global generator and its name: it is the same in every layout.
+    """
+    saved: Mapping[str, Tensor] = getattr(model, _SAVED, {})
+    generator = torch.Generator()
     for name, parameter in adapter_parameters(model).items():
-        assign(parameter.detach(), saved.tensors[name])
+        if is_of_experts(_layer(name)) and saved:
+            _fill(name, parameter, saved.__getitem__)
+        elif is_of_experts(_layer(name)):
+            shape = parameter.shape[1:]
+            bound = 0.0 if name.endswith(B_SUFFIX) else 1 / math.sqrt(shape[1])
+
+            def of_expert(name: str, shape: torch.Size = shape, bound: float = bound) -> Tensor:
+                seed = f"{torch.initial_seed()} {name}".encode()
+                generator.manual_seed(int.from_bytes(blake2b(seed, digest_size=7).digest()))
+                return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+            _fill(name, parameter, of_expert)
+    if saved:
+        delattr(model, _SAVED)
+
+
+def _fill(name: str, parameter: Tensor, of_file: Callable[[str], Tensor]) -> None:
+    """Set this rank's part of a half of an adapter from the tensors that it has in files."""
+    names = names_in_files(name, parameter.shape[0])
+    if not is_of_experts(_layer(name)):
+        assign(parameter, of_file(name))
+        return
+    offset = place(parameter)[0]
+    for number, row in enumerate(local_part(parameter), offset[0]):
+        row.copy_(of_file(names[number])[region(offset[1:], row.shape)])
 
 
 @contextmanager
@@ -135,9 +188,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.is_on = True
 
 
-def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
+def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear | ExpertAdapter]:
     """Return the layers with an adapter, by name; empty for a model that is trained as a whole."""
-    return {n: layer for n, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
+    kinds = (AdaptedLinear, ExpertAdapter)
+    return {n: layer for n, layer in model.named_modules() if isinstance(layer, kinds)}
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -152,37 +206,70 @@ def on_the_wire(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str,
     return {n: one * scales[n] if n in scales else one for n, one in parameters.items()}
 
 
-def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return all but the head, whose logits are computed from its weight in blocks."""
+def _layers(model: PreTrainedModel) -> dict[str, int]:
+    """Return the layers that take an adapter, and for how many experts each stands.
+
+    All but the head, whose logits are computed from its weight in blocks.
+    """
     head = model.get_output_embeddings()
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and layer is not head
-    }
+    found: dict[str, int] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and layer is not head:
+            found[name] = 1
+        elif isinstance(layer, Experts):
+            experts = layer.gate_up_proj.shape[0]
+            found |= {f"{name}.{EACH}.{one}": experts for one in PROJECTIONS}
+    return found
 
 
-def _adapt(
-    model: nn.Module, name: str, layer: nn.Linear, rank: int, scale: float, dtype: torch.dtype
-) -> None:
+def _has_other_experts(model: nn.Module) -> bool:
+    """Return whether a model has experts that are not the trainer's own, which take no adapter."""
+    own = any(isinstance(one, Experts) for one in model.modules())
+    return not own and any(".experts." in name for name, _ in model.named_parameters())
+
+
+def _adapt(model: nn.Module, name: str, rank: int, scale: float, dtype: torch.dtype) -> None:
     parent, _, child = name.rpartition(".")
+    if is_of_experts(name):
+        experts = model.get_submodule(parent.rpartition(".")[0])
+        assert isinstance(experts, Experts)
+        experts.adapt(child, rank, scale, dtype)
+        return
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
     setattr(model.get_submodule(parent), child, AdaptedLinear(layer, rank, scale, dtype))
 
 
-def _differences(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    """Return what keeps `found` from being the adapters of a model that has `wanted`."""
+def _layer(name: str) -> str:
+    return name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
+
+
+def adapter_tensors(parameters: Mapping[str, Tensor | Placed]) -> dict[str, Published]:
+    """Return the tensors of a file by the half of an adapter that they make, in order."""
+    return {
+        name: [(ADAPTER_PREFIX + one, tuple(parameter.shape[-2:])) for one in names]
+        for name, parameter in parameters.items()
+        if (names := names_in_files(name, parameter.shape[0]))
+    }
+
+
+def _differences(parameters: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """Return what keeps `found` from being the adapters of a model that has `parameters`."""
+    wanted = {
+        one.removeprefix(ADAPTER_PREFIX): shape
+        for tensors in adapter_tensors(parameters).values()
+        for one, shape in tensors
+    }
     odd = sorted(wanted.keys() ^ found.keys())
     differences = [f"{name} is only in {'it' if name in found else 'the model'}" for name in odd]
     return differences + [
-        f"{name} has shape {tuple(found[name].shape)} instead of {tuple(one.shape)}"
-        for name, one in wanted.items()
-        if name in found and found[name].shape != one.shape
+        f"{name} has shape {tuple(found[name].shape)} instead of {shape}"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
     ]
 
 
-def _chosen(
-    model: PreTrainedModel, layers: Mapping[str, nn.Linear], config: ModelConfig
-) -> list[str]:
+def _chosen(model: PreTrainedModel, layers: Mapping[str, int], config: ModelConfig) -> list[str]:
     """Return the layers that get an adapter, by peft's rules for the two keys."""
     wanted, excluded = config.target_modules, config.exclude_modules
     for key, pattern in (("target_modules", wanted), ("exclude_modules", excluded)):
@@ -196,18 +283,40 @@ def _chosen(
     if wanted == ALL_LINEAR:
         found = list(layers)
     else:
-        found = [name for name in layers if _is_named(name, wanted)]
+        found = _named("target_modules", wanted, layers)
         entries = [wanted] if isinstance(wanted, str) else [[one] for one in wanted]
         for entry in entries:
-            if not any(_is_named(name, entry) for name in layers):
+            if not any(_is_named(one, entry) for n in layers for one in names_in_files(n, 1)):
                 raise _no_layer(model, layers, entry)
-    chosen = [name for name in found if excluded is None or not _is_named(name, excluded)]
+    left_out = set() if excluded is None else set(_named("exclude_modules", excluded, layers))
+    chosen = [name for name in found if name not in left_out]
     if not chosen:
         raise ConfigError(
             f"{_MODEL}.exclude_modules={excluded!r} leaves no layer of target_modules={wanted!r}; "
             "exclude fewer"
         )
     return chosen
+
+
+def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> list[str]:
+    """Return the layers that are named; of those of experts, all by their names in files.
+
+    Raises:
+        ConfigError: some experts of a block are named and others are not.
+    """
+    found = []
+    for name, experts in layers.items():
+        names = names_in_files(name, experts)
+        of_name = [one for one in names if _is_named(one, wanted)]
+        if 0 < len(of_name) < len(names):
+            other = next(one for one in names if one not in of_name)
+            raise ConfigError(
+                f"{_MODEL}.{key}={wanted!r} names {of_name[0]} and not {other}; experts of a layer "
+                "are adapted together: name all of them, or none"
+            )
+        if of_name:
+            found.append(name)
+    return found
 
 
 def _is_named(name: str, wanted: str | Sequence[str]) -> bool:
@@ -218,12 +327,12 @@ def _is_named(name: str, wanted: str | Sequence[str]) -> bool:
 
 
 def _no_layer(
-    model: PreTrainedModel, layers: Mapping[str, nn.Linear], entry: str | Sequence[str]
+    model: PreTrainedModel, layers: Mapping[str, int], entry: str | Sequence[str]
 ) -> ConfigError:
     shown = entry if isinstance(entry, str) else entry[0]
     others = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in layers]
     why = "matches no linear layer"
-    if any(".experts." in name for name in others) and str(shown) in _EXPERT_NAMES:
+    if _has_other_experts(model) and str(shown) in _EXPERT_NAMES:
         why = "names the experts, whose weights take no adapter"
     elif any(_is_named(name.rpartition(".")[0], entry) for name in others):
         why = "takes no adapter: it is no linear layer inside the model"
@@ -234,24 +343,22 @@ def _no_layer(
     )
 
 
-def save_adapters(
-    folder: Path, model: nn.Module, tensors: Mapping[str, Tensor], model_path: str
-) -> None:
-    """Write the adapters as peft does.
+def write_config(folder: Path, model: nn.Module, model_path: str) -> None:
+    """Write the configuration of a model's adapters as peft does.
 
     Args:
-        folder: new or empty.
+        folder: exists.
         model: with adapters.
-        tensors: all of `adapter_parameters`, whole, on the host.
         model_path: of the model that is adapted.
 
     Raises:
         OSError: the disk is full or cannot be written.
     """
+    parameters = adapter_parameters(model)
+    layers = {one for n, p in parameters.items() for one in names_in_files(_layer(n), p.shape[0])}
     first = next(iter(adapted_layers(model).values()))
-    rank = first.lora_A.out_features
     base = str(Path(model_path).absolute())
-    write_adapter(folder, Adapter(rank, first.scale * rank, tensors, base))
+    write_adapter_config(folder, first.rank, first.scale * first.rank, layers, base)
 
 
 @torch.no_grad()
@@ -259,7 +366,7 @@ def load_adapters(folder: Path, model: nn.Module) -> float:
     """Replace the adapters in place; in shards this rank's part.
 
     Args:
-        folder: written by `save_adapters`.
+        folder: of a checkpoint.
         model: with the same adapters.
 
     Returns:
@@ -279,5 +386,5 @@ def load_adapters(folder: Path, model: nn.Module) -> float:
             f"{_MODEL}.path, lora_rank, lora_alpha, target_modules and exclude_modules"
         )
     for name, parameter in parameters.items():
-        assign(parameter, saved.tensors[name])
+        _fill(name, parameter, saved.tensors.__getitem__)
     return sum(float(one.double().sum()) for one in saved.tensors.values())

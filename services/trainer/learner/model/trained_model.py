@@ -26,15 +26,17 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.checkpoint import resume_remedy
 from services.trainer.learner.model.experts import check_dividable
-from services.trainer.learner.model.export import write_model
+from services.trainer.learner.model.export import share_files, write_files, write_model
 from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.host_memory import HostMemory
 from services.trainer.learner.model.loading import LoadedModel
 from services.trainer.learner.model.lora import (
     adapted_layers,
     adapter_parameters,
+    adapter_tensors,
+    begin_expert_adapters,
     load_adapters,
-    save_adapters,
+    write_config,
 )
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.model.sharding import (
@@ -53,12 +55,12 @@ from services.trainer.learner.places import (
 )
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles, file_name, write_state
-from services.trainer.learner.weight_stream import stream_rows
-from sluice.checkpoint.adapter_files import ADAPTER_FOLDER
+from sluice.checkpoint.adapter_files import ADAPTER_FOLDER, ADAPTER_STEM
 from sluice.config.derived import is_whole
 from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
+from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -181,18 +183,15 @@ class PolicyState:
         yield from write_model(folder, self._model, self._weights, self._places, parallel)
 
     def _write_adapters(self, folder: Path, parallel: DataParallel) -> Iterator[None]:
-        yield  # a rank without the folder must not leave the others in an exchange
-        places = {name: self._places[name] for name in self._weights}
-        rows = stream_rows(self._weights, places, parallel, "gathering adapters")
-        whole: dict[str, list[Tensor]] = {}
-        for name, part in rows:
-            whole.setdefault(name, []).append(part.cpu())
+        target = self._directory / ADAPTER_FOLDER
+        if not parallel.rank:
+            self._model.save_pretrained(folder, state_dict={})  # configuration, custom code
+            target.mkdir()
+            write_config(target, self._model, self._model_path)
         yield
-        if parallel.rank:
-            return
-        self._model.save_pretrained(folder, state_dict={})  # configuration, custom code
-        tensors = {name: torch.cat(parts) for name, parts in whole.items()}
-        save_adapters(self._directory / ADAPTER_FOLDER, self._model, tensors, self._model_path)
+        places = {name: self._places[name] for name in self._weights}
+        files = share_files(places, adapter_tensors(places), 1)
+        yield from write_files(target, ADAPTER_STEM, files, self._weights, places, parallel)
 
     def write_rest(self, parallel: DataParallel) -> Iterator[None]:
         """Write the optimizer's state and, on rank 0, everything else; sends nothing."""
@@ -272,8 +271,9 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
 
 
 def weight_sum(model: nn.Module) -> float:
-    """Return the sum of all weights of a whole model, to compare ranks by one number."""
-    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+    """Return the sum of a whole model's weights without adapters, to compare ranks by it."""
+    weights = [one.detach() for name, one in model.named_parameters() if not is_adapter(name)]
+    return sum(float(one.double().sum()) for one in weights)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -386,6 +386,7 @@ def trained_model(
     # Before sharding, which leaves a part of each weight.
     total = weight_sum(model) if loaded.files is None else loaded.files.probe()
     shards = share_model(loaded, sharding, parallel, key=key, device=device)
+    begin_expert_adapters(model)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     gradients = None
