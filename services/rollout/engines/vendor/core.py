@@ -73,6 +73,11 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         """Return a run for `run`."""
         return RequestRun(number, request, pace, self, stream, images)
 
+    def catch_up(self) -> None:
+        """Take the tokens of all samples that were sampled so far; see `RequestRun.catch_up`."""
+        for run in self._runs:
+            run.catch_up()
+
     async def run(self, run: RequestRun) -> None:
         """Sample a request, and end its stream in any case."""
         error: EngineError | None = None

@@ -143,7 +143,12 @@ class VllmCore(VendorCore):
         # The salt lets samples of one version share the prompt's cache, and keeps others out of it.
         inputs = PromptInputs(sample.prompt, str(self.serving_version()), run.images)
         name = _request_id(run, sample)
-        return self._client.generate(name, inputs, sample.choice, run.request.priority)
+        known = None if run.reads_tokens else sample.num_taken
+        return self._client.generate(name, inputs, sample.choice, run.request.priority, known)
+
+    def so_far(self, run: RequestRun, sample: VendorSample) -> Delta | None:
+        """Return the tokens that vLLM's client has of a running sample beyond those taken."""
+        return self._client.so_far(_request_id(run, sample), sample.num_taken())
 
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
         """Replace a finished sample's versions by vLLM's account of them, where it gives one.
@@ -178,7 +183,9 @@ class VllmCore(VendorCore):
 
     async def heartbeat(self, timeout_s: float) -> int:
         """Ask through the engine's loop for the samples that workers hold since their last step."""
-        return await self.workers.heartbeat(timeout_s)
+        held = await self.workers.heartbeat(timeout_s)
+        self.catch_up()
+        return held
 
     async def swap(self, version: int, digest: str) -> float:
         """Make the model compute with the staged weights; return the seconds without a token.
@@ -199,6 +206,7 @@ class VllmCore(VendorCore):
             self._settled.clear()
             try:
                 await self._client.pause("keep", clear_cache=self._settings.recompute_kv)
+                self.catch_up()  # what came so far is the old version's
                 await self._take(version, digest)
             finally:
                 self._settled.set()
@@ -211,6 +219,7 @@ class VllmCore(VendorCore):
         async with self._swapping:
             self._check_works()
             await self._client.pause(_PAUSES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
+            self.catch_up()
             self._is_paused = True
 
     async def resume(self) -> None:
