@@ -64,6 +64,8 @@ class _Client:
         self.is_asked_to_resume = False
         self.generating = asyncio.Event()
         self.generating.set()
+        self.may_end = asyncio.Event()
+        self.spans: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def salts(self) -> list[str]:
@@ -98,11 +100,29 @@ class _Client:
 
 
 class _VllmClient(_Client):
+    """Holds `held` of each sample, until asked for, where tokens need not come one by one."""
+
+    held: tuple[int, ...] = ()
+
     def generate(
-        self, name: str, inputs: PromptInputs, choice: SamplingChoice, priority: int
+        self,
+        name: str,
+        inputs: PromptInputs,
+        choice: SamplingChoice,
+        priority: int,
+        known: Callable[[], int] | None,
     ) -> AsyncIterator[Delta]:
         self.sent.append(_Sent(name, list(inputs.token_ids), inputs.salt, choice, priority))
-        return self._deltas()
+        return self._deltas() if known is None or not self.held else self._at_the_end(known)
+
+    async def _at_the_end(self, known: Callable[[], int]) -> AsyncIterator[Delta]:
+        await self.may_end.wait()
+        rest = self.held[known() :]
+        yield Delta(rest, [-0.5] * len(rest), "stop", 0, self.spans)
+
+    def so_far(self, _name: str, known: int) -> Delta | None:
+        rest = self.held[known:]
+        return Delta(rest, [-0.5] * len(rest), None, 0) if rest else None
 
     async def forget_encoded_images(self) -> None:
         await self._call("forget")
@@ -296,6 +316,34 @@ async def test_a_sample_that_comes_during_a_swap_is_sent_after_it_as_one_of_the_
         await vendor.cancel(*begun[0])
         await vendor.cancel(old, running)
     assert {chunk.version for chunk in await begun[0][0].next()} == {2}
+
+
+async def test_what_vllm_holds_when_weights_change_is_of_the_old_version(vllm: _Vendor) -> None:
+    client: Any = vllm.client
+    client.held, client.spans = (5, 6), (("1", 0, 2), ("2", 2, 3))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stream, _ = vllm.begin(tasks, pace=_WHOLE)
+        await _turns()
+        await vllm.swap(2, "two")
+        client.held = (5, 6, 7)
+        client.may_end.set()
+        chunks = await stream.next()
+    assert [(one.token_ids.tolist(), one.version) for one in chunks] == [([5, 6], 1), ([7], 2)]
+    assert vllm.core.generated_tokens == 3
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RECOMPUTE])
+async def test_what_vllm_holds_when_it_pauses_is_counted_then(
+    vllm: _Vendor, mode: PauseMode
+) -> None:
+    client: Any = vllm.client
+    client.held = (5, 6)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stream, running = vllm.begin(tasks, pace=_WHOLE)
+        await _turns()
+        await vllm.core.pause(mode)
+        assert vllm.core.generated_tokens == 2
+        await vllm.cancel(stream, running)
 
 
 async def test_samples_that_follow_a_first_one_into_a_pause_wait_for_its_end(
