@@ -55,6 +55,7 @@ class _Client:
     def __init__(self) -> None:
         self.script: Sequence[Delta | Callable[[], None]] | None = None
         self.sent: list[_Sent] = []
+        self.one_by_one: list[bool] = []
         self.called: list[str] = []
         self.failures: dict[str, EngineError] = {}
         self.applied: dict[str, object] = {"seconds": 0.1}
@@ -66,6 +67,7 @@ class _Client:
         self.generating.set()
         self.may_end = asyncio.Event()
         self.spans: tuple[tuple[str, int, int], ...] = ()
+        self.under_way: list[Callable[[], None]] = []
 
     @property
     def salts(self) -> list[str]:
@@ -141,10 +143,24 @@ class _VllmClient(_Client):
 
 class _SglangClient(_Client):
     def generate(
-        self, name: str, prompt: Sequence[int], salt: str, choice: SamplingChoice, priority: int
+        self,
+        name: str,
+        prompt: Sequence[int],
+        salt: str,
+        choice: SamplingChoice,
+        priority: int,
+        *,
+        every_token: bool,
     ) -> AsyncIterator[Delta]:
+        self.one_by_one.append(every_token)
         self.sent.append(_Sent(name, list(prompt), salt, choice, priority))
         return self._deltas()
+
+    async def catch_up(self) -> None:
+        await self._call("catch up")
+        for one in self.under_way:
+            one()
+        await _turns()
 
     async def load(self, *_: object, **__: object) -> None:
         self.during_load()
@@ -442,6 +458,34 @@ async def test_every_sample_has_its_requests_priority(vendor: _Vendor) -> None:
     assert [one.priority for one in vendor.client.sent] == [-3, -3]
 
 
+async def test_sglang_sends_single_tokens_only_of_streams_and_where_a_string_may_end_a_sample(
+    sglang: _Vendor,
+) -> None:
+    sglang.client.script = [Delta([5], [-0.5], "stop", 2)]
+    wanted = request()
+    stopped = replace(wanted, sampling=replace(wanted.sampling, stop=("x",)), decode=lambda _: "")
+    await sglang.whole(wanted)
+    await sglang.whole(wanted, _EVERY_TOKEN)
+    await sglang.whole(stopped)
+    assert sglang.client.one_by_one == [False, True, True]
+
+
+async def test_samples_that_a_pause_ends_have_the_tokens_that_sglang_held(
+    sglang: _Vendor,
+) -> None:
+    sglang.client.generating.clear()
+    sglang.client.under_way.append(sglang.client.generating.set)
+    sglang.client.under_way.append(lambda: asyncio.get_running_loop().call_soon(stop))
+    stop = sglang.client.generating.clear
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stream, _ = sglang.begin(tasks, pace=_WHOLE)
+        await _turns()
+        await sglang.core.pause(PauseMode.ABORT)
+        (chunk,) = await stream.next()
+    assert chunk.finish_reason is FinishReason.ABORTED
+    assert chunk.token_ids.size > 0
+
+
 async def test_no_name_of_a_sample_is_the_beginning_of_another(sglang: _Vendor) -> None:
     sglang.client.script = [Delta([4], [-0.5], None, 2), Delta([5], [-0.5], "stop", 2)]
     await sglang.whole(request(samples=12))
@@ -485,26 +529,22 @@ def _over_a_swap(vendor: _Vendor, spans: tuple[Any, ...]) -> None:
     ]
 
 
-async def test_vllms_account_of_versions_corrects_what_was_not_handed_on(vllm: _Vendor) -> None:
-    _over_a_swap(vllm, (("1", 0, 2), ("2", 2, 3)))
-    assert await vllm.whole(request()) == [([4, 5], 1, None), ([6], 2, FinishReason.LENGTH)]
+async def test_the_vendors_account_of_versions_corrects_what_was_not_handed_on(
+    vendor: _Vendor,
+) -> None:
+    _over_a_swap(vendor, (("1", 0, 2), ("2", 2, 3)))
+    assert await vendor.whole(request()) == [([4, 5], 1, None), ([6], 2, FinishReason.LENGTH)]
 
 
-async def test_tokens_handed_on_as_another_version_are_an_error(vllm: _Vendor) -> None:
-    _over_a_swap(vllm, (("1", 0, 2), ("2", 2, 3)))
+async def test_tokens_handed_on_as_another_version_are_an_error(vendor: _Vendor) -> None:
+    _over_a_swap(vendor, (("1", 0, 2), ("2", 2, 3)))
     with pytest.raises(ExceptionGroup) as failed:
-        await vllm.whole(request(), _EVERY_TOKEN)
+        await vendor.whole(request(), _EVERY_TOKEN)
     assert failed.group_contains(EngineError, match="handed on as version 2")
 
 
-@pytest.mark.parametrize("reported", [(("1", 0, 2), ("2", 2, 3)), (("2", 0, 3),), (("1", 0, 1),)])
-async def test_sglangs_own_account_of_versions_must_agree(
-    sglang: _Vendor, reported: tuple[Any, ...]
-) -> None:
-    _over_a_swap(sglang, reported)
+async def test_an_account_of_versions_of_other_tokens_is_an_error(vendor: _Vendor) -> None:
+    _over_a_swap(vendor, (("1", 0, 1),))
     with pytest.raises(ExceptionGroup) as failed:
-        await sglang.whole(request())
-    assert failed.group_contains(EngineError, match=r"while \[1, 2\] served")
-    sglang.core.version = 1
-    _over_a_swap(sglang, (("1", 0, 1), ("2", 1, 3)))
-    assert (await sglang.whole(request()))[-1] == ([5, 6], 2, FinishReason.LENGTH)
+        await vendor.whole(request())
+    assert failed.group_contains(EngineError, match="spans of 1 tokens for a sample of 3")

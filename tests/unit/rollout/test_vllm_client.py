@@ -126,9 +126,7 @@ class _NewSampling:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def put(
-        engine: type, sampling: type, prompt: type | None, **outputs: object
-    ) -> None:
+    def put(engine: type, sampling: type, prompt: type | None, **outputs: object) -> None:
         contents: dict[str, dict[str, object]] = {
             "vllm": {"AsyncEngineArgs": _Arguments},
             "vllm.sampling_params": {

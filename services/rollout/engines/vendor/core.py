@@ -18,7 +18,14 @@ from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace
-from services.rollout.engines.vendor.request import ModelLimits, PromptImages, RequestRun, Vendor
+from services.rollout.engines.vendor.request import (
+    ModelLimits,
+    PromptImages,
+    RequestRun,
+    Vendor,
+    VendorSample,
+    VersionSpans,
+)
 from sluice.errors import EngineError
 
 
@@ -61,6 +68,28 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         """Count sampled response tokens and computed prompt tokens."""
         self.generated_tokens += sampled
         self.prefilled_tokens += prefilled
+
+    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
+        """Replace a finished sample's versions by the vendor's account of them, where it gives one.
+
+        Raises:
+            EngineError: tokens that were posted already belong to other weights.
+        """
+        if not spans:
+            return
+        reported = [int(version) for version, start, end in spans for _ in range(start, end)]
+        if len(reported) != len(sample.versions):
+            raise EngineError(
+                f"{self.name}: version spans of {len(reported)} tokens for a sample of "
+                f"{len(sample.versions)}"
+            )
+        for known, version in zip(sample.versions[: sample.num_posted], reported, strict=False):
+            if known != version:
+                raise EngineError(
+                    f"{self.name}: a token handed on as version {known} was sampled by version "
+                    f"{version}"
+                )
+        sample.versions = reported
 
     def new_run(
         self,

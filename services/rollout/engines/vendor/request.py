@@ -167,10 +167,10 @@ class Vendor(ABC):
 
     @abstractmethod
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
-        """Compare a finished sample's versions with the vendor's account of them.
+        """Replace a finished sample's versions by the vendor's account of them, where it gives one.
 
         Raises:
-            EngineError: they differ.
+            EngineError: tokens that were posted already belong to other weights.
         """
 
 

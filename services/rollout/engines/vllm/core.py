@@ -18,7 +18,7 @@ from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
 from services.rollout.engines.protocol import GenerationRequest, PauseMode
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
-from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample, VersionSpans
+from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
 from services.rollout.engines.vllm.client import PromptInputs, VllmClient, engine_environment
 from services.rollout.engines.vllm.settings import (
     VllmSettings,
@@ -149,27 +149,6 @@ class VllmCore(VendorCore):
     def so_far(self, run: RequestRun, sample: VendorSample) -> Delta | None:
         """Return the tokens that vLLM's client has of a running sample beyond those taken."""
         return self._client.so_far(_request_id(run, sample), sample.num_taken())
-
-    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
-        """Replace a finished sample's versions by vLLM's account of them, where it gives one.
-
-        Raises:
-            EngineError: tokens that were posted already belong to other weights.
-        """
-        if not spans:
-            return
-        reported = [int(version) for version, start, end in spans for _ in range(start, end)]
-        if len(reported) != len(sample.versions):
-            raise EngineError(
-                f"vLLM: version spans of {len(reported)} tokens for a sample of "
-                f"{len(sample.versions)}"
-            )
-        for known, version in zip(sample.versions[: sample.num_posted], reported, strict=False):
-            if known != version:
-                raise EngineError(
-                    f"vLLM: a token handed on as version {known} was sampled by version {version}"
-                )
-        sample.versions = reported
 
     async def wait_to_begin(self) -> None:
         """Wait until no swap is under way: `version` samples what begins then.
