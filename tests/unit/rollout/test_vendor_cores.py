@@ -66,7 +66,6 @@ class _Client:
         self.generating = asyncio.Event()
         self.generating.set()
         self.may_end = asyncio.Event()
-        self.spans: tuple[tuple[str, int, int], ...] = ()
         self.under_way: list[Callable[[], None]] = []
 
     @property
@@ -120,7 +119,7 @@ class _VllmClient(_Client):
     async def _at_the_end(self, known: Callable[[], int]) -> AsyncIterator[Delta]:
         await self.may_end.wait()
         rest = self.held[known() :]
-        yield Delta(rest, [-0.5] * len(rest), "stop", 0, self.spans)
+        yield Delta(rest, [-0.5] * len(rest), "stop", 0)
 
     def so_far(self, _name: str, known: int) -> Delta | None:
         rest = self.held[known:]
@@ -336,7 +335,7 @@ async def test_a_sample_that_comes_during_a_swap_is_sent_after_it_as_one_of_the_
 
 async def test_what_vllm_holds_when_weights_change_is_of_the_old_version(vllm: _Vendor) -> None:
     client: Any = vllm.client
-    client.held, client.spans = (5, 6), (("1", 0, 2), ("2", 2, 3))
+    client.held = (5, 6)
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         stream, _ = vllm.begin(tasks, pace=_WHOLE)
         await _turns()

@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import count, groupby
+from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +31,7 @@ VersionSpans = Sequence[tuple[str, int, int]]
 """A vendor's own account of a sample: (version, first token, token after the last)."""
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _COUNT_INTERVAL_S = 0.25
-"""Between counts of the new tokens of a request whose unfinished samples are not handed on."""
+"""Between counts of a request's new tokens, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,10 +314,12 @@ class RequestRun(EngineRun):
     async def _tick(self) -> None:
         if self.pace.every_token:
             return
-        while True:
-            await asyncio.sleep(self.pace.interval_s or _COUNT_INTERVAL_S)
+        interval_s = self.pace.interval_s
+        counts = 1 if interval_s is None else ceil(interval_s / _COUNT_INTERVAL_S)
+        for number in count(1):
+            await asyncio.sleep(_COUNT_INTERVAL_S if interval_s is None else interval_s / counts)
             self.catch_up()
-            if self.pace.interval_s is not None:
+            if interval_s is not None and number % counts == 0:
                 self._hand_on(self.open, None)
 
     async def _in_turn(self, sample: VendorSample) -> None:

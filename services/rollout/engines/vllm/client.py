@@ -286,8 +286,8 @@ class VllmClient:
             return None
         processor = self._llm.output_processor
         for name in processor.external_req_ids.get(request_id, ()):
-            state = processor.request_states[name]
-            if token_ids := state.detokenizer.output_token_ids[known:]:
+            state = processor.request_states.get(name)
+            if state and (token_ids := state.detokenizer.output_token_ids[known:]):
                 logprobs = _sampled_logprobs(state.logprobs_processor.logprobs, token_ids, known)
                 return Delta(token_ids, logprobs, None, state.num_cached_tokens)
         return None
