@@ -66,7 +66,7 @@ class _Client:
         self.generating = asyncio.Event()
         self.generating.set()
         self.may_end = asyncio.Event()
-        self.under_way: list[Callable[[], None]] = []
+        self.under_way: list[Callable[[], object]] = []
 
     @property
     def salts(self) -> list[str]:
