@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ class PeerProcess:
         module: the peer's, with a `main` that calls `serve`.
         python: of an environment that has what the peer needs.
         environment: on top of this process's.
+        tree: that it is part of; an earlier commit's may be compared with.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class PeerProcess:
         module: str,
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
+        tree: Path = ROOT,
     ) -> None:
         self._module = module
         self._process = subprocess.Popen(
             [python, "-m", module],
-            cwd=ROOT,
+            cwd=tree,
             env=os.environ | {"OMP_NUM_THREADS": "1", **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

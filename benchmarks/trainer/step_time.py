@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.resources import files
 from pathlib import Path
@@ -67,7 +68,7 @@ def step_ratio(before: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         model, old = Path(name) / "model", Path(name) / "tree"
         save_model(model, "qwen3", **_MODEL)
-        _export(before, old)
+        export(before, old, ("sluice", "services", "tests"))
         peers = {"now": StepPeer(ROOT, model), "before": StepPeer(old, model)}
         for peer in peers.values():
             stack.callback(peer.close)
@@ -81,8 +82,12 @@ def step_ratio(before: str) -> dict[str, Any]:
     return {"quickstart_step_ratio": round(ratio, 3)}
 
 
-def _export(commit: str, folder: Path) -> None:
-    wanted = ("sluice", "services", "tests")
+def export(commit: str, folder: Path, wanted: Sequence[str]) -> None:
+    """Write folders of a commit.
+
+    Raises:
+        SystemExit: there is no such commit here.
+    """
     archive = subprocess.run(
         ["git", "archive", "--format=tar", commit, *wanted],
         cwd=ROOT,

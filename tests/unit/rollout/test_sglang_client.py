@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.rollout.engines.sampling import plan_sampling, sample_keys, sample_tokens, uniforms
 from services.rollout.engines.sglang.client import read_delta, sampling_parameters
+from services.rollout.engines.sglang.held_tokens import EVERY_TOKEN, TokenHold, held_samples
 from services.rollout.engines.sglang.sampler import sample_rows, stream_seed, uniform_rows
 from services.rollout.engines.vendor.request import SamplingChoice
 from sluice.errors import EngineError
@@ -64,17 +66,64 @@ def test_a_refused_sample_is_an_error_with_sglangs_words() -> None:
 
 
 def test_stop_tokens_are_heeded_whether_or_not_end_tokens_are() -> None:
-    asked = sampling_parameters(_choice(0.7, 20))
+    asked = sampling_parameters(_choice(0.7, 20), every_token=True)
     assert (asked["stop_token_ids"], asked["ignore_eos"]) == ([4, 5], False)
     assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.7, 0.9, 20)
     assert (asked["max_new_tokens"], asked["sampling_seed"]) == (7, -3)
+    assert asked["stream_interval"] == EVERY_TOKEN
 
 
 def test_the_best_token_at_a_temperature_is_not_taken_for_greedy() -> None:
-    asked = sampling_parameters(_choice(0.7, 1))
+    asked = sampling_parameters(_choice(0.7, 1), every_token=False)
     assert asked["top_k"] == -1
     assert 0 < float(str(asked["top_p"])) < 1e-30
-    assert sampling_parameters(_choice(0.0, 1))["top_k"] == 1
+    assert sampling_parameters(_choice(0.0, 1), every_token=True)["top_k"] == 1
+
+
+def _sample(
+    sampled: int,
+    sent: int,
+    *,
+    ended: bool = False,
+    stream: bool = True,
+    interval: int | None = None,
+) -> Any:
+    """Stands for a request of SGLang's scheduler."""
+    return SimpleNamespace(
+        output_ids=[5] * sampled,
+        send_token_offset=sent,
+        sampling_params=SimpleNamespace(stream_interval=interval),
+        stream=stream,
+        finished=lambda: ended,
+    )
+
+
+def test_the_scheduler_holds_the_tokens_of_running_samples_but_the_first_for_a_while() -> None:
+    now_s = 0.0
+    hold = TokenHold(lambda: now_s)
+    running, first, ended = _sample(4, 3), _sample(1, 0), _sample(4, 3, ended=True)
+    streamed, other = _sample(4, 3, interval=EVERY_TOKEN), _sample(4, 3, stream=False)
+    step = [running, first, ended, streamed, other]
+    assert hold.choose(step) == step, "the first step"
+    assert hold.choose(step) == [first, ended, streamed, other]
+    now_s = 10.0
+    assert hold.choose([first]) == [first], "a prompt's step"
+    assert hold.choose(step) == step, "held long enough"
+    assert hold.choose(step) == [first, ended, streamed, other]
+
+
+def test_what_the_scheduler_holds_is_found_wherever_its_sample_is() -> None:
+    running, last, retracted = _sample(4, 3), _sample(5, 3), _sample(6, 3)
+    none_new, ended = _sample(4, 4), _sample(4, 3, ended=True)
+    scheduler = SimpleNamespace(
+        running_batch=SimpleNamespace(reqs=[running, none_new, ended]),
+        last_batch=SimpleNamespace(reqs=[running, last]),
+        waiting_queue=[retracted, _sample(0, 0)],
+    )
+    assert {id(one) for one in held_samples(scheduler)} == {id(running), id(last), id(retracted)}
+    assert len(held_samples(scheduler)) == 3
+    scheduler.last_batch = None
+    assert {id(one) for one in held_samples(scheduler)} == {id(running), id(retracted)}
 
 
 _VOCAB = 50

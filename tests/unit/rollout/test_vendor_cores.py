@@ -55,6 +55,7 @@ class _Client:
     def __init__(self) -> None:
         self.script: Sequence[Delta | Callable[[], None]] | None = None
         self.sent: list[_Sent] = []
+        self.one_by_one: list[bool] = []
         self.called: list[str] = []
         self.failures: dict[str, EngineError] = {}
         self.applied: dict[str, object] = {"seconds": 0.1}
@@ -64,6 +65,8 @@ class _Client:
         self.is_asked_to_resume = False
         self.generating = asyncio.Event()
         self.generating.set()
+        self.may_end = asyncio.Event()
+        self.under_way: list[Callable[[], object]] = []
 
     @property
     def salts(self) -> list[str]:
@@ -98,11 +101,29 @@ class _Client:
 
 
 class _VllmClient(_Client):
+    """Holds `held` of each sample, until asked for, where tokens need not come one by one."""
+
+    held: tuple[int, ...] = ()
+
     def generate(
-        self, name: str, inputs: PromptInputs, choice: SamplingChoice, priority: int
+        self,
+        name: str,
+        inputs: PromptInputs,
+        choice: SamplingChoice,
+        priority: int,
+        known: Callable[[], int] | None,
     ) -> AsyncIterator[Delta]:
         self.sent.append(_Sent(name, list(inputs.token_ids), inputs.salt, choice, priority))
-        return self._deltas()
+        return self._deltas() if known is None or not self.held else self._at_the_end(known)
+
+    async def _at_the_end(self, known: Callable[[], int]) -> AsyncIterator[Delta]:
+        await self.may_end.wait()
+        rest = self.held[known() :]
+        yield Delta(rest, [-0.5] * len(rest), "stop", 0)
+
+    def so_far(self, _name: str, known: int) -> Delta | None:
+        rest = self.held[known:]
+        return Delta(rest, [-0.5] * len(rest), None, 0) if rest else None
 
     async def forget_encoded_images(self) -> None:
         await self._call("forget")
@@ -121,10 +142,24 @@ class _VllmClient(_Client):
 
 class _SglangClient(_Client):
     def generate(
-        self, name: str, prompt: Sequence[int], salt: str, choice: SamplingChoice, priority: int
+        self,
+        name: str,
+        prompt: Sequence[int],
+        salt: str,
+        choice: SamplingChoice,
+        priority: int,
+        *,
+        every_token: bool,
     ) -> AsyncIterator[Delta]:
+        self.one_by_one.append(every_token)
         self.sent.append(_Sent(name, list(prompt), salt, choice, priority))
         return self._deltas()
+
+    async def catch_up(self) -> None:
+        await self._call("catch up")
+        for one in self.under_way:
+            one()
+        await _turns()
 
     async def load(self, *_: object, **__: object) -> None:
         self.during_load()
@@ -298,6 +333,34 @@ async def test_a_sample_that_comes_during_a_swap_is_sent_after_it_as_one_of_the_
     assert {chunk.version for chunk in await begun[0][0].next()} == {2}
 
 
+async def test_what_vllm_holds_when_weights_change_is_of_the_old_version(vllm: _Vendor) -> None:
+    client: Any = vllm.client
+    client.held = (5, 6)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stream, _ = vllm.begin(tasks, pace=_WHOLE)
+        await _turns()
+        await vllm.swap(2, "two")
+        client.held = (5, 6, 7)
+        client.may_end.set()
+        chunks = await stream.next()
+    assert [(one.token_ids.tolist(), one.version) for one in chunks] == [([5, 6], 1), ([7], 2)]
+    assert vllm.core.generated_tokens == 3
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RECOMPUTE])
+async def test_what_vllm_holds_when_it_pauses_is_counted_then(
+    vllm: _Vendor, mode: PauseMode
+) -> None:
+    client: Any = vllm.client
+    client.held = (5, 6)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stream, running = vllm.begin(tasks, pace=_WHOLE)
+        await _turns()
+        await vllm.core.pause(mode)
+        assert vllm.core.generated_tokens == 2
+        await vllm.cancel(stream, running)
+
+
 async def test_samples_that_follow_a_first_one_into_a_pause_wait_for_its_end(
     sglang: _Vendor,
 ) -> None:
@@ -394,6 +457,34 @@ async def test_every_sample_has_its_requests_priority(vendor: _Vendor) -> None:
     assert [one.priority for one in vendor.client.sent] == [-3, -3]
 
 
+async def test_sglang_sends_single_tokens_only_of_streams_and_where_a_string_may_end_a_sample(
+    sglang: _Vendor,
+) -> None:
+    sglang.client.script = [Delta([5], [-0.5], "stop", 2)]
+    wanted = request()
+    stopped = replace(wanted, sampling=replace(wanted.sampling, stop=("x",)), decode=lambda _: "")
+    await sglang.whole(wanted)
+    await sglang.whole(wanted, _EVERY_TOKEN)
+    await sglang.whole(stopped)
+    assert sglang.client.one_by_one == [False, True, True]
+
+
+async def test_samples_that_a_pause_ends_have_the_tokens_that_sglang_held(
+    sglang: _Vendor,
+) -> None:
+    sglang.client.generating.clear()
+    sglang.client.under_way.append(sglang.client.generating.set)
+    sglang.client.under_way.append(lambda: asyncio.get_running_loop().call_soon(stop))
+    stop = sglang.client.generating.clear
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stream, _ = sglang.begin(tasks, pace=_WHOLE)
+        await _turns()
+        await sglang.core.pause(PauseMode.ABORT)
+        (chunk,) = await stream.next()
+    assert chunk.finish_reason is FinishReason.ABORTED
+    assert chunk.token_ids.size > 0
+
+
 async def test_no_name_of_a_sample_is_the_beginning_of_another(sglang: _Vendor) -> None:
     sglang.client.script = [Delta([4], [-0.5], None, 2), Delta([5], [-0.5], "stop", 2)]
     await sglang.whole(request(samples=12))
@@ -437,26 +528,22 @@ def _over_a_swap(vendor: _Vendor, spans: tuple[Any, ...]) -> None:
     ]
 
 
-async def test_vllms_account_of_versions_corrects_what_was_not_handed_on(vllm: _Vendor) -> None:
-    _over_a_swap(vllm, (("1", 0, 2), ("2", 2, 3)))
-    assert await vllm.whole(request()) == [([4, 5], 1, None), ([6], 2, FinishReason.LENGTH)]
+async def test_the_vendors_account_of_versions_corrects_what_was_not_handed_on(
+    vendor: _Vendor,
+) -> None:
+    _over_a_swap(vendor, (("1", 0, 2), ("2", 2, 3)))
+    assert await vendor.whole(request()) == [([4, 5], 1, None), ([6], 2, FinishReason.LENGTH)]
 
 
-async def test_tokens_handed_on_as_another_version_are_an_error(vllm: _Vendor) -> None:
-    _over_a_swap(vllm, (("1", 0, 2), ("2", 2, 3)))
+async def test_tokens_handed_on_as_another_version_are_an_error(vendor: _Vendor) -> None:
+    _over_a_swap(vendor, (("1", 0, 2), ("2", 2, 3)))
     with pytest.raises(ExceptionGroup) as failed:
-        await vllm.whole(request(), _EVERY_TOKEN)
+        await vendor.whole(request(), _EVERY_TOKEN)
     assert failed.group_contains(EngineError, match="handed on as version 2")
 
 
-@pytest.mark.parametrize("reported", [(("1", 0, 2), ("2", 2, 3)), (("2", 0, 3),), (("1", 0, 1),)])
-async def test_sglangs_own_account_of_versions_must_agree(
-    sglang: _Vendor, reported: tuple[Any, ...]
-) -> None:
-    _over_a_swap(sglang, reported)
+async def test_an_account_of_versions_of_other_tokens_is_an_error(vendor: _Vendor) -> None:
+    _over_a_swap(vendor, (("1", 0, 1),))
     with pytest.raises(ExceptionGroup) as failed:
-        await sglang.whole(request())
-    assert failed.group_contains(EngineError, match=r"while \[1, 2\] served")
-    sglang.core.version = 1
-    _over_a_swap(sglang, (("1", 0, 1), ("2", 1, 3)))
-    assert (await sglang.whole(request()))[-1] == ([5, 6], 2, FinishReason.LENGTH)
+        await vendor.whole(request())
+    assert failed.group_contains(EngineError, match="spans of 1 tokens for a sample of 3")

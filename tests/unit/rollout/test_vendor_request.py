@@ -53,6 +53,8 @@ class _Vendor:
         self.waiting = asyncio.Queue[str]()
         self.slots = 100
         self.open = 0
+        self.held: list[int] = []
+        """Tokens of sample 0 that the vendor's client holds until they are asked for."""
 
     def serving_version(self) -> int:
         if self.version is None:
@@ -69,6 +71,12 @@ class _Vendor:
 
     def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int:
         return 100 * index + num_continued
+
+    def so_far(self, _run: RequestRun, sample: VendorSample) -> Delta | None:
+        if sample.index or not self.held:
+            return None
+        tokens, self.held = self.held, []
+        return _delta(tokens)
 
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
         self.checked.append(spans)
@@ -207,6 +215,70 @@ async def test_tokens_of_unfinished_samples_are_handed_on_at_the_interval_asked_
     async with asyncio.timeout(60):
         await run.run()
     assert chunks.reported == [([4], 1, None), ([5], 2, None), ([6], 2, FinishReason.LENGTH)]
+
+
+async def _with_held_tokens(
+    pace: Pace, use: Callable[[RequestRun, _Vendor, _Chunks], object], **wanted: Any
+) -> tuple[_Chunks, _Vendor, RequestRun]:
+    """Run one sample whose client holds tokens 5 and 6; then come what `use` does and token 9."""
+    vendor = _Vendor([_delta([4]), None, _delta([9], "stop")])
+    run, chunks = _run(vendor, request(**wanted), pace)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        await vendor.waiting.get()
+        vendor.held = [5, 6]
+        use(run, vendor, chunks)
+        while vendor.held and not running.done():
+            await asyncio.sleep(0.001)
+        vendor.may_continue.set()
+        await asyncio.wait([running])
+    return chunks, vendor, run
+
+
+async def test_held_tokens_are_of_the_version_that_serves_when_they_are_asked_for() -> None:
+    def swap(run: RequestRun, vendor: _Vendor, _: _Chunks) -> None:
+        run.catch_up()
+        vendor.version = 2
+
+    chunks, vendor, _ = await _with_held_tokens(_WHOLE, swap)
+    assert chunks.reported == [([4, 5, 6], 1, None), ([9], 2, FinishReason.STOP)]
+    assert vendor.sampled == 4
+
+
+async def test_held_tokens_are_handed_on_at_the_interval_asked_for() -> None:
+    pace = Pace(every_token=False, interval_s=0.001)
+    chunks, _, _ = await _with_held_tokens(pace, lambda *_: None)
+    assert [one.token_ids.tolist() for one in chunks.chunks][-1] == [9]
+    assert [int(token) for one in chunks.chunks[:-1] for token in one.token_ids] == [4, 5, 6]
+
+
+async def test_held_tokens_are_counted_while_none_is_handed_on() -> None:
+    chunks, vendor, _ = await _with_held_tokens(_WHOLE, lambda *_: None)
+    assert vendor.sampled == 4
+    assert chunks.reported == [([4, 5, 6, 9], 1, FinishReason.STOP)]
+
+
+@pytest.mark.parametrize("end", [RequestRun.cancel, RequestRun.give_up])
+async def test_tokens_held_when_a_request_ends_early_are_counted(
+    end: Callable[[RequestRun], None],
+) -> None:
+    chunks, vendor, run = await _with_held_tokens(_WHOLE, lambda run, *_: end(run))
+    assert (vendor.sampled, run.sampled, vendor.open) == (3, 3, 0)
+    given_up = [([4, 5, 6], 1, FinishReason.ABORTED)]
+    assert chunks.reported == (given_up if end is RequestRun.give_up else [])
+
+
+async def test_a_request_whose_tokens_are_read_one_by_one_asks_for_none() -> None:
+    vendor = _Vendor([_delta([4]), _delta([5], "stop")])
+    vendor.held = [6]
+    stops = request(max_tokens=9)
+    stops = replace(stops, sampling=replace(stops.sampling, stop=("x",)), decode=lambda _: "")
+    for wanted, pace in ((request(), _SINGLE), (stops, _WHOLE)):
+        run, chunks = _run(vendor, wanted, pace)
+        await run.run()
+        run.catch_up()
+        assert run.reads_tokens
+        assert [int(one) for chunk in chunks.chunks for one in chunk.token_ids] == [4, 5]
 
 
 async def test_a_finished_sample_is_compared_with_the_vendors_account_before_it_is_posted() -> None:

@@ -112,7 +112,7 @@ class _Arguments:
 class _OldSampling:
     def __init__(self, *, temperature: float, logprobs: int, **more: object) -> None:
         assert "flat_logprobs" not in more
-        self.seed = more["seed"]
+        self.seed, self.kind = more["seed"], more["output_kind"]
         self.is_flat = False
 
 
@@ -120,23 +120,24 @@ class _NewSampling:
     def __init__(
         self, *, temperature: float, logprobs: int, flat_logprobs: bool = False, **more: object
     ) -> None:
-        self.seed = more["seed"]
+        self.seed, self.kind = more["seed"], more["output_kind"]
         self.is_flat = flat_logprobs
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def put(engine: type, sampling: type, prompt: type | None) -> None:
+    def put(engine: type, sampling: type, prompt: type | None, **outputs: object) -> None:
         contents: dict[str, dict[str, object]] = {
             "vllm": {"AsyncEngineArgs": _Arguments},
             "vllm.sampling_params": {
                 "SamplingParams": sampling,
-                "RequestOutputKind": SimpleNamespace(DELTA=1),
+                "RequestOutputKind": SimpleNamespace(DELTA=1, FINAL_ONLY=2),
             },
             "vllm.inputs": {} if prompt is None else {"TokensPrompt": prompt},
             "vllm.v1": {},
             "vllm.v1.engine": {},
             "vllm.v1.engine.async_llm": {"AsyncLLM": engine},
+            "vllm.v1.engine.output_processor": outputs,
         }
         for name, names in contents.items():
             module = ModuleType(name)
@@ -164,7 +165,7 @@ async def test_of_an_older_version_only_what_it_has_is_used(install: Any) -> Non
     install(_OldEngine, _OldSampling, _OldPrompt)
     client = VllmClient({"model": "m"})
     client._llm.outputs = (_output([6, 7], [{6: logprob}, {7: logprob, 1: logprob}]),)
-    assert client.features == VllmFeatures("0.99", False, False, False, False, False)
+    assert client.features == VllmFeatures("0.99", False, False, False, False, False, False)
     assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.5], "length", 2, ())]
     assert client._llm.prompts == [{"prompt_token_ids": [5, 9]}]
     assert client._llm.ranks == [0], "vLLM refuses priorities without their policy"
@@ -180,7 +181,7 @@ async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: ob
     install(_NewEngine, _NewSampling, _NewPrompt)
     client = VllmClient({"model": "m", "scheduling_policy": "priority"})
     client._llm.outputs = (_output([6, 7], flat, spans),)
-    assert client.features == VllmFeatures("0.99", True, True, True, True, True)
+    assert client.features == VllmFeatures("0.99", True, True, True, True, True, False)
     reported = (("3", 0, 1), ("4", 1, 2))
     assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.25], "length", 2, reported)]
     assert client._llm.prompts == [{"prompt_token_ids": [5, 9], "cache_salt": "3"}]
@@ -203,6 +204,55 @@ async def test_a_last_output_brings_the_experts_of_the_layers_that_have_some(
     (delta,) = await _sampled(client)
     assert delta.routing is not None
     np.testing.assert_array_equal(delta.routing, experts[:, [0, 2]])
+
+
+class _State:
+    """Of one running sample, as vLLM's client keeps it."""
+
+    def __init__(self, detokenizer: object, logprobs_processor: object) -> None:
+        self.detokenizer, self.logprobs_processor = detokenizer, logprobs_processor
+        self.num_cached_tokens = 2
+
+
+class _Outputs:
+    """Has taken tokens 6 and 7 of sample "0"."""
+
+    def __init__(self) -> None:
+        flat = SimpleNamespace(start_indices=[0, 1], logprobs=[-0.5, -0.25])
+        state = _State(SimpleNamespace(output_token_ids=[6, 7]), SimpleNamespace(logprobs=flat))
+        self.external_req_ids, self.request_states = {"0": ["0-x"]}, {"0-x": state}
+
+    def abort_requests(self, request_ids: list[str], internal: bool) -> None:
+        return
+
+
+async def test_a_version_that_can_hold_tokens_gives_each_once_and_the_rest_at_the_end(
+    install: Any,
+) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt, OutputProcessor=_Outputs, RequestState=_State)
+    client = VllmClient({"model": "m"})
+    client._llm.output_processor = _Outputs()
+    assert client.so_far("0", 0) == Delta([6, 7], [-0.5, -0.25], None, 2)
+    assert client.so_far("0", 1) == Delta([7], [-0.25], None, 2)
+    assert client.so_far("0", 2) is None
+    assert client.so_far("1", 0) is None, "its first token is still to come"
+    flat = SimpleNamespace(start_indices=[0, 1, 2], logprobs=[-0.5, -0.25, -0.75])
+    client._llm.outputs = (_output([6, 7, 8], flat),)
+    stream = client.generate("0", PromptInputs([5], "3"), _CHOICE, known=lambda: 2)
+    async with aclosing(stream) as deltas:  # type: ignore[type-var]
+        assert [one async for one in deltas] == [Delta([8], [-0.75], "length", 2)]
+    await _sampled(client)  # wants every token
+    assert [one.kind for one in client._llm.sampling] == [2, 1]
+
+
+async def test_a_version_that_cannot_hold_tokens_gives_each_as_it_comes(install: Any) -> None:
+    install(_OldEngine, _OldSampling, _OldPrompt)
+    client = VllmClient({"model": "m"})
+    stream = client.generate("0", PromptInputs([5], "3"), _CHOICE, known=lambda: 0)
+    async with aclosing(stream) as deltas:  # type: ignore[type-var]
+        assert [one async for one in deltas] == []
+    assert client._llm.sampling[0].kind == 1
+    assert client.so_far("0", 0) is None
 
 
 def _shown() -> Any:

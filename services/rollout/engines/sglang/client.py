@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.rollout.engines.sglang.held_tokens import EVERY_TOKEN, TokenHold, held_samples
 from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
 from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vendor.settings import installed, refuse_unknown
@@ -37,7 +38,7 @@ _NEEDED = (
 )
 
 
-def sampling_parameters(choice: SamplingChoice) -> dict[str, object]:
+def sampling_parameters(choice: SamplingChoice, *, every_token: bool) -> dict[str, object]:
     """Return the sampling parameters of a request of SGLang."""
     top_k, top_p = choice.top_k, choice.top_p
     if top_k == 1 and choice.temperature > 0:
@@ -53,6 +54,7 @@ def sampling_parameters(choice: SamplingChoice) -> dict[str, object]:
         # True would ignore stop tokens too. The scheduler's patch (`_install_sampler`) makes the
         # request's stop tokens the only ones, whether the model's end tokens are among them or not.
         "ignore_eos": False,
+        "stream_interval": EVERY_TOKEN if every_token else None,
     }
 
 
@@ -111,6 +113,7 @@ def engine_environment(given: Mapping[str, str], *, on_cpu: bool, threads: int) 
 def run_scheduler(*arguments: Any) -> None:
     """Run SGLang's scheduler with sluice's sampler; SGLang starts this process by its name."""
     _install_sampler()
+    _install_hold()
     importlib.import_module("sglang.srt.managers.scheduler").run_scheduler_process(*arguments)
 
 
@@ -144,6 +147,28 @@ def _install_sampler() -> None:
 
     samplers.register_sampler_backend("pytorch", make)
     batches.SamplingBatchInfo.adjusted_from_schedule_batch = enter
+
+
+def _install_hold() -> None:
+    """Make the scheduler hold tokens (`TokenHold`), and send them before it answers a heartbeat."""
+    streamers: Any = importlib.import_module(
+        "sglang.srt.managers.scheduler_components.output_streamer"
+    )
+    kind: Any = importlib.import_module("sglang.srt.managers.scheduler").Scheduler
+    send, answer = streamers.SchedulerOutputStreamer.stream_output, kind.get_internal_state
+    hold = TokenHold()
+
+    def stream(streamer: Any, samples: Any, *rest: Any, **more: Any) -> None:
+        if chosen := hold.choose(samples):
+            send(streamer, chosen, *rest, **more)
+
+    def beat(scheduler: Any, asked: Any) -> Any:
+        if held := held_samples(scheduler):
+            send(scheduler.output_streamer, held, True)
+        return answer(scheduler, asked)
+
+    streamers.SchedulerOutputStreamer.stream_output = stream
+    kind.get_internal_state = beat
 
 
 def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
@@ -232,6 +257,8 @@ class SglangClient:
         salt: str,
         choice: SamplingChoice,
         priority: int = 0,
+        *,
+        every_token: bool = True,
     ) -> AsyncIterator[Delta]:
         """Sample one sample. Cancelling the consumer aborts it.
 
@@ -241,6 +268,7 @@ class SglangClient:
             salt: prompts with different salts share nothing in the prefix cache.
             choice: how to sample.
             priority: higher ones go first; 0 is the usual one.
+            every_token: tokens come one by one, and not some together.
 
         Raises:
             EngineError: SGLang failed.
@@ -248,7 +276,7 @@ class SglangClient:
         asked = self._requests.GenerateReqInput(
             rid=request_id,
             input_ids=list(prompt),
-            sampling_params=sampling_parameters(choice),
+            sampling_params=sampling_parameters(choice, every_token=every_token),
             return_logprob=True,
             stream=True,
             priority=priority,
@@ -278,14 +306,20 @@ class SglangClient:
         mode = "retract" if retract else "in_place"
         pausing = self._requests.PauseGenerationReqInput(mode=mode)
         await self._answer(self._manager.pause_generation(pausing), "pause", _CALL_TIMEOUT_S)
-        await self.heartbeat(_CALL_TIMEOUT_S)
-        await self._settled()
+        await self.catch_up()
 
-    async def _settled(self) -> None:
+    async def catch_up(self) -> None:
         """Wait until consumers have taken the tokens so far.
 
         SGLang would merge them with later ones.
+
+        Raises:
+            EngineError: the scheduler did not answer, or a consumer does not take its tokens.
         """
+        # Tokens and answers come by different sockets: those that the first heartbeat sends are
+        # there when the second is answered.
+        for _ in range(2):
+            await self.heartbeat(_CALL_TIMEOUT_S)
         for _ in range(_SETTLING_TURNS):
             states = self._manager.rid_to_state.values()
             if not any(state.out_list and not state.abort_sent for state in states):

@@ -22,7 +22,7 @@ from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
-from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample, VersionSpans
+from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
 from sluice.device.select import select_device
 from sluice.errors import ConfigError, EngineError
 
@@ -86,20 +86,14 @@ class SglangCore(VendorCore):
         name = f"{run.number}-{sample.index}-{attempt}."
         # A cache that other weights computed has another salt.
         salt = str(self._swaps)
-        return self.client.generate(name, sample.prompt, salt, sample.choice, run.request.priority)
-
-    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
-        """Compare a finished sample's versions with SGLang's account of them.
-
-        Raises:
-            EngineError: they differ.
-        """
-        reported = [version for version, start, end in spans for _ in range(start, end)]
-        if reported and reported != [str(version) for version in sample.versions]:
-            raise EngineError(
-                f"SGLang: tokens that came while {sorted(set(sample.versions))} served were "
-                f"sampled by {sorted(set(reported))}: {list(spans)}"
-            )
+        return self.client.generate(
+            name,
+            sample.prompt,
+            salt,
+            sample.choice,
+            run.request.priority,
+            every_token=run.reads_tokens,
+        )
 
     async def wait_to_begin(self) -> None:
         """Wait until SGLang samples: the serving weights compute the prompts that are sent then."""
@@ -156,6 +150,7 @@ class SglangCore(VendorCore):
         self._may_sample.clear()
         if mode is PauseMode.ABORT:
             # The samples end here with what they have; closing their streams aborts them there.
+            await self.client.catch_up()
             for run in self._runs:
                 run.give_up()
         elif mode is PauseMode.DRAIN:

@@ -25,7 +25,7 @@ _OURS: Mapping[str, str] = {
     "load_format": "the trainer's weights arrive when the replica joins",
     "sampling_backend": "sluice's own sampler samples tokens and reports their logprobs",
     "skip_tokenizer_init": "prompts and responses are token ids",
-    "stream_interval": "a token belongs to the version that serves when it comes",
+    "stream_interval": "requests say which tokens are wanted one by one",
     "incremental_streaming_output": "tokens are taken as they come",
     "enable_priority_scheduling": "requests say their priority",
     "schedule_low_priority_values_first": "requests say their priority",

@@ -18,7 +18,14 @@ from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace
-from services.rollout.engines.vendor.request import ModelLimits, PromptImages, RequestRun, Vendor
+from services.rollout.engines.vendor.request import (
+    ModelLimits,
+    PromptImages,
+    RequestRun,
+    Vendor,
+    VendorSample,
+    VersionSpans,
+)
 from sluice.errors import EngineError
 
 
@@ -62,6 +69,28 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         self.generated_tokens += sampled
         self.prefilled_tokens += prefilled
 
+    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
+        """Replace a finished sample's versions by the vendor's account of them, where it gives one.
+
+        Raises:
+            EngineError: tokens that were posted already belong to other weights.
+        """
+        if not spans:
+            return
+        reported = [int(version) for version, start, end in spans for _ in range(start, end)]
+        if len(reported) != len(sample.versions):
+            raise EngineError(
+                f"{self.name}: version spans of {len(reported)} tokens for a sample of "
+                f"{len(sample.versions)}"
+            )
+        for known, version in zip(sample.versions[: sample.num_posted], reported, strict=False):
+            if known != version:
+                raise EngineError(
+                    f"{self.name}: a token handed on as version {known} was sampled by version "
+                    f"{version}"
+                )
+        sample.versions = reported
+
     def new_run(
         self,
         number: int,
@@ -72,6 +101,11 @@ class VendorCore(EngineCore[RequestRun], Vendor):
     ) -> RequestRun:
         """Return a run for `run`."""
         return RequestRun(number, request, pace, self, stream, images)
+
+    def catch_up(self) -> None:
+        """Take the tokens of all samples that were sampled so far; see `RequestRun.catch_up`."""
+        for run in self._runs:
+            run.catch_up()
 
     async def run(self, run: RequestRun) -> None:
         """Sample a request, and end its stream in any case."""

@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import count, groupby
+from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 VersionSpans = Sequence[tuple[str, int, int]]
 """A vendor's own account of a sample: (version, first token, token after the last)."""
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_COUNT_INTERVAL_S = 0.25
+"""Between counts of a request's new tokens, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class SamplingChoice:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One output of a vendor's engine for one sample.
+    """New tokens of one sample, from a vendor's engine.
 
     Attributes:
         token_ids: the new tokens, in order.
@@ -120,6 +123,10 @@ class VendorSample:
     logprobs: list[float] = field(default_factory=list)
     prefill_known: bool = False
 
+    def num_taken(self) -> int:
+        """Return the number of its tokens so far, without those that it continues."""
+        return len(self.versions)
+
 
 class Vendor(ABC):
     """What the run of a request uses of its vendor's core."""
@@ -146,14 +153,25 @@ class Vendor(ABC):
 
     @abstractmethod
     def deltas(self, run: RequestRun, sample: VendorSample, attempt: int) -> AsyncIterator[Delta]:
-        """Sample one sample; closing the iterator aborts it."""
+        """Sample one sample; closing the iterator aborts it.
+
+        Unless `run.reads_tokens`, tokens may come together, and the last delta leaves out those
+        that `so_far` returned.
+        """
+
+    def so_far(self, _run: RequestRun, _sample: VendorSample) -> Delta | None:
+        """Return the tokens of a running sample that `deltas` holds back, without waiting.
+
+        ``None`` if there are no new ones.
+        """
+        return None
 
     @abstractmethod
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
-        """Compare a finished sample's versions with the vendor's account of them.
+        """Replace a finished sample's versions by the vendor's account of them, where it gives one.
 
         Raises:
-            EngineError: they differ.
+            EngineError: tokens that were posted already belong to other weights.
         """
 
 
@@ -194,14 +212,33 @@ class RequestRun(EngineRun):
         """Samples that have not finished, in the order of the request."""
         return list(self._open.values())
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether every token has to come when it is sampled: it is streamed, or may end a string.
+
+        The tokens of all other requests are read together: when a sample ends, at intervals, and
+        before weights change.
+        """
+        return self.pace.every_token or bool(self.request.sampling.stop)
+
+    def catch_up(self) -> None:
+        """Take the tokens that were sampled so far; the weights that serve sampled them."""
+        if self.reads_tokens:
+            return
+        for sample in self.open:
+            if sample in self._sent and (delta := self._vendor.so_far(self, sample)) is not None:
+                self._take(sample, delta)
+
     def cancel(self) -> None:
         """Abort what runs."""
+        self.catch_up()  # an aborted sample's tokens are counted too
         self._is_cancelled = True
         if self._task is not None:
             self._task.cancel()
 
     def give_up(self) -> None:
         """End all samples as aborted with the tokens that they have."""
+        self.catch_up()
         self._hand_on(self.open, FinishReason.ABORTED)
         self.cancel()
 
@@ -275,11 +312,15 @@ class RequestRun(EngineRun):
             self._open[index] = VendorSample(index, prompt, choice, watch)
 
     async def _tick(self) -> None:
-        if self.pace.interval_s is None or self.pace.every_token:
+        if self.pace.every_token:
             return
-        while True:
-            await asyncio.sleep(self.pace.interval_s)
-            self._hand_on(self.open, None)
+        interval_s = self.pace.interval_s
+        counts = 1 if interval_s is None else ceil(interval_s / _COUNT_INTERVAL_S)
+        for number in count(1):
+            await asyncio.sleep(_COUNT_INTERVAL_S if interval_s is None else interval_s / counts)
+            self.catch_up()
+            if interval_s is not None and number % counts == 0:
+                self._hand_on(self.open, None)
 
     async def _in_turn(self, sample: VendorSample) -> None:
         if sample is not self._first:

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import importlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import groupby
@@ -99,6 +99,7 @@ class VllmFeatures:
         cache_salt: prompts can be kept apart in the prefix cache.
         image_names: images can have names that keep them apart in caches.
         encoder_reset: the account of encoded images can be emptied.
+        held_tokens: the client can hold a sample's tokens until it ends and show them before.
     """
 
     version: str
@@ -107,6 +108,7 @@ class VllmFeatures:
     cache_salt: bool
     image_names: bool
     encoder_reset: bool
+    held_tokens: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +220,7 @@ class VllmClient:
         self._has_seen_images = False
         self._has_priorities = arguments.get("scheduling_policy") == "priority"
         self._make_sampling = sampling.SamplingParams
-        self._delta_kind = sampling.RequestOutputKind.DELTA
+        self._kinds = sampling.RequestOutputKind
         self.features = _features(async_llm, sampling.SamplingParams)
         known = {one.name for one in dataclasses.fields(vllm.AsyncEngineArgs)}
         refuse_unknown("vLLM", self.features.version, arguments, known)
@@ -241,8 +243,12 @@ class VllmClient:
         inputs: PromptInputs,
         choice: SamplingChoice,
         priority: int = 0,
+        known: Callable[[], int] | None = None,
     ) -> AsyncIterator[Delta]:
         """Sample one sample. Cancelling the consumer aborts it.
+
+        Tokens come as vLLM samples them. With `known` they come at the end, where this version can
+        hold them: a task that wakes for every token costs more than all else here.
 
         Args:
             request_id: differs from that of every other running sample.
@@ -250,11 +256,14 @@ class VllmClient:
             choice: how to sample.
             priority: of waiting samples, higher ones go first, if the engine's scheduling_policy is
                 ``priority``; 0 is the usual one.
+            known: returns the number of the sample's tokens that `so_far` gave; they are left out.
 
         Raises:
             EngineError: vLLM failed, or lays images out otherwise than the prompt does.
         """
-        sampling, prompt = self._sampling(choice), self._prompt(request_id, inputs)
+        held = known if self.features.held_tokens else None
+        kind = self._kinds.DELTA if held is None else self._kinds.FINAL_ONLY
+        sampling, prompt = self._sampling(choice, kind), self._prompt(request_id, inputs)
         rank = -priority if self._has_priorities else 0  # vLLM refuses others without the policy
         stream = self._llm.generate(prompt, sampling, request_id, priority=rank)
         try:
@@ -262,11 +271,26 @@ class VllmClient:
                 async for output in outputs:
                     if inputs.images is not None:
                         _check_layout(inputs.token_ids, output.prompt_token_ids)
-                    yield _delta(output, self._expert_layers)
+                    yield _delta(output, self._expert_layers, 0 if held is None else held())
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"vLLM: sample {request_id} failed: {error!r}") from error
+
+    def so_far(self, request_id: str, known: int) -> Delta | None:
+        """Return the tokens after the first `known` that are held of a running sample.
+
+        ``None`` if there are no new ones.
+        """
+        if not self.features.held_tokens or self._llm is None:
+            return None
+        processor = self._llm.output_processor
+        for name in processor.external_req_ids.get(request_id, ()):
+            state = processor.request_states.get(name)
+            if state and (token_ids := state.detokenizer.output_token_ids[known:]):
+                logprobs = _sampled_logprobs(state.logprobs_processor.logprobs, token_ids, known)
+                return Delta(token_ids, logprobs, None, state.num_cached_tokens)
+        return None
 
     def _prompt(self, request_id: str, inputs: PromptInputs) -> dict[str, object]:
         prompt: dict[str, object] = {"prompt_token_ids": list(inputs.token_ids)}
@@ -285,7 +309,7 @@ class VllmClient:
                 prompt["multi_modal_uuids"] = {"image": names}
         return prompt
 
-    def _sampling(self, choice: SamplingChoice) -> object:
+    def _sampling(self, choice: SamplingChoice, kind: object) -> object:
         more = {"flat_logprobs": True} if self.features.flat_logprobs else {}
         return self._make_sampling(
             temperature=choice.temperature,
@@ -297,7 +321,7 @@ class VllmClient:
             ignore_eos=True,  # end tokens are among the stop tokens
             logprobs=0,
             detokenize=False,
-            output_kind=self._delta_kind,
+            output_kind=kind,
             **more,
         )
 
@@ -393,7 +417,20 @@ def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
         cache_salt="cache_salt" in prompt,
         image_names="multi_modal_uuids" in prompt,
         encoder_reset=hasattr(async_llm, "reset_encoder_cache"),
+        held_tokens=_holds_tokens(),
     )
+
+
+def _holds_tokens() -> bool:
+    """Return whether the client's state of a sample is where `VllmClient.so_far` reads it."""
+    try:
+        outputs: Any = importlib.import_module("vllm.v1.engine.output_processor")
+        processor = inspect.signature(outputs.OutputProcessor.abort_requests).parameters
+        state = inspect.signature(outputs.RequestState).parameters
+    except (ImportError, AttributeError):
+        return False
+    # Both came together with names of its own for each request.
+    return "internal" in processor and {"detokenizer", "logprobs_processor"} <= set(state)
 
 
 def _check_layout(expected: Sequence[int], found: Sequence[int] | None) -> None:
@@ -405,14 +442,14 @@ def _check_layout(expected: Sequence[int], found: Sequence[int] | None) -> None:
         )
 
 
-def _delta(output: Any, expert_layers: Sequence[int]) -> Delta:
+def _delta(output: Any, expert_layers: Sequence[int], known: int) -> Delta:
     (completion,) = output.outputs
     routing = getattr(completion, "routed_experts", None)  # in the last output: [tokens, layers, k]
-    token_ids = list(completion.token_ids)
+    token_ids = list(completion.token_ids[known:])
     spans = getattr(completion, "weight_versions", None) or ()
     return Delta(
         token_ids,
-        _sampled_logprobs(completion.logprobs, token_ids),
+        _sampled_logprobs(completion.logprobs, token_ids, known),
         completion.finish_reason if output.finished else None,
         output.num_cached_tokens,
         tuple(_span(one) for one in spans),
@@ -420,13 +457,18 @@ def _delta(output: Any, expert_layers: Sequence[int]) -> Delta:
     )
 
 
-def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
+def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int], known: int) -> list[float]:
+    """Return the logprobs of tokens that follow the first `known`."""
     if not token_ids:
         return []
     starts = getattr(logprobs, "start_indices", None)
-    if starts is not None:
-        return [float(logprobs.logprobs[start]) for start in starts]
-    return [float(at[token].logprob) for at, token in zip(logprobs, token_ids, strict=True)]
+    if starts is None:
+        rest = logprobs[known:]
+        return [float(at[token].logprob) for at, token in zip(rest, token_ids, strict=True)]
+    values = logprobs.logprobs
+    if len(values) == len(starts):  # one for each token, that of the sampled one
+        return list(values[known:])
+    return [float(values[start]) for start in starts[known:]]
 
 
 def _span(span: Any) -> tuple[str, int, int]:

@@ -18,7 +18,7 @@ from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
 from services.rollout.engines.protocol import GenerationRequest, PauseMode
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
-from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample, VersionSpans
+from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
 from services.rollout.engines.vllm.client import PromptInputs, VllmClient, engine_environment
 from services.rollout.engines.vllm.settings import (
     VllmSettings,
@@ -143,28 +143,12 @@ class VllmCore(VendorCore):
         # The salt lets samples of one version share the prompt's cache, and keeps others out of it.
         inputs = PromptInputs(sample.prompt, str(self.serving_version()), run.images)
         name = _request_id(run, sample)
-        return self._client.generate(name, inputs, sample.choice, run.request.priority)
+        known = None if run.reads_tokens else sample.num_taken
+        return self._client.generate(name, inputs, sample.choice, run.request.priority, known)
 
-    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
-        """Replace a finished sample's versions by vLLM's account of them, where it gives one.
-
-        Raises:
-            EngineError: tokens that were posted already belong to other weights.
-        """
-        if not spans:
-            return
-        reported = [int(version) for version, start, end in spans for _ in range(start, end)]
-        if len(reported) != len(sample.versions):
-            raise EngineError(
-                f"vLLM: version spans of {len(reported)} tokens for a sample of "
-                f"{len(sample.versions)}"
-            )
-        for known, version in zip(sample.versions[: sample.num_posted], reported, strict=False):
-            if known != version:
-                raise EngineError(
-                    f"vLLM: a token handed on as version {known} was sampled by version {version}"
-                )
-        sample.versions = reported
+    def so_far(self, run: RequestRun, sample: VendorSample) -> Delta | None:
+        """Return the tokens that vLLM's client has of a running sample beyond those taken."""
+        return self._client.so_far(_request_id(run, sample), sample.num_taken())
 
     async def wait_to_begin(self) -> None:
         """Wait until no swap is under way: `version` samples what begins then.
@@ -178,7 +162,9 @@ class VllmCore(VendorCore):
 
     async def heartbeat(self, timeout_s: float) -> int:
         """Ask through the engine's loop for the samples that workers hold since their last step."""
-        return await self.workers.heartbeat(timeout_s)
+        held = await self.workers.heartbeat(timeout_s)
+        self.catch_up()
+        return held
 
     async def swap(self, version: int, digest: str) -> float:
         """Make the model compute with the staged weights; return the seconds without a token.
@@ -199,6 +185,7 @@ class VllmCore(VendorCore):
             self._settled.clear()
             try:
                 await self._client.pause("keep", clear_cache=self._settings.recompute_kv)
+                self.catch_up()  # what came so far is the old version's
                 await self._take(version, digest)
             finally:
                 self._settled.set()
@@ -211,6 +198,7 @@ class VllmCore(VendorCore):
         async with self._swapping:
             self._check_works()
             await self._client.pause(_PAUSES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
+            self.catch_up()
             self._is_paused = True
 
     async def resume(self) -> None:

@@ -40,7 +40,7 @@ _OURS: Mapping[str, str] = {
     "data_parallel_size": "set actor_rollout_ref.rollout.data_parallel_size",
     "pipeline_parallel_size": "replicas run without pipeline stages",
     "load_format": "the trainer's weights arrive when the replica joins",
-    "stream_interval": "a token belongs to the version that serves when it comes",
+    "stream_interval": "requests say which tokens are wanted one by one",
     "logprobs_mode": "training needs the logprobs of the distribution really sampled",
     "generation_config": "requests say how to sample",
     "enable_return_routed_experts": "set actor_rollout_ref.actor.router_replay.mode=R3",
