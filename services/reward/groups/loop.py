@@ -33,8 +33,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import prompt_key
 from services.reward.group_table import (
     CancelReason,
