@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.reporting import print_line
+from services.trainer.dry_run.live_bytes import LiveBytes
 from sluice.algorithm.token_statistics import LinearHead, token_statistics
-from tests.support.live_bytes import LiveBytes
 
 _TOKENS, _VOCABULARY, _HIDDEN = 2048, 32768, 512
 
@@ -37,8 +37,7 @@ def head() -> dict[str, Any]:
         hidden.grad = weight.grad = None
         with LiveBytes() as live:
             loss().backward()
-        most: int = live.most
-        return most
+        return live.peak
 
     ours, whole = peak(in_blocks), peak(at_once)
     print_line(f"head: {ours / 2**20:.0f} MiB in blocks, {whole / 2**20:.0f} MiB at once")

@@ -12,13 +12,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import local_part
 from services.trainer.learner.ranks import TorchDistributed
 from services.trainer.learner.weight_stream import BUCKET_BYTES
 from sluice.device.select import select_device
-from tests.support.live_bytes import LiveBytes
 from tests.support.tiny_policy import make_batch, make_config
 
 _SAVES, _GROUPS, _TIMEOUT_S = 3, 4, 300.0
@@ -87,7 +87,7 @@ def main() -> int:
         for _ in learner.stream():
             pass
     answer = {"read": read, "own": own, "blocked": blocked}
-    sys.stdout.write(json.dumps(answer | {"beside_buckets": live.most / BUCKET_BYTES}) + "\n")
+    sys.stdout.write(json.dumps(answer | {"beside_buckets": live.peak / BUCKET_BYTES}) + "\n")
     sys.stdout.flush()
     parallel.close()
     return 0

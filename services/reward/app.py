@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import GenerationClient, greedy_sampling, training_sampling
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import check_routes, scorer_for
 from services.reward.group_table import GroupState, GroupTable, prompts_lost
-from services.reward.groups.admission import GroupAdmission
 from services.reward.groups.batches import TrainBatches
-from services.reward.groups.loop import GroupLoop
+from services.reward.groups.loop import GroupAdmission, GroupLoop
 from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
     BatchRules,
@@ -40,11 +38,10 @@ from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
-from services.reward.records.failure_log import FailureLog
+from services.reward.records.failures import FailureLog, YieldGuard
 from services.reward.records.group_log import GroupLog, sample_dumps
 from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
-from services.reward.records.yield_guard import YieldGuard
 from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS

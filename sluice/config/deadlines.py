@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sluice.config.memory.shape import find_shape
 from sluice.config.run import RunConfig
-from sluice.errors import ConfigError
 
 # A group that every engine finishes in time unless it hangs: ten tokens a second for each sample.
 _SECONDS_PER_TOKEN = 0.1
@@ -59,9 +58,6 @@ def commit_timeout_s(timeout_s: float, replica_bytes: float) -> float:
 
 
 def _reading_s(config: RunConfig) -> float:
-    try:
-        shape = find_shape(config.actor_rollout_ref.model.path)
-    except ConfigError:  # a model of another kind; what is wrong with its files is said elsewhere
-        shape = None
+    shape = find_shape(config.actor_rollout_ref.model.path)
     parameters = 0 if shape is None else shape.total_parameters
     return parameters * _FILE_BYTES_PER_PARAMETER / _READ_BYTES_PER_S

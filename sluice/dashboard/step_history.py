@@ -21,7 +21,7 @@ _NAN = float("nan")
 _MOST_STEP = (1 << 31) - 1
 
 
-class _Rows:
+class _StepTable:
     """Columns of numbers by step, in rising order. A step that comes again replaces its row."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class StepHistory:
         self._clear()
 
     def _clear(self) -> None:
-        self._trained, self._validated = _Rows(), _Rows()
+        self._trained, self._validated = _StepTable(), _StepTable()
         self._accuracy: dict[int, float] = {}
         self.accounts: Mapping[str, float] = {}
         self.newest: Mapping[str, float | None] = {}

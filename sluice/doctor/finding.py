@@ -17,7 +17,6 @@ from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.rows import opened_rows
-from sluice.errors import ConfigError
 from sluice.launch.device_plan import DevicePlan, local_devices
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -146,15 +145,8 @@ def examined_of(
         KeySettings(plan.config, run.settings.by_key()),
         has_run=has_run,
         environment=dict(environment),
-        read_shape=cache(partial(_shape, run.config.actor_rollout_ref.model.path)),
+        read_shape=cache(partial(find_shape, run.config.actor_rollout_ref.model.path)),
         first_rows=first_rows,
         devices=plan,
         wrong=run.problems,
     )
-
-
-def _shape(model_path: str) -> ModelShape | None:
-    try:
-        return find_shape(model_path)
-    except ConfigError:
-        return None  # the check of the model's folder reports the reason

@@ -228,10 +228,7 @@ def _grounds(shape: ModelShape | None, each: DeviceKind) -> str:
 def _shape(config: RunConfig) -> ModelShape | None:
     """Return the model's shape, from its folder or as a published model."""
     path = config.actor_rollout_ref.model.path
-    try:
-        found = find_shape(path)
-    except ConfigError:
-        return None  # the check of the model's folder reports the reason
+    found = find_shape(path)
     if found is None and published_name(path) is not None:
         return published_shape(path)
     return found

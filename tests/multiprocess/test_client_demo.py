@@ -24,8 +24,8 @@ def test_every_prompt_is_answered_once_though_queues_are_full_and_clients_vanish
     finished = subprocess.run(
         [
             *(sys.executable, "-m", "tools.client_demo", "--folder", str(tmp_path)),
-            *("--prompts", "200", "--clients", "8", "--vanish", "2", "--run", "tiny"),
-            *("--slots", "4", "--max-queued", "2", "--max-tokens", "24", "--calm", "3"),
+            *("--prompts", "150", "--clients", "5", "--vanish", "2", "--run", "tiny"),
+            *("--slots", "4", "--max-queued", "2", "--max-tokens", "24", "--calm", "2"),
             *("--concurrency", "12"),
             *("--languages", *LANGUAGES),
         ],
@@ -38,11 +38,11 @@ def test_every_prompt_is_answered_once_though_queues_are_full_and_clients_vanish
     assert finished.stdout, finished.stderr[-3000:]
     report = json.loads(finished.stdout.splitlines()[-1])
     assert finished.returncode == 0, (report, finished.stderr[-3000:])
-    assert (report["answered"], report["lost"], report["failed"]) == (200, 0, 0)
+    assert (report["answered"], report["lost"], report["failed"]) == (150, 0, 0)
     assert report["answered_twice"] == 0
     assert 1 <= report["vanished"] <= 2  # one may have ended before the signal came
     assert report["vanished_mid_stream"] > 0
-    assert report["tried_again"] > 0  # 96 prompts at once for 12 places that training shares
+    assert report["tried_again"] > 0  # 60 prompts at once for 12 places that training shares
     assert report["slots_left"] == 0
     assert min(report["training_steps_per_minute"].values()) > 0
-    assert report["clients"] == 8
+    assert report["clients"] == 5

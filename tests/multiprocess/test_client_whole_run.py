@@ -23,12 +23,12 @@ from sluice.client import (
     ScoreItem,
 )
 from sluice.types import Scored
-from tests.support.small_run import WAIT_S, Assets, LiveRun, Record, run_to_end
+from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, LiveRun, Record, run_to_end
 
 IDS = tuple(f"mine-{number}" for number in range(8))
 RUNS_ON = (
-    "trainer.total_training_steps=1000000",
-    "trainer.total_epochs=1000",
+    *ENDLESS,
+    SLOWLY,
     "trainer.test_freq=-1",
 )
 

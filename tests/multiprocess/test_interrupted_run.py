@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from sluice.client.run_monitor import RunMonitor
-from tests.support.small_run import WAIT_S, Assets, processes_naming
+from tests.support.small_run import ENDLESS, WAIT_S, Assets, processes_naming
 
 SLUICE = (sys.executable, "-m", "sluice.cli.main", "up")
 
@@ -38,8 +38,7 @@ async def test_ctrl_c_saves_and_the_resumed_run_prints_its_steps_and_its_end(
         log,
         str(small_assets.config),
         f"sluice.run_dir={run}",
-        "trainer.total_training_steps=1000000",
-        "trainer.total_epochs=1000",
+        *ENDLESS,
         "trainer.save_freq=1000000",
         "actor_rollout_ref.actor.optim.lr=0.00001",
     )

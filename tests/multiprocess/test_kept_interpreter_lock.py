@@ -20,15 +20,14 @@ TIMEOUT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 WATCHED = """
 import asyncio, re, sys, time
-from sluice.concurrency.watchdog import WorkState
-from sluice.concurrency.watchdog import watched_service
+from sluice.concurrency.watchdog import CpuDeadline, WorkState, watched_service
 from sluice.config.schema.service import ServiceConfig, WatchdogConfig
 
 def backtrack():
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 def work_in_short_calls():
-    end_s = time.process_time() + 4.0
+    end_s = time.process_time() + 2.0 * CpuDeadline(float(sys.argv[3])).cpu_s
     while time.process_time() < end_s:
         sum(range(1000))
 

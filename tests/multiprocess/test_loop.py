@@ -18,6 +18,7 @@ from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.service_contract import WEIGHTS_HEALTH
 from tests.support.small_run import (
+    ENDLESS,
     GROUPS,
     WAIT_S,
     Assets,
@@ -67,8 +68,7 @@ def eventful(
         small_assets,
         tmp_path_factory.mktemp("eventful") / "run",
         [
-            f"trainer.total_training_steps={MANY_STEPS}",
-            "trainer.total_epochs=1000",
+            *ENDLESS,
             f"trainer.save_freq={MANY_STEPS}",
             "sluice.rollout.replicas=2",
             "sluice.trainer.min_replicas=2",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.cli.main import commands
-from tests.support.small_run import WAIT_S, Assets, LiveRun, Record, run_to_end
+from tests.support.small_run import ENDLESS, WAIT_S, Assets, LiveRun, Record, run_to_end
 
 MANY_STEPS = 1_000_000
 EXPLAINED: list[dict[str, Any]] = []
@@ -28,9 +28,8 @@ def starved(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> t
         small_assets,
         tmp_path_factory.mktemp("starved") / "run",
         [
-            f"trainer.total_training_steps={MANY_STEPS}",
+            *ENDLESS,
             f"trainer.save_freq={MANY_STEPS}",
-            "trainer.total_epochs=1000",
             "trainer.test_freq=-1",
         ],
         lambda run: starve(run, steps),

@@ -38,31 +38,23 @@ def up(assets: Assets, tmp_path: Path, *overrides: str) -> Refusal:
     return Refusal(ended.returncode, ended.stdout + ended.stderr, run_dir)
 
 
-@pytest.fixture
-def no_processes_needed(tmp_path: Path) -> Iterator[None]:
-    """What is found before the start leaves no logs."""
-    yield
+def test_keys_and_files_are_refused_together_before_any_process_starts(
+    small_assets: Assets, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    up(
+        small_assets,
+        tmp_path,
+        "data.train_batch_sizes=4",
+        "data.train_files=nowhere.parquet",
+        f"actor_rollout_ref.model.path={empty}",
+    ).names(
+        "data.train_batch_sizes: unknown key; did you mean data.train_batch_size?",
+        "data.train_files: no file nowhere.parquet; give the path of a data file",
+        f"actor_rollout_ref.model.path = {empty} holds no config.json",
+    )
     assert not (tmp_path / "run" / "logs").exists()
-
-
-@pytest.mark.usefixtures("no_processes_needed")
-class TestBeforeTheStart:
-    def test_an_unknown_key(self, small_assets: Assets, tmp_path: Path) -> None:
-        up(small_assets, tmp_path, "data.train_batch_sizes=4").names(
-            "data.train_batch_sizes: unknown key; did you mean data.train_batch_size?"
-        )
-
-    def test_a_missing_file(self, small_assets: Assets, tmp_path: Path) -> None:
-        up(small_assets, tmp_path, "data.train_files=nowhere.parquet").names(
-            "data.train_files: no file nowhere.parquet; give the path of a data file"
-        )
-
-    def test_a_model_path_that_is_no_model(self, small_assets: Assets, tmp_path: Path) -> None:
-        empty = tmp_path / "empty"
-        empty.mkdir()
-        up(small_assets, tmp_path, f"actor_rollout_ref.model.path={empty}").names(
-            f"actor_rollout_ref.model.path = {empty} holds no config.json"
-        )
 
 
 def test_a_missing_column(small_assets: Assets, tmp_path: Path) -> None:

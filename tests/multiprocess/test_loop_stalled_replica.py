@@ -17,9 +17,9 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.launch.processes.supervisor import Supervisor
 from sluice.launch.service_spec import NO_RESTARTS, rollout_service
 from tests.support.gated_replica import GATE_VARIABLE
-from tests.support.small_run import Assets, LiveRun, Record, run_to_end
+from tests.support.small_run import ENDLESS, Assets, LiveRun, Record, run_to_end
 
-MANY_STEPS, STEPS_WITHOUT = 1_000_000, 3
+STEPS_WITHOUT = 3
 NAME = "rollout-7"
 
 
@@ -121,8 +121,7 @@ def stalled(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> t
         small_assets,
         folder / "run",
         [
-            f"trainer.total_training_steps={MANY_STEPS}",
-            "trainer.total_epochs=1000",
+            *ENDLESS,
             "sluice.trainer.replica_stall_s=1.5",
             "sluice.trainer.heartbeat_interval_s=0.2",
             "sluice.trainer.replica_ttl_s=2",

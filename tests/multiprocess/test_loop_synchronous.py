@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.small_run import GROUPS, Assets, LiveRun, Record, run_to_end
+from tests.support.small_run import ENDLESS, GROUPS, Assets, LiveRun, Record, run_to_end
 
 STEPS, RESUMED_FROM = 4, 2
 SYNCHRONOUS = (
@@ -158,11 +158,7 @@ def test_a_trainer_that_is_told_to_end_leaves_whole_checkpoints_and_says_so(
     record = run_to_end(
         small_assets,
         tmp_path / "run",
-        [
-            "trainer.total_training_steps=1000000",
-            "trainer.total_epochs=1000",
-            "trainer.save_freq=1",
-        ],
+        [*ENDLESS, "trainer.save_freq=1"],
         end_it,
     )
     assert record.end.exit_code == 1

@@ -14,9 +14,9 @@ import pytest
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.report.run_record import read_progress
 from sluice.service_contract import TRACKER_NAME
-from tests.support.small_run import GROUPS, WAIT_S, Assets, LiveRun, Record, run_to_end
+from tests.support.small_run import ENDLESS, GROUPS, WAIT_S, Assets, LiveRun, Record, run_to_end
 
-MANY_STEPS, SAVE_FREQ, KILL_AT = 1_000_000, 2, 3
+SAVE_FREQ, KILL_AT = 2, 3
 REPLICAS = ("rollout-0", "rollout-1")
 ONE_REPLICA = ("sluice.rollout.replicas=1", "sluice.trainer.min_replicas=1")
 
@@ -89,8 +89,7 @@ def assert_complete(record: Record) -> None:
 
 def overrides(*further: str) -> list[str]:
     return [
-        f"trainer.total_training_steps={MANY_STEPS}",
-        "trainer.total_epochs=1000",
+        *ENDLESS,
         f"trainer.save_freq={SAVE_FREQ}",
         "sluice.rollout.replicas=2",
         "sluice.trainer.min_replicas=2",

@@ -15,9 +15,8 @@ from sluice.client import AsyncClient, ChatMessage, GenerateOptions, NewPrompt, 
 from sluice.client.submission import RECEIPTS
 from sluice.telemetry.tracing import TraceContext
 from tests.support.seen_spans import Collector, ReadSpan, collector, spans_in, tree
-from tests.support.small_run import SAMPLES, Assets, LiveRun, Record, run_to_end
+from tests.support.small_run import ENDLESS, SAMPLES, SLOWLY, Assets, LiveRun, Record, run_to_end
 
-MANY_STEPS = 1_000_000
 CLIENT = TraceContext(0x11AA, 0x11, is_sampled=True)
 SILENT_CLIENT = TraceContext(0x22BB, 0x22, is_sampled=False)
 SAMPLER = TraceContext(0x33CC, 0x33, is_sampled=True)
@@ -64,8 +63,7 @@ def run(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Trace
     """A run with clients, into a file, and to a collector as well where the package is there."""
     folder = tmp_path_factory.mktemp("traced") / "run"
     overrides = [
-        f"trainer.total_training_steps={MANY_STEPS}",
-        "trainer.total_epochs=1000",
+        *ENDLESS,
         "trainer.test_freq=2",
         "sluice.telemetry.traces.file=traces.jsonl",
         "sluice.telemetry.traces.sample_ratio=1",
@@ -246,7 +244,6 @@ def test_a_run_whose_collector_is_dead_trains_all_the_same(
 ) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
     dead = "sluice.telemetry.traces.endpoint=http://127.0.0.1:1"
-    many = [f"trainer.total_training_steps={MANY_STEPS}", "trainer.total_epochs=1000"]
     processes = ("trainer", "reward", "rollout-0")
 
     async def outlast_an_export(live: LiveRun) -> None:
@@ -259,7 +256,7 @@ def test_a_run_whose_collector_is_dead_trains_all_the_same(
         await live.until(reported, "an export that failed in every process")
         await live.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
-    record = run_to_end(small_assets, tmp_path / "run", [*many, dead], outlast_an_export)
+    record = run_to_end(small_assets, tmp_path / "run", [*ENDLESS, SLOWLY, dead], outlast_an_export)
     assert record.end.exit_code == 0, record.lines
     assert [row["training/global_step"] for row in record.steps][:3] == [1, 2, 3]
     assert record.accounts["prompts_lost"] == 0

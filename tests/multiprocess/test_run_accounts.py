@@ -14,7 +14,7 @@ from sluice.algorithm.accounting import RECEIVED
 from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
-from tests.support.small_run import Assets, LiveRun, Record, run_to_end
+from tests.support.small_run import ENDLESS, Assets, LiveRun, Record, run_to_end
 
 MOST = 0.01
 SHARES = (
@@ -22,9 +22,8 @@ SHARES = (
     "trainer_seconds_residual_share",
     "rollout_seconds_residual_share",
 )
-MANY_STEPS = 1_000_000
 # What is on its way when a replica dies has to be little beside it.
-ENOUGH_TOKENS = 40_000
+ENOUGH_TOKENS = 25_000
 TWO_REPLICAS = (
     "sluice.rollout.replicas=2",
     "sluice.trainer.min_replicas=2",
@@ -161,8 +160,7 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
             await run.until(is_shown, "tokens of direct clients in the live books")
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
-    overrides = [f"trainer.total_training_steps={MANY_STEPS}", "trainer.total_epochs=1000"]
-    record = run_to_end(small_assets, tmp_path / "run", overrides, generate)
+    record = run_to_end(small_assets, tmp_path / "run", ENDLESS, generate)
     assert record.end.exit_code == 0, record.end
     assert len(others) == 3
     assert sampled[0] > 15
@@ -186,8 +184,7 @@ def test_a_replica_that_is_killed_takes_few_tokens_out_of_the_books(
         await run.until(has_generated_enough, f"{ENOUGH_TOKENS} tokens")
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
-    overrides = [f"trainer.total_training_steps={MANY_STEPS}", "trainer.total_epochs=1000"]
-    record = run_to_end(small_assets, tmp_path / "run", [*TWO_REPLICAS, *overrides], kill)
+    record = run_to_end(small_assets, tmp_path / "run", [*TWO_REPLICAS, *ENDLESS], kill)
     assert record.end.exit_code == 0, record.end
     accounts = record.accounts
     assert max(residual_shares(accounts).values()) < MOST

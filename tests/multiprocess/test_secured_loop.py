@@ -30,9 +30,7 @@ from tests.support.certified import (
     write_pair,
     write_security,
 )
-from tests.support.small_run import WAIT_S, Assets, LiveRun, Record, run_to_end
-
-MANY_STEPS = 1_000_000
+from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, LiveRun, Record, run_to_end
 
 
 @dataclass
@@ -64,8 +62,8 @@ def secured(
         small_assets,
         folder / "run",
         [
-            f"trainer.total_training_steps={MANY_STEPS}",
-            "trainer.total_epochs=1000",
+            *ENDLESS,
+            SLOWLY,
             *(f"sluice.security.{key}={value}" for key, value in settings.items()),
         ],
         look,

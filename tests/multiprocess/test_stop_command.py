@@ -18,10 +18,9 @@ from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import SluiceError
 from sluice.launch.servicer import LAUNCHER_NAME, launcher_of
-from tests.support.small_run import WAIT_S, Assets, processes_naming
+from tests.support.small_run import ENDLESS, SLOWLY, WAIT_S, Assets, processes_naming
 
 SLUICE = (sys.executable, "-m", "sluice")
-MANY_STEPS = 1_000_000
 OUTPUT = "up.log"
 ENVIRONMENT = {**os.environ, "COLUMNS": "400"}
 
@@ -30,8 +29,8 @@ ENVIRONMENT = {**os.environ, "COLUMNS": "400"}
 def running(assets: Assets, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
     arguments = [
         f"sluice.run_dir={run_dir}",
-        f"trainer.total_training_steps={MANY_STEPS}",
-        "trainer.total_epochs=1000",
+        *ENDLESS,
+        SLOWLY,
         # So slow that it never learns the scorer: a policy that is always right ends the run.
         "actor_rollout_ref.actor.optim.lr=0.00001",
     ]

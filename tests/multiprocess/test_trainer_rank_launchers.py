@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.loopback import needs_ipv6
+from tests.support.preloaded import PreloadedProcess
 
 ROOT = Path(__file__).parents[2]
 MEETING_S = 90.0
@@ -60,21 +61,18 @@ def test_ranks_that_start_in_any_order_meet_at_an_address_of_either_family(host:
     port, world_size = free_port(host), 3
     with ExitStack() as stack:
 
-        def start(rank: int) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.rank_sums", str(MEETING_S)],
-                cwd=ROOT,
-                env=environment(
-                    RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR=host, MASTER_PORT=port
-                ),
-                stdout=subprocess.PIPE,
-                text=True,
+        def start(rank: int) -> PreloadedProcess:
+            place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+            process = PreloadedProcess(
+                "tests.support.rank_sums",
+                [str(MEETING_S)],
+                {"OMP_NUM_THREADS": "1", "MASTER_ADDR": host}
+                | {name: str(value) for name, value in place.items()},
             )
-            stack.enter_context(process)
-            stack.callback(process.kill)
+            stack.callback(process.close)
             return process
 
         ranks = {rank: start(rank) for rank in (2, 1, 0)}
-        reported, _ = ranks[0].communicate(timeout=ALL_S)
         assert [process.wait(ALL_S) for process in ranks.values()] == [0, 0, 0]
+        reported = ranks[0].stdout.readline()
     assert json.loads(reported)["gathered"] == [[0.0], [1.0], [2.0]]

@@ -60,10 +60,7 @@ def run(layout: str, folder: Path, *, reads: bool = False) -> list[Any]:
         assert [rank.wait(ANSWER_S) for rank in ranks] == [0] * world_size
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.wait(ANSWER_S)
-            rank.stdin.close()
-            rank.stdout.close()
+            rank.close()
     return answers
 
 

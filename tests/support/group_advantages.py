@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from sluice.algorithm.advantages.grpo import group_relative
-from sluice.algorithm.advantages.statistics import Groups
+from sluice.algorithm.advantages.inputs import Groups
 
 
 def grpo_advantages(

@@ -9,7 +9,7 @@ import msgspec
 
 from sluice.config.run import RunConfig
 from tests.support.preloaded import PreloadedProcess
-from tests.support.trainer_ranks import ANSWER_S, ranks_of
+from tests.support.trainer_ranks import ranks_of
 
 _MODULE, _LAYERS = "tests.support.counted_rank", 3
 DENSE: dict[str, Any] = {
@@ -51,8 +51,5 @@ def counted_and_planned(
             (real,), *_ = [process.answer() for process in processes]
         (planned,) = json.loads(alone.stdout.readline())
     finally:
-        alone.kill()
-        alone.wait(ANSWER_S)
-        alone.stdin.close()
-        alone.stdout.close()
+        alone.close()
     return real, planned

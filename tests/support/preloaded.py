@@ -30,6 +30,7 @@ _CONTEXT.set_forkserver_preload(
 )
 # The reward service loads no torch: it starts fast, and from its own program.
 _SERVICES = ("services.trainer", "services.rollout")
+_END_S = 90.0
 
 
 class PreloadedProcess:
@@ -77,6 +78,13 @@ class PreloadedProcess:
     def kill(self) -> None:
         """Send SIGKILL, unless the process has ended."""
         self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill it and wait for its end; close the pipes."""
+        self.kill()
+        self.wait(_END_S)
+        for pipe in (self.stdin, self.stdout):
+            pipe.close()
 
 
 def _run(

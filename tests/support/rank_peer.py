@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner import sequence_share, sharded_state
 from services.trainer.learner.checkpoint import CheckpointStore
@@ -49,7 +50,6 @@ from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights.plan import tensor_specs
-from tests.support.live_bytes import LiveBytes
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.tiny_policy import (
     adapting,
@@ -201,7 +201,7 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
                 leader.save(Path(argument))
         except OSError as error:
             return {"error": str(error)}
-        return {"most": live.most}
+        return {"most": live.peak}
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":

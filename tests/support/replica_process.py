@@ -93,10 +93,7 @@ async def replica_process(folder: Path, name: str, step_s: float) -> AsyncIterat
         address, instance_id = json.loads(line)
         yield ReplicaProcess(name, process, address, instance_id)
     finally:
-        process.kill()
-        await asyncio.to_thread(process.wait, START_TIMEOUT_S)
-        process.stdin.close()
-        process.stdout.close()
+        await asyncio.to_thread(process.close)
 
 
 async def _serve(folder: Path, name: str, step_s: float) -> None:

@@ -42,13 +42,22 @@ from tests.support.prompt_parquet import prompt_rows, write_prompts
 
 GROUPS, SAMPLES, TRAIN_ROWS = 4, 4, 2000
 WAIT_S, LAST_LOOKS_S = 120.0, 5.0
+ENDLESS = ("trainer.total_training_steps=1000000", "trainer.total_epochs=1000")
+"""For a run that its test ends."""
+SLOWLY = "reward.custom_reward_function.name=slowly"
+"""For a run that trains while its test waits for other processes: it leaves them the cores."""
 
 SCORER = """
+import time
 import zlib
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     right = float(zlib.crc32(solution_str.encode()) & 1)
     return {"score": right, "acc": right}
+
+def slowly(*args, **kwargs):
+    time.sleep(0.03)
+    return compute_score(*args, **kwargs)
 
 def always_right(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return {"score": 1.0, "acc": 1.0}

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
+from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.places import Directory, exchange_places, local_part, place, region
 from services.trainer.learner.ranks import TorchDistributed
 from services.trainer.learner.sharded_state import StateFiles, keep_step, write_state
 from services.trainer.learner.weight_stream import stream_rows
 from sluice.device.select import select_device
-from tests.support.live_bytes import LiveBytes
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "experts": (8, 6, 5),
@@ -70,7 +70,7 @@ def streamed(
         name: torch.equal(torch.cat(rows).reshape(SHAPES[name]), whole_tensor(name))
         for name, rows in found.items()
     }
-    return {"equal": equal, "most": live.most}
+    return {"equal": equal, "most": live.peak}
 
 
 def copied(rows: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@ from services.reward.group_table import CancelReason, Group, GroupEnding, GroupS
 from services.reward.groups.settings import BatchRules
 from services.reward.ledger.ledger import PromptLedger, not_leased
 from services.reward.prompts.source import PromptSource
+from services.reward.records.failures import YieldGuard
 from services.reward.records.statistics import GroupStatistics
-from services.reward.records.yield_guard import YieldGuard
 from sluice.algorithm.sampling.admission import kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.concurrency.waits import ChangeSignal, deadline

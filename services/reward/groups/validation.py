@@ -28,7 +28,7 @@ from services.reward.generation.request import (
 from services.reward.grading.grader import Grader
 from services.reward.prompts.dataset import IssuedRow
 from services.reward.prompts.source import RowStream
-from services.reward.records.failure_log import FailureLog
+from services.reward.records.failures import FailureLog
 from services.reward.records.group_log import SampleDumps
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.concurrency.waits import deadline

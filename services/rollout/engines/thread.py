@@ -1,4 +1,6 @@
-"""The thread that an engine computes in, and the way of its chunks to the event loop."""
+"""The thread that an engine computes in, the way of its chunks to the event loop, and the turn to
+decode images in a thread.
+"""
 
 from __future__ import annotations
 
@@ -160,3 +162,40 @@ class ChunkStream:
         self._ended.set()
         if self.open_samples:
             self.fail(error or EngineError(f"{self._engine}: ended without all of the samples"))
+
+
+class ImageTurn:
+    """The turn to decode a prompt's images; used in one event loop.
+
+    Attributes:
+        samples: of the prompts whose images are being decoded, or wait.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._turn = asyncio.Semaphore(1)
+
+    async def read(self, samples: int, decode: Callable[[], _T]) -> _T:
+        """Run `decode` in a thread, as soon as no other one runs; return its result.
+
+        A thread cannot be interrupted. So a cancelled caller keeps its turn until its thread has
+        ended, and callers that come and leave never have two decoders at work.
+
+        Args:
+            samples: of the prompt.
+            decode: called in a thread, so neither the event loop nor the step loop waits.
+        """
+        self.samples += samples
+        try:
+            with waiting_for("image decoder", "decoding a prompt's images"):
+                await self._turn.acquire()
+                decoding = asyncio.get_running_loop().run_in_executor(None, decode)
+                decoding.add_done_callback(self._has_ended)
+                return await asyncio.shield(decoding)
+        finally:
+            self.samples -= samples
+
+    def _has_ended(self, decoding: asyncio.Future[_T]) -> None:
+        self._turn.release()
+        if not decoding.cancelled():
+            decoding.exception()  # the caller was cancelled: read the error, or asyncio warns

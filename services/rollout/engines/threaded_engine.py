@@ -25,10 +25,11 @@ from services.rollout.engines.protocol import (
     RequestTokens,
     SampleChunk,
     StagedVersion,
+    check_capacity,
+    check_request,
 )
-from services.rollout.engines.request_rules import ImageTurn, check_capacity, check_request
 from services.rollout.engines.settings import EngineSettings
-from services.rollout.engines.thread import ChunkStream, LoopThread
+from services.rollout.engines.thread import ChunkStream, ImageTurn, LoopThread
 from services.rollout.engines.weight_inbox import NO_PLACES, TensorPlacement, WeightInbox
 from sluice.concurrency.process import process_age_s
 from sluice.concurrency.waits import deadline, waiting_for

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from sluice.algorithm.advantages.inputs import AdvantageInputs, Advantages, AdvantageSettings
-from sluice.algorithm.advantages.statistics import masked_whiten
+from sluice.algorithm.advantages.inputs import (
+    AdvantageInputs,
+    Advantages,
+    AdvantageSettings,
+    masked_whiten,
+)
 
 
 @torch.no_grad()

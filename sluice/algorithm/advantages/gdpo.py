@@ -9,9 +9,10 @@ from sluice.algorithm.advantages.inputs import (
     AdvantageInputs,
     Advantages,
     AdvantageSettings,
+    Groups,
+    masked_whiten,
     missing_field,
 )
-from sluice.algorithm.advantages.statistics import Groups, masked_whiten
 from sluice.errors import ConfigError
 
 

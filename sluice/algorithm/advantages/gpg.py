@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 
 from sluice.algorithm.advantages.grpo import centred_or_raw
-from sluice.algorithm.advantages.inputs import AdvantageInputs, Advantages, AdvantageSettings
-from sluice.algorithm.advantages.statistics import Groups
+from sluice.algorithm.advantages.inputs import (
+    AdvantageInputs,
+    Advantages,
+    AdvantageSettings,
+    Groups,
+)
 
 
 @torch.no_grad()

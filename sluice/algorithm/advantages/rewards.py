@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.algorithm.advantages.statistics import masked_mean
+from sluice.algorithm.advantages.inputs import masked_mean
 from sluice.algorithm.kl_estimator import kl_estimate
 from sluice.errors import ConfigError
 

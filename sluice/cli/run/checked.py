@@ -10,18 +10,18 @@ from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import read_run, read_settings
 from sluice.config.problems import Severity, errors, raise_problems
-from sluice.config.run import RunConfig
-from sluice.doctor.finding import examined_of
+from sluice.doctor.finding import Examined, examined_of
 from sluice.doctor.preflight import preflight
 from sluice.service_contract import CONFIG_NAME
 
 
-def checked_config(
+def checked_run(
     file: Path | None, overrides: list[str], console: Console, *, is_local: bool = True
-) -> RunConfig:
-    """Return the configuration of a run that nothing known now keeps from working; print notices.
+) -> Examined:
+    """Return a run that nothing known now keeps from working; print notices.
 
-    If the run's processes start on this host's devices, it has their split, which is printed too.
+    If the run's processes start on this host's devices, its configuration has their split, which
+    is printed too.
 
     Args:
         file: YAML file, or a file of overrides; ``None``: the defaults.
@@ -49,4 +49,4 @@ def checked_config(
     raise_problems(errors(found), run.source)
     if examined.devices.line:
         print_line(console, examined.devices.line)
-    return examined.config
+    return examined

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson
-from sluice.cli.run.checked import checked_config
+from sluice.cli.run.checked import checked_run
 from sluice.cli.run.up import Quiet, ShowLogs, display_of, start_run
 from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config, read_run
@@ -89,7 +89,7 @@ def quickstart(
         assets = preparer()(run_dir / "assets", task=task, seed=seed, progress=show)
     settings = [*asset_settings(assets, run_dir, seed), *(overrides or [])]
     with _job() as base:
-        config = checked_config(base, with_fitting(base, settings), display.console)
+        config = checked_run(base, with_fitting(base, settings), display.console).config
     run_dir = Path(config.sluice.run_dir)
     mark_run_folder(run_dir)  # an override may name another one
     # A quickstart always starts at step 0: results of an earlier one would mix with its own.

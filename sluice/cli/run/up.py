@@ -20,14 +20,13 @@ from sluice.cli.arguments import (
     script_settings,
     split_arguments,
 )
-from sluice.cli.run.checked import checked_config
+from sluice.cli.run.checked import checked_run
 from sluice.cli.run.ending import RunSeconds, end_run
 from sluice.cli.running_run import launched_processes
 from sluice.cli.terminal import ConsoleHandler, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
-from sluice.config.loading.loader import read_run
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.rules.checks import fixed_ports
 from sluice.config.run import RunConfig
@@ -186,10 +185,10 @@ def _run(
     file, overrides = configured
     if log_level is not None:
         overrides = [*overrides, f"sluice.log_level={log_level}"]
-    config = checked_config(file, overrides, display.console, is_local=ray is None)
+    run = checked_run(file, overrides, display.console, is_local=ray is None)
     if ray is not None:  # the devices are known once the cluster is
-        ray = replace(ray, keys=read_run(file, overrides).keys)
-    end = start_run(config, display, ray=ray)
+        ray = replace(ray, keys=run.settings)
+    end = start_run(run.config, display, ray=ray)
     raise typer.Exit(end.exit_code)
 
 
@@ -203,7 +202,7 @@ def start_run(
     """Start and follow a run that was checked; every process has ended when this returns.
 
     Args:
-        config: of `checked_config`.
+        config: of `checked_run`.
         display: where and how to show it.
         ray: the cluster to start it on; ``None``: this machine.
         began_s: start of the whole command, on the monotonic clock; ``None``: now.

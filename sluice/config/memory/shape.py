@@ -152,13 +152,17 @@ class ModelShape:
 
 
 def find_shape(model_path: str) -> ModelShape | None:
-    """Return the shape from a model's folder, if there is one.
+    """Return the shape from a model's folder; ``None``: it holds no decoder of a known kind.
 
-    Raises:
-        ConfigError: a file is there but describes no such model.
+    What is wrong with the folder is reported by the check of its files.
     """
     local = Path(model_path) / "config.json"
-    return read_shape(local) if model_path and local.is_file() else None
+    if not (model_path and local.is_file()):
+        return None
+    try:
+        return read_shape(local)
+    except ConfigError:
+        return None
 
 
 def read_shape(file: Path) -> ModelShape:

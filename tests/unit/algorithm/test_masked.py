@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.algorithm.advantages.statistics import (
+from sluice.algorithm.advantages.inputs import (
     masked_mean,
     masked_sum,
     masked_var,

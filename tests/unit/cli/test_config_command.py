@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pytest
 import typer
@@ -18,7 +17,8 @@ from sluice.cli.main import commands
 from sluice.config.memory.rollout import GIB
 from sluice.config.run import RunConfig
 from sluice.plan import launch_plan
-from sluice.plan.dry_run import DryRunAsked, PassBytes
+from sluice.plan.dry_run import PassBytes
+from tests.support.counted_launch import answer_dry_runs
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 NAMES = ("check", "explain")
@@ -145,14 +145,11 @@ def test_a_rule_about_a_wrong_value_is_not_applied_to_its_default() -> None:
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """A dry run that takes 50 GiB, 20 with recomputed layers; what was counted."""
-    seen: list[RunConfig] = []
 
-    def answer_of(_: str, asked: DryRunAsked, *__: object, **___: object) -> tuple[Any, str]:
-        config = msgspec.convert(asked.config, RunConfig)
-        seen.append(config)
+    def counted(config: RunConfig, _: object) -> PassBytes:
         recomputed = config.actor_rollout_ref.model.enable_gradient_checkpointing
         peak = (20 if recomputed else 50) * GIB
-        one = PassBytes(
+        return PassBytes(
             parameters=GIB,
             gradients=2 * GIB,
             moments=3 * GIB,
@@ -163,10 +160,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
             step=8 * GIB,
             moved={},
         )
-        return [one for _ in asked.layers], ""
 
-    monkeypatch.setattr(launch_plan, "answer_of", answer_of)
-    return seen
+    return answer_dry_runs(monkeypatch, counted)
 
 
 def test_a_trainer_is_counted_as_it_is_written_and_an_engine_estimated(

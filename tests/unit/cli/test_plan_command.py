@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.plan import launch_plan
-from sluice.plan.dry_run import DryRunAsked, PassBytes
+from sluice.plan.dry_run import PassBytes
+from tests.support.counted_launch import NOTHING, answer_dry_runs
 
 LAUNCH = Path(__file__).resolve().parents[2] / "data" / "launches" / "grpo-8xa100.overrides"
 GIB = 1 << 30
@@ -22,22 +22,10 @@ def dry_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The backward pass's peak of all dry runs, GiB."""
     peak = [1]
 
-    def answer_of(_: str, asked: DryRunAsked, *__: object, **___: object) -> tuple[Any, str]:
-        size = peak[0] * GIB
-        counted = PassBytes(
-            parameters=0,
-            gradients=0,
-            moments=0,
-            log_prob=0,
-            kept=0,
-            forward=0,
-            backward=size,
-            step=0,
-            moved={"all_gather": GIB},
-        )
-        return [counted for _ in asked.layers], ""
+    def counted(*_: object) -> PassBytes:
+        return replace(NOTHING, backward=peak[0] * GIB, moved={"all_gather": GIB})
 
-    monkeypatch.setattr(launch_plan, "answer_of", answer_of)
+    answer_dry_runs(monkeypatch, counted)
     return peak
 
 

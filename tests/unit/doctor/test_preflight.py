@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.cli.run.checked import checked_config
+from sluice.cli.run.checked import checked_run
 from sluice.config.memory.shape import shape_of
 from sluice.config.problems import Severity
 from sluice.config.rules.checks import all_problems
@@ -92,7 +92,7 @@ def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None
         "trainer.device=cpu",
     ]
     with pytest.raises(ConfigError) as caught:
-        checked_config(None, settings, Console(file=StringIO()))
+        checked_run(None, settings, Console(file=StringIO()))
     text = str(caught.value)
     for part in (
         "data.train_batchsize: unknown key",

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.config import with_preflight
-from sluice.cli.run.checked import checked_config
+from sluice.cli.run.checked import checked_run
 from sluice.cli.run.quickstart import with_fitting
 from sluice.config.check import check_report
 from sluice.config.derived import replica_devices, world_size
@@ -325,7 +325,7 @@ def test_a_start_says_the_split_and_has_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sluice.cli.run.checked.preflight", lambda *_: [])
     text = StringIO()
     pool = ("trainer.n_gpus_per_node=4", 'sluice.placement="trainer:3,rollout:1"')
-    config = checked_config(None, [*pool], Console(file=text, width=200))
+    config = checked_run(None, [*pool], Console(file=text, width=200)).config
     assert sizes(config) == (3, 1)
     assert "devices: 3 train, 1 generates in 1 replica (sluice.placement=" in text.getvalue()
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from sluice.config.loading.loader import load_config
@@ -17,9 +15,9 @@ from sluice.config.memory.shape import shape_of
 from sluice.config.memory.training import guessed_memory
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.plan import launch_plan as module
-from sluice.plan.dry_run import DryRunAsked, PassBytes
+from sluice.plan.dry_run import PassBytes
 from sluice.plan.launch_plan import PlannedLaunch, launch_plan, planned_model
+from tests.support.counted_launch import answer_dry_runs
 
 LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
 DEVICES = json.loads((LAUNCHES / "devices.json").read_text(encoding="utf-8"))
@@ -46,19 +44,11 @@ SEPARATE = (
 @pytest.fixture
 def estimating(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Dry runs that answer by the guess; the configurations they were asked about."""
-    seen: list[RunConfig] = []
-
-    def answer_of(_: str, asked: DryRunAsked, *__: object, **___: object) -> tuple[Any, str]:
-        config = msgspec.convert(asked.config, RunConfig)
-        seen.append(config)
-        return [counted(config, asked.model, n) for n in asked.layers], ""
-
-    monkeypatch.setattr(module, "answer_of", answer_of)
-    return seen
+    return answer_dry_runs(monkeypatch, counted)
 
 
-def counted(config: RunConfig, model: Any, layers: int) -> PassBytes:
-    shape = shape_of({**model, "num_hidden_layers": layers})
+def counted(config: RunConfig, model: Mapping[str, object]) -> PassBytes:
+    shape = shape_of(model)
     layout = training_layout(config)
     memory = guessed_memory(shape, layout)
     parameters = round(memory.state / (4 if layout.moments_on_device else 2))

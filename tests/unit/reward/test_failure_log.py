@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from services.reward.grading.frames import frame_texts, place_of
-from services.reward.records.failure_log import COUNT_EVERY_S, MOST_REASONS, FailureLog, reason_of
+from services.reward.records.failures import COUNT_EVERY_S, MOST_REASONS, FailureLog, reason_of
 from sluice.types import Failed, FailureKind
 
 FRAMES = ("/data/mine.py:2 in compute_score: return extra[key]",)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import (
     GroupFailedError,
     GroupRequest,

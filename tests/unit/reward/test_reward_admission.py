@@ -12,7 +12,7 @@ import pytest
 
 from services.reward.app import RunFiles, open_prompt_sets
 from services.reward.generation.request import GroupRequest, prompt_key
-from services.reward.groups.admission import why_skipped
+from services.reward.groups.loop import why_skipped
 from services.reward.prompts.history import PromptMemoryStore
 from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side

@@ -10,7 +10,7 @@ import pytest
 
 from services.reward.generation.request import for_prompt, training_sampling, validation_sampling
 from services.reward.groups.loop import LoopFacts, awaited_now
-from services.reward.records.yield_guard import YieldGuard
+from services.reward.records.failures import YieldGuard
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import BatchUnfillableError

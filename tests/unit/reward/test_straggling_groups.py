@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import (
     GenerateEvent,
     GroupFailedError,

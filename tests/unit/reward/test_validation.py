@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import (
     GroupRequest,
     Purpose,

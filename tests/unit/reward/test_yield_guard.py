@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.records.yield_guard import ALIKE_GROUPS, YieldGuard
+from services.reward.records.failures import ALIKE_GROUPS, YieldGuard
 from sluice.errors import BatchUnfillableError, DataExhaustedError
 from sluice.types import PromptEnd
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.loop import GenerationLoop
-from services.rollout.engines.request_rules import ImageTurn
+from services.rollout.engines.thread import ImageTurn
 from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.update.flops import shape_of_model, update_flops
-from sluice.config.memory.shape import ModelShape
+from services.trainer.learner.update.flops import update_flops
+from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.device.cpu import CpuDevice
 from tests.support.tiny_policy import make_batch, make_config, make_model, save_model
 
@@ -29,7 +29,7 @@ class RatedDevice(CpuDevice):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_a_pass_has_the_operations_that_torch_counts(family: str, tmp_path: Path) -> None:
-    shape = shape_of_model(str(save_model(tmp_path, family)))
+    shape = find_shape(str(save_model(tmp_path, family)))
     assert shape is not None
     model = make_model(family)
     model.set_experts_implementation("eager")  # torch does not count grouped products
@@ -42,7 +42,7 @@ def test_a_pass_has_the_operations_that_torch_counts(family: str, tmp_path: Path
 
 
 def test_a_prompt_counts_once_for_its_group_and_skipped_rows_not_at_all(tmp_path: Path) -> None:
-    shape = shape_of_model(str(save_model(tmp_path)))
+    shape = find_shape(str(save_model(tmp_path)))
     assert shape is not None
     batch = make_batch(1)
     (group,) = batch.groups
@@ -60,7 +60,7 @@ def test_a_prompt_counts_once_for_its_group_and_skipped_rows_not_at_all(tmp_path
 
 def test_the_share_of_the_peak_is_reported_where_the_peak_is_known(tmp_path: Path) -> None:
     config = make_config(save_model(tmp_path))
-    shape: ModelShape | None = shape_of_model(str(tmp_path))
+    shape: ModelShape | None = find_shape(str(tmp_path))
     assert shape is not None
     for device in (CpuDevice(), RatedDevice()):
         learner = Learner(config, DataParallel(), total_steps=10, device=device)

@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 from itertools import count
 
-from sluice.config.memory.shape import ModelShape, find_shape
-from sluice.errors import ConfigError
+from sluice.config.memory.shape import ModelShape
 from sluice.types import TrainBatch
-
-
-def shape_of_model(path: str) -> ModelShape | None:
-    """Return the shape in a model's folder; ``None``: it is no decoder of a known kind."""
-    try:
-        return find_shape(path)
-    except ConfigError:
-        return None
 
 
 def update_flops(shape: ModelShape, batch: TrainBatch, skipped: Container[int]) -> float:

@@ -51,7 +51,7 @@ from services.trainer.learner.update.advantages import (
     zero_advantage_rows,
 )
 from services.trainer.learner.update.critic import Critic, value_metrics
-from services.trainer.learner.update.flops import shape_of_model, update_flops
+from services.trainer.learner.update.flops import update_flops
 from services.trainer.learner.update.loss import (
     LossTerms,
     PreparedMicroBatch,
@@ -76,6 +76,7 @@ from sluice.algorithm.rollout_correction.statistics import (
     statistics_to_vector,
 )
 from sluice.algorithm.token_statistics import TokenStatistics
+from sluice.config.memory.shape import find_shape
 from sluice.device.protocol import Device
 from sluice.types import TrainBatch
 from sluice.vision.image_prompts import ImagePromptReader
@@ -150,7 +151,7 @@ class PolicyUpdate:
         self._reference = reference
         self._critic = critic
         self._image_prompts = image_prompts
-        self._shape = shape_of_model(settings.config.actor_rollout_ref.model.path)
+        self._shape = find_shape(settings.config.actor_rollout_ref.model.path)
         self._terms = LossTerms(settings)
         self._mean_names = self._terms.mean_names()
         self._no_corrections = self._terms.no_corrections()
