@@ -26,7 +26,7 @@ from sluice.codec.reward import (
 )
 from sluice.codec.rollout import rollout_outline_from_proto, rollout_outline_to_proto
 from sluice.errors import InvalidRequestError
-from sluice.types import Rollout, RoutedExperts, TrainBatch, TrainGroup, absent_tokens, is_absent
+from sluice.types import Rollout, RoutedExperts, TrainBatch, TrainGroup, absent_tokens
 
 
 def outline_to_proto(batch: TrainBatch) -> reward.TrainBatch:
@@ -104,19 +104,21 @@ async def with_samples(
     rollouts = [list(group.rollouts) for group in groups]
     places = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rollouts))]
     left = iter(rows)
+    prompted: set[int] = set()
     num_taken = 0
     async for message in messages:
         if message.WhichOneof("part") == "prompt":
             found = message.prompt
-            if not (found.group < len(groups) and is_absent(groups[found.group].prompt_token_ids)):
+            if found.group >= len(groups) or found.group in prompted:
                 raise InvalidRequestError(f"the prompt of group {found.group} is not expected")
+            prompted.add(found.group)
             groups[found.group] = _with_prompt(groups[found.group], found)
             continue
         expected, row = next(left, None), message.sample.row
         if row != expected:
-            raise InvalidRequestError(f"sample {row} came instead of {expected} of {len(places)}")
+            raise InvalidRequestError(f"sample {row} came instead of {expected}")
         index, member = places[row]
-        if is_absent(groups[index].prompt_token_ids):
+        if index not in prompted:
             raise InvalidRequestError(f"sample {row} came before its prompt")
         name = f"group {groups[index].prompt_id}, sample {rollouts[index][member].sample_index}"
         rollouts[index][member] = _with_sample(rollouts[index][member], message.sample, name)

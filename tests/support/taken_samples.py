@@ -23,7 +23,9 @@ def outline_of(batch: TrainBatch) -> TrainBatch:
 
 def taken(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch:
     """The batch with the tokens of these samples alone."""
-    return asyncio.run(with_samples(outline_of(batch), rows, streamed(sample_messages(batch, rows))))
+    return asyncio.run(
+        with_samples(outline_of(batch), rows, streamed(sample_messages(batch, rows)))
+    )
 
 
 async def streamed(messages: Any) -> AsyncIterator[Any]:
