@@ -30,7 +30,7 @@ from sluice.types import Rollout, RoutedExperts, TrainBatch, TrainGroup, absent_
 
 
 def outline_to_proto(batch: TrainBatch) -> reward.TrainBatch:
-    """Encode a batch without tokens, logprobs, texts, experts and images."""
+    """Encode a batch without tokens, logprobs, texts, answers, experts and images."""
     return reward.TrainBatch(
         batch_id=batch.batch_id,
         policy_version=batch.policy_version,
@@ -133,7 +133,7 @@ def _group_to_proto(group: TrainGroup) -> reward.TrainGroup:
     return reward.TrainGroup(
         prompt_id=group.prompt_id,
         rollouts=[rollout_outline_to_proto(rollout) for rollout in group.rollouts],
-        scores=[score_to_proto(scored) for scored in group.scores],
+        scores=[score_to_proto(replace(one, prediction=None)) for one in group.scores],
         data_source=group.data_source,
         baseline_reward=group.baseline_reward,
         num_images=len(group.images),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from sluice.config.derived import (
     adapts,
-    largest_batch_mb,
     max_row_tokens,
+    taken_samples_mb,
     uses_critic,
     uses_reference,
     world_size,
@@ -183,7 +183,8 @@ def trainer_pool(
     micro_batches = _micro_batches(config, layout)
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
-    host = config.trainer.n_gpus_per_node * (reference + away + largest_batch_mb(config) * MIB)
+    taken = taken_samples_mb(config, layout.data_ranks)
+    host = config.trainer.n_gpus_per_node * (reference + away + taken * MIB)
     return TrainerPool(
         layout,
         parts,

@@ -96,7 +96,8 @@ def without_texts(batch: TrainBatch) -> TrainBatch:
     for group in batch.groups:
         turns = [(one, replace(one.turns[0], text="")) for one in group.rollouts]
         rollouts = tuple(replace(one, turns=(turn,)) for one, turn in turns)
-        groups.append(replace(group, rollouts=rollouts))
+        scores = tuple(replace(scored, prediction=None) for scored in group.scores)
+        groups.append(replace(group, rollouts=rollouts, scores=scores))
     return replace(batch, groups=tuple(groups))
 
 
