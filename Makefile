@@ -17,7 +17,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
 .PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
-	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-telemetry \
+	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-telemetry \
 	gpu-smoke fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
@@ -107,6 +107,9 @@ bench-engine: $(VENV)/.installed-train  ## Measure each engine's tokens/s, again
 
 bench-trainer: $(VENV)/.installed-dev  ## Prove the trainer's layouts, plans and states on the CPU, and measure its speed
 	@$(PY) -m benchmarks.trainer $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(ARGS)
+
+bench-devices: $(VENV)/.installed-dev  ## Measure on the CPU what will matter on devices, such as a large batch on the wire
+	@$(PY) -m benchmarks.devices $(ARGS)
 
 # With the Python of a machine with a GPU, which has its torch already; see docs/benchmarks.md.
 GPU_PYTHON ?= python3

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,53 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.batch_server import ServedBatch, arguments
-from tests.support.reward_process import REPOSITORY
+from tests.support.batch_server import BatchServer, ServedBatch, serving
 from tests.support.trainer_ranks import Rank, ranks_of
 
 BATCH = ServedBatch(groups=4, samples=4, tokens=20_000, prompt_tokens=50, vary=True)
 
 
-class Server:
-    """A process of `tests.support.batch_server`."""
-
-    def __init__(self, served: ServedBatch) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.batch_server", arguments(served)],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.address = self._line()
-
-    def counts(self) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write("counts\n")
-        self.process.stdin.flush()
-        return self._line()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=60)
-
-    def _line(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-
 @contextmanager
 def world(
     served: ServedBatch, world_size: int = 3, stall_s: float = 30.0
-) -> Iterator[tuple[Server, list[Rank]]]:
-    server = Server(served)
-    try:
+) -> Iterator[tuple[BatchServer, list[Rank]]]:
+    with serving(served) as server:
         given = {"address": server.address, "stall_s": stall_s, "mini_batch_groups": 2}
         with ranks_of("tests.support.sample_peer", world_size, given) as ranks:
             assert [rank.answer() for rank in ranks] == ["ready"] * world_size
             yield server, ranks
-    finally:
-        server.end()
 
 
 def took(ranks: list[Rank]) -> list[Any]:

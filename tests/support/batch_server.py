@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +31,7 @@ from sluice.types import (
     TrainGroup,
     VersionSpan,
 )
+from tests.support.reward_process import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -153,9 +157,42 @@ async def serve(servicer: BatchServicer) -> None:
     await server.stop(0)
 
 
-def arguments(served: ServedBatch) -> str:
-    """Return the process's argument."""
-    return json.dumps(asdict(served))
+class BatchServer:
+    """A process of this module."""
+
+    def __init__(self, served: ServedBatch) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.batch_server", json.dumps(asdict(served))],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address = self._line()
+
+    def counts(self) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write("counts\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+    def _line(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
+@contextmanager
+def serving(served: ServedBatch) -> Iterator[BatchServer]:
+    """A server, killed at the end."""
+    server = BatchServer(served)
+    try:
+        yield server
+    finally:
+        server.end()
 
 
 def _answer(values: object) -> None:
