@@ -12,6 +12,7 @@ missed names the keys that miss their bars; the exit code is then 1.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = tool_parser(__doc__, "python -m benchmarks.devices --parts wire")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), help=",".join(PARTS))
     parsed = parser.parse_args(arguments)
+    # Before the first rank starts, which inherits them.
+    os.environ |= {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
     report: dict[str, object] = dict.fromkeys(KEYS)
     for name in parsed.parts:
         began_s = time.monotonic()

@@ -24,18 +24,25 @@ def measure(served: ServedBatch = _BATCH) -> Mapping[str, Any]:
     streamed from the service, and broadcast from rank 0.
     """
     with serving(served) as server:
-        given = {"address": server.address, "stall_s": 60.0, "mini_batch_groups": served.groups}
+        given = {
+            "address": server.address,
+            "stall_s": _ANSWER_S,
+            "mini_batch_groups": served.groups,
+            "timeout_s": _ANSWER_S,
+        }
         with ranks_of("tests.support.sample_peer", _RANKS, given) as ranks:
             for rank in ranks:
                 rank.answer(_ANSWER_S)
             ranks[0].tell("take 1")
             found = [rank.answer(_ANSWER_S) for rank in ranks]
+            assert all(isinstance(one, dict) for one in found), found
             assert [rank.finish() for rank in ranks] == [0] * _RANKS
     print_line(
         json.dumps(
             {
                 "row_mb": [one["row_bytes"] >> 20 for one in found],
                 "in_mb": [one["bytes"] >> 20 for one in found],
+                "cpu_s": [round(one["cpu_s"], 1) for one in found],
                 "peak_mb": [round(one["peak_mb"]) for one in found],
             }
         )

@@ -72,12 +72,13 @@ class TakingLearner:
 
     def own_rows(self, outline: TrainBatch, step: int) -> list[int]:
         """The learner's division."""
-        self._began_s = time.monotonic()
+        self._began_cpu_s = time.process_time()
         self._own = sorted(own_rows(outline.groups, self._cut, self._parallel, step=step))
         return self._own
 
     def train_step(self, batch: TrainBatch, step: int) -> dict[str, Any]:
         """Answer what came."""
+        cpu_s = time.process_time() - self._began_cpu_s
         rows = [rollout for group in batch.groups for rollout in group.rollouts]
         came = [
             row for row, one in enumerate(rows) if one.num_tokens and not is_absent(one.token_ids)
@@ -93,7 +94,7 @@ class TakingLearner:
             "bytes": self._samples.num_bytes + self._parallel.num_bytes,
             "row_bytes": sum(8 * rows[row].num_tokens for row in came)
             + sum(4 * ids.size for ids in prompts),
-            "read_s": time.monotonic() - self._began_s,
+            "cpu_s": cpu_s,
             "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
         self._samples.num_bytes = self._parallel.num_bytes = 0
@@ -117,16 +118,16 @@ async def take(leader: RankLeader, address: str, step: int) -> dict[str, Any]:
     return {**found, "seconds": seconds}
 
 
-def run(address: str, stall_s: float, mini_batch_groups: int) -> None:
+def run(address: str, stall_s: float, mini_batch_groups: int, timeout_s: float = 60.0) -> None:
     """Obey, or follow."""
-    parallel = CountingRanks(select_device("cpu"), 60.0, 60.0)
+    parallel = CountingRanks(select_device("cpu"), timeout_s, timeout_s)
     samples = CountingSamples(address, 64 << 20, stall_s)
     learner = cast("Any", TakingLearner(parallel, samples, mini_batch_groups))
     answer("ready")
     if parallel.rank:
         follow(learner, parallel, samples)
     else:
-        leader = RankLeader(learner, parallel, 60.0, samples)
+        leader = RankLeader(learner, parallel, timeout_s, samples)
         for line in sys.stdin:
             answer(asyncio.run(take(leader, address, int(line.split()[1]))))
         leader.stop()
