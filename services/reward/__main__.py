@@ -23,6 +23,7 @@ from sluice.concurrency.process import (
     exit_status,
     stop_on_signals,
 )
+from sluice.config.deadlines import generate_timeout_s
 from sluice.config.derived import message_mb, prompt_images, replays_engine_routing
 from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
@@ -62,7 +63,7 @@ async def _serve(config: RunConfig) -> None:
     sets = open_prompt_sets(config)
     client = RolloutClient(
         linger_ms=config.sluice.reward.linger_ms,
-        timeout_s=config.sluice.reward.generate_timeout_s,
+        timeout_s=generate_timeout_s(config),
         max_message_bytes=limit,
         partial_interval_ms=config.sluice.reward.partial_interval_ms,
         with_routing=replays_engine_routing(config),

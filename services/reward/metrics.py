@@ -17,6 +17,7 @@ from services.reward.groups.loop import as_waits
 from services.reward.records.statistics import SAMPLE_OUTCOMES
 from sluice.algorithm.routing import FleetUse, replicas_needed, slots_needed
 from sluice.concurrency.watchdog import WorkState, watched_service
+from sluice.config.deadlines import generate_timeout_s
 from sluice.config.run import RunConfig
 from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
@@ -266,7 +267,7 @@ def watching(config: RunConfig, app: RewardApp, address: str) -> AbstractContext
     timeouts = config.sluice.reward.outcomes.scorer_timeout.max_attempts
     # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
     grading_s = config.actor_rollout_ref.rollout.n * timeouts * config.reward.scorer_pool.timeout_s
-    work = RewardWork(app, max(config.sluice.reward.generate_timeout_s, grading_s))
+    work = RewardWork(app, max(generate_timeout_s(config), grading_s))
     return watched_service("reward", config.sluice, work.work_state, address=address)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from contextlib import AsyncExitStack, ExitStack
@@ -53,11 +54,17 @@ from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.concurrency.process import exempt_start_up, process_age_s, stop_on_signals
 from sluice.config.addresses import advertised_host, peer_address
+from sluice.config.deadlines import (
+    command_timeout_s,
+    commit_timeout_s,
+    replica_wait_timeout_s,
+)
 from sluice.config.derived import (
     checkpoint_folder,
     message_mb,
     needs_greedy_baseline,
     needs_whole_groups,
+    replica_devices,
     total_training_steps,
     world_size,
 )
@@ -279,7 +286,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     share_total_steps(parallel, total_steps)
     logger.info("loading the model from %s", config.actor_rollout_ref.model.path)
     learner = Learner(config, parallel, total_steps)
-    timeout_s = config.sluice.trainer.command_timeout_s
+    timeout_s = command_timeout_s(config)
     leader = RankLeader(learner, parallel, timeout_s, reward_samples(config))
     folder = Path(checkpoint_folder(config))
     store = CheckpointStore(
@@ -307,6 +314,9 @@ def _publisher(
     device = transfer_device(config.trainer.device, weights.backend)
     bucket_bytes = weights.bucket_mb << 20
     transfer_timeout_s = broadcast_deadline_s(trained.tensors, bucket_bytes, weights.timeout_s)
+    elements = sum(math.prod(tensor.shape) for tensor in trained.tensors)
+    wire_bytes = elements * getattr(torch, config.actor_rollout_ref.rollout.dtype).itemsize
+    commit_s = commit_timeout_s(weights.timeout_s, wire_bytes / replica_devices(config))
     sends_changes = weights.delta == "auto"
 
     def make_sender() -> WeightSender:
@@ -322,7 +332,11 @@ def _publisher(
 
     def connect(replica: ReplicaInfo) -> ReplicaClient:
         return ReplicaClient(
-            replica, replicas, timeout_s=weights.timeout_s, transfer_timeout_s=transfer_timeout_s
+            replica,
+            replicas,
+            timeout_s=weights.timeout_s,
+            transfer_timeout_s=transfer_timeout_s,
+            commit_timeout_s=commit_s,
         )
 
     return WeightPublisher(
@@ -347,7 +361,7 @@ def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
         val_only=trainer.val_only,
         validates=config.data.val_files is not None,
         min_replicas=service.min_replicas,
-        replica_wait_timeout_s=service.replica_wait_timeout_s,
+        replica_wait_timeout_s=replica_wait_timeout_s(config),
         examples=max(_NUM_EXAMPLES, config.trainer.log_val_generations),
         scale=RunScale(world_size(config), dataset_rows),
         terms=BatchTerms(

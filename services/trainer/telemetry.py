@@ -20,9 +20,9 @@ from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import Waiting, units_done
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
+from sluice.config.deadlines import replica_wait_timeout_s
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
-from sluice.config.schema.service import TrainerServiceConfig
 from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
 from sluice.telemetry.metric_names import STEP, STEP_S, VAL_CORE, WAIT_BATCH_S, exported_rows
@@ -194,9 +194,9 @@ def phase_waits(state: RunState) -> tuple[Waiting, ...]:
 
 def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContextManager[None]:
     """Run the trainer's watchdog during the block."""
-    service = config.sluice.trainer
-    work = TrainerWork(service, state, fleet, Path(checkpoint_folder(config)))
-    address = advertised_address(service.endpoint, service.endpoint.port)
+    work = TrainerWork(config, state, fleet)
+    endpoint = config.sluice.trainer.endpoint
+    address = advertised_address(endpoint, endpoint.port)
     return watched_service("trainer", config.sluice, work.work_state, address=address)
 
 
@@ -208,22 +208,21 @@ class TrainerWork:
     paused or finished run has no work.
 
     Args:
-        service: the deadlines of waits that have their own.
-        checkpoints: the folder of the run's checkpoints.
+        config: the run's, with the deadlines of waits that have their own.
     """
 
-    def __init__(
-        self, service: TrainerServiceConfig, state: RunState, fleet: Fleet, checkpoints: Path
-    ) -> None:
+    def __init__(self, config: RunConfig, state: RunState, fleet: Fleet) -> None:
         self._state = state
         self._fleet = fleet
         self._unfinished = BackgroundMeasurement(
-            "unfinished checkpoint", partial(unfinished_checkpoint, checkpoints)
+            "unfinished checkpoint",
+            partial(unfinished_checkpoint, Path(checkpoint_folder(config))),
         )
+        batch_s = config.sluice.trainer.batch_timeout_s
         self._patience_s = {
-            RunPhase.WAITING_FOR_REPLICAS: service.replica_wait_timeout_s,
-            RunPhase.WAITING_FOR_BATCH: service.batch_timeout_s,
-            RunPhase.EVALUATING: service.batch_timeout_s,
+            RunPhase.WAITING_FOR_REPLICAS: replica_wait_timeout_s(config),
+            RunPhase.WAITING_FOR_BATCH: batch_s,
+            RunPhase.EVALUATING: batch_s,
         }
 
     def work_state(self) -> WorkState:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sluice.config.addresses import advertised_host
+from sluice.config.deadlines import command_timeout_s
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import EndpointConfig
 
@@ -54,7 +55,7 @@ def hccl_settings(config: RunConfig, endpoint: EndpointConfig) -> HcclSettings:
     """Return the settings of a process that serves at `endpoint`."""
     return HcclSettings(
         transfer_timeout_s=config.sluice.weights.timeout_s,
-        collective_timeout_s=config.sluice.trainer.command_timeout_s,
+        collective_timeout_s=command_timeout_s(config),
         own_host=advertised_host(endpoint),
     )
 

@@ -142,7 +142,9 @@ async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -
     given_up = threading.Event()
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=60.0)
     channels = ChannelPool(_MESSAGE_BYTES)
-    client = ReplicaClient(replica, channels, timeout_s=60, transfer_timeout_s=60)
+    client = ReplicaClient(
+        replica, channels, timeout_s=60, transfer_timeout_s=60, commit_timeout_s=60
+    )
     buffer = buffer_of({spec.name: state[spec.name] for spec in layout})
     try:
         spec = sender.form_group(1, [replica.name], layout)[replica.name]

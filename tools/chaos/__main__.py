@@ -199,7 +199,7 @@ def _report(
     lost = verdict.lost_prompts(surviving, ledger, witness.accepted, last_step)
     doubled = verdict.doubled_prompts(surviving, ledger)
     differing = [version for (_, version), found in observer.digests.items() if len(found) > 1]
-    late = verdict.late_waits(observer.waits, config.sluice, injector.stopped)
+    late = verdict.late_waits(observer.waits, config, injector.stopped)
     service_lost, accuracy = observer.most_lost, None
     with suppress(DataError):  # a trainer that was killed may leave half a line
         record = read_progress(run_dir)

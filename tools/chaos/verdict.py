@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from sluice.config.schema.service import ServiceConfig
+from sluice.config.deadlines import generate_timeout_s, replica_wait_timeout_s
+from sluice.config.run import RunConfig
 
 TRAINED = "trained"
 # A look takes a second, a busy machine some more.
@@ -144,19 +145,20 @@ class ObservedWait:
 
 def late_waits(
     seen: Iterable[ObservedWait],
-    service: ServiceConfig,
+    config: RunConfig,
     stopped: Sequence[tuple[str, float, float]],
 ) -> list[str]:
     """Return one text for each wait that exceeded the deadline of its phase.
 
     Args:
         seen: all looks.
-        service: has the deadlines; a phase without one has to end with the longest of them.
+        config: has the deadlines; a phase without one has to end with the longest of them.
         stopped: service, from, to (the clock of `seen`): a stopped process sees no deadline.
     """
+    service = config.sluice
     reward, weights, trainer = service.reward, service.weights, service.trainer
     longest_s = max(
-        trainer.batch_timeout_s, trainer.replica_wait_timeout_s, reward.generate_timeout_s
+        trainer.batch_timeout_s, replica_wait_timeout_s(config), generate_timeout_s(config)
     )
     limits_s = {
         "generating": reward.stall_timeout_s,

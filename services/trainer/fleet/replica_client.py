@@ -54,8 +54,9 @@ class ReplicaClient:
     Args:
         replica: the called replica.
         channels: hold the channel to it, which stays open until this client is closed.
-        timeout_s: deadline of joining and of committing.
+        timeout_s: deadline of joining.
         transfer_timeout_s: deadline of receiving one version.
+        commit_timeout_s: deadline of bringing it into the engine.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class ReplicaClient:
         *,
         timeout_s: float,
         transfer_timeout_s: float,
+        commit_timeout_s: float,
     ) -> None:
         self.replica = replica
         self._timeout_s = timeout_s
         self._transfer_timeout_s = transfer_timeout_s
+        self._commit_timeout_s = commit_timeout_s
         self._channels = channels
         channel = channels.acquire(replica.address)
         self._weights = weight_sync_stub(channel)
@@ -107,7 +110,9 @@ class ReplicaClient:
         """
         request = weights.CommitUpdateRequest(epoch=epoch, policy_version=version, digest=digest)
         phase = f"committing version {version}"
-        answer = await self._call(self._weights.CommitUpdate, request, phase, self._timeout_s)
+        answer = await self._call(
+            self._weights.CommitUpdate, request, phase, self._commit_timeout_s
+        )
         # The replica answers what it serves after the swap.
         if answer.digest != digest or answer.policy_version != version:
             raise WeightSyncError(

@@ -26,6 +26,7 @@ from services.trainer.learner.sample_reader import SampleReader, reward_samples
 from sluice.codec.train_batch import outline_from_bytes, outline_to_bytes
 from sluice.concurrency.process import exempt_start_up
 from sluice.concurrency.threads import OwnerThread
+from sluice.config.deadlines import command_timeout_s
 from sluice.config.derived import world_size
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
@@ -339,7 +340,7 @@ def join_ranks(config: RunConfig) -> DataParallel:
     device = select_device(config.trainer.device)
     if world_size(config) == 1:
         return DataParallel(device.torch_device.type)
-    timeout_s = config.sluice.trainer.command_timeout_s
+    timeout_s = command_timeout_s(config)
     logger.info("waiting for the %d ranks of the trainer", world_size(config))
     # Rank 0 joins only after the reward service has answered.
     return TorchDistributed(device, timeout_s, REWARD_START_TIMEOUT_S + timeout_s)

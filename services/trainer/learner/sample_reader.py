@@ -10,6 +10,7 @@ from typing import Protocol
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.codec.train_batch import with_samples
 from sluice.config.addresses import peer_address
+from sluice.config.deadlines import command_timeout_s
 from sluice.config.derived import message_mb, world_size
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, NotFoundError, PeerError
@@ -117,7 +118,7 @@ def reward_samples(config: RunConfig) -> RewardSamples:
     service = config.sluice.trainer
     stall_s = service.batch_timeout_s
     if world_size(config) > 1:  # the other ranks wait for this one
-        stall_s = min(stall_s, service.command_timeout_s / 2)
+        stall_s = min(stall_s, command_timeout_s(config) / 2)
     return RewardSamples(
         peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
         message_mb(config) << 20,

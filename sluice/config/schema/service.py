@@ -231,8 +231,10 @@ class RewardServiceConfig(Section, frozen=True):
     """Settings of the reward service."""
 
     endpoint: EndpointConfig = EndpointConfig()
-    generate_timeout_s: PositiveFloat = 600.0
-    """Most seconds of a replica for a group; its missing samples then continue on another one."""
+    generate_timeout_s: PositiveFloat | None = None
+    """Most seconds of a replica for a group; its missing samples then continue on another one.
+    None: 0.1 for each token of data.max_response_length, and at least 600.
+    """
 
     max_attempts: PositiveInt = 5
     """Most failed attempts to generate the missing samples of a group; after that the group
@@ -288,8 +290,10 @@ class TrainerServiceConfig(Section, frozen=True):
     min_replicas: PositiveInt = 1
     """Replicas that must be ready before the first step."""
 
-    replica_wait_timeout_s: PositiveFloat = 120.0
-    """Most seconds to wait for min_replicas; then the run fails."""
+    replica_wait_timeout_s: PositiveFloat | None = None
+    """Most seconds to wait for min_replicas; then the run fails. None: 120, or 600 for vllm and
+    sglang, and 4 for each GB of weights.
+    """
 
     batch_timeout_s: PositiveFloat = 600.0
     """Most seconds without progress while the trainer waits for a batch; then the run fails."""
@@ -303,8 +307,10 @@ class TrainerServiceConfig(Section, frozen=True):
     replica_stall_s: PositiveFloat = 60.0
     """Seconds without a token after which a replica with work is unused until it progresses."""
 
-    command_timeout_s: PositiveFloat = 120.0
-    """Most seconds that a trainer rank waits for rank 0's next command."""
+    command_timeout_s: PositiveFloat | None = None
+    """Most seconds that a trainer rank waits for the other ranks. None: 120, and 4 for each GB of
+    weights.
+    """
 
     skip_zero_advantage: bool = False
     """Skip the passes over samples whose advantages are all 0, which have no gradient, such as

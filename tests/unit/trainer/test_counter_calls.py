@@ -134,7 +134,9 @@ async def test_a_replica_that_leaves_during_the_call_still_reports_its_counters(
 
 async def test_the_channel_of_a_delivery_outlives_the_membership(calls: ChannelPool) -> None:
     async with serving(Replica()) as info:
-        steering = ReplicaClient(info, calls, timeout_s=5.0, transfer_timeout_s=5.0)
+        steering = ReplicaClient(
+            info, calls, timeout_s=5.0, transfer_timeout_s=5.0, commit_timeout_s=5.0
+        )
         channel = calls.to(info.address)
         await calls.retain([])
         await steering.probe(5.0)

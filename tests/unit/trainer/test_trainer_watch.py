@@ -15,10 +15,10 @@ from services.trainer.telemetry import TrainerWork, phase_waits
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.concurrency.waits import advance
-from sluice.config.schema.service import TrainerServiceConfig
+from sluice.config.loading.loader import load_config
 from sluice.types import ReplicaInfo
 
-SERVICE = TrainerServiceConfig(replica_wait_timeout_s=11.0, batch_timeout_s=22.0)
+KEYS = ("sluice.trainer.replica_wait_timeout_s=11", "sluice.trainer.batch_timeout_s=22")
 CONTEXT: Any = None
 REPLICA = ReplicaInfo("rollout-0", "instance-0", "host:1", 8)
 
@@ -29,7 +29,8 @@ class Trainer:
     def __init__(self, checkpoints: Path) -> None:
         self.state, self.fleet = RunState("trainer-1", 10, 2), Fleet("layout", 6.0)
         self.fleet.register(REPLICA, "layout", 0.0)
-        self.work = TrainerWork(SERVICE, self.state, self.fleet, checkpoints)
+        config = load_config(None, [*KEYS, f"trainer.default_local_dir={checkpoints}"])
+        self.work = TrainerWork(config, self.state, self.fleet)
 
 
 @pytest.fixture

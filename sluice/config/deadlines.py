@@ -1,0 +1,67 @@
+"""Deadlines that follow from the lengths, model and engine of a launch where a key is null."""
+
+from __future__ import annotations
+
+from sluice.config.memory.shape import find_shape
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+
+# A group that every engine finishes in time unless it hangs: ten tokens a second for each sample.
+_SECONDS_PER_TOKEN = 0.1
+_LEAST_GENERATE_S = 600.0
+# Files of a model on a shared disk that many ranks read at once.
+_READ_BYTES_PER_S = 0.25e9
+_FILE_BYTES_PER_PARAMETER = 2
+# Engines that compile and record graphs before they serve.
+_COMPILING_ENGINES = frozenset({"vllm", "sglang"})
+_START_S = 120.0
+_COMPILING_START_S = 600.0
+# A replica copies staged weights into its engine: the slowest path, from host memory in pieces.
+_LOAD_BYTES_PER_S = 0.5e9
+
+
+def generate_timeout_s(config: RunConfig) -> float:
+    """Return how long a group's stream may last: by default 0.1 s a token, at least 600 s."""
+    if (chosen := config.sluice.reward.generate_timeout_s) is not None:
+        return chosen
+    return max(_LEAST_GENERATE_S, _SECONDS_PER_TOKEN * config.data.max_response_length)
+
+
+def command_timeout_s(config: RunConfig) -> float:
+    """Return how long ranks wait for each other: by default 120 s, and 4 s for each GB of weights.
+
+    The ranks do not end loading at the same time.
+    """
+    if (chosen := config.sluice.trainer.command_timeout_s) is not None:
+        return chosen
+    return _START_S + _reading_s(config)
+
+
+def replica_wait_timeout_s(config: RunConfig) -> float:
+    """Return how long replicas may take to start.
+
+    By default 120 s, 600 s for an engine that compiles, and 4 s more for each GB of weights.
+    """
+    if (chosen := config.sluice.trainer.replica_wait_timeout_s) is not None:
+        return chosen
+    compiles = config.actor_rollout_ref.rollout.name in _COMPILING_ENGINES
+    return (_COMPILING_START_S if compiles else _START_S) + _reading_s(config)
+
+
+def commit_timeout_s(timeout_s: float, replica_bytes: float) -> float:
+    """Return how long a replica may take to bring staged weights into its engine.
+
+    Args:
+        timeout_s: `sluice.weights.timeout_s`.
+        replica_bytes: of the weights that one of its devices holds.
+    """
+    return timeout_s + replica_bytes / _LOAD_BYTES_PER_S
+
+
+def _reading_s(config: RunConfig) -> float:
+    try:
+        shape = find_shape(config.actor_rollout_ref.model.path)
+    except ConfigError:  # a model of another kind; what is wrong with its files is said elsewhere
+        shape = None
+    parameters = 0 if shape is None else shape.total_parameters
+    return parameters * _FILE_BYTES_PER_PARAMETER / _READ_BYTES_PER_S
