@@ -25,7 +25,7 @@ EXCEPTIONS: dict[str, str] = {
 CONFIG = ROOT / "sluice" / "config"
 MEANINGS = (
     CONFIG / "derived.py",
-    CONFIG / "endpoints.py",
+    CONFIG / "deadlines.py",
     CONFIG / "parallel_layout.py",
     CONFIG / "device_split.py",
 )

@@ -139,7 +139,7 @@ async def test_a_batch_is_the_same_until_it_is_acknowledged(configure: Callable[
         assert not {g.prompt_id for g in batch.groups} & {g.prompt_id for g in following.groups}
         with pytest.raises(grpc.aio.AioRpcError, match="is not leased"):
             await service.stub.AcknowledgeBatch(
-                reward_pb2.AcknowledgeBatchRequest(batch_id="unknown", step=1), timeout=5
+                reward_pb2.AcknowledgeBatchRequest(batch_id="unknown", step=1), timeout=30
             )
 
 

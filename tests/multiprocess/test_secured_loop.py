@@ -103,7 +103,7 @@ async def knock(run: LiveRun, settings: Mapping[str, str], seen: Seen) -> None:
             address, max_message_bytes=1 << 20, credentials=tokenless
         ) as channel:
             health: grpc.aio.UnaryUnaryCall = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=10
+                health_pb2.HealthCheckRequest(), timeout=30
             )
             seen.health[address] = (await health).status
 

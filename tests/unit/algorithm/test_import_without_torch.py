@@ -34,7 +34,7 @@ def test_numpy_files_never_import_torch() -> None:
         cwd=ALGORITHM.parents[1],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,7 @@ def test_it_serves_until_a_signal_ends_it(tmp_path: Path) -> None:
             try:
                 assert process.stdout is not None
                 url = process.stdout.readline().split(" at ")[1].strip()
-                with urllib.request.urlopen(f"{url}/models", timeout=20) as answer:
+                with urllib.request.urlopen(f"{url}/models", timeout=60) as answer:
                     assert b'"id":"policy"' in answer.read()
                 # The run's prompts and responses have 512 + 512 tokens.
                 asked = {"model": "policy", "prompt": "hi", "max_tokens": 100_000}

@@ -85,7 +85,7 @@ class World:
             on_tokens=self.reported_tokens.append,
         )
 
-    async def run(self, num_examples: int = 0, seconds: float = 10.0) -> FinishedValidation:
+    async def run(self, num_examples: int = 0, seconds: float = 60.0) -> FinishedValidation:
         await self.dispatcher.announce([replica("a")])
         sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, seed=1)
         order = ValidationOrder(0, SAMPLES, sampling, num_examples)

@@ -29,7 +29,7 @@ _TENSORS = tuple(
     TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in _WEIGHTS.items()
 )
 _DIGEST = plain_digest(_WEIGHTS)
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 60.0
 
 
 class Workers:

@@ -223,7 +223,7 @@ async def _error_of_a_call() -> PeerError:
                     name="RewardService/GetStatus",
                     peer="rollout-1",
                     phase="asking",
-                    deadline_s=10.0,
+                    deadline_s=60.0,
                 )
     return caught.value
 

@@ -36,7 +36,7 @@ def test_a_reserved_port_answers_no_peer_and_is_served_once_it_is_released() -> 
         port = int(server.getsockname()[1])
     with bound_socket(HOST, port) as reserved:
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((HOST, port), timeout=5)
+            socket.create_connection((HOST, port), timeout=30)
         reserved.close()
         with socket.create_server((HOST, port)):
             pass

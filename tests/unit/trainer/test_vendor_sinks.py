@@ -87,7 +87,7 @@ def leveldb_records(file: Path) -> Iterator[bytes]:
 
 async def settled(file: Path) -> None:
     """wandb's own process may still write for a moment after the run has finished."""
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60.0):
         before = -1
         while (size := file.stat().st_size) != before or size <= 7:
             before = size

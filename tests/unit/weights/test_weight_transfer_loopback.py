@@ -298,10 +298,10 @@ def test_nothing_is_staged_without_a_formed_group(receiver: WeightReceiver) -> N
 
 
 def test_the_store_listens_on_the_given_address_only(sender: WeightSender) -> None:
-    with socket.create_connection(("127.0.0.1", sender.port), timeout=2):
+    with socket.create_connection(("127.0.0.1", sender.port), timeout=20):
         pass
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", sender.port), timeout=2)
+        socket.create_connection(("127.0.0.2", sender.port), timeout=20)
 
 
 def test_a_port_in_use_is_named_with_the_remedy(sender: WeightSender) -> None:
