@@ -110,6 +110,22 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
 
+# No vocabulary has this token, and a logprob that is no number spoils a loss visibly.
+_ABSENT_TOKEN = np.array([0xFFFFFFFF], dtype=np.uint32)
+_ABSENT_LOGPROB = np.array([np.nan], dtype=np.float32)
+_ABSENT_EXPERT = np.zeros((1, 1, 1), dtype=np.uint8)
+
+
+def absent_tokens(size: int) -> TokenIds:
+    """Return the place of so many tokens that are elsewhere; it takes no memory."""
+    return np.broadcast_to(_ABSENT_TOKEN, (size,))
+
+
+def is_absent(values: TokenIds | RoutedExperts) -> bool:
+    """Return whether these tokens, or experts, are elsewhere; no tokens never are."""
+    return any(np.may_share_memory(values, one) for one in (_ABSENT_TOKEN, _ABSENT_EXPERT))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One model call of a sample: the tokens that the policy sampled in it.
@@ -188,6 +204,34 @@ class Rollout:
         except ValueError as error:
             raise ValueError(f"rollout {sample_index}: {error}") from error
         return cls(sample_index, (turn,))
+
+    @classmethod
+    def absent(
+        cls,
+        sample_index: int,
+        num_tokens: int,
+        version_spans: tuple[VersionSpan, ...],
+        finish_reason: FinishReason,
+        *,
+        has_routing: bool,
+    ) -> Rollout:
+        """Return a sample whose tokens, logprobs, experts and text are elsewhere.
+
+        Raises:
+            ValueError: names the sample; see `Turn`.
+        """
+        routing = None
+        if has_routing:
+            routing = np.broadcast_to(_ABSENT_EXPERT, (max(1, num_tokens), 1, 1))
+        return cls.of_one_turn(
+            sample_index,
+            absent_tokens(num_tokens),
+            np.broadcast_to(_ABSENT_LOGPROB, (num_tokens,)),
+            version_spans,
+            finish_reason,
+            "",
+            routing,
+        )
 
     @property
     def token_ids(self) -> TokenIds:
@@ -370,7 +414,12 @@ class PromptEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainGroup:
-    """One prompt's samples as the optimizer sees them: every sample is scored."""
+    """One prompt's samples as the optimizer sees them: every sample is scored.
+
+    On a trainer rank, tokens of samples that other ranks train are absent (`is_absent`), and so is
+    a prompt without a sample here. `prompt_routing` has experts of the prompt's tokens where the
+    first sample with any is absent.
+    """
 
     prompt_id: str
     prompt_token_ids: TokenIds  # [prompt tokens]
@@ -380,6 +429,7 @@ class TrainGroup:
     baseline_reward: float | None = None  # of the prompt's greedy response, if there is one
     images: tuple[bytes, ...] = ()  # encoded files, in the order of their tokens in the prompt
     traceparent: str = ""  # of the prompt's span; empty where it is not recorded
+    prompt_routing: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,9 @@ Parts, and the keys of the JSON object that is printed last; those of other part
 engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM over that of an earlier
             commit; vllm_overhead: tokens/s at 128 sequences over vLLM alone; with --vllm-python
             only
+wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
+            worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
+            512 x 16 samples of 20,000 tokens
 
 missed names the keys that miss their bars; the exit code is then 1.
 """
@@ -12,16 +15,17 @@ missed names the keys that miss their bars; the exit code is then 1.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.devices import engines
+from benchmarks.devices import engines, wire
 from benchmarks.reporting import print_line, print_report
 from tools.phases import tool_parser
 
-KEYS = (*engines.KEYS,)
-MOST: Mapping[str, float] = {**engines.MOST}
+KEYS = (*wire.KEYS, *engines.KEYS)
+MOST: Mapping[str, float] = {**wire.MOST, **engines.MOST}
 LEAST: Mapping[str, float] = {**engines.LEAST}
 
 Part = Callable[[argparse.Namespace], Mapping[str, object]]
@@ -35,6 +39,7 @@ def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
 
 
 PARTS: Mapping[str, Part] = {
+    "wire": lambda _: wire.measure(),
     "engines": _engines,
 }
 
@@ -57,10 +62,12 @@ def _parts(text: str) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
-    parser = tool_parser(__doc__, "python -m benchmarks.devices --parts engines")
+    parser = tool_parser(__doc__, "python -m benchmarks.devices --parts wire")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), help=",".join(PARTS))
     parser.add_argument("--vllm-python", help="of an environment with vLLM and sluice")
     parsed = parser.parse_args(arguments)
+    # Before the first rank starts, which inherits them.
+    os.environ |= {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
     report: dict[str, object] = dict.fromkeys(KEYS)
     for name in parsed.parts:
         began_s = time.monotonic()

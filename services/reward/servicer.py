@@ -31,13 +31,11 @@ from sluice.codec.reward import (
     check_announcement,
     check_prompt,
     check_score,
-    expert_messages,
     extra_info_of,
-    group_images_to_proto,
     progress_from_proto,
     score_to_proto,
-    train_batch_to_proto,
 )
+from sluice.codec.train_batch import outline_to_proto, sample_messages
 from sluice.concurrency.waits import waiting_for
 from sluice.config.schema.limits import LimitsConfig
 from sluice.config.schema.rollout import RolloutConfig
@@ -118,30 +116,20 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             request.step, request.policy_version, _seconds(context, "TakeBatch")
         )
         await self._app.ledger.durable()
-        message = train_batch_to_proto(batch, with_images=False)
+        message = outline_to_proto(batch)
         for group in message.groups:
             group.traceparent = self._app.traces.traceparent(group.prompt_id)
         return reward.TakeBatchResponse(batch=message)
 
-    async def TakeImages(  # type: ignore[override]
-        self, request: reward.TakeImagesRequest, context: Context
+    async def TakeSamples(  # type: ignore[override]
+        self, request: reward.TakeSamplesRequest, context: Context
     ) -> None:
-        """Send the images of the leased batch."""
+        """Send samples of the leased batch, and their prompts."""
         check_fields(request)
-        batches = self._app.loop.batches
-        for images in group_images_to_proto(batches.batch(request.batch_id)):
-            with waiting_for("trainer", "taking images of a batch"):
-                await context.write(images)
-
-    async def TakeRouting(  # type: ignore[override]
-        self, request: reward.TakeRoutingRequest, context: Context
-    ) -> None:
-        """Send the experts of the leased batch's samples."""
-        check_fields(request)
-        batches = self._app.loop.batches
-        for routing in expert_messages(batches.batch(request.batch_id)):
-            with waiting_for("trainer", "taking the experts of a batch"):
-                await context.write(routing)
+        batch = self._app.loop.batches.batch(request.batch_id)
+        for message in sample_messages(batch, request.rows):
+            with waiting_for("trainer", "taking samples of a batch"):
+                await context.write(message)
 
     async def AcknowledgeBatch(
         self, request: reward.AcknowledgeBatchRequest, context: Context

@@ -33,6 +33,7 @@ from services.trainer.learner.rank_command import (
     share_total_steps,
 )
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sample_reader import reward_samples
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.learner_thread import LearnerThread
@@ -285,7 +286,8 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     share_total_steps(parallel, total_steps)
     logger.info("loading the model from %s", config.actor_rollout_ref.model.path)
     learner = Learner(config, parallel, total_steps)
-    leader = RankLeader(learner, parallel, command_timeout_s(config))
+    timeout_s = command_timeout_s(config)
+    leader = RankLeader(learner, parallel, timeout_s, reward_samples(config))
     folder = Path(checkpoint_folder(config))
     store = CheckpointStore(
         folder, config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep

@@ -115,8 +115,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     reward.SubmitPromptsRequest: {"data_source": _SOURCE},
     reward.ScoreItem: {"data_source": _SOURCE},
     reward.TakeBatchRequest: {"step": _STEP, "policy_version": _NUMBER},
-    reward.TakeImagesRequest: {"batch_id": _NAME},
-    reward.TakeRoutingRequest: {"batch_id": _NAME},
+    reward.TakeSamplesRequest: {"batch_id": _NAME},
     reward.AcknowledgeBatchRequest: {"batch_id": _NAME, "step": _STEP},
     reward.AnnouncePolicyRequest: {"trainer_instance_id": _NAME, "policy_version": _NUMBER},
     reward.EvaluateRequest: {

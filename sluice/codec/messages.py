@@ -118,15 +118,6 @@ def check_submitted_images(
         )
 
 
-def check_taken_images(group: reward.TrainGroup, images: Sequence[bytes]) -> None:
-    """Check the number of images for a group of a batch. Raise InvalidRequestError."""
-    if len(images) != group.num_images:
-        raise InvalidRequestError(
-            f"group {group.prompt_id}: {len(images)} images came for the {group.num_images} that "
-            "its prompt has"
-        )
-
-
 def struct_to_proto(values: Mapping[str, object], field: str) -> Struct | None:
     """Encode a JSON object; return None for an empty mapping.
 

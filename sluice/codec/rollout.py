@@ -38,21 +38,47 @@ MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
 MAX_STOPS, MAX_STOP_BYTES = 16, 128
 
 
-def rollout_to_proto(rollout: Rollout, *, with_routing: bool = True) -> common.Rollout:
+def rollout_to_proto(rollout: Rollout) -> common.Rollout:
     """Encode one sample; experts may take many times the bytes of all else."""
-    routing = rollout.routing if with_routing else None
+    routing = rollout.routing
     return common.Rollout(
         sample_index=rollout.sample_index,
         token_ids_u32=token_ids_to_bytes(rollout.token_ids),
         behavior_logprobs_f32=logprobs_to_bytes(rollout.behavior_logprobs),
-        version_spans=[
-            common.VersionSpan(version=s.version, start=s.start, end=s.end)
-            for s in rollout.version_spans
-        ],
+        version_spans=_spans_to_proto(rollout),
         finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
         text=rollout.text,
         routing=None if routing is None else routing_to_proto(routing),
     )
+
+
+def rollout_outline_to_proto(rollout: Rollout) -> common.Rollout:
+    """Encode what does not grow with the tokens of one sample."""
+    return common.Rollout(
+        sample_index=rollout.sample_index,
+        version_spans=_spans_to_proto(rollout),
+        finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
+        num_tokens=rollout.num_tokens,
+        has_routing=rollout.routing is not None,
+    )
+
+
+def rollout_outline_from_proto(message: common.Rollout) -> Rollout:
+    """Decode a sample whose tokens are absent.
+
+    Raises:
+        InvalidRequestError: unknown finish reason, or spans that do not fit the number of tokens.
+    """
+    try:
+        return Rollout.absent(
+            message.sample_index,
+            message.num_tokens,
+            _spans_from_proto(message),
+            _finish_reason(message),
+            has_routing=message.has_routing,
+        )
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
 
 
 def rollout_from_proto(message: common.Rollout) -> Rollout:
@@ -61,9 +87,6 @@ def rollout_from_proto(message: common.Rollout) -> Rollout:
     Raises:
         InvalidRequestError: unknown finish reason, or arrays and spans that do not fit together.
     """
-    finish_reason = _FINISH_FROM_PROTO.get(message.finish_reason)
-    if finish_reason is None:
-        raise InvalidRequestError(f"rollout.finish_reason: {message.finish_reason} is unknown")
     try:
         return Rollout.of_one_turn(
             sample_index=message.sample_index,
@@ -71,10 +94,8 @@ def rollout_from_proto(message: common.Rollout) -> Rollout:
             behavior_logprobs=logprobs_from_bytes(
                 message.behavior_logprobs_f32, "rollout.behavior_logprobs_f32"
             ),
-            version_spans=tuple(
-                VersionSpan(s.version, s.start, s.end) for s in message.version_spans
-            ),
-            finish_reason=finish_reason,
+            version_spans=_spans_from_proto(message),
+            finish_reason=_finish_reason(message),
             text=message.text,
             routing=(
                 routing_from_proto(message.routing, "rollout.routing")
@@ -84,6 +105,24 @@ def rollout_from_proto(message: common.Rollout) -> Rollout:
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
+
+
+def _spans_to_proto(rollout: Rollout) -> list[common.VersionSpan]:
+    return [
+        common.VersionSpan(version=s.version, start=s.start, end=s.end)
+        for s in rollout.version_spans
+    ]
+
+
+def _spans_from_proto(message: common.Rollout) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(s.version, s.start, s.end) for s in message.version_spans)
+
+
+def _finish_reason(message: common.Rollout) -> FinishReason:
+    found = _FINISH_FROM_PROTO.get(message.finish_reason)
+    if found is None:
+        raise InvalidRequestError(f"rollout.finish_reason: {message.finish_reason} is unknown")
+    return found
 
 
 def new_tokens_from_proto(message: rollout.TokenDelta) -> NewTokens:

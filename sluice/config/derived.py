@@ -15,6 +15,8 @@ from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 from sluice.vision.vision_shape import reads_images
 
 DEFAULT_MESSAGE_MB = 64
+# Versions, scores and the scorer's further numbers.
+_OUTLINE_SAMPLE_BYTES = 512
 # Engines whose adapter takes no images.
 _TEXT_ENGINES = frozenset({"sglang"})
 
@@ -189,8 +191,8 @@ def replays_engine_routing(config: RunConfig) -> bool:
 
 
 def message_mb(config: RunConfig) -> int:
-    """Return the largest gRPC message, MiB; by default 64, or a train batch if that is larger."""
-    return config.sluice.max_message_mb or max(DEFAULT_MESSAGE_MB, largest_batch_mb(config))
+    """Return the largest gRPC message, MiB: by default 64, or `largest_message_mb` if more."""
+    return config.sluice.max_message_mb or max(DEFAULT_MESSAGE_MB, largest_message_mb(config))
 
 
 def image_limits(config: RunConfig) -> ImageLimits:
@@ -207,16 +209,28 @@ def image_limits(config: RunConfig) -> ImageLimits:
     )
 
 
-def largest_batch_mb(config: RunConfig) -> int:
-    """Return the MiB of a train batch message whose responses are all as long as allowed.
+def largest_message_mb(config: RunConfig) -> int:
+    """Return the MiB of the larger of two messages: a train batch's outline, and one sample.
 
-    A response token takes 4 bytes of id, 4 of logprob and about 4 of text; a prompt token takes 4.
-    The images of each prompt travel in a separate message, and so do the experts of each sample.
+    An outline has lengths, versions and scores. A response token takes 4 bytes of id, 4 of logprob
+    and about 4 of text; a prompt token takes 4. Images and experts are not counted.
     """
     data = config.data
-    per_group = 4 * data.max_prompt_length
-    per_group += 12 * data.max_response_length * config.actor_rollout_ref.rollout.n
-    return math.ceil(per_group * data.train_batch_size / (1 << 20))
+    outline = _OUTLINE_SAMPLE_BYTES * rows_per_batch(config)
+    sample = 4 * data.max_prompt_length + 12 * data.max_response_length
+    return math.ceil(max(outline, sample) / (1 << 20))
+
+
+def taken_samples_mb(config: RunConfig, data_ranks: int) -> int:
+    """Return the MiB of samples that a trainer rank takes of a batch of longest responses.
+
+    Args:
+        config: of the run.
+        data_ranks: ranks, or groups of ranks, that train different samples.
+    """
+    data = config.data
+    responses = 8 * data.max_response_length * rows_per_batch(config) / data_ranks
+    return math.ceil((4 * data.max_prompt_length * data.train_batch_size + responses) / (1 << 20))
 
 
 def needs_greedy_baseline(config: RunConfig) -> bool:

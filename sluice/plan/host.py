@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from sluice.config.derived import (
     adapts,
-    largest_batch_mb,
     max_row_tokens,
     replays_engine_routing,
     rows_per_batch,
+    taken_samples_mb,
     uses_critic,
     uses_reference,
     world_size,
 )
 from sluice.config.memory.shape import ModelShape
+from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 
 MIB = 1 << 20
@@ -38,7 +39,7 @@ def rank_host_bytes(config: RunConfig, shape: ModelShape, weights: float, moment
     gives_way = sharding.param_offload and (has_reference_model(config) or uses_critic(config))
     away = moments * sharding.optimizer_offload_fraction * sharding.optimizer_offload
     copies = (weights + moments) * actor.checkpoint.async_save
-    batch = largest_batch_mb(config) * MIB
+    batch = taken_samples_mb(config, trainer_layout(config, world_size(config)).data_ranks) * MIB
     routing = _engine_expert_bytes(config, shape)
     return reference + weights * gives_way + away + copies + batch + routing
 
@@ -59,14 +60,8 @@ def replayed_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 def _engine_expert_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Return those of a rank's rows, as they came and packed."""
-    came = batch_expert_bytes(config, shape) / _data_ranks(config)
+    came = batch_expert_bytes(config, shape) / trainer_layout(config, world_size(config)).data_ranks
     return came + replayed_bytes(config, shape) if came else 0.0
-
-
-def _data_ranks(config: RunConfig) -> float:
-    """Return how many ranks, or groups of ranks that share sequences, train different samples."""
-    sharding = config.actor_rollout_ref.actor.fsdp_config
-    return world_size(config) / sharding.ulysses_sequence_parallel_size
 
 
 def _packed_tokens(config: RunConfig) -> int:

@@ -63,7 +63,7 @@ async def test_images_of_rows_reach_replicas_and_trainer_also_after_a_kill(
         async with reward_process(config) as service:
             await service.announce(0, [replica])
             with pytest.raises(grpc.aio.AioRpcError, match="not leased"):
-                _ = [answer async for answer in service.images(lost_id)]
+                _ = [answer async for answer in service.samples(lost_id, [0])]
             batch = await service.take(1, 0)
             await service.acknowledge(batch, 1)
             await service.announce(1, [replica])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +112,9 @@ class World:
 
     # the policy
 
+    async def take_samples(self, outline: TrainBatch, step: int) -> str:
+        return ""
+
     async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
         await self.happens(f"train {step}")
         return {"actor/pg_loss": 0.5}
@@ -144,12 +147,19 @@ class World:
         await self.happens(f"announce {version} on {names}{resuming}")
 
     async def take_batch(
-        self, step: int, version: int, generated_tokens: Callable[[], int], /
+        self,
+        step: int,
+        version: int,
+        generated_tokens: Callable[[], int],
+        take_samples: Callable[[TrainBatch, int], Awaitable[str]],
+        /,
     ) -> TrainBatch:
         assert version == step - 1
         assert generated_tokens() >= 0
         await self.happens(f"take {step}")
-        return self.batch_of(step)
+        batch = self.batch_of(step)
+        assert not await take_samples(batch, step)
+        return batch
 
     async def acknowledge(self, batch_id: str, step: int) -> None:
         assert batch_id == f"batch-{step}"

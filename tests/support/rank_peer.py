@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -51,6 +52,7 @@ from sluice.vision.image_prompts import load_image_prompts
 from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights.plan import tensor_specs
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
+from tests.support.taken_samples import MadeSamples, outline_of
 from tests.support.tiny_policy import (
     adapting,
     freezing,
@@ -107,6 +109,17 @@ def batch_of(model: Path, step: int) -> TrainBatch:
     if reader is None:
         return make_batch(NUM_GROUPS, seed=step)
     return make_image_batch(reader, NUM_GROUPS, seed=step)
+
+
+def made_batch(model: Path, batch_id: str) -> TrainBatch:
+    """By the command that trains it, and its step."""
+    command, step = batch_id.split("-")
+    batch = batch_of(model, int(step))
+    if command == "uniform":
+        batch = uniform(batch, UNIFORM)
+    if command == "routed":
+        batch = routed(batch, NUM_EXPERTS, without=2)
+    return replace(batch, batch_id=batch_id)
 
 
 def obey(leader: RankLeader, learner: Learner, model: Path) -> None:
@@ -182,15 +195,10 @@ def refuse(name: str) -> None:
 
 
 def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> object:
-    if command == "train":
-        step = int(argument)
-        return leader.train_step(batch_of(model, step), step)
-    if command == "uniform":
-        step = int(argument)
-        return leader.train_step(uniform(batch_of(model, step), UNIFORM), step)
-    if command == "routed":
-        step = int(argument)
-        return leader.train_step(routed(batch_of(model, step), NUM_EXPERTS, without=2), step)
+    if command in {"train", "uniform", "routed"}:
+        outline, step = outline_of(made_batch(model, f"{command}-{argument}")), int(argument)
+        lost = leader.take_samples(outline, step)
+        return {"lost": lost} if lost else leader.train_step(outline, step)
     if command == "weights":
         folder = Path(f"{argument}.saved") / "actor"
         leader.save(folder)
@@ -278,10 +286,11 @@ def run(
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"
+    samples = MadeSamples(partial(made_batch, model))
     if parallel.rank == 0:
-        obey(RankLeader(learner, parallel, timeout_s), learner, model)
+        obey(RankLeader(learner, parallel, timeout_s, samples), learner, model)
     else:
-        follow(learner, parallel)
+        follow(learner, parallel, samples)
     answer({"held_bytes": held_bytes()})
     parallel.close()
 

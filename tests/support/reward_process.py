@@ -19,7 +19,8 @@ import msgspec
 from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.codec.messages import replica_to_proto
-from sluice.codec.reward import progress_to_proto, train_batch_from_proto, with_group_images
+from sluice.codec.reward import progress_to_proto
+from sluice.codec.train_batch import outline_from_proto, with_samples
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -97,13 +98,14 @@ class RewardProcess:
     async def take(self, step: int, version: int, timeout_s: float = 30.0) -> TrainBatch:
         """Take a batch."""
         request = reward_pb2.TakeBatchRequest(step=step, policy_version=version)
-        batch = (await self.stub.TakeBatch(request, timeout=timeout_s)).batch
-        with_group_images(batch, {a.prompt_id: a.images async for a in self.images(batch.batch_id)})
-        return train_batch_from_proto(batch)
+        outline = outline_from_proto((await self.stub.TakeBatch(request, timeout=timeout_s)).batch)
+        rows = range(sum(len(group.rollouts) for group in outline.groups))
+        return await with_samples(outline, rows, self.samples(outline.batch_id, rows))
 
-    def images(self, batch_id: str) -> Any:
-        """The images of a leased batch, group by group."""
-        return self.stub.TakeImages(reward_pb2.TakeImagesRequest(batch_id=batch_id), timeout=60)
+    def samples(self, batch_id: str, rows: Sequence[int]) -> Any:
+        """These samples of a leased batch, and their prompts."""
+        request = reward_pb2.TakeSamplesRequest(batch_id=batch_id, rows=rows)
+        return self.stub.TakeSamples(request, timeout=60)
 
     async def acknowledge(self, batch: TrainBatch, step: int) -> None:
         """Report a batch as trained."""

@@ -194,11 +194,22 @@ class Learner:
         """Return whether checkpoints are written while training continues."""
         return self._beside is not None
 
+    def own_rows(self, batch: TrainBatch, step: int) -> list[int]:
+        """Return the numbers of the batch's samples that this rank trains, rising. Collective.
+
+        Args:
+            batch: the same on every rank; its tokens may be absent.
+            step: the step that it is for.
+        """
+        with self._parallel.naming_failures(f"dividing the batch of step {step}"):
+            return self._update.own_rows(batch, step)
+
     def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Update the policy with one batch. Collective.
 
         Args:
-            batch: the same on every rank.
+            batch: the same on every rank, except that each may lack tokens of samples that are not
+                among its `own_rows`.
             step: number of the train batch in the run, from 1 (verl's global step).
 
         Returns:

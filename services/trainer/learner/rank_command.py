@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
@@ -22,20 +22,15 @@ import torch
 from services.trainer.learner.batch.train_batch import check_routing
 from services.trainer.learner.learner import Learner, NamedTensors
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
-from sluice.codec.reward import (
-    expert_messages,
-    sample_experts_from_bytes,
-    train_batch_from_bytes,
-    train_batch_to_bytes,
-    with_routing,
-)
+from services.trainer.learner.sample_reader import SampleReader, reward_samples
+from sluice.codec.train_batch import outline_from_bytes, outline_to_bytes
 from sluice.concurrency.process import exempt_start_up
 from sluice.concurrency.threads import OwnerThread
 from sluice.config.deadlines import command_timeout_s
 from sluice.config.derived import world_size
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
-from sluice.errors import PeerError, SluiceError
+from sluice.errors import InvalidRequestError, PeerError, SluiceError
 from sluice.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -45,7 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
-_SENDING_EXPERTS = "sending experts of a batch"
 _KEEP_ALIVES_PER_DEADLINE = 4
 
 REWARD_START_TIMEOUT_S = 120.0
@@ -54,12 +48,21 @@ REWARD_START_TIMEOUT_S = 120.0
 class CommandKind(StrEnum):
     """The next work of all ranks."""
 
+    TAKE = "take"
     TRAIN = "train"
     LOAD = "load"
     STREAM = "stream"
     SAVE = "save"
     KEEP_ALIVE = "keep_alive"
     STOP = "stop"
+
+
+class _Outcome(IntEnum):
+    """How a rank's reading of its samples ended."""
+
+    TAKEN = 0
+    LOST = 1  # the service or the lease is gone
+    FAILED = 2
 
 
 class RankLeader:
@@ -71,11 +74,19 @@ class RankLeader:
     Args:
         learner: rank 0's; the other ranks run `follow`.
         command_timeout_s: how long the others wait for a command.
+        samples: where rank 0 gets its samples from.
     """
 
-    def __init__(self, learner: Learner, parallel: DataParallel, command_timeout_s: float) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        parallel: DataParallel,
+        command_timeout_s: float,
+        samples: SampleReader,
+    ) -> None:
         self._learner = learner
         self._parallel = parallel
+        self._samples = RankSamples(learner, parallel, samples)
         self._commanding = threading.Lock()
         self._stopped = threading.Event()
         self._failure: SluiceError | None = None
@@ -86,20 +97,34 @@ class RankLeader:
         if parallel.world_size > 1:
             self._keep_alives.start()
 
-    def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Call `Learner.train_step` on all ranks.
+    def take_samples(self, outline: TrainBatch, step: int) -> str:
+        """Let every rank read its samples of a leased batch.
+
+        Returns:
+            why they did not all come; then the batch must be taken again. Empty: they came.
 
         Raises:
-            DeadlineError, PeerError: a rank failed, now or since the last call, or the batch has
-                experts that are not the model's.
+            DeadlineError, PeerError: a rank failed, now or since the last call, or refused its
+                samples.
         """
-        check_routing(batch, self._learner.routing_shape)
         with self._commanding:
-            # The reward service gives the batch to rank 0 only.
-            body = train_batch_to_bytes(batch) if self._parallel.world_size > 1 else b""
-            self._send(CommandKind.TRAIN, {"step": step, "num_routed": batch.num_routed}, body)
-            self._send_routing(batch)
-            return self._learner.train_step(batch, step)
+            body = outline_to_bytes(outline) if self._parallel.world_size > 1 else b""
+            self._send(CommandKind.TAKE, {"step": step}, body)
+            return self._samples.take(outline, step)
+
+    def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """Call `Learner.train_step` on all ranks, each with the samples that it took.
+
+        Args:
+            batch: the outline of `take_samples`.
+            step: number of the train batch in the run, from 1.
+
+        Raises:
+            DeadlineError, PeerError: a rank failed, now or since the last call.
+        """
+        with self._commanding:
+            self._send(CommandKind.TRAIN, {"step": step, "batch_id": batch.batch_id}, b"")
+            return self._learner.train_step(self._samples.taken(batch.batch_id), step)
 
     def load(self, directory: Path) -> None:
         """Call `Learner.load` on all ranks; every rank reads `directory`."""
@@ -174,12 +199,6 @@ class RankLeader:
         message = len(header).to_bytes(_LENGTH_BYTES, "little") + header + body
         self._parallel.broadcast_bytes(message, f"sending the command {kind}")
 
-    def _send_routing(self, batch: TrainBatch) -> None:
-        """Broadcast the experts of the batch's samples one at a time: they may take gigabytes."""
-        if self._parallel.world_size > 1:
-            for message in expert_messages(batch):
-                self._parallel.broadcast_bytes(message.SerializeToString(), _SENDING_EXPERTS)
-
     def _keep_alive(self) -> None:
         while not self._stopped.wait(self._interval_s):
             # A running command already shows that rank 0 lives.
@@ -196,14 +215,85 @@ class RankLeader:
                 self._commanding.release()
 
 
-def follow(learner: Learner, parallel: DataParallel) -> None:
+class RankSamples:
+    """This rank's samples of the next step.
+
+    Args:
+        samples: where they come from.
+    """
+
+    def __init__(self, learner: Learner, parallel: DataParallel, samples: SampleReader) -> None:
+        self._learner = learner
+        self._parallel = parallel
+        self._reader = samples
+        self._batch: TrainBatch | None = None
+
+    def take(self, outline: TrainBatch, step: int) -> str:
+        """Read this rank's samples; see `RankLeader.take_samples`. Collective.
+
+        A rank whose stream breaks must not leave the others: all of them take the batch again.
+        """
+        self._batch = None
+        phase = f"taking samples of step {step}"
+        rows = self._learner.own_rows(outline, step)
+        outcome = _Outcome.TAKEN
+        problem: SluiceError | None = None
+        try:
+            self._batch = self._reader.read(outline, rows, step)
+        except PeerError as error:
+            outcome, problem = _Outcome.LOST, error
+        except InvalidRequestError as error:
+            detail = f"batch {outline.batch_id}: {error}; the batch is refused and was not trained"
+            outcome, problem = _Outcome.FAILED, PeerError("reward service", phase, detail)
+        except SluiceError as error:
+            outcome, problem = _Outcome.FAILED, error
+        if self._batch is not None:
+            try:
+                check_routing(self._batch, self._learner.routing_shape)
+            except PeerError as error:
+                outcome, problem = _Outcome.FAILED, error
+        return self._agreed(outcome, problem, phase)
+
+    def taken(self, batch_id: str) -> TrainBatch:
+        """Return the batch with this rank's samples, and keep it no longer.
+
+        Raises:
+            PeerError: another batch was taken.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None or batch.batch_id != batch_id:
+            raise PeerError("trainer ranks", "training", f"batch {batch_id} was not taken before")
+        return batch
+
+    def _agreed(self, outcome: _Outcome, problem: SluiceError | None, phase: str) -> str:
+        outcomes = self._parallel.all_gather([outcome], f"{phase}: comparing the ranks")
+        if outcome is _Outcome.FAILED:
+            assert problem is not None
+            raise problem
+        ranks = [rank for rank, (one,) in enumerate(outcomes) if one == _Outcome.FAILED]
+        if ranks:
+            detail = "it could not take its samples; its log has the reason"
+            raise PeerError(f"trainer rank {ranks[0]}", phase, detail)
+        ranks = [rank for rank, (one,) in enumerate(outcomes) if one == _Outcome.LOST]
+        if not ranks:
+            return ""
+        lost = str(problem or f"trainer rank {ranks[0]} lost the batch; see its log")
+        logger.warning("the batch must be taken again: %s", lost)
+        return lost
+
+
+def follow(learner: Learner, parallel: DataParallel, reader: SampleReader) -> None:
     """Follow rank 0's commands until the stop command. Blocks; for ranks above 0.
+
+    Args:
+        reader: where this rank gets its samples from.
 
     Raises:
         DeadlineError: no command came in time.
-        PeerError: rank 0 failed or vanished.
+        PeerError: rank 0 failed or vanished, or samples were refused.
     """
     saving = OwnerThread("checkpoint")
+    samples = RankSamples(learner, parallel, reader)
     while True:
         message = parallel.broadcast_bytes(None, "waiting for rank 0's next command")
         split = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "little")
@@ -212,14 +302,10 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
         if kind is CommandKind.STOP:
             saving.submit(lambda: None).result()  # after what it still writes
             return
-        if kind is CommandKind.TRAIN:
-            batch = train_batch_from_bytes(message[split:])
-            num_routed = int(header["num_routed"])
-            routing = (
-                sample_experts_from_bytes(parallel.broadcast_bytes(None, _SENDING_EXPERTS))
-                for _ in range(num_routed)
-            )
-            learner.train_step(with_routing(batch, routing, num_routed), int(header["step"]))
+        if kind is CommandKind.TAKE:
+            samples.take(outline_from_bytes(message[split:]), int(header["step"]))
+        elif kind is CommandKind.TRAIN:
+            learner.train_step(samples.taken(header["batch_id"]), int(header["step"]))
         elif kind is CommandKind.LOAD:
             learner.load(Path(header["directory"]))
         elif kind is CommandKind.STREAM:
@@ -272,6 +358,6 @@ def run_follower(config: RunConfig) -> None:
     try:
         learner = Learner(config, parallel, share_total_steps(parallel, None))
         exempt_start_up()
-        follow(learner, parallel)
+        follow(learner, parallel, reward_samples(config))
     finally:
         parallel.close()

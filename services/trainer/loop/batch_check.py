@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from sluice.algorithm.groups.filter import LEAST_SHARE, fewest_samples
 from sluice.errors import PeerError
 from sluice.types import Rollout, Scored, TrainBatch, TrainGroup
@@ -47,7 +45,7 @@ def check_batch(batch: TrainBatch, terms: BatchTerms, step: int) -> None:
     """Refuse a batch that must not be trained.
 
     Args:
-        batch: the batch received for `step`.
+        batch: the batch received for `step`; its tokens may be absent.
         terms: the run's terms.
         step: from 1; it updates version ``step - 1`` to version ``step``.
 
@@ -104,12 +102,6 @@ def _group_problems(group: TrainGroup, terms: BatchTerms) -> Iterator[str]:
 def _sample_problems(
     rollout: Rollout, scored: Scored, max_staleness: int, version: int
 ) -> Iterator[str]:
-    if rollout.token_ids.size != rollout.behavior_logprobs.size:
-        yield f"{rollout.behavior_logprobs.size} logprobs for {rollout.token_ids.size} tokens"
-    unusable = np.flatnonzero(~np.isfinite(rollout.behavior_logprobs))
-    if unusable.size:
-        first = int(unusable[0])
-        yield f"the logprob of token {first} is {rollout.behavior_logprobs[first]}"
     if not math.isfinite(scored.reward):
         yield f"its reward is {scored.reward}"
     newest = max((span.version for span in rollout.version_spans), default=version)

@@ -60,8 +60,12 @@ class LearnerThread:
         self._writer = OwnerThread("checkpoint")
         self._saving: Future[str] | None = None
 
+    async def take_samples(self, outline: TrainBatch, step: int) -> str:
+        """Let every rank read its samples (`RankLeader.take_samples`)."""
+        return await self._run(lambda: self._leader.take_samples(outline, step))
+
     async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
-        """Update the policy on all ranks; return metrics by verl's names."""
+        """Update the policy with the samples taken on all ranks; return metrics by verl's names."""
 
         if self._saving is not None and self._saving.done():
             await self.saved()  # raises what it failed with

@@ -4,27 +4,18 @@ and announce the policy again to one that restarted.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
 from functools import partial
-from typing import TypeVar
 
 from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.messages import replica_to_proto
-from sluice.codec.reward import (
-    SampleExperts,
-    progress_to_proto,
-    sample_experts,
-    train_batch_from_proto,
-    with_group_images,
-    with_routing,
-)
-from sluice.concurrency.waits import advance, while_progressing
+from sluice.codec.reward import progress_to_proto
+from sluice.codec.train_batch import outline_from_proto
+from sluice.concurrency.waits import while_progressing
 from sluice.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -36,17 +27,13 @@ from sluice.errors import (
 from sluice.rpc.client import (
     RequestT,
     ResponseT,
-    StreamCall,
     UnaryMethod,
-    stream_call,
     unary_call,
 )
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
 logger = logging.getLogger(__name__)
-
-PartT = TypeVar("PartT")
 
 _PEER = "reward service"
 # Each call for a batch ends after this long, so that progress can be checked.
@@ -139,24 +126,31 @@ class RewardClient:
         await self._over_an_absence(lambda: self._announce(request()))
 
     async def take_batch(
-        self, step: int, version: int, generated_tokens: Callable[[], int]
+        self,
+        step: int,
+        version: int,
+        generated_tokens: Callable[[], int],
+        take_samples: Callable[[TrainBatch, int], Awaitable[str]],
     ) -> TrainBatch:
-        """Return the next batch. Wait while the service, or the fleet for it, makes progress.
+        """Return the next batch, whose tokens are absent here.
 
-        Cancelling the wait loses nothing: the next call returns the batch that is leased.
+        Wait while the service, or the fleet for it, makes progress. Cancelling the wait loses
+        nothing: the next call returns the batch that is leased.
 
         Args:
             step: the step to train with it.
             version: the announced policy version.
             generated_tokens: returns the tokens that the fleet has generated so far.
+            take_samples: lets the ranks read the samples of a batch for a step; returns why they
+                did not come, to take the batch again.
 
         Raises:
             DataExhaustedError: the data set has ended before the batch was full.
             BatchUnfillableError: the service cannot fill any further batch.
             PeerError: the answer is no batch.
             PeerDefectError: the service answered several times in a row that it is broken.
-            DeadlineError: nothing moved for `batch_timeout_s`, or none of the batch's images or
-                experts came for as long. The error names the cause of the service's wait.
+            DeadlineError: nothing moved for `batch_timeout_s`. The error names the cause of the
+                service's wait.
         """
         request = reward.TakeBatchRequest(step=step, policy_version=version)
         phase = f"taking the batch of step {step}"
@@ -177,15 +171,12 @@ class RewardClient:
             answer = await retries.call(
                 lambda: self._call(self._stub.TakeBatch, request, phase, _POLL_S), progress
             )
-            try:
-                images = await self._images(answer.batch, step)
-                routing = await self._routing(answer.batch, step)
-            except InvalidRequestError as error:
-                raise _refusal(answer.batch, step, error) from error
-            except PeerError as error:  # the service restarted, and leases the batch once more
-                await retries.wait_after(error, progress)
-            else:
-                return _decoded(answer.batch, images, routing, step)
+            batch = _decoded(answer.batch, step)
+            lost = await take_samples(batch, step)
+            if not lost:
+                return batch
+            # The service restarted, or a stream broke: it leases the batch once more.
+            await retries.wait_after(PeerError(_PEER, phase, lost), progress)
 
     async def acknowledge(self, batch_id: str, step: int) -> None:
         """Report a batch as trained. A service that restarted since has lost its lease.
@@ -281,82 +272,6 @@ class RewardClient:
         answer = await self._call(self._stub.GetStatus, request, phase, _COUNTERS_WITHIN_S)
         return dict(answer.statistics)
 
-    async def _images(self, batch: reward.TrainBatch, step: int) -> Mapping[str, Sequence[bytes]]:
-        """Return the images of the batch's groups, by prompt id.
-
-        Raises:
-            PeerError: the lease is gone.
-            DeadlineError: the images of the next group did not come within `batch_timeout_s`.
-        """
-        answers = await self._all_of(
-            self._stub.TakeImages,
-            reward.TakeImagesRequest(batch_id=batch.batch_id),
-            phase=f"taking the images of step {step}",
-            parts=sum(group.num_images > 0 for group in batch.groups),
-            named="groups' images",
-            decode=lambda answer: (answer.prompt_id, answer.images),
-        )
-        return dict(answers)
-
-    async def _routing(self, batch: reward.TrainBatch, step: int) -> Sequence[SampleExperts]:
-        """Return the experts of the batch's samples. Raises as `_images`.
-
-        They may take gigabytes, so each message is decoded as it comes: the trainer's other tasks
-        run in between, and no message is kept.
-        """
-        return await self._all_of(
-            self._stub.TakeRouting,
-            reward.TakeRoutingRequest(batch_id=batch.batch_id),
-            phase=f"taking the experts of step {step}",
-            parts=sum(group.num_routed for group in batch.groups),
-            named="samples' experts",
-            decode=sample_experts,
-        )
-
-    async def _all_of(
-        self,
-        method: Callable[..., StreamCall[ResponseT]],
-        request: object,
-        *,
-        phase: str,
-        parts: int,
-        named: str,
-        decode: Callable[[ResponseT], PartT],
-    ) -> Sequence[PartT]:
-        """Return the decoded messages of a stream that should have `parts`; no call for none.
-
-        Raises:
-            InvalidRequestError: more messages came, or `decode` raised it.
-            PeerError: the lease is gone.
-            DeadlineError: the next message did not come within `batch_timeout_s`.
-        """
-        if not parts:
-            return []
-        seconds = self._batch_timeout_s
-        stream = stream_call(
-            method,
-            request,
-            peer=_PEER,
-            phase=phase,
-            deadline_s=(parts + 1) * seconds,  # the one for each part passes first
-        )
-        found: list[PartT] = []
-        now_s = asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout(seconds) as scope, aclosing(stream) as answers:
-                async for answer in answers:
-                    if len(found) == parts:
-                        raise InvalidRequestError(f"more than {parts} {named} came")
-                    found.append(decode(answer))
-                    scope.reschedule(now_s() + seconds)
-                    advance()
-        except NotFoundError as error:  # the service has restarted since
-            raise PeerError(_PEER, phase, str(error)) from error
-        except TimeoutError as error:
-            detail = f"{len(found)} of {parts} {named} had come"
-            raise DeadlineError(_PEER, phase, seconds, detail) from error
-        return found
-
     async def _over_an_absence(self, call: Callable[[], Awaitable[ResponseT]]) -> ResponseT:
         policy = _patience(self._absence_s)
         return await Retries(policy, _PEER, retries_on=is_absence, warns_after_s=0.0).call(call)
@@ -398,20 +313,9 @@ def _patience(seconds: float) -> RetryPolicy:
     return RetryPolicy(first_s=_PAUSE_S, most_s=_PAUSE_S, patience_s=seconds)
 
 
-def _decoded(
-    message: reward.TrainBatch,
-    images: Mapping[str, Sequence[bytes]],
-    routing: Sequence[SampleExperts],
-    step: int,
-) -> TrainBatch:
+def _decoded(message: reward.TrainBatch, step: int) -> TrainBatch:
     try:
-        with_group_images(message, images)
-        num_routed = sum(group.num_routed for group in message.groups)
-        return with_routing(train_batch_from_proto(message), routing, num_routed)
+        return outline_from_proto(message)
     except InvalidRequestError as error:
-        raise _refusal(message, step, error) from error
-
-
-def _refusal(message: reward.TrainBatch, step: int, error: InvalidRequestError) -> PeerError:
-    detail = f"batch {message.batch_id}: {error}; the batch is refused and was not trained"
-    return PeerError(_PEER, f"handing out the batch of step {step}", detail)
+        detail = f"batch {message.batch_id}: {error}; the batch is refused and was not trained"
+        raise PeerError(_PEER, f"handing out the batch of step {step}", detail) from error

@@ -190,7 +190,6 @@ class TrainLoop:
             batch = await self._next_batch(step)
         if batch is None:
             return
-        check_batch(batch, self._settings.terms, step)
         trace.takes(batch)
         self._progress_in_hand = batch.progress
         taken_s = time.monotonic()
@@ -245,7 +244,7 @@ class TrainLoop:
         batch = None
         try:
             batch = await self._under_control(
-                self._reward.take_batch(step, step - 1, self._generated_tokens),
+                self._reward.take_batch(step, step - 1, self._generated_tokens, self._take_samples),
                 RunPhase.WAITING_FOR_BATCH,
                 lambda: self._is_stopped() or self._state.is_paused,
             )
@@ -256,6 +255,10 @@ class TrainLoop:
             self._data_exhausted = True
             self._state.stop(f"the data set has ended after {self._state.step} steps")
         return batch
+
+    async def _take_samples(self, batch: TrainBatch, step: int) -> str:
+        check_batch(batch, self._settings.terms, step)
+        return await self._learner.take_samples(batch, step)
 
     async def _acknowledge(self, batch: TrainBatch, step: int) -> None:
         await self._reward.acknowledge(batch.batch_id, step)

@@ -33,7 +33,7 @@ from sluice.config.rules.sampling import straggler_problems, strategy_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.config.schema.rollout import ENGINES
-from sluice.config.schema.service import MOST_MESSAGE_MB, EndpointConfig, RolloutServiceConfig
+from sluice.config.schema.service import EndpointConfig, RolloutServiceConfig
 from sluice.config.verl_sizes import ACTOR, ROLLOUT, largest_divisor, verl_sizes
 from sluice.errors import ConfigError
 
@@ -398,19 +398,15 @@ def _watchdog(config: RunConfig) -> Iterator[Problem]:
 
 
 def _message_size(config: RunConfig) -> Iterator[Problem]:
-    needed, most = derived.largest_batch_mb(config), derived.message_mb(config)
-    rows = f"{needed} MiB that a train batch of {derived.rows_per_batch(config)} rows can reach"
-    if needed > MOST_MESSAGE_MB:
-        yield Problem(
-            "data.train_batch_size",
-            config.data.train_batch_size,
-            f": a message holds {MOST_MESSAGE_MB} MiB, less than the {rows}",
-            "lower data.train_batch_size or data.max_response_length",
+    needed, most = derived.largest_message_mb(config), derived.message_mb(config)
+    if needed > most:
+        samples = derived.rows_per_batch(config)
+        less = (
+            f"is less than the {needed} MiB that one sample, or the outline of a train batch of "
+            f"{samples} samples, can reach"
         )
-    elif needed > most:
-        key = "sluice.max_message_mb"
-        less, overrides = f"is less than the {rows}", (f"{key}=null",)
-        yield Problem(key, most, less, "leave it out", overrides)
+        overrides = ("sluice.max_message_mb=null",)
+        yield Problem("sluice.max_message_mb", most, less, "leave it out", overrides)
     images = config.sluice.limits.max_prompt_images_mb
     if images is not None and images > most // 2:
         yield Problem(

@@ -375,7 +375,7 @@ class ServiceConfig(Section, frozen=True):
     dashboard: DashboardConfig = DashboardConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     max_message_mb: Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)] | None = None
-    """Largest gRPC message, MiB; none: 64, or the size of a whole train batch if that is larger."""
+    """Largest gRPC message, MiB; none: 64, or what a sample or a batch's outline needs, if more."""
 
     shutdown_grace_s: PositiveFloat = 15.0
     """Most seconds for an orderly shutdown of a service."""

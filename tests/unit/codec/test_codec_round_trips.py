@@ -20,7 +20,6 @@ from sluice.codec.rollout import new_tokens_from_proto
 from sluice.errors import InvalidRequestError
 from sluice.types import (
     ChatMessage,
-    DataProgress,
     PromptEnd,
     ReplicaInfo,
     Rollout,
@@ -36,10 +35,10 @@ from tests.support.domain_values import (
     routed_experts,
     samplings,
     train_batches,
-    train_groups,
     transfer_groups,
     words,
 )
+from tests.support.taken_samples import taken
 
 
 def same(left: object, right: object) -> bool:
@@ -64,42 +63,42 @@ def test_a_rollout_comes_back_with_its_experts(value: Rollout, data: st.DataObje
     assert same(rollout.rollout_from_proto(rollout.rollout_to_proto(value)), value)
 
 
-@given(train_groups(), st.data())
-def test_experts_of_a_batch_travel_beside_it(group: TrainGroup, data: st.DataObject) -> None:
-    numbered = [replace(one, sample_index=number) for number, one in enumerate(group.rollouts)]
-    routed = tuple(
-        one.with_routing(data.draw(st.none() | routed_experts(max(1, one.num_tokens))))
-        for one in numbered
-    )
-    groups = (replace(group, rollouts=routed), replace(group, prompt_id=f"{group.prompt_id}+"))
-    value = TrainBatch("b", 0, groups, DataProgress(0), {})
-    bare = reward.train_batch_from_bytes(reward.train_batch_to_bytes(value))
-    assert bare.num_routed == 0
-    sent = [one.SerializeToString() for one in reward.expert_messages(value)]
-    found = [reward.sample_experts_from_bytes(one) for one in sent]
-    assert same(reward.with_routing(bare, found, value.num_routed), value)
-    if found:
-        for wrong, num in ((found[1:], len(found)), (found, len(found) + 1)):
-            with pytest.raises(InvalidRequestError, match=r"routing: experts of \d+ of \d+"):
-                reward.with_routing(bare, wrong, num)
-        (prompt_id, _), experts = found[0]
-        found[0] = (prompt_id, 99), experts
-        with pytest.raises(InvalidRequestError, match="sample 99 of group"):
-            reward.with_routing(bare, found, len(found))
-
-
-@given(train_batches)
-def test_a_train_batch_comes_back_from_its_bytes(value: TrainBatch) -> None:
-    assert same(reward.train_batch_from_bytes(reward.train_batch_to_bytes(value)), value)
-
-
-@given(train_groups(), st.none() | finite)
-def test_a_group_comes_back_with_its_baseline_or_without_one(
-    value: TrainGroup, baseline: float | None
+@given(train_batches, st.data())
+def test_a_train_batch_comes_back_from_its_outline_and_its_samples(
+    value: TrainBatch, data: st.DataObject
 ) -> None:
-    group = replace(value, baseline_reward=baseline)
-    found = reward.train_group_from_proto(reward.train_group_to_proto(group))
-    assert same(found, group)
+    # A prompt comes with its samples.
+    groups = tuple(data.draw(with_more(group)) for group in value.groups if group.rollouts)
+    value = replace(value, groups=groups)
+    found = taken(value, range(sum(len(group.rollouts) for group in groups)))
+    assert same(found, without_texts(value))
+
+
+@st.composite
+def with_more(draw: st.DrawFn, group: TrainGroup) -> TrainGroup:
+    """The group with experts of some samples, images and a baseline."""
+    routed = tuple(
+        one.with_routing(draw(st.none() | routed_experts(max(1, one.num_tokens))))
+        for one in group.rollouts
+    )
+    images = draw(st.lists(st.binary(max_size=20), max_size=3))
+    return replace(
+        group,
+        rollouts=routed,
+        images=tuple(images),
+        baseline_reward=draw(st.none() | finite),
+    )
+
+
+def without_texts(batch: TrainBatch) -> TrainBatch:
+    """No trainer reads them."""
+    groups = []
+    for group in batch.groups:
+        turns = [(one, replace(one.turns[0], text="")) for one in group.rollouts]
+        rollouts = tuple(replace(one, turns=(turn,)) for one, turn in turns)
+        scores = tuple(replace(scored, prediction=None) for scored in group.scores)
+        groups.append(replace(group, rollouts=rollouts, scores=scores))
+    return replace(batch, groups=tuple(groups))
 
 
 @given(samplings)

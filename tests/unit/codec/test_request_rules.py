@@ -20,6 +20,7 @@ from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec import reward as reward_rules
 from sluice.codec import rollout as rollout_rules
+from sluice.codec import train_batch as batch_rules
 from sluice.codec import trainer as trainer_rules
 from sluice.codec import weights as weights_rules
 from sluice.codec.bounds import check_fields
@@ -304,7 +305,7 @@ REFUSED: list[tuple[Check, Any, str]] = [
         for value in values
     ),
     (
-        reward_rules.train_batch_from_proto,
+        batch_rules.outline_from_proto,
         batch_of(reward.TrainGroup(prompt_id="p7", rollouts=[stopped()])),
         "group p7: 0 scores for 1 rollouts",
     ),
@@ -413,7 +414,7 @@ def test_a_torn_array_is_refused_by_name(decode: Callable[[bytes, str], Any], da
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_batch_are_refused_and_nothing_else_happens(data: bytes) -> None:
     with suppress(InvalidRequestError):
-        reward_rules.train_batch_from_bytes(data)
+        batch_rules.outline_from_bytes(data)
 
 
 def test_absent_parameters_take_the_protocols_defaults() -> None:

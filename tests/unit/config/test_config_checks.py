@@ -23,12 +23,20 @@ SOUND = (
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def test_a_message_is_as_large_as_a_train_batch_can_be_unless_it_is_set() -> None:
+def test_a_message_holds_a_sample_and_a_batchs_outline_however_large_the_batch_is() -> None:
     long = "data.max_response_length=20480"
     assert relation_problems(load_config(None, [*SOUND, long])) == []
-    assert derived.message_mb(load_config(None, [*SOUND])) == 64
-    assert derived.message_mb(load_config(None, [*SOUND, long])) == 121
+    assert derived.message_mb(load_config(None, [*SOUND, long])) == 64
+    assert derived.message_mb(load_config(None, [*SOUND, "data.max_response_length=7000000"])) == 81
+    assert derived.message_mb(load_config(None, [*SOUND, "data.train_batch_size=32768"])) == 128
     assert derived.message_mb(load_config(None, [*SOUND, long, "sluice.max_message_mb=9"])) == 9
+
+
+def test_a_rank_takes_its_share_of_a_batch() -> None:
+    config = load_config(None, [*SOUND, "data.max_response_length=20480"])
+    whole = derived.taken_samples_mb(config, 1)
+    assert whole == 81
+    assert derived.taken_samples_mb(config, 8) == 11
 
 
 def make_model(folder: Path) -> Path:

@@ -104,8 +104,10 @@ BATCHES = (
         f"{R}.name=vllm {A}.router_replay.mode=R3 {R}.enable_prefix_caching=false",
         "enable_prefix_caching = false with actor_rollout_ref.actor.router_replay.mode = R3: vLLM",
     ),
-    ("sluice.max_message_mb=3", "max_message_mb = 3 is less than the 4 MiB that a train batch of"),
-    ("data.max_response_length=350000", "a message holds 2047 MiB, less than the"),
+    (
+        "sluice.max_message_mb=3 data.max_response_length=350000",
+        "max_message_mb = 3 is less than the 5 MiB that one sample, or the outline of a train",
+    ),
     (f"{ADPO} algorithm.num_generations=4", "num_generations = 4 differs from"),
 )
 TRAINING = (

@@ -37,6 +37,7 @@ def methods() -> dict[str, MethodDescriptor]:
         for service in module.DESCRIPTOR.services_by_name.values()
         if service.name != "RendezvousService"  # bounded by each epoch's own timeout
         for method in service.methods
+        if not method.GetOptions().deprecated  # not implemented any more
     }
 
 

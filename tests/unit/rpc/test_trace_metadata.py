@@ -28,9 +28,9 @@ class Listener(reward_pb2_grpc.RewardServiceServicer):
         with served(SpanName.SERVE, context), TRACER.span(SpanName.SAMPLE):
             return reward_pb2.GetStatusResponse()
 
-    async def TakeImages(self, request: Any, context: Any) -> Any:
+    async def TakeSamples(self, request: Any, context: Any) -> Any:
         self._note(context)
-        yield reward_pb2.TakeImagesResponse(prompt_id="p")
+        yield reward_pb2.TakeSamplesResponse(sample=reward_pb2.BatchSample(row=7))
 
     def _note(self, context: Any) -> None:
         self.sent.append(dict(context.invocation_metadata()).get(TRACEPARENT))
@@ -48,14 +48,14 @@ async def ask(channel: Any) -> None:
 
 async def listen(channel: Any) -> None:
     stream = stream_call(
-        reward_stub(channel).TakeImages,
-        reward_pb2.TakeImagesRequest(batch_id="b"),
-        name="RewardService/TakeImages",
+        reward_stub(channel).TakeSamples,
+        reward_pb2.TakeSamplesRequest(batch_id="b"),
+        name="RewardService/TakeSamples",
         peer="reward service",
         phase="asking",
     )
     async with aclosing(stream) as answers:
-        assert [answer.prompt_id async for answer in answers] == ["p"]
+        assert [answer.sample.row async for answer in answers] == [7]
 
 
 async def test_calls_send_the_present_span_and_the_server_continues_it() -> None:

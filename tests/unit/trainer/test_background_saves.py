@@ -171,6 +171,9 @@ class Following:
             self.was_freed = self.copies[-1]() is None
 
 
+NO_SAMPLES = cast("Any", None)
+
+
 class Commands:
     """Rank 0's, one after the other."""
 
@@ -184,7 +187,7 @@ class Commands:
 
 def test_a_follower_frees_its_copies_once_they_are_written() -> None:
     learner = Following(lambda: None, saves_aside=True)
-    follow(cast("Any", learner), cast("Any", Commands("save", "load", "stop")))
+    follow(cast("Any", learner), cast("Any", Commands("save", "load", "stop")), NO_SAMPLES)
     assert learner.was_freed
 
 
@@ -197,7 +200,7 @@ def test_a_followers_log_says_why_it_did_not_write(
 
     learner = Following(write, saves_aside=True)
     with caplog.at_level(logging.ERROR):
-        follow(cast("Any", learner), cast("Any", Commands("save", "stop")))
+        follow(cast("Any", learner), cast("Any", Commands("save", "stop")), NO_SAMPLES)
     assert "the checkpoint cannot be written" in caplog.text
     assert str(failure) in caplog.text
 
@@ -205,5 +208,5 @@ def test_a_followers_log_says_why_it_did_not_write(
 def test_a_save_that_training_waits_for_sends_from_the_thread_of_all_other_commands() -> None:
     threads: list[threading.Thread] = []
     learner = Following(lambda: threads.append(threading.current_thread()), saves_aside=False)
-    follow(cast("Any", learner), cast("Any", Commands("save", "stop")))
+    follow(cast("Any", learner), cast("Any", Commands("save", "stop")), NO_SAMPLES)
     assert threads == [threading.current_thread()]

@@ -50,12 +50,6 @@ def with_sample(sample: Rollout) -> TrainBatch:
     return batch(good("p"), group("q", rollout(0, 5), sample, rollout(2, 5)))
 
 
-def unequal_lengths() -> TrainBatch:
-    sample = rollout(1, 5, 5)
-    object.__setattr__(sample.turns[0], "behavior_logprobs", np.zeros(1, np.float32))
-    return with_sample(sample)
-
-
 REFUSED: dict[str, tuple[Callable[[], TrainBatch], str]] = {
     "another version": (
         lambda: batch(good("p"), good("q"), version=4),
@@ -92,22 +86,13 @@ REFUSED: dict[str, tuple[Callable[[], TrainBatch], str]] = {
         lambda: with_sample(rollout(1, 5, 6)),
         "group q, sample 1: tokens of version 6, but version 5 is the newest there is",
     ),
-    "no logprob": (
-        lambda: with_sample(rollout(1, 5, logprob=float("nan"))),
-        "group q, sample 1: the logprob of token 0 is nan",
-    ),
-    "an infinite logprob": (
-        lambda: with_sample(rollout(1, 5, logprob=float("-inf"))),
-        "group q, sample 1: the logprob of token 0 is -inf",
-    ),
-    "other lengths": (unequal_lengths, "group q, sample 1: 1 logprobs for 2 tokens"),
-    "no reward": (
-        lambda: batch(good("p"), group("q", rollout(0, 5), rollout(1, 5), reward=float("nan"))),
-        "group q, sample 0: its reward is nan",
-    ),
     "a baseline that is no number": (
         lambda: batch(good("p"), replace(good("q"), baseline_reward=float("nan"))),
         "group q: its baseline_reward is nan",
+    ),
+    "no reward": (
+        lambda: batch(good("p"), group("q", rollout(0, 5), rollout(1, 5), reward=float("nan"))),
+        "group q, sample 0: its reward is nan",
     ),
 }
 

@@ -23,7 +23,7 @@ from sluice.errors import (
 from sluice.rpc import client as call
 from sluice.rpc import retries
 from sluice.rpc.status import status_of
-from sluice.types import DataProgress
+from sluice.types import DataProgress, TrainBatch
 
 UNAVAILABLE, DEADLINE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 INTERNAL = grpc.StatusCode.INTERNAL
@@ -137,6 +137,10 @@ def no_tokens() -> int:
     return 0
 
 
+async def all_come(batch: TrainBatch, step: int) -> str:
+    return ""
+
+
 def status(**given: Any) -> reward_pb2.GetStatusResponse:
     return reward_pb2.GetStatusResponse(**given)
 
@@ -150,7 +154,7 @@ async def test_a_batch_is_waited_for_as_long_as_the_service_makes_progress(
     ]
     stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(20)]
     began_s = clock.now_s
-    assert (await client.take_batch(1, 0, no_tokens)).batch_id == "b"
+    assert (await client.take_batch(1, 0, no_tokens, all_come)).batch_id == "b"
     assert clock.now_s - began_s > 2 * 60.0
 
 
@@ -160,7 +164,7 @@ async def test_a_service_that_stands_still_ends_the_wait_for_a_batch(
     stub.answers["TakeBatch"] = [DEADLINE]
     stub.answers["GetStatus"] = [status(prompts_submitted=5)]
     with pytest.raises(DeadlineError, match="while filling the batch of step 4"):
-        await client.take_batch(4, 3, no_tokens)
+        await client.take_batch(4, 3, no_tokens, all_come)
 
 
 async def test_a_batch_of_long_responses_is_waited_for_as_long_as_the_fleet_draws_tokens(
@@ -171,7 +175,7 @@ async def test_a_batch_of_long_responses_is_waited_for_as_long_as_the_fleet_draw
         reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
     ]
     stub.answers["GetStatus"] = [status(prompts_submitted=5)]
-    assert (await client.take_batch(1, 0, lambda: int(clock.now_s))).batch_id == "b"
+    assert (await client.take_batch(1, 0, lambda: int(clock.now_s), all_come)).batch_id == "b"
 
 
 async def test_tokens_do_not_lengthen_the_wait_for_a_service_that_is_gone(
@@ -180,7 +184,7 @@ async def test_tokens_do_not_lengthen_the_wait_for_a_service_that_is_gone(
     stub.answers["TakeBatch"] = [UNAVAILABLE]
     stub.answers["GetStatus"] = [UNAVAILABLE]
     with pytest.raises(DeadlineError, match="while filling the batch of step 1"):
-        await client.take_batch(1, 0, lambda: int(clock.now_s))
+        await client.take_batch(1, 0, lambda: int(clock.now_s), all_come)
 
 
 async def test_a_service_that_fails_at_once_is_not_asked_without_a_pause(
@@ -189,7 +193,7 @@ async def test_a_service_that_fails_at_once_is_not_asked_without_a_pause(
     stub.answers["TakeBatch"] = [grpc.StatusCode.CANCELLED]
     stub.answers["GetStatus"] = [status(prompts_submitted=5)]
     with pytest.raises(DeadlineError, match="while filling the batch of step 4"):
-        await client.take_batch(4, 3, no_tokens)
+        await client.take_batch(4, 3, no_tokens, all_come)
     assert len(stub.requests["TakeBatch"]) <= 250  # 60 s, four times a second
 
 
@@ -199,7 +203,7 @@ async def test_a_service_that_says_three_times_in_a_row_that_it_is_broken_ends_t
     stub.answers["TakeBatch"] = [INTERNAL]
     stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(200)]
     with pytest.raises(PeerDefectError, match="taking the batch of step 4: INTERNAL: scripted"):
-        await client.take_batch(4, 3, no_tokens)
+        await client.take_batch(4, 3, no_tokens, all_come)
     assert len(stub.requests["TakeBatch"]) == 3
 
 
@@ -212,7 +216,7 @@ async def test_a_defect_now_and_then_is_waited_out(
         reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
     ]
     stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(200)]
-    assert (await client.take_batch(4, 3, no_tokens)).batch_id == "b"
+    assert (await client.take_batch(4, 3, no_tokens, all_come)).batch_id == "b"
 
 
 async def test_a_service_that_restarts_while_a_batch_is_awaited_gets_the_policy_again(
@@ -226,7 +230,7 @@ async def test_a_service_that_restarts_while_a_batch_is_awaited_gets_the_policy_
     ]
     known = status(policy_version=3)
     stub.answers["GetStatus"] = [known, status(), known]
-    assert (await client.take_batch(4, 3, no_tokens)).batch_id == "b"
+    assert (await client.take_batch(4, 3, no_tokens, all_come)).batch_id == "b"
     first, again = stub.requests["AnnouncePolicy"]
     assert again == first
     assert again.resume_from.low_water == 40
@@ -244,7 +248,7 @@ async def test_a_restarted_service_gets_the_current_position_in_the_data_set(
         reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
     ]
     stub.answers["GetStatus"] = [status()]
-    await client.take_batch(4, 3, no_tokens)
+    await client.take_batch(4, 3, no_tokens, all_come)
     _, again = stub.requests["AnnouncePolicy"]
     assert again.policy_version == 3
     assert (again.resume_from.low_water, list(again.resume_from.ended_above)) == (48, [50])
@@ -253,8 +257,7 @@ async def test_a_restarted_service_gets_the_current_position_in_the_data_set(
 async def test_what_is_no_batch_is_an_error_that_names_it(client: RewardClient, stub: Stub) -> None:
     rollout = common_pb2.Rollout(
         sample_index=1,
-        token_ids_u32=bytes(8),
-        behavior_logprobs_f32=bytes(4),
+        num_tokens=1,
         finish_reason=common_pb2.FINISH_REASON_STOP,
     )
     group = reward_pb2.TrainGroup(
@@ -263,14 +266,14 @@ async def test_what_is_no_batch_is_an_error_that_names_it(client: RewardClient, 
     batch = reward_pb2.TrainBatch(batch_id="b-7", groups=[group])
     stub.answers["TakeBatch"] = [reward_pb2.TakeBatchResponse(batch=batch)]
     with pytest.raises(PeerError, match=r"batch b-7: rollout 1: .* the batch is refused"):
-        await client.take_batch(1, 0, no_tokens)
+        await client.take_batch(1, 0, no_tokens, all_come)
     assert len(stub.requests["TakeBatch"]) == 1
 
 
 async def test_an_unfillable_batch_is_not_asked_for_again(client: RewardClient, stub: Stub) -> None:
     stub.answers["TakeBatch"] = [BatchUnfillableError("almost no group is mixed")]
     with pytest.raises(BatchUnfillableError):
-        await client.take_batch(1, 0, no_tokens)
+        await client.take_batch(1, 0, no_tokens, all_come)
     assert len(stub.requests["TakeBatch"]) == 1
 
 
@@ -343,7 +346,7 @@ async def test_a_service_that_is_back_gets_the_policy_before_a_request_for_a_bat
     ]
     stub.answers["GetStatus"] = [*[UNAVAILABLE] * 12, status(), status(policy_version=3)]
     began_s = clock.now_s
-    assert (await client.take_batch(4, 3, no_tokens)).batch_id == "b"
+    assert (await client.take_batch(4, 3, no_tokens, all_come)).batch_id == "b"
     assert len(stub.requests["AnnouncePolicy"]) == 2
     assert len(stub.requests["TakeBatch"]) == 4
     assert clock.now_s - began_s < 30.0

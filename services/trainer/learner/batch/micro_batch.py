@@ -341,6 +341,8 @@ def training_rows(
     for index, (group, own) in enumerate(zip(groups, numbers, strict=True)):
         prompt = group.prompt_token_ids.size
         routed = [one.routing[:prompt] for one in group.rollouts if one.routing is not None]
+        if group.prompt_routing is not None:
+            routed = [group.prompt_routing]
         rows += [
             TrainingRow(
                 number,

@@ -6,7 +6,7 @@ tables collect the results of all ranks' passes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -31,7 +31,7 @@ from sluice.algorithm.packing import (
     plan_whole_group_micro_batches,
 )
 from sluice.errors import ConfigError, PeerError
-from sluice.types import Rollout, TrainBatch, TrainGroup, expert_dtype
+from sluice.types import Rollout, TrainBatch, TrainGroup, expert_dtype, is_absent
 from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
 
 
@@ -113,7 +113,7 @@ def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
     """
     for group in batch.groups:
         for rollout in group.rollouts:
-            if rollout.routing is not None:
+            if rollout.routing is not None and not is_absent(rollout.routing):
                 wrong = _wrong_experts(group.prompt_token_ids.size, rollout, shape)
                 if wrong:
                     raise PeerError(
@@ -221,24 +221,64 @@ def split_batch(
     """
     if not with_routing:
         groups = [_without_routing(group) for group in groups]
+    return [
+        _mini_batch(shares, cut, parallel, device, image_prompts)
+        for shares in _divided(groups, cut, parallel, step, skipped)
+    ]
+
+
+def own_rows(
+    groups: Sequence[TrainGroup],
+    cut: BatchCut,
+    parallel: DataParallel,
+    *,
+    step: int,
+    skipped: Container[int] = (),
+) -> set[int]:
+    """Return the numbers of the samples that `split_batch` reads on this rank.
+
+    Lengths alone decide, so that tokens may be absent.
+
+    Raises:
+        ConfigError: the groups do not divide into mini-batches.
+    """
+    return {
+        shares.rows[index].number
+        for shares in _divided(groups, cut, parallel, step, skipped)
+        for index in shares.of_ranks[parallel.data_rank]
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shares:
+    """A mini-batch divided over ranks: `of_ranks` are indices in `rows`, which leave some out."""
+
+    groups: Sequence[TrainGroup]
+    all_rows: Sequence[TrainingRow]
+    rows: Sequence[TrainingRow]
+    of_ranks: Sequence[Sequence[int]]
+
+
+def _divided(
+    groups: Sequence[TrainGroup],
+    cut: BatchCut,
+    parallel: DataParallel,
+    step: int,
+    skipped: Container[int],
+) -> Iterator[_Shares]:
+    """Divide a batch. Every rank computes the shares of all ranks."""
     order = np.arange(len(groups))
     if cut.shuffle_seed is not None:
         order = np.random.default_rng([cut.shuffle_seed, step]).permutation(len(groups))
     # Rows keep their indices in the whole batch: tables find their tokens by them.
     ends = list(accumulate(len(group.rollouts) for group in groups))
     numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
-    return [
-        _mini_batch(
-            [groups[order[i]] for i in members],
-            [numbers[order[i]] for i in members],
-            cut,
-            parallel,
-            device,
-            image_prompts,
-            skipped,
-        )
-        for members in plan_minibatches(len(groups), cut.mini_batch_groups)
-    ]
+    assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
+    for members in plan_minibatches(len(groups), cut.mini_batch_groups):
+        own = [groups[order[i]] for i in members]
+        all_rows = training_rows(own, [numbers[order[i]] for i in members])
+        rows = [row for row in all_rows if row.number not in skipped]
+        yield _Shares(own, all_rows, rows, assign([row.size for row in rows], parallel.data_size))
 
 
 def _without_routing(group: TrainGroup) -> TrainGroup:
@@ -246,24 +286,20 @@ def _without_routing(group: TrainGroup) -> TrainGroup:
 
 
 def _mini_batch(
-    groups: Sequence[TrainGroup],
-    numbers: Sequence[Sequence[int]],
+    shares: _Shares,
     cut: BatchCut,
     parallel: DataParallel,
     device: torch.device,
     image_prompts: ImagePromptReader | None,
-    skipped: Container[int],
 ) -> MiniBatch:
-    all_rows = training_rows(groups, numbers)
-    rows = [row for row in all_rows if row.number not in skipped]
-    sizes = [row.size for row in rows]
-    assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
+    groups, rows = shares.groups, shares.rows
+    own = shares.of_ranks[parallel.data_rank]
+    missing = [rows[index].number for index in own if is_absent(rows[index].token_ids)]
+    assert not missing, f"samples {missing} are another rank's"
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
-    # Every rank computes the assignment of all ranks and takes its own part.
-    assigned = assign(sizes, parallel.data_size)
     plans = plan(
-        sizes,
-        assigned[parallel.data_rank],
+        [row.size for row in rows],
+        own,
         token_budget=cut.token_budget,
         rows_per_micro=cut.rows_per_micro,
     )
@@ -276,11 +312,11 @@ def _mini_batch(
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
         GlobalCounts(
-            tokens=sum(row.size.response_tokens for row in all_rows),
-            rows=len(all_rows),
+            tokens=sum(row.size.response_tokens for row in shares.all_rows),
+            rows=len(shares.all_rows),
             groups=len(groups),
         ),
-        tuple(tuple(rows[index].number for index in own) for own in assigned),
+        tuple(tuple(rows[index].number for index in one) for one in shares.of_ranks),
     )
 
 

@@ -17,6 +17,7 @@ from services.trainer.learner.batch.train_batch import (
     BatchTable,
     MiniBatch,
     gather_tokens,
+    own_rows,
     split_batch,
     tokens_of,
 )
@@ -111,6 +112,10 @@ class Critic:
             self.trained.host.move_out(self._weights)
         self._mini_batches: list[MiniBatch] = []
         self._old_values: list[list[Tensor]] = []
+
+    def own_rows(self, batch: TrainBatch, step: int) -> set[int]:
+        """Return the numbers of the batch's samples that this rank's passes read."""
+        return own_rows(batch.groups, self._cut, self._parallel, step=step)
 
     @torch.no_grad()
     def values(self, batch: TrainBatch, table: BatchTable, step: int) -> Tensor:

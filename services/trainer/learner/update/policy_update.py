@@ -25,6 +25,7 @@ from services.trainer.learner.batch.train_batch import (
     MiniBatch,
     batch_table,
     gather_tokens,
+    own_rows,
     reward_components,
     split_batch,
     tokens_of,
@@ -165,11 +166,24 @@ class PolicyUpdate:
         )
         self._passes = EvenPasses(policy.shards, parallel, self._idle_pass, device.torch_device)
 
+    def own_rows(self, batch: TrainBatch, step: int) -> list[int]:
+        """Return the numbers of the batch's samples that this rank's passes read. Collective."""
+        skipped = frozenset[int]()
+        if self._settings.config.sluice.trainer.skip_zero_advantage:
+            table = batch_table(batch, self._device.torch_device)
+            found = self._estimate(batch, table, PassTables())
+            skipped = zero_advantage_rows(found.advantages, self._parallel)
+        cut = self._settings.cut
+        own = own_rows(batch.groups, cut, self._parallel, step=step, skipped=skipped)
+        if self._critic is not None:
+            own |= self._critic.own_rows(batch, step)
+        return sorted(own)
+
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Train on one batch. Collective.
 
         Args:
-            batch: the same on every rank.
+            batch: the same on every rank, except for tokens of samples that are not its `own_rows`.
             step: number of this train batch in the run, from 1.
 
         Returns:

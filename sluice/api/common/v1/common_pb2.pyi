@@ -302,6 +302,8 @@ class Rollout(google.protobuf.message.Message):
     FINISH_REASON_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     ROUTING_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    HAS_ROUTING_FIELD_NUMBER: builtins.int
     sample_index: builtins.int
     """Index within the group, 0-based."""
     token_ids_u32: builtins.bytes
@@ -314,6 +316,10 @@ class Rollout(google.protobuf.message.Message):
     """Why the response ended."""
     text: builtins.str
     """The decoded response without special tokens."""
+    num_tokens: builtins.int
+    """Number of response tokens. Only in answers of TakeBatch, which have no tokens."""
+    has_routing: builtins.bool
+    """Whether TakeSamples sends experts with the sample. Only in answers of TakeBatch."""
     @property
     def version_spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VersionSpan]:
         """Spans that tile the response in order."""
@@ -321,7 +327,7 @@ class Rollout(google.protobuf.message.Message):
     @property
     def routing(self) -> global___RoutedExperts:
         """The engine's experts, where GenerateRequest.with_routing asks for them and the engine gives them
-        for this sample. Absent in answers of TakeBatch: TakeRouting sends them.
+        for this sample. Absent in answers of TakeBatch: TakeSamples sends them.
         """
 
     def __init__(
@@ -334,9 +340,11 @@ class Rollout(google.protobuf.message.Message):
         finish_reason: global___FinishReason.ValueType = ...,
         text: builtins.str = ...,
         routing: global___RoutedExperts | None = ...,
+        num_tokens: builtins.int = ...,
+        has_routing: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["routing", b"routing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["behavior_logprobs_f32", b"behavior_logprobs_f32", "finish_reason", b"finish_reason", "routing", b"routing", "sample_index", b"sample_index", "text", b"text", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["behavior_logprobs_f32", b"behavior_logprobs_f32", "finish_reason", b"finish_reason", "has_routing", b"has_routing", "num_tokens", b"num_tokens", "routing", b"routing", "sample_index", b"sample_index", "text", b"text", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]) -> None: ...
 
 global___Rollout = Rollout
 

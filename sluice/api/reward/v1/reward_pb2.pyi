@@ -262,10 +262,11 @@ class TrainGroup(google.protobuf.message.Message):
     NUM_IMAGES_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     NUM_ROUTED_FIELD_NUMBER: builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     """The prompt's id."""
     prompt_token_ids_u32: builtins.bytes
-    """Prompt tokens, little-endian uint32."""
+    """Not sent any more: TakeSamples sends the tokens."""
     data_source: builtins.str
     """Source of the prompt."""
     baseline_reward: builtins.float
@@ -279,10 +280,12 @@ class TrainGroup(google.protobuf.message.Message):
     traced.
     """
     num_routed: builtins.int
-    """Number of samples whose experts TakeRouting sends."""
+    """Not sent any more: see Rollout.has_routing."""
+    num_prompt_tokens: builtins.int
+    """Number of tokens of the prompt, at least 1."""
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Rollout]:
-        """Samples in order of index."""
+        """Samples in order of index, without tokens, logprobs, text and experts."""
 
     @property
     def scores(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Score]:
@@ -290,9 +293,7 @@ class TrainGroup(google.protobuf.message.Message):
 
     @property
     def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The prompt's encoded image files, in the order of their tokens. Empty in answers of TakeBatch,
-        which images could make too large: TakeImages sends them.
-        """
+        """Not sent any more: TakeSamples sends them."""
 
     def __init__(
         self,
@@ -307,9 +308,10 @@ class TrainGroup(google.protobuf.message.Message):
         num_images: builtins.int = ...,
         traceparent: builtins.str = ...,
         num_routed: builtins.int = ...,
+        num_prompt_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "images", b"images", "num_images", b"num_images", "num_routed", b"num_routed", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "images", b"images", "num_images", b"num_images", "num_prompt_tokens", b"num_prompt_tokens", "num_routed", b"num_routed", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores", "traceparent", b"traceparent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_baseline_reward", b"_baseline_reward"]) -> typing.Literal["baseline_reward"] | None: ...
 
 global___TrainGroup = TrainGroup
@@ -413,6 +415,128 @@ class TakeBatchResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["batch", b"batch"]) -> None: ...
 
 global___TakeBatchResponse = TakeBatchResponse
+
+@typing.final
+class TakeSamplesRequest(google.protobuf.message.Message):
+    """Requests samples of a batch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    batch_id: builtins.str
+    """Lease id."""
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Numbers of the samples in the batch, 0-based, groups one after the other; rising."""
+
+    def __init__(
+        self,
+        *,
+        batch_id: builtins.str = ...,
+        rows: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id", "rows", b"rows"]) -> None: ...
+
+global___TakeSamplesRequest = TakeSamplesRequest
+
+@typing.final
+class BatchPrompt(google.protobuf.message.Message):
+    """A prompt of the batch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_U32_FIELD_NUMBER: builtins.int
+    IMAGES_FIELD_NUMBER: builtins.int
+    ROUTING_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    """Index of its group in the batch, 0-based."""
+    token_ids_u32: builtins.bytes
+    """Tokens, little-endian uint32."""
+    @property
+    def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Encoded image files, in the order of their tokens."""
+
+    @property
+    def routing(self) -> sluice.api.common.v1.common_pb2.RoutedExperts:
+        """Experts of the prompt's tokens, in the pass of the group's first sample with experts. Absent if
+        that sample is sent too, and without such a sample.
+        """
+
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        token_ids_u32: builtins.bytes = ...,
+        images: collections.abc.Iterable[builtins.bytes] | None = ...,
+        routing: sluice.api.common.v1.common_pb2.RoutedExperts | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["routing", b"routing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "images", b"images", "routing", b"routing", "token_ids_u32", b"token_ids_u32"]) -> None: ...
+
+global___BatchPrompt = BatchPrompt
+
+@typing.final
+class BatchSample(google.protobuf.message.Message):
+    """A sample of the batch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_U32_FIELD_NUMBER: builtins.int
+    BEHAVIOR_LOGPROBS_F32_FIELD_NUMBER: builtins.int
+    ROUTING_FIELD_NUMBER: builtins.int
+    row: builtins.int
+    """Its number in the batch."""
+    token_ids_u32: builtins.bytes
+    """Response token ids, little-endian uint32."""
+    behavior_logprobs_f32: builtins.bytes
+    """Natural-log probability of each token, little-endian float32; see Rollout."""
+    @property
+    def routing(self) -> sluice.api.common.v1.common_pb2.RoutedExperts:
+        """The engine's experts. Absent unless Rollout.has_routing."""
+
+    def __init__(
+        self,
+        *,
+        row: builtins.int = ...,
+        token_ids_u32: builtins.bytes = ...,
+        behavior_logprobs_f32: builtins.bytes = ...,
+        routing: sluice.api.common.v1.common_pb2.RoutedExperts | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["routing", b"routing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["behavior_logprobs_f32", b"behavior_logprobs_f32", "routing", b"routing", "row", b"row", "token_ids_u32", b"token_ids_u32"]) -> None: ...
+
+global___BatchSample = BatchSample
+
+@typing.final
+class TakeSamplesResponse(google.protobuf.message.Message):
+    """A prompt or a sample."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: builtins.int
+    SAMPLE_FIELD_NUMBER: builtins.int
+    @property
+    def prompt(self) -> global___BatchPrompt:
+        """Before the first of its samples."""
+
+    @property
+    def sample(self) -> global___BatchSample:
+        """In the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        prompt: global___BatchPrompt | None = ...,
+        sample: global___BatchSample | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["part", b"part", "prompt", b"prompt", "sample", b"sample"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["part", b"part", "prompt", b"prompt", "sample", b"sample"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["prompt", "sample"] | None: ...
+
+global___TakeSamplesResponse = TakeSamplesResponse
 
 @typing.final
 class TakeRoutingRequest(google.protobuf.message.Message):

@@ -45,6 +45,11 @@ class RewardServiceStub(object):
                 request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchResponse.FromString,
                 _registered_method=True)
+        self.TakeSamples = channel.unary_stream(
+                '/sluice.api.reward.v1.RewardService/TakeSamples',
+                request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeSamplesRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeSamplesResponse.FromString,
+                _registered_method=True)
         self.TakeImages = channel.unary_stream(
                 '/sluice.api.reward.v1.RewardService/TakeImages',
                 request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeImagesRequest.SerializeToString,
@@ -95,24 +100,31 @@ class RewardServiceServicer(object):
 
     def TakeBatch(self, request, context):
         """Leases the next train batch; waits for it within the deadline. A second call without an
-        acknowledgement returns the same batch.
+        acknowledgement returns the same batch. The answer has numbers of tokens, no tokens:
+        TakeSamples sends them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeSamples(self, request, context):
+        """Sends samples of the leased batch and their prompts. Each rank of a trainer asks for those that
+        it trains. Before the first sample of a group its prompt is sent. A second call returns the
+        same. NOT_FOUND: no such batch is leased (any more); take the batch again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeImages(self, request, context):
-        """Sends the images of the leased batch, one message for each group with images, in the order of
-        the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
-        the batch again.
+        """Not implemented any more: TakeSamples sends images with their prompts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeRouting(self, request, context):
-        """Sends the engine's experts of the leased batch's samples, one message for each sample that has
-        them, in the order of the batch. A second call returns the same. NOT_FOUND: as with TakeImages.
+        """Not implemented any more: TakeSamples sends experts with their samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,6 +177,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.TakeBatch,
                     request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchRequest.FromString,
                     response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchResponse.SerializeToString,
+            ),
+            'TakeSamples': grpc.unary_stream_rpc_method_handler(
+                    servicer.TakeSamples,
+                    request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeSamplesRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeSamplesResponse.SerializeToString,
             ),
             'TakeImages': grpc.unary_stream_rpc_method_handler(
                     servicer.TakeImages,
@@ -257,6 +274,33 @@ class RewardService(object):
             '/sluice.api.reward.v1.RewardService/TakeBatch',
             sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchRequest.SerializeToString,
             sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sluice.api.reward.v1.RewardService/TakeSamples',
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeSamplesRequest.SerializeToString,
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.TakeSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,25 +32,30 @@ class RewardServiceStub:
         sluice.api.reward.v1.reward_pb2.TakeBatchResponse,
     ]
     """Leases the next train batch; waits for it within the deadline. A second call without an
-    acknowledgement returns the same batch.
+    acknowledgement returns the same batch. The answer has numbers of tokens, no tokens:
+    TakeSamples sends them.
+    """
+
+    TakeSamples: grpc.UnaryStreamMultiCallable[
+        sluice.api.reward.v1.reward_pb2.TakeSamplesRequest,
+        sluice.api.reward.v1.reward_pb2.TakeSamplesResponse,
+    ]
+    """Sends samples of the leased batch and their prompts. Each rank of a trainer asks for those that
+    it trains. Before the first sample of a group its prompt is sent. A second call returns the
+    same. NOT_FOUND: no such batch is leased (any more); take the batch again.
     """
 
     TakeImages: grpc.UnaryStreamMultiCallable[
         sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
         sluice.api.reward.v1.reward_pb2.TakeImagesResponse,
     ]
-    """Sends the images of the leased batch, one message for each group with images, in the order of
-    the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
-    the batch again.
-    """
+    """Not implemented any more: TakeSamples sends images with their prompts."""
 
     TakeRouting: grpc.UnaryStreamMultiCallable[
         sluice.api.reward.v1.reward_pb2.TakeRoutingRequest,
         sluice.api.reward.v1.reward_pb2.TakeRoutingResponse,
     ]
-    """Sends the engine's experts of the leased batch's samples, one message for each sample that has
-    them, in the order of the batch. A second call returns the same. NOT_FOUND: as with TakeImages.
-    """
+    """Not implemented any more: TakeSamples sends experts with their samples."""
 
     AcknowledgeBatch: grpc.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchRequest,
@@ -96,25 +101,30 @@ class RewardServiceAsyncStub:
         sluice.api.reward.v1.reward_pb2.TakeBatchResponse,
     ]
     """Leases the next train batch; waits for it within the deadline. A second call without an
-    acknowledgement returns the same batch.
+    acknowledgement returns the same batch. The answer has numbers of tokens, no tokens:
+    TakeSamples sends them.
+    """
+
+    TakeSamples: grpc.aio.UnaryStreamMultiCallable[
+        sluice.api.reward.v1.reward_pb2.TakeSamplesRequest,
+        sluice.api.reward.v1.reward_pb2.TakeSamplesResponse,
+    ]
+    """Sends samples of the leased batch and their prompts. Each rank of a trainer asks for those that
+    it trains. Before the first sample of a group its prompt is sent. A second call returns the
+    same. NOT_FOUND: no such batch is leased (any more); take the batch again.
     """
 
     TakeImages: grpc.aio.UnaryStreamMultiCallable[
         sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
         sluice.api.reward.v1.reward_pb2.TakeImagesResponse,
     ]
-    """Sends the images of the leased batch, one message for each group with images, in the order of
-    the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
-    the batch again.
-    """
+    """Not implemented any more: TakeSamples sends images with their prompts."""
 
     TakeRouting: grpc.aio.UnaryStreamMultiCallable[
         sluice.api.reward.v1.reward_pb2.TakeRoutingRequest,
         sluice.api.reward.v1.reward_pb2.TakeRoutingResponse,
     ]
-    """Sends the engine's experts of the leased batch's samples, one message for each sample that has
-    them, in the order of the batch. A second call returns the same. NOT_FOUND: as with TakeImages.
-    """
+    """Not implemented any more: TakeSamples sends experts with their samples."""
 
     AcknowledgeBatch: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchRequest,
@@ -164,7 +174,19 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.reward.v1.reward_pb2.TakeBatchResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.TakeBatchResponse]]:
         """Leases the next train batch; waits for it within the deadline. A second call without an
-        acknowledgement returns the same batch.
+        acknowledgement returns the same batch. The answer has numbers of tokens, no tokens:
+        TakeSamples sends them.
+        """
+
+    @abc.abstractmethod
+    def TakeSamples(
+        self,
+        request: sluice.api.reward.v1.reward_pb2.TakeSamplesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[sluice.api.reward.v1.reward_pb2.TakeSamplesResponse], collections.abc.AsyncIterator[sluice.api.reward.v1.reward_pb2.TakeSamplesResponse]]:
+        """Sends samples of the leased batch and their prompts. Each rank of a trainer asks for those that
+        it trains. Before the first sample of a group its prompt is sent. A second call returns the
+        same. NOT_FOUND: no such batch is leased (any more); take the batch again.
         """
 
     @abc.abstractmethod
@@ -173,10 +195,7 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[sluice.api.reward.v1.reward_pb2.TakeImagesResponse], collections.abc.AsyncIterator[sluice.api.reward.v1.reward_pb2.TakeImagesResponse]]:
-        """Sends the images of the leased batch, one message for each group with images, in the order of
-        the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
-        the batch again.
-        """
+        """Not implemented any more: TakeSamples sends images with their prompts."""
 
     @abc.abstractmethod
     def TakeRouting(
@@ -184,9 +203,7 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.TakeRoutingRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[sluice.api.reward.v1.reward_pb2.TakeRoutingResponse], collections.abc.AsyncIterator[sluice.api.reward.v1.reward_pb2.TakeRoutingResponse]]:
-        """Sends the engine's experts of the leased batch's samples, one message for each sample that has
-        them, in the order of the batch. A second call returns the same. NOT_FOUND: as with TakeImages.
-        """
+        """Not implemented any more: TakeSamples sends experts with their samples."""
 
     @abc.abstractmethod
     def AcknowledgeBatch(

@@ -1,0 +1,127 @@
+"""Samples of a leased batch, read by one trainer rank from the reward service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from sluice.api.reward.v1 import reward_pb2 as reward
+from sluice.codec.train_batch import with_samples
+from sluice.config.addresses import peer_address
+from sluice.config.deadlines import command_timeout_s
+from sluice.config.derived import message_mb, world_size
+from sluice.config.run import RunConfig
+from sluice.errors import DeadlineError, NotFoundError, PeerError
+from sluice.rpc.client import open_channel, reward_stub, stream_call
+from sluice.rpc.credentials import OPEN, Credentials, service_credentials
+from sluice.types import TrainBatch
+
+_PEER = "reward service"
+
+
+class SampleReader(Protocol):
+    """Where a rank gets its samples from."""
+
+    def read(self, outline: TrainBatch, rows: Sequence[int], step: int) -> TrainBatch:
+        """Return the batch with the samples of these numbers; the others stay absent. Blocks.
+
+        Args:
+            outline: the leased batch, with absent tokens.
+            rows: numbers of samples in the batch, rising.
+            step: the step to train with it.
+
+        Raises:
+            InvalidRequestError: the samples do not fit the outline.
+            PeerError: the service or the lease is gone; the batch can be taken again.
+            DeadlineError: the next part did not come in time.
+        """
+        ...
+
+
+class RewardSamples:
+    """`SampleReader` of the reward service.
+
+    Each call has an event loop and a connection of its own: a rank's thread has neither between
+    two steps.
+
+    Args:
+        address: host:port of the reward service.
+        max_message_bytes: largest message.
+        stall_s: a call fails after so many seconds without a message.
+        credentials: shown to the service.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        max_message_bytes: int,
+        stall_s: float,
+        credentials: Credentials = OPEN,
+    ) -> None:
+        self._address = address
+        self._max_message_bytes = max_message_bytes
+        self._stall_s = stall_s
+        self._credentials = credentials
+
+    def read(self, outline: TrainBatch, rows: Sequence[int], step: int) -> TrainBatch:
+        """Call `TakeSamples`; see `SampleReader`. Without rows there is no call."""
+        if not rows:
+            return outline
+        return asyncio.run(self._read(outline, rows, f"taking samples of step {step}"))
+
+    async def _read(self, outline: TrainBatch, rows: Sequence[int], phase: str) -> TrainBatch:
+        request = reward.TakeSamplesRequest(batch_id=outline.batch_id, rows=rows)
+        async with open_channel(
+            self._address,
+            max_message_bytes=self._max_message_bytes,
+            credentials=self._credentials,
+        ) as channel:
+            stream = stream_call(
+                reward_stub(channel).TakeSamples,
+                request,
+                peer=_PEER,
+                phase=phase,
+                deadline_s=(2 * len(rows) + 1)
+                * self._stall_s,  # the one for each part passes first
+            )
+            async with aclosing(stream) as answers:
+                try:
+                    return await with_samples(outline, rows, self._in_time(answers, phase))
+                except NotFoundError as error:  # the service has restarted since
+                    raise PeerError(_PEER, phase, str(error)) from error
+
+    async def _in_time(
+        self, answers: AsyncIterator[reward.TakeSamplesResponse], phase: str
+    ) -> AsyncIterator[reward.TakeSamplesResponse]:
+        num_came = 0
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    answer = await anext(answers, None)
+            except TimeoutError as error:
+                detail = f"{num_came} messages had come"
+                raise DeadlineError(_PEER, phase, self._stall_s, detail) from error
+            if answer is None:
+                return
+            num_came += 1
+            yield answer
+
+
+def reward_samples(config: RunConfig) -> RewardSamples:
+    """Return the reader of a rank of this run.
+
+    Raises:
+        ConfigError: the run's credentials would not work.
+    """
+    service = config.sluice.trainer
+    stall_s = service.batch_timeout_s
+    if world_size(config) > 1:  # the other ranks wait for this one
+        stall_s = min(stall_s, command_timeout_s(config) / 2)
+    return RewardSamples(
+        peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
+        message_mb(config) << 20,
+        stall_s,
+        service_credentials(config.sluice.security, service.endpoint),
+    )

@@ -1,0 +1,247 @@
+"""Train batches: an outline without tokens for all trainer ranks, and each rank's samples."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.reward.v1 import reward_pb2 as reward
+from sluice.codec.fields import (
+    logprobs_from_bytes,
+    logprobs_to_bytes,
+    routing_from_proto,
+    routing_to_proto,
+    token_ids_from_bytes,
+    token_ids_to_bytes,
+)
+from sluice.codec.reward import (
+    progress_from_proto,
+    progress_to_proto,
+    score_from_proto,
+    score_to_proto,
+)
+from sluice.codec.rollout import rollout_outline_from_proto, rollout_outline_to_proto
+from sluice.errors import InvalidRequestError
+from sluice.types import Rollout, RoutedExperts, TrainBatch, TrainGroup, absent_tokens
+
+
+def outline_to_proto(batch: TrainBatch) -> reward.TrainBatch:
+    """Encode a batch without tokens, logprobs, texts, answers, experts and images."""
+    return reward.TrainBatch(
+        batch_id=batch.batch_id,
+        policy_version=batch.policy_version,
+        groups=[_group_to_proto(group) for group in batch.groups],
+        progress=progress_to_proto(batch.progress),
+        statistics=dict(batch.statistics),
+    )
+
+
+def outline_from_proto(message: reward.TrainBatch) -> TrainBatch:
+    """Decode a batch whose tokens are absent; each image is an empty file.
+
+    Raises:
+        InvalidRequestError: a group's parts do not fit together.
+    """
+    return TrainBatch(
+        batch_id=message.batch_id,
+        policy_version=message.policy_version,
+        groups=tuple(_group_from_proto(group) for group in message.groups),
+        progress=progress_from_proto(message.progress),
+        statistics=dict(message.statistics),
+    )
+
+
+def outline_to_bytes(batch: TrainBatch) -> bytes:
+    """Encode an outline for the trainer's other ranks."""
+    return outline_to_proto(batch).SerializeToString()
+
+
+def outline_from_bytes(data: bytes) -> TrainBatch:
+    """Decode what `outline_to_bytes` encoded.
+
+    Raises:
+        InvalidRequestError: the bytes hold no batch.
+    """
+    try:
+        return outline_from_proto(reward.TrainBatch.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequestError(f"train batch: {len(data)} bytes cannot be parsed") from error
+
+
+def sample_messages(batch: TrainBatch, rows: Sequence[int]) -> Iterator[reward.TakeSamplesResponse]:
+    """Encode the samples with these numbers in the batch, each group's after its prompt.
+
+    Raises:
+        InvalidRequestError: the numbers do not rise, or the batch has fewer samples.
+    """
+    places = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
+    _check_rows(rows, len(places))
+    wanted = set(rows)
+    sent = -1
+    for row in rows:
+        index, member = places[row]
+        group = batch.groups[index]
+        if index != sent:
+            sent, first = index, row - member
+            yield reward.TakeSamplesResponse(prompt=_prompt_to_proto(index, group, first, wanted))
+        yield reward.TakeSamplesResponse(sample=_sample_to_proto(row, group.rollouts[member]))
+
+
+async def with_samples(
+    outline: TrainBatch, rows: Sequence[int], messages: AsyncIterator[reward.TakeSamplesResponse]
+) -> TrainBatch:
+    """Return a batch with the samples of these numbers, decoded as they come.
+
+    Raises:
+        InvalidRequestError: a prompt or a sample is missing, was not asked for, or does not fit the
+            outline; names it.
+    """
+    groups = list(outline.groups)
+    rollouts = [list(group.rollouts) for group in groups]
+    places = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rollouts))]
+    left = iter(rows)
+    prompted: set[int] = set()
+    num_taken = 0
+    async for message in messages:
+        if message.WhichOneof("part") == "prompt":
+            found = message.prompt
+            if found.group >= len(groups) or found.group in prompted:
+                raise InvalidRequestError(f"the prompt of group {found.group} is not expected")
+            prompted.add(found.group)
+            groups[found.group] = _with_prompt(groups[found.group], found)
+            continue
+        expected, row = next(left, None), message.sample.row
+        if row != expected:
+            raise InvalidRequestError(f"sample {row} came instead of {expected}")
+        index, member = places[row]
+        if index not in prompted:
+            raise InvalidRequestError(f"sample {row} came before its prompt")
+        name = f"group {groups[index].prompt_id}, sample {rollouts[index][member].sample_index}"
+        rollouts[index][member] = _with_sample(rollouts[index][member], message.sample, name)
+        num_taken += 1
+    if num_taken < len(rows):
+        raise InvalidRequestError(f"{num_taken} of {len(rows)} samples came")
+    filled = (replace(g, rollouts=tuple(own)) for g, own in zip(groups, rollouts, strict=True))
+    return replace(outline, groups=tuple(filled))
+
+
+def _group_to_proto(group: TrainGroup) -> reward.TrainGroup:
+    return reward.TrainGroup(
+        prompt_id=group.prompt_id,
+        rollouts=[rollout_outline_to_proto(rollout) for rollout in group.rollouts],
+        scores=[score_to_proto(replace(one, prediction=None)) for one in group.scores],
+        data_source=group.data_source,
+        baseline_reward=group.baseline_reward,
+        num_images=len(group.images),
+        traceparent=group.traceparent,
+        num_prompt_tokens=group.prompt_token_ids.size,
+    )
+
+
+def _group_from_proto(message: reward.TrainGroup) -> TrainGroup:
+    if len(message.rollouts) != len(message.scores):
+        raise InvalidRequestError(
+            f"group {message.prompt_id}: {len(message.scores)} scores for "
+            f"{len(message.rollouts)} rollouts; send one each"
+        )
+    return TrainGroup(
+        prompt_id=message.prompt_id,
+        prompt_token_ids=absent_tokens(message.num_prompt_tokens),
+        rollouts=tuple(rollout_outline_from_proto(rollout) for rollout in message.rollouts),
+        scores=tuple(score_from_proto(score) for score in message.scores),
+        data_source=message.data_source,
+        baseline_reward=(message.baseline_reward if message.HasField("baseline_reward") else None),
+        images=(b"",) * message.num_images,
+        traceparent=message.traceparent,
+    )
+
+
+def _check_rows(rows: Sequence[int], num_rows: int) -> None:
+    before = -1
+    for row in rows:
+        if not before < row < num_rows:
+            raise InvalidRequestError(
+                f"rows: {row} after {before}; send rising numbers below {num_rows}"
+            )
+        before = row
+
+
+def _prompt_to_proto(
+    index: int, group: TrainGroup, first: int, wanted: set[int]
+) -> reward.BatchPrompt:
+    routing: RoutedExperts | None = None
+    for row, rollout in enumerate(group.rollouts, first):
+        if rollout.routing is not None:
+            if row not in wanted:
+                routing = rollout.routing[: group.prompt_token_ids.size]
+            break
+    return reward.BatchPrompt(
+        group=index,
+        token_ids_u32=token_ids_to_bytes(group.prompt_token_ids),
+        images=group.images,
+        routing=None if routing is None else routing_to_proto(routing),
+    )
+
+
+def _sample_to_proto(row: int, rollout: Rollout) -> reward.BatchSample:
+    return reward.BatchSample(
+        row=row,
+        token_ids_u32=token_ids_to_bytes(rollout.token_ids),
+        behavior_logprobs_f32=logprobs_to_bytes(rollout.behavior_logprobs),
+        routing=None if rollout.routing is None else routing_to_proto(rollout.routing),
+    )
+
+
+def _with_prompt(group: TrainGroup, found: reward.BatchPrompt) -> TrainGroup:
+    name = f"group {group.prompt_id}"
+    tokens = token_ids_from_bytes(found.token_ids_u32, f"{name}, token_ids_u32")
+    for what, came, expected in (
+        ("prompt tokens", tokens.size, group.prompt_token_ids.size),
+        ("images", len(found.images), len(group.images)),
+    ):
+        if came != expected:
+            raise InvalidRequestError(f"{name}: {came} {what} came for the {expected} it has")
+    return replace(
+        group,
+        prompt_token_ids=tokens,
+        images=tuple(found.images),
+        prompt_routing=_routing(found, name),
+    )
+
+
+def _with_sample(rollout: Rollout, found: reward.BatchSample, name: str) -> Rollout:
+    tokens = token_ids_from_bytes(found.token_ids_u32, f"{name}, token_ids_u32")
+    if tokens.size != rollout.num_tokens:
+        raise InvalidRequestError(
+            f"{name}: {tokens.size} tokens came for the {rollout.num_tokens} it has"
+        )
+    routing = _routing(found, name)
+    if (routing is None) != (rollout.routing is None):
+        came = "no experts came for those it has" if routing is None else "unexpected experts came"
+        raise InvalidRequestError(f"{name}: {came}")
+    logprobs = logprobs_from_bytes(found.behavior_logprobs_f32, f"{name}, behavior_logprobs_f32")
+    unusable = np.flatnonzero(~np.isfinite(logprobs))
+    if unusable.size:
+        first = int(unusable[0])
+        raise InvalidRequestError(f"{name}: the logprob of token {first} is {logprobs[first]}")
+    try:
+        return Rollout.of_one_turn(
+            rollout.sample_index,
+            tokens,
+            logprobs,
+            rollout.version_spans,
+            rollout.finish_reason,
+            rollout.text,
+            routing,
+        )
+    except ValueError as error:
+        raise InvalidRequestError(f"{name}: {error}") from error
+
+
+def _routing(found: reward.BatchPrompt | reward.BatchSample, name: str) -> RoutedExperts | None:
+    given: common.RoutedExperts | None = found.routing if found.HasField("routing") else None
+    return None if given is None else routing_from_proto(given, f"{name}, routing")
