@@ -15,20 +15,17 @@ missed names the keys that miss their bars; the exit code is then 1.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from benchmarks.devices import engines, wire
-from benchmarks.reporting import print_line, print_report
-from tools.phases import tool_parser
+from benchmarks.parts import Part, missed, parts_parser, run_parts
+from benchmarks.reporting import print_line
 
 KEYS = (*wire.KEYS, *engines.KEYS)
 MOST: Mapping[str, float] = {**wire.MOST, **engines.MOST}
 LEAST: Mapping[str, float] = {**engines.LEAST}
-
-Part = Callable[[argparse.Namespace], Mapping[str, object]]
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -44,38 +41,11 @@ PARTS: Mapping[str, Part] = {
 }
 
 
-def missed(report: Mapping[str, object]) -> list[str]:
-    """Return the keys whose figures miss their bars; a key without a figure misses none."""
-    found = {key: each for key, each in report.items() if isinstance(each, int | float)}
-    # "not <=" and not ">", so that nan misses every bar.
-    keys = [key for key, bar in MOST.items() if key in found and not found[key] <= bar]
-    return keys + [key for key, bar in LEAST.items() if key in found and not found[key] >= bar]
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]}: give some of {','.join(PARTS)}")
-    return names
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
-    parser = tool_parser(__doc__, "python -m benchmarks.devices --parts wire")
-    parser.add_argument("--parts", type=_parts, default=list(PARTS), help=",".join(PARTS))
-    parser.add_argument("--vllm-python", help="of an environment with vLLM and sluice")
+    parser = parts_parser(__doc__, "python -m benchmarks.devices --parts wire", PARTS)
     parsed = parser.parse_args(arguments)
-    # Before the first rank starts, which inherits them.
-    os.environ |= {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
-    report: dict[str, object] = dict.fromkeys(KEYS)
-    for name in parsed.parts:
-        began_s = time.monotonic()
-        report |= PARTS[name](parsed)
-        print_line(f"{name}: {time.monotonic() - began_s:.0f} s")
-    report["missed"] = missed(report)
-    print_report(report)
-    return 1 if report["missed"] else 0
+    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
 
 
 if __name__ == "__main__":

@@ -22,22 +22,20 @@ missed names the keys that miss their bars; the exit code is then 1.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.reporting import last_json, print_line, print_report
+from benchmarks.parts import Part, missed, parts_parser, run_parts
+from benchmarks.reporting import last_json, print_line
 from benchmarks.trainer import parity
 from benchmarks.trainer.head import head
 from benchmarks.trainer.plain_loop import learner_against_loop
 from benchmarks.trainer.plans import plan_errors, plans
 from benchmarks.trainer.states import states
 from benchmarks.trainer.step_time import BEFORE, step_ratio
-from tools.phases import tool_parser
 
 KEYS = (
     *("parity_worst", "parity_cases", "dapo_loss_worst", "plans", "plan_error_worst"),
@@ -60,8 +58,6 @@ MOST: Mapping[str, float] = {
 }
 LEAST: Mapping[str, float] = {"learner_vs_hf": 1.5}
 MOST_PLAN_S = 60.0
-
-Part = Callable[[argparse.Namespace], Mapping[str, Any]]
 
 
 def _parity(parsed: argparse.Namespace) -> Mapping[str, Any]:
@@ -91,48 +87,23 @@ PARTS: Mapping[str, Part] = {
 }
 
 
-def missed(report: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose figures miss their bars; a key without a figure misses none."""
-    found = {key: value for key, value in report.items() if value is not None}
-    # "not <=" and not ">", so that nan misses every bar.
-    keys = [key for key, bar in MOST.items() if key in found and not found[key] <= bar]
-    keys += [key for key, bar in LEAST.items() if key in found and not found[key] >= bar]
-    keys += ["checkpoint_equal"] * (found.get("checkpoint_equal") is False)
-    each = found.get("plans", {}).values()
-    keys += ["plans"] * any(not one["fits"] or one["seconds"] > MOST_PLAN_S for one in each)
-    return keys
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]}: give some of {','.join(PARTS)}")
-    return names
+def find_missed(report: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose figures miss their bars, checkpoints and plans too."""
+    keys = missed(report, MOST, LEAST)
+    keys += ["checkpoint_equal"] * (report["checkpoint_equal"] is False)
+    each = (report["plans"] or {}).values()
+    return keys + ["plans"] * any(not one["fits"] or one["seconds"] > MOST_PLAN_S for one in each)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
-    parser = tool_parser(__doc__, "python -m benchmarks.trainer --parts parity,plans")
-    parser.add_argument("--parts", type=_parts, default=list(PARTS), help=",".join(PARTS))
+    parser = parts_parser(__doc__, "python -m benchmarks.trainer --parts parity,plans", PARTS)
     parser.add_argument("--before", default=BEFORE, help="commit that the step is compared with")
-    parser.add_argument("--vllm-python", help="of an environment with vLLM and sluice")
     parser.add_argument(
         "--write-docs", action="store_true", help="put the parity table into docs/parallelism.md"
     )
-    parsed = parser.parse_args(arguments)
-    # Before the first rank starts, which inherits them.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
     torch.set_num_threads(1)
-    report: dict[str, Any] = dict.fromkeys(KEYS)
-    for name in parsed.parts:
-        began_s = time.monotonic()
-        found = PARTS[name](parsed)
-        report |= {key: value for key, value in found.items() if key in KEYS}
-        print_line(f"{name}: {time.monotonic() - began_s:.0f} s")
-    report["missed"] = missed(report)
-    print_report(report)
-    return 1 if report["missed"] else 0
+    return run_parts(parser.parse_args(arguments), PARTS, KEYS, find_missed)
 
 
 if __name__ == "__main__":

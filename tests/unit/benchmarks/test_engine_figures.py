@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.devices.__main__ import missed
-from benchmarks.devices.engines import figures
+from benchmarks.devices.engines import LEAST, MOST, figures
+from benchmarks.parts import missed
 
 
 def _runs(cpu_us: float, *seconds: float) -> list[dict[str, float]]:
@@ -20,9 +20,9 @@ def test_what_vllm_costs_alone_counts_on_neither_side_of_the_ratio() -> None:
     report = figures(found)
     assert report["vllm_python_ratio"] == 0.125
     assert report["vllm_overhead"] == 0.8, "the median of neighbouring runs"
-    assert missed(report) == ["vllm_overhead"]
-    assert missed(report | {"vllm_python_ratio": float("nan")}) == [
+    assert missed(report, MOST, LEAST) == ["vllm_overhead"]
+    assert missed(report | {"vllm_python_ratio": float("nan")}, MOST, LEAST) == [
         "vllm_python_ratio",
         "vllm_overhead",
     ]
-    assert missed(dict.fromkeys(report)) == []
+    assert missed(dict.fromkeys(report), MOST, LEAST) == []
