@@ -36,7 +36,6 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner import sequence_share, sharded_state
 from services.trainer.learner.checkpoint import CheckpointStore
@@ -51,6 +50,7 @@ from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights.plan import tensor_specs
+from tests.support.made_bytes import MadeBytes
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.taken_samples import MadeSamples, outline_of
 from tests.support.tiny_policy import (
@@ -205,11 +205,11 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         save_file(saved_weights(folder), argument)
     elif command == "save":
         try:
-            with LiveBytes() as live:
+            with MadeBytes() as live:
                 leader.save(Path(argument))
         except OSError as error:
             return {"error": str(error)}
-        return {"most": live.peak}
+        return {"most": live.most}
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.places import Directory, exchange_places, local_part, place, region
 from services.trainer.learner.ranks import TorchDistributed
 from services.trainer.learner.sharded_state import StateFiles, keep_step, write_state
 from services.trainer.learner.weight_stream import stream_rows
 from sluice.device.select import select_device
+from tests.support.made_bytes import MadeBytes
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "experts": (8, 6, 5),
@@ -62,7 +62,7 @@ def streamed(
     """Stream them as the weights of a replica; say what arrived and what it took."""
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     found: dict[str, list[torch.Tensor]] = {}
-    with LiveBytes() as live:
+    with MadeBytes() as live:
         for name, rows in stream_rows(parts, places, parallel, "streaming", bucket_bytes=bucket):
             found.setdefault(name, []).append(copied(rows))
             del rows
@@ -70,7 +70,7 @@ def streamed(
         name: torch.equal(torch.cat(rows).reshape(SHAPES[name]), whole_tensor(name))
         for name, rows in found.items()
     }
-    return {"equal": equal, "most": live.peak}
+    return {"equal": equal, "most": live.most}
 
 
 def copied(rows: torch.Tensor) -> torch.Tensor:

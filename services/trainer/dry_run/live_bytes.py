@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +30,7 @@ _COLLECTIVES = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators make within its block.
+    """Counts within its block; storages made before it count from their first use on.
 
     Attributes:
         live: bytes alive now.
@@ -59,14 +59,12 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
-        given = set(_storages(args))
         found = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count_moved(func, args)
-        for storage in _storages(found):
-            # A view of an older tensor, or one changed in place, is not new.
-            if storage not in given:
-                self._see(storage)
+        for one in tree_leaves(found):
+            if isinstance(one, Tensor):
+                self._see(_plain(one).untyped_storage())
         return found
 
     def __enter__(self) -> LiveBytes:
@@ -113,11 +111,6 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.live -= self._sizes.pop(key, 0)
-
-
-def _storages(tree: object) -> Iterator[Any]:
-    tensors = (one for one in tree_leaves(tree) if isinstance(one, Tensor))
-    return (_plain(one).untyped_storage() for one in tensors)
 
 
 def _plain(tensor: Tensor) -> Tensor:

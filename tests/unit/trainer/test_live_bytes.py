@@ -45,12 +45,3 @@ def test_what_waits_for_a_collective_is_no_second_tensor() -> None:
         assert count.live == 2 * KIB
         del result, doubled
         assert count.live == 0
-
-
-def test_what_was_there_before_does_not_count() -> None:
-    older = kib(4)
-    with LiveBytes() as count:
-        older[:10].add_(1)
-        assert count.peak == 0
-        copied = older.clone()
-    assert count.live == copied.nbytes
