@@ -64,7 +64,6 @@ from sluice.config.derived import (
     message_mb,
     needs_greedy_baseline,
     needs_whole_groups,
-    replica_devices,
     total_training_steps,
     world_size,
 )
@@ -316,7 +315,7 @@ def _publisher(
     transfer_timeout_s = broadcast_deadline_s(trained.tensors, bucket_bytes, weights.timeout_s)
     elements = sum(math.prod(tensor.shape) for tensor in trained.tensors)
     wire_bytes = elements * getattr(torch, config.actor_rollout_ref.rollout.dtype).itemsize
-    commit_s = commit_timeout_s(weights.timeout_s, wire_bytes / replica_devices(config))
+    commit_s = commit_timeout_s(config, wire_bytes)
     sends_changes = weights.delta == "auto"
 
     def make_sender() -> WeightSender:

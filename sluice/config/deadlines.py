@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sluice.config.derived import replica_devices
 from sluice.config.memory.shape import find_shape
 from sluice.config.run import RunConfig
 
@@ -47,14 +48,20 @@ def replica_wait_timeout_s(config: RunConfig) -> float:
     return (_COMPILING_START_S if compiles else _START_S) + _reading_s(config)
 
 
-def commit_timeout_s(timeout_s: float, replica_bytes: float) -> float:
+def commit_timeout_s(config: RunConfig, wire_bytes: float) -> float:
     """Return how long a replica may take to bring staged weights into its engine.
 
+    `sluice.weights.timeout_s`, and 2 s for each GB that one of its devices reads: its part of the
+    weights, or all of them with SGLang, whose ranks read whole tensors
+    (`safetensors_weights_iterator`).
+
     Args:
-        timeout_s: `sluice.weights.timeout_s`.
-        replica_bytes: of the weights that one of its devices holds.
+        config: of the launch.
+        wire_bytes: of all weights, as they are sent.
     """
-    return timeout_s + replica_bytes / _LOAD_BYTES_PER_S
+    reads_all = config.actor_rollout_ref.rollout.name == "sglang"
+    read_bytes = wire_bytes if reads_all else wire_bytes / replica_devices(config)
+    return config.sluice.weights.timeout_s + read_bytes / _LOAD_BYTES_PER_S
 
 
 def _reading_s(config: RunConfig) -> float:

@@ -67,6 +67,25 @@ def test_a_model_of_another_kind_has_the_least_deadlines(tmp_path: Path) -> None
     assert command_timeout_s(config) == 120
 
 
-def test_a_commit_has_the_time_to_load_a_large_model() -> None:
-    assert commit_timeout_s(30.0, 0) == 30
-    assert commit_timeout_s(30.0, 60e9) == 150
+@pytest.mark.parametrize(
+    ("engine", "devices", "loading_s"),
+    [
+        ("torch", 1, 120),
+        ("vllm", 4, 30),
+        ("sglang", 4, 120),
+    ],
+)
+def test_a_commit_has_the_time_to_load_what_a_device_reads_of_a_large_model(
+    engine: str, devices: int, loading_s: float
+) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    config = load_config(
+        None,
+        [
+            "sluice.weights.timeout_s=30",
+            f"{rollout}.name={engine}",
+            f"{rollout}.tensor_model_parallel_size={devices}",
+        ],
+    )
+    assert commit_timeout_s(config, 0) == 30
+    assert commit_timeout_s(config, 60e9) == 30 + loading_s

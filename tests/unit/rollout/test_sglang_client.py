@@ -114,15 +114,18 @@ def test_the_scheduler_holds_the_tokens_of_running_samples_but_the_first_for_a_w
 
 def test_what_the_scheduler_holds_is_found_wherever_its_sample_is() -> None:
     running, last, retracted = _sample(4, 3), _sample(5, 3), _sample(6, 3)
+    recomputed = _sample(7, 3)
     none_new, ended = _sample(4, 4), _sample(4, 3, ended=True)
     scheduler = SimpleNamespace(
         running_batch=SimpleNamespace(reqs=[running, none_new, ended]),
         last_batch=SimpleNamespace(reqs=[running, last]),
         waiting_queue=[retracted, _sample(0, 0)],
+        chunked_req=recomputed,
     )
-    assert {id(one) for one in held_samples(scheduler)} == {id(running), id(last), id(retracted)}
-    assert len(held_samples(scheduler)) == 3
-    scheduler.last_batch = None
+    held = {id(running), id(last), id(retracted), id(recomputed)}
+    assert {id(one) for one in held_samples(scheduler)} == held
+    assert len(held_samples(scheduler)) == 4
+    scheduler.last_batch = scheduler.chunked_req = None
     assert {id(one) for one in held_samples(scheduler)} == {id(running), id(retracted)}
 
 

@@ -18,8 +18,9 @@ from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
 from services.rollout.engines.thread import ChunkStream, LoopThread
+from services.rollout.engines.threaded_engine import Pace
 from services.rollout.engines.vendor.core import VendorCore
-from services.rollout.engines.vendor.request import Delta, Pace, SamplingChoice
+from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vllm.client import PromptInputs
 from services.rollout.engines.vllm.core import VllmCore
 from services.rollout.engines.vllm.engine import VllmEngine
@@ -483,6 +484,19 @@ async def test_samples_that_a_pause_ends_have_the_tokens_that_sglang_held(
         (chunk,) = await stream.next()
     assert chunk.finish_reason is FinishReason.ABORTED
     assert chunk.token_ids.size > 0
+
+
+async def test_a_pause_that_aborts_ends_samples_when_sglang_does_not_answer(
+    sglang: _Vendor,
+) -> None:
+    sglang.fail("catch up", _NO_ANSWER)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stream, _ = sglang.begin(tasks, pace=_WHOLE)
+        await _turns()
+        with pytest.raises(EngineError, match="no answer"):
+            await sglang.core.pause(PauseMode.ABORT)
+        (chunk,) = await stream.next()
+    assert chunk.finish_reason is FinishReason.ABORTED
 
 
 async def test_no_name_of_a_sample_is_the_beginning_of_another(sglang: _Vendor) -> None:

@@ -150,9 +150,11 @@ class SglangCore(VendorCore):
         self._may_sample.clear()
         if mode is PauseMode.ABORT:
             # The samples end here with what they have; closing their streams aborts them there.
-            await self.client.catch_up()
-            for run in self._runs:
-                run.give_up()
+            try:
+                await self.client.catch_up()
+            finally:  # a scheduler that does not answer must not keep the samples open
+                for run in self._runs:
+                    run.give_up()
         elif mode is PauseMode.DRAIN:
             await self._drain()
         await self.client.pause(retract=mode is PauseMode.RECOMPUTE)

@@ -49,9 +49,14 @@ def _may_wait(sample: Any) -> bool:  # noqa: ANN401 - a request of SGLang's sche
 
 
 def held_samples(scheduler: Any) -> list[Any]:  # noqa: ANN401 - SGLang's
-    """Return the samples with tokens that were not sent; retracted ones wait in its queue."""
+    """Return the samples with tokens that were not sent.
+
+    Retracted ones wait in its queue, or are computed again a chunk at a time.
+    """
     batches = (scheduler.running_batch, scheduler.last_batch)
     found = [*scheduler.waiting_queue]
+    if scheduler.chunked_req is not None:
+        found.append(scheduler.chunked_req)
     found += [one for batch in batches if batch is not None for one in batch.reqs]
     return [
         one

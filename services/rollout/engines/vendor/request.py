@@ -231,7 +231,9 @@ class RequestRun(EngineRun):
 
     def cancel(self) -> None:
         """Abort what runs."""
-        self.catch_up()  # an aborted sample's tokens are counted too
+        # An aborted sample's tokens are counted too, except those that SGLang's scheduler holds:
+        # they are in no account.
+        self.catch_up()
         self._is_cancelled = True
         if self._task is not None:
             self._task.cancel()
