@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sluice.service_contract import CONFIG_NAME
-
 SUMMARY_NAME = "summary.json"
 _OF_AN_END = "outcome"
 """The name that only the end of a run writes; a summary of an active run lacks it."""
@@ -28,13 +26,12 @@ def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
 
 
 def ended_summary(run_dir: Path) -> dict[str, Any]:
-    """Return the summary that the end of the run's last start wrote; empty: there is none."""
-    file, config = run_dir / SUMMARY_NAME, run_dir / CONFIG_NAME
+    """Return the summary that the end of a run wrote; empty: there is none.
+
+    A start removes the one of the run before it.
+    """
     try:
-        is_older = config.is_file() and file.stat().st_mtime < config.stat().st_mtime
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads((run_dir / SUMMARY_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if is_older or not isinstance(found, dict) or _OF_AN_END not in found:
-        return {}
-    return found
+    return found if isinstance(found, dict) and _OF_AN_END in found else {}

@@ -40,6 +40,7 @@ from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import launch_service
 from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.report.summary_file import SUMMARY_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME
@@ -239,8 +240,9 @@ async def _start(
     config: RunConfig, config_file: Path, display: Display, ray: RayOptions | None
 ) -> tuple[RunEnd, LiveView]:
     await _refuse_beside_another(config_file.parent)
-    # A run with this file has reached its end.
-    (config_file.parent / ACCOUNTS_NAME).unlink(missing_ok=True)
+    # A run with these files has reached its end.
+    for name in (ACCOUNTS_NAME, SUMMARY_NAME):
+        (config_file.parent / name).unlink(missing_ok=True)
     config = with_absolute_paths(config)
     if ray is None:
         config = with_ports(config)

@@ -153,14 +153,6 @@ def test_a_report_keeps_what_only_the_end_of_the_run_knew() -> None:
     assert (found["seconds_total"], found["outcome"], found["steps"]) == (99.5, "finished", 2)
 
 
-def test_a_report_of_a_resumed_run_leaves_the_seconds_of_its_former_end() -> None:
-    run = past("a")
-    (run / "summary.json").write_text('{"seconds_total": 99.5, "outcome": "interrupted"}')
-    started_s = (run / "config.yaml").stat().st_mtime
-    os.utime(run / "summary.json", (started_s - 60, started_s - 60))
-    assert json.loads(sluice("report", str(run), "--json").stdout)["seconds_total"] < 99.5
-
-
 @pytest.mark.parametrize("now", [(), ("--now",)])
 def test_a_run_that_is_not_active_cannot_be_stopped(now: tuple[str, ...]) -> None:
     refused = sluice("stop", str(past("a")), *now)

@@ -16,11 +16,12 @@ from sluice.errors import ConfigError
 from sluice.launch.cluster.ray_run import RayOptions
 from sluice.launch.plan import LaunchPlan
 from sluice.launch.processes.child import ThisMachine
-from sluice.launch.processes.supervisor import ServiceState
+from sluice.launch.processes.supervisor import RunEnd, ServiceState
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import launch_service
 from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.report.summary_file import ended_summary, write_summary
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry.metrics_page import FOLDER
 
@@ -68,6 +69,21 @@ async def test_the_folder_of_an_active_run_is_refused_and_stays_as_it_is(
     assert left(tmp_path) == ["rollout-0.json"]
     assert (tmp_path / ACCOUNTS_NAME).exists()
     assert not (tmp_path / CONFIG_NAME).exists()
+
+
+async def test_a_start_removes_what_only_the_end_of_the_run_before_it_knew(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_summary(tmp_path, {"outcome": "interrupted", "seconds_total": 99.5})
+    assert ended_summary(tmp_path)
+
+    async def supervised(*_: object) -> tuple[RunEnd, None]:
+        assert ended_summary(tmp_path) == {}
+        assert not (tmp_path / ACCOUNTS_NAME).exists()
+        return RunEnd(0, ()), None
+
+    monkeypatch.setattr(up, "_supervise", supervised)
+    assert await start(config, tmp_path) == 0
 
 
 def test_a_run_that_finds_no_resources_leaves_targets_of_another_alone(
