@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from sluice.checkpoint.safetensors_files import former_name
 from sluice.errors import CheckpointError
 from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, EACH, AdaptedPart, adapted_part, merged
 
@@ -94,7 +95,9 @@ class AdapterMerge:
         self._adapter = adapter
         self._changes: dict[str, list[_Change]] = {}
         for layer in adapter.layers:
-            known = [change for one in _names_in_files(layer) for change in _changes(one, layer)]
+            known = [
+                change for one in (layer, former_name(layer)) for change in _changes(one, layer)
+            ]
             found = next((one for one in known if one.part.weight in names), None)
             if found is None:
                 raise CheckpointError(
@@ -157,12 +160,6 @@ def _changes(name: str, layer: str) -> list[_Change]:
         of_all = f"{expert[1]}.{EACH}.{expert[3]}"
         found.append(_Change(layer, adapted_part(of_all), int(expert[2])))
     return found
-
-
-def _names_in_files(layer: str) -> list[str]:
-    """Return the names that a layer may have in files: some families' differ in memory."""
-    text = layer.replace("model.language_model.", "model.", 1)
-    return [layer, text, layer.replace("model.visual.", "visual.", 1)]
 
 
 def write_adapter_config(

@@ -17,6 +17,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _READABLE = 0o644
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
+_FORMER_NAMES = {"model.language_model.": "model.", "model.visual.": "visual."}  # Qwen2(.5)-VL
+
 TOLERANCE = 1e-6  # verl's, absolute and relative
 
 
@@ -25,6 +27,17 @@ def is_weight_file(file: Path) -> bool:
     return file.suffix in {".safetensors", ".bin", ".pt", ".pth"} or file.name.endswith(
         ".index.json"
     )
+
+
+def former_name(name: str) -> str:
+    """Return the name that a layer or a parameter has in files of older transformers.
+
+    It is another name in vision-language models only.
+    """
+    for prefix, former in _FORMER_NAMES.items():
+        if name.startswith(prefix):
+            return former + name.removeprefix(prefix)
+    return name
 
 
 def _named_files(index: Path) -> set[str]:

@@ -26,7 +26,7 @@ from sluice.plan.host import MIB, has_reference_model, rank_host_bytes, replayed
 
 _BUCKETS = 2
 """Buckets of an update that a worker holds at once: one arrives while one is written."""
-_WIRE_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MODELS_ON_HOST = {"torch": 1}
 """Models that an engine's worker holds in host memory during an update; otherwise 2."""
 _SNAPSHOTS = 2
@@ -270,7 +270,7 @@ def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | N
     trained = 0 if actor.freeze_vision_tower else tokens
     kept = encoder.kept(
         recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
-        dtype_bytes=_WIRE_BYTES[actor.fsdp_config.dtype],
+        dtype_bytes=_DTYPE_BYTES[actor.fsdp_config.dtype],
     )
     # A prompt's rows may be on several ranks, and each reads its images.
     rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
@@ -302,7 +302,7 @@ def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> Eng
 
 
 def _wire_bytes(config: RunConfig, shape: ModelShape) -> int:
-    return shape.total_parameters * _WIRE_BYTES[config.actor_rollout_ref.rollout.dtype]
+    return shape.total_parameters * _DTYPE_BYTES[config.actor_rollout_ref.rollout.dtype]
 
 
 def _micro_batches(config: RunConfig, layout: ParallelLayout) -> int:

@@ -1,8 +1,9 @@
-"""`summary.json` of a run: every reader and writer of it is here."""
+"""`summary.json` of a run: every reader and writer of sluice is here."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ _OF_AN_END = "outcome"
 
 
 def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
-    """Write a run's summary.
+    """Write a run's summary; others see the former one or this one, never half of it.
 
     Raises:
         OSError: the folder is gone, or the disk is full.
     """
     text = json.dumps(numbers, indent=2) + "\n"
-    (run_dir / SUMMARY_NAME).write_text(text, encoding="utf-8")
+    draft = run_dir / f"{SUMMARY_NAME}.{os.getpid()}.draft"  # a report may be made at a run's end
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, run_dir / SUMMARY_NAME)
 
 
 def ended_summary(run_dir: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from sluice.errors import DataError
 from sluice.report.run_record import AccuracyPoint, accuracy_of, read_progress
 from sluice.report.summary import RunSummary, account_views, summarize
+from sluice.report.summary_file import SUMMARY_NAME, write_summary
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, VALIDATIONS, run_folder
 
 
@@ -175,3 +177,12 @@ def test_the_age_of_an_older_account_is_shown() -> None:
 def test_nothing_at_all_has_no_shares() -> None:
     (view,) = account_views({"generated_tokens": 0.0, "tokens_residual": 0.0, "tokens/stale": 0.0})
     assert view.parts_text == "none; unaccounted 0.0%"
+
+
+def test_a_reader_of_a_summary_that_is_replaced_reads_the_former_one_whole(tmp_path: Path) -> None:
+    write_summary(tmp_path, {"steps": 1})
+    with (tmp_path / SUMMARY_NAME).open(encoding="utf-8") as former:
+        write_summary(tmp_path, {"steps": 2})
+        assert json.load(former) == {"steps": 1}
+    assert json.loads((tmp_path / SUMMARY_NAME).read_text(encoding="utf-8")) == {"steps": 2}
+    assert [file.name for file in tmp_path.iterdir()] == [SUMMARY_NAME]

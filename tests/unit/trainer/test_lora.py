@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import weakref
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -32,7 +33,7 @@ from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
 from sluice.checkpoint.source import find_source
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import CheckpointError, ConfigError
-from sluice.weights.adapters import adapted_part, merge_adapters
+from sluice.weights.adapters import B_SUFFIX, adapted_part, merge_adapters
 from tests.support import tiny_vision
 from tests.support.layer_parity import random_adapter
 from tests.support.saved_adapter import write_adapter
@@ -72,6 +73,14 @@ def copies(learner: Learner) -> dict[str, torch.Tensor]:
 def served(learner: Learner) -> dict[str, torch.Tensor]:
     """The weights that an engine computes with."""
     return dict(merge_adapters(streamed(learner)))
+
+
+def test_products_for_the_wire_lie_in_memory_one_at_a_time() -> None:
+    model = adapted_model("qwen3")
+    wire = on_the_wire(model, adapter_parameters(model))
+    products = [weakref.ref(wire[name]) for name in wire if name.endswith(B_SUFFIX)]
+    assert products
+    assert not any(one() is not None for one in products)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox", "qwen3_moe"])
@@ -356,6 +365,23 @@ def test_experts_that_lie_in_one_tensor_of_a_file_are_merged_as_published_or_tra
                 if part.weight == of_all:
                     part.of(expected[expert]).add_(adapter.scale * b @ a)
             torch.testing.assert_close(loaded.get_parameter(of_all), expected)
+
+
+def test_an_adapter_is_merged_with_files_that_have_the_names_of_older_transformers(
+    tmp_path: Path,
+) -> None:
+    model = tiny_vision.save_model("qwen2_5_vl", tmp_path / "model")
+    adapter = random_adapter(model)
+    write_adapter(tmp_path / "lora_adapter", replace(adapter, base=str(tmp_path / "model")))
+    options = MergeOptions(dtype="float32")
+    merge_checkpoint(find_source(tmp_path), tmp_path / "out", options, lambda *_: None)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", local_files_only=True)
+    for prefix in ("model.visual.", "model.language_model."):
+        assert any(layer.startswith(prefix) for layer in adapter.layers)
+    for layer in adapter.layers:
+        a, b = (adapter.tensors[f"{layer}.{half}.weight"] for half in ("lora_A", "lora_B"))
+        expected = model.get_parameter(f"{layer}.weight") + adapter.scale * b @ a
+        torch.testing.assert_close(loaded.get_parameter(f"{layer}.weight"), expected)
 
 
 def test_merging_without_the_adapted_model_says_where_its_folder_is_named(

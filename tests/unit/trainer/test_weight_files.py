@@ -31,7 +31,7 @@ def test_parts_are_those_of_the_model(
     monkeypatch.setattr(weight_files, "CHUNK_BYTES", 300)  # so that a tensor takes several parts
     files = WeightFiles(save_model(tmp_path, family))
     parameters = dict(make_model(family).named_parameters())
-    assert files.are(parameters)
+    assert files.match(parameters)
     for name, whole in parameters.items():
         columns = whole.shape[1] // 2 if whole.ndim > 1 else 0
         for start, stop in ((0, whole.shape[0]), (whole.shape[0] // 2, whole.shape[0]), (1, 1)):
@@ -46,14 +46,14 @@ def test_several_files_with_an_index_are_one_model(tmp_path: Path) -> None:
     model = make_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert WeightFiles(tmp_path).are(dict(model.named_parameters()))
+    assert WeightFiles(tmp_path).match(dict(model.named_parameters()))
 
 
 def test_another_shape_or_name_is_not_the_models(tmp_path: Path) -> None:
     files = WeightFiles(save_model(tmp_path, "qwen3_moe"))
     parameters = dict(make_model("qwen3_moe").named_parameters())
-    assert not files.are(dict(make_model("qwen3_moe", num_experts=4).named_parameters()))
-    assert not files.are({**parameters, "model.other.weight": torch.ones(1)})
+    assert not files.match(dict(make_model("qwen3_moe", num_experts=4).named_parameters()))
+    assert not files.match({**parameters, "model.other.weight": torch.ones(1)})
 
 
 def test_weights_are_not_read_before_the_model_is_sharded(
@@ -133,7 +133,7 @@ def test_files_that_transformers_would_read_otherwise_are_left_to_it(
         old = {"weight_map": dict.fromkeys(tensors, "old.safetensors")}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(old), encoding="utf-8")
         files = WeightFiles(tmp_path)  # of the one file
-    assert files.are(dict(make_model("qwen3").named_parameters())) == (change == "stale index")
+    assert files.match(dict(make_model("qwen3").named_parameters())) == (change == "stale index")
 
 
 def test_files_with_other_names_are_left_to_transformers(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def pack_images(
 
 
 def _encoders(sizes: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
-    """Return the rank that encodes each image: neighbors, of about equal sizes in all."""
+    """Return the rank that encodes each image: neighbors, by about equal numbers of tokens."""
     middles = 2 * np.cumsum(sizes) - sizes
     found: npt.NDArray[np.int64] = middles * ranks // (2 * sizes.sum())
     return found

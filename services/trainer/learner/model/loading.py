@@ -228,7 +228,7 @@ def _unread(
             return None
         heads = {n for n in parameters if is_critic and _is_value_head(n) and n not in files}
         read = {n: p for n, p in loaded.named_parameters() if n not in heads}
-        if not files.are(read, _LANGUAGE_HEAD if heads else ()):
+        if not files.match(read, _LANGUAGE_HEAD if heads else ()):
             return None
         for module in sorted({name.rpartition(".")[0] for name in heads}):
             loaded._init_weights(loaded.get_submodule(module))

@@ -142,7 +142,8 @@ def _add_saved(
 def begin_expert_adapters(model: nn.Module) -> None:
     """Give the experts' adapters their first values: after sharding, each rank only its own.
 
-    So no rank ever holds those of all experts. An expert's A follows from the seed of torch's
+    New ones are made expert by expert. Those of `lora_adapter_path`, like those of a checkpoint,
+    each rank first reads whole into host memory. An expert's new A follows from the seed of torch's
     global generator and its name: it is the same in every layout.
     """
     saved: Mapping[str, Tensor] = getattr(model, _SAVED, {})
@@ -199,11 +200,30 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: one for name, one in model.named_parameters() if is_adapter(name)}
 
 
-@torch.no_grad()
-def on_the_wire(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters as `sluice.weights.adapters` wants them: every B times its scale."""
+def on_the_wire(model: nn.Module, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the parameters as `sluice.weights.adapters` wants them: every B times its scale.
+
+    A product is computed each time that it is read, so that not all of them lie in memory.
+    """
     scales = {f"{n}{B_SUFFIX}": layer.scale for n, layer in adapted_layers(model).items()}
-    return {n: one * scales[n] if n in scales else one for n, one in parameters.items()}
+    return _Scaled(parameters, scales)
+
+
+class _Scaled(Mapping[str, Tensor]):
+    """Tensors without gradients, those that have a scale times it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+        self._tensors, self._scales = tensors, scales
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name].detach()
+        return tensor * self._scales[name] if name in self._scales else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _layers(model: PreTrainedModel) -> dict[str, int]:
@@ -247,9 +267,11 @@ def _layer(name: str) -> str:
 def adapter_tensors(parameters: Mapping[str, Tensor | Placed]) -> dict[str, Published]:
     """Return the tensors of a file by the half of an adapter that they make, in order."""
     return {
-        name: [(ADAPTER_PREFIX + one, tuple(parameter.shape[-2:])) for one in names]
+        name: [
+            (ADAPTER_PREFIX + one, tuple(parameter.shape[-2:]))
+            for one in names_in_files(name, parameter.shape[0])
+        ]
         for name, parameter in parameters.items()
-        if (names := names_in_files(name, parameter.shape[0]))
     }
 
 

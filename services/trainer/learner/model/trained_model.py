@@ -299,7 +299,7 @@ def _load_weights(
     try:
         if any(isinstance(one, DTensor) for one in trained.values()):
             files = WeightFiles(folder)
-            if files.are(trained):
+            if files.match(trained):
                 fill_shards(trained, files)
                 return files.probe()
         loading: object = plain_class(model).from_pretrained(

@@ -18,13 +18,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from services.trainer.learner.places import region
+from sluice.checkpoint.safetensors_files import former_name
+from sluice.weights.adapters import PROJECTIONS
 
 CHUNK_BYTES = 64 << 20
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FORMER_NAMES = {"model.language_model.": "model.", "model.visual.": "visual."}  # Qwen2(.5)-VL
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # The parameter of all experts, and the tensors of one expert that make a row of it.
-_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+_EXPERTS = {
+    f"experts.{weight}": tuple(part for part, one in PROJECTIONS.items() if one.weight == weight)
+    for weight in {one.weight for one in PROJECTIONS.values()}
+}
 
 
 def expert_names(name: str, rows: int) -> list[list[str]]:
@@ -62,10 +66,11 @@ class WeightFiles:
         """Return whether that parameter is there, as one tensor or one for each expert."""
         return self._sources(self._stored(name), 1)[0][0] in self._opened
 
-    def are(self, parameters: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
+    def match(self, parameters: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
         """Return whether these parameters, in their shapes, and nothing else is there as floats.
 
-        `unused` names tensors that may be there too. Call it before `fill`.
+        `fill` needs it first: it notes which parameters have swapped dimensions in the files.
+        `unused` names tensors that may be there too.
         """
         read: set[str] = set()
         for name, parameter in ((self._stored(name), one) for name, one in parameters.items()):
@@ -132,10 +137,7 @@ class WeightFiles:
 
     def _stored(self, name: str) -> str:
         """Return the name that a parameter has in the files."""
-        for own, former in _FORMER_NAMES.items() if name not in self._opened else ():
-            if name.startswith(own):
-                return former + name.removeprefix(own)
-        return name
+        return name if name in self._opened else former_name(name)
 
     def _sources(self, name: str, rows: int) -> list[list[str]]:
         """Return the tensor of a parameter, or of an experts' parameter those of each expert."""
