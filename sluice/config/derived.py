@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 
 from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
@@ -15,6 +17,10 @@ from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 from sluice.vision.vision_shape import reads_images
 
 DEFAULT_MESSAGE_MB = 64
+ALL_LINEAR = "all-linear"
+"""Value of `target_modules`: all linear layers but the head."""
+# More than a model has; a name may hold the number of one.
+_LAYERS = 128
 # Versions, scores and the scorer's further numbers.
 _OUTLINE_SAMPLE_BYTES = 512
 # Engines whose adapter takes no images.
@@ -263,6 +269,39 @@ def prompt_images(config: RunConfig) -> ImageLimits | None:
 def adapts(model: ModelConfig) -> bool:
     """Return whether a run trains low-rank adapters instead of all weights."""
     return model.lora_rank > 0 or model.lora_adapter_path is not None
+
+
+def is_named(name: str, wanted: str | Sequence[str]) -> bool:
+    """Match a layer's name by peft's rules for `target_modules` and `exclude_modules`.
+
+    Args:
+        name: of a layer, in the model's files.
+        wanted: a regular expression for all of it, or a list of its possible ends.
+    """
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
+def adapts_experts(model: ModelConfig) -> bool:
+    """Return whether `target_modules` and `exclude_modules` leave a layer of experts to adapt.
+
+    An expression that is not valid excludes nothing here: the trainer refuses it.
+    """
+    wanted, excluded = model.target_modules, model.exclude_modules
+    names = (
+        f"model.{inner}layers.{layer}.mlp.experts.0.{projection}"
+        for inner in ("", "language_model.")
+        for layer in range(_LAYERS)
+        for projection in ("gate_proj", "up_proj", "down_proj")
+    )
+    try:
+        return any(
+            (wanted == ALL_LINEAR or is_named(name, wanted)) and not is_named(name, excluded or [])
+            for name in names
+        )
+    except re.error:
+        return True
 
 
 def padding_step(sharding: FsdpConfig) -> int:

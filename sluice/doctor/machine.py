@@ -27,7 +27,12 @@ from sluice.device.host import (
 from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import ConfigError
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
-from sluice.plan.host import batch_expert_bytes, has_reference_model, rank_host_bytes
+from sluice.plan.host import (
+    ModelBytes,
+    batch_expert_bytes,
+    has_reference_model,
+    rank_host_bytes,
+)
 from sluice.plan.launch_plan import is_small, local_model, written_trainer
 
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
@@ -132,11 +137,14 @@ def held_on_host(config: RunConfig, shape: ModelShape) -> float:
     """Return what a rank holds on the host during a run, by sizes that follow from the shape."""
     own = training_layout(config)
     model = config.actor_rollout_ref.model
-    held = trained = shape.total_parameters * own.master_bytes / own.shard
+    weights = trained = shape.total_parameters * own.master_bytes / own.shard
     if adapts(model):
-        trained = shape.adapter_parameters(model.lora_rank) * own.master_bytes / own.shard
-        held = shape.total_parameters * own.compute_bytes / own.shard + trained
-    return rank_host_bytes(config, shape, held, 2 * trained)
+        adapters = shape.adapter_parameters(model.lora_rank, experts=own.adapts_experts)
+        trained = adapters * own.master_bytes / own.shard
+        weights = shape.total_parameters * own.compute_bytes / own.shard + trained
+    planned = local_model(model.path)
+    encoder = None if planned is None else planned.encoder
+    return rank_host_bytes(config, shape, ModelBytes(weights, trained, 2 * trained), encoder)
 
 
 def trained_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float]:

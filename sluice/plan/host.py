@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sluice.config.derived import (
     adapts,
     max_row_tokens,
@@ -12,11 +14,34 @@ from sluice.config.derived import (
     uses_reference,
     world_size,
 )
+from sluice.config.memory.image_encoder import ImageEncoder
 from sluice.config.memory.shape import ModelShape
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
+from sluice.config.schema.actor import FsdpConfig
 
 MIB = 1 << 20
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    """A rank's shards of a model, in bytes, wherever they are.
+
+    Attributes:
+        trained: those weights that are trained: all, none, or adapters.
+        moments: of AdamW.
+    """
+
+    weights: float = 0.0
+    trained: float = 0.0
+    moments: float = 0.0
+
+    def with_part(self, part: ModelBytes) -> ModelBytes:
+        """Return those of the model with one more part."""
+        return ModelBytes(
+            self.weights + part.weights, self.trained + part.trained, self.moments + part.moments
+        )
 
 
 def has_reference_model(config: RunConfig) -> bool:
@@ -24,24 +49,62 @@ def has_reference_model(config: RunConfig) -> bool:
     return uses_reference(config) and not adapts(config.actor_rollout_ref.model)
 
 
-def rank_host_bytes(config: RunConfig, shape: ModelShape, weights: float, moments: float) -> float:
+def encoder_bytes(config: RunConfig, encoder: ImageEncoder | None) -> ModelBytes:
+    """Return a rank's shards of the image encoder; adapters of its layers count as nothing."""
+    if encoder is None:
+        return ModelBytes()
+    actor, is_adapted = config.actor_rollout_ref.actor, adapts(config.actor_rollout_ref.model)
+    sharding = actor.fsdp_config
+    dtype = sharding.dtype if is_adapted else sharding.model_dtype
+    shard = trainer_layout(config, world_size(config)).shard
+    weights = encoder.parameters * DTYPE_BYTES[dtype] / shard
+    trained = 0.0 if is_adapted or actor.freeze_vision_tower else weights
+    return ModelBytes(weights, trained, 2 * trained)
+
+
+def rank_host_bytes(
+    config: RunConfig, shape: ModelShape, decoder: ModelBytes, encoder: ImageEncoder | None
+) -> float:
     """Return the most bytes that a rank on a device holds in host memory during a run.
 
     They are the reference's shards, the policy's while another model has the device, offloaded
-    moments, copies that a checkpoint is written from, a batch, and the engine's experts.
+    moments, a critic's weights and moments if they are offloaded, copies that a checkpoint is
+    written from, a batch with the pixels of its images, and the engine's experts.
 
     Args:
-        weights: bytes of the rank's shards of the policy.
-        moments: bytes of its moments, wherever they are.
+        decoder: the policy without its image encoder; a critic counts the same.
+        encoder: of the policy.
     """
-    actor, sharding = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.fsdp_config
-    reference = weights * has_reference_model(config)
-    gives_way = sharding.param_offload and (has_reference_model(config) or uses_critic(config))
-    away = moments * sharding.optimizer_offload_fraction * sharding.optimizer_offload
-    copies = (weights + moments) * actor.checkpoint.async_save
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    sharding, critic = actor.fsdp_config, config.critic.fsdp
+    policy = decoder.with_part(encoder_bytes(config, encoder))
+    held = policy.weights * has_reference_model(config)
+    if has_reference_model(config) or uses_critic(config):
+        held += policy.weights * sharding.param_offload
+    held += policy.moments * moments_away(sharding)
+    # A checkpoint has all of a model, or its adapters.
+    saved = policy.moments + (policy.trained if adapts(model) else policy.weights)
+    if uses_critic(config):
+        held += decoder.weights * critic.param_offload + decoder.moments * moments_away(critic)
+        saved += decoder.weights + decoder.moments
+    held += saved * actor.checkpoint.async_save
     batch = taken_samples_mb(config, trainer_layout(config, world_size(config)).data_ranks) * MIB
-    routing = _engine_expert_bytes(config, shape)
-    return reference + weights * gives_way + away + copies + batch + routing
+    return held + batch + _pixel_bytes(config, encoder) + _engine_expert_bytes(config, shape)
+
+
+def moments_away(sharding: FsdpConfig) -> float:
+    """Return the share of a model's moments that is in host memory."""
+    return sharding.optimizer_offload_fraction * sharding.optimizer_offload
+
+
+def _pixel_bytes(config: RunConfig, encoder: ImageEncoder | None) -> float:
+    """Return those of a rank's rows if each prompt is one image from end to end."""
+    if encoder is None:
+        return 0.0
+    data, layout = config.data, trainer_layout(config, world_size(config))
+    # A prompt's rows may be on several ranks, and each reads its images.
+    prompts = min(data.train_batch_size, -(-rows_per_batch(config) // layout.data_ranks))
+    return prompts * data.max_prompt_length * encoder.pixel_bytes / layout.sequence
 
 
 def batch_expert_bytes(config: RunConfig, shape: ModelShape) -> int:

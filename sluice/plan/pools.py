@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from sluice.config.derived import (
+    is_whole,
     max_row_tokens,
     uses_critic,
     world_size,
@@ -22,17 +25,23 @@ from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.plan.dry_run import PassBytes
-from sluice.plan.host import MIB, has_reference_model, rank_host_bytes, replayed_bytes
+from sluice.plan.host import (
+    DTYPE_BYTES,
+    MIB,
+    ModelBytes,
+    encoder_bytes,
+    has_reference_model,
+    moments_away,
+    rank_host_bytes,
+    replayed_bytes,
+)
 
 _BUCKETS = 2
 """Buckets of an update that a worker holds at once: one arrives while one is written."""
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MODELS_ON_HOST = {"torch": 1}
 """Models that an engine's worker holds in host memory during an update; otherwise 2."""
 _SNAPSHOTS = 2
 """Copies of all weights on the host of trainer rank 0, in their wire dtype."""
-_STATES = 4
-"""Weights, gradients and two moments, of a dtype each."""
 _MOMENTS_AT_ONCE = 512 * MIB
 """Of offloaded ones, those of one part of the parameters."""
 
@@ -147,31 +156,29 @@ class _ModelState:
 
     Attributes:
         weights: that are on the device while another model computes.
-        weights_away: that are in host memory then.
+        gradients: that stay; sharded ones are freed after a step, whole ones are only cleared.
         moments: on the device during passes.
-        away: moments in host memory.
+        backward: peak of a backward pass, gradients there, moments not.
         step: peak of the optimizer's step, weights and gradients included.
-        waiting: weights and moments while another model computes.
+        waiting: all that is on the device while another model computes.
     """
 
-    def __init__(self, counted: PassBytes, sharding: FsdpConfig) -> None:
-        offloaded = sharding.optimizer_offload_fraction * sharding.optimizer_offload
-        self.weights_away = counted.parameters if sharding.param_offload else 0
-        self.weights = counted.parameters - self.weights_away
-        self.away = counted.moments * offloaded
-        self.moments = counted.moments - self.away
-        self.step = counted.step - self.away + min(self.away, _MOMENTS_AT_ONCE)
-        self.waiting = self.weights + self.moments
+    def __init__(self, counted: PassBytes, sharding: FsdpConfig, shard: int) -> None:
+        self.weights = 0 if sharding.param_offload else counted.parameters
+        self.gradients = counted.gradients if is_whole(sharding, shard) else 0
+        away = counted.moments * moments_away(sharding)
+        self.moments = counted.moments - away
+        self.backward = counted.backward
+        self.step = counted.step - away + min(away, _MOMENTS_AT_ONCE)
+        self.waiting = self.weights + self.gradients + self.moments
 
 
 @dataclass(frozen=True, slots=True)
 class _Images:
-    """What images take on a trainer's device, and of its host memory, in bytes."""
+    """What images take on a trainer's device beside their encoder's state, in bytes."""
 
-    weights: float = 0.0  # of the encoder, in float32
     pixels: float = 0.0
     kept: float = 0.0
-    host: float = 0.0
 
 
 def trainer_pool(
@@ -184,36 +191,36 @@ def trainer_pool(
     """Return the trainer's pool.
 
     Args:
-        counted: of all layers.
+        counted: of all layers of the decoder.
         encoder: encodes images; the passes were counted without it.
     """
     layout = trainer_layout(config, world_size(config))
     sharding = config.actor_rollout_ref.actor.fsdp_config
     images = _images(config, layout, encoder)
-    state = images.weights
-    policy = _ModelState(counted, sharding)
-    critic = _ModelState(counted, config.critic.fsdp) if uses_critic(config) else None
+    critic = None
+    if uses_critic(config):
+        critic = _ModelState(counted, config.critic.fsdp, layout.shard)
+    # Each trained weight has a gradient of its dtype.
+    decoder = ModelBytes(counted.parameters, counted.gradients, counted.moments)
+    counted = _with_encoder(
+        counted, encoder_bytes(config, encoder), stays=is_whole(sharding, layout.shard)
+    )
+    policy = _ModelState(counted, sharding, layout.shard)
     reference = counted.parameters if has_reference_model(config) else 0
     # The reference's weights stand beside the policy's, or in their place.
     reference = 0 if sharding.param_offload else reference
-    kept = _STATES * state + replayed_bytes(config, shape)
-    phases = _phases(counted, policy, critic, images, kept, reference)
+    phases = _phases(counted, policy, critic, images, replayed_bytes(config, shape), reference)
     models = [policy, *([critic] if critic else [])]
     parts = {
-        "weights": counted.parameters + state + (critic.weights if critic else 0.0),
-        "gradients": counted.gradients + state,
-        "moments": sum(one.moments for one in models) + 2 * state,
+        "weights": counted.parameters + (critic.weights if critic else 0.0),
+        "gradients": counted.gradients + (critic.gradients if critic else 0.0),
+        "moments": sum(one.moments for one in models),
         "activations": counted.kept + images.pixels + images.kept,
     }
     micro_batches = _micro_batches(config, layout)
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
-    critic_away = critic.away + critic.weights_away if critic else 0.0
-    host = config.trainer.n_gpus_per_node * (
-        rank_host_bytes(config, shape, counted.parameters, counted.moments)
-        + critic_away
-        + images.host
-    )
+    host = config.trainer.n_gpus_per_node * rank_host_bytes(config, shape, decoder, encoder)
     return TrainerPool(
         layout,
         parts,
@@ -223,6 +230,21 @@ def trainer_pool(
         operations / layout.ranks / device.flops,
         sum(moved.values()) * micro_batches / device.link_rate,
         host + _SNAPSHOTS * _wire_bytes(config, shape),
+    )
+
+
+def _with_encoder(counted: PassBytes, encoder: ModelBytes, *, stays: bool) -> PassBytes:
+    """Add what the image encoder holds; `stays`: gradients are there in passes without any."""
+    weights, trained, moments = map(round, (encoder.weights, encoder.trained, encoder.moments))
+    return structs.replace(
+        counted,
+        parameters=counted.parameters + weights,
+        gradients=counted.gradients + trained,
+        moments=counted.moments + moments,
+        log_prob=counted.log_prob + weights + trained * stays,
+        forward=counted.forward + weights + trained,
+        backward=counted.backward + weights + trained,
+        step=counted.step + weights + trained + moments,
     )
 
 
@@ -237,22 +259,22 @@ def _phases(
     """Return the peaks.
 
     Args:
-        kept: bytes of the encoder's states and of replayed experts, which stay.
+        kept: bytes of replayed experts, which stay.
         reference: bytes of the reference's weights beside the policy's.
     """
-    # A critic's weights and moments stay beside the policy's passes, and the other way round.
+    # What a critic holds stays beside the policy's passes, and the other way round.
     beside = kept + (critic.waiting if critic else 0.0)
     held = policy.moments + beside
     phases = {
-        "idle": counted.parameters + held,
+        "idle": counted.parameters + policy.gradients + held,
         "logprobs": counted.log_prob + held + images.pixels + reference,
         "forward": counted.forward + held + images.pixels + images.kept,
-        "backward": counted.backward + held + images.pixels + images.kept,
+        "backward": policy.backward + held + images.pixels + images.kept,
         "optimizer step": policy.step + beside,
     }
     if critic:
         beside = kept + policy.waiting
-        phases["critic"] = counted.backward + critic.moments + beside
+        phases["critic"] = critic.backward + critic.moments + beside
         phases["critic's step"] = critic.step + beside
     return phases
 
@@ -270,17 +292,9 @@ def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | N
     trained = 0 if actor.freeze_vision_tower else tokens
     kept = encoder.kept(
         recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
-        dtype_bytes=_DTYPE_BYTES[actor.fsdp_config.dtype],
+        dtype_bytes=DTYPE_BYTES[actor.fsdp_config.dtype],
     )
-    # A prompt's rows may be on several ranks, and each reads its images.
-    rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
-    of_batch = min(data.train_batch_size, -(-rows // layout.data_ranks)) * data.max_prompt_length
-    return _Images(
-        encoder.parameters * 4 / layout.shard,
-        tokens * encoder.pixel_bytes,
-        trained * kept,
-        of_batch * encoder.pixel_bytes / layout.sequence,
-    )
+    return _Images(tokens * encoder.pixel_bytes, trained * kept)
 
 
 def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> EnginePool:
@@ -302,7 +316,7 @@ def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> Eng
 
 
 def _wire_bytes(config: RunConfig, shape: ModelShape) -> int:
-    return shape.total_parameters * _DTYPE_BYTES[config.actor_rollout_ref.rollout.dtype]
+    return shape.total_parameters * DTYPE_BYTES[config.actor_rollout_ref.rollout.dtype]
 
 
 def _micro_batches(config: RunConfig, layout: ParallelLayout) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.config.derived import is_whole, max_row_tokens, world_size
+from sluice.config.derived import adapts_experts, is_whole, max_row_tokens, world_size
 from sluice.config.memory.rollout import RolloutLayout
 from sluice.config.memory.training import TrainingLayout
 from sluice.config.run import RunConfig
@@ -36,6 +36,7 @@ def training_layout(config: RunConfig) -> TrainingLayout:
         activation_offload=model.enable_activation_offload,
         moments_on_device=1 - sharding.optimizer_offload_fraction * sharding.optimizer_offload,
         adapter_rank=model.lora_rank,
+        adapts_experts=adapts_experts(model),
     )
 
 

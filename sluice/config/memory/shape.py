@@ -11,6 +11,8 @@ import msgspec
 from sluice.errors import ConfigError
 from sluice.types import expert_dtype
 
+_ADAPTABLE_EXPERTS = frozenset({"qwen3_moe", "qwen3_vl_moe"})
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -26,6 +28,7 @@ class ModelShape:
             not stated.
         qkv_bias: query, key and value projections have biases (Qwen2, Qwen2.5).
         qk_norm: queries and keys are normalised per head (Qwen3).
+        adaptable_experts: the trainer has own experts for the family, which take adapters.
     """
 
     layers: int
@@ -44,6 +47,7 @@ class ModelShape:
     shared_intermediate: int = 0
     dense_layers: int = 0
     context: int | None = None
+    adaptable_experts: bool = False
 
     @property
     def query_width(self) -> int:
@@ -103,14 +107,20 @@ class ModelShape:
         mlps += self.expert_layers * per_expert_layer
         return self.layers * self.attention_parameters + mlps + self.hidden
 
-    def adapter_parameters(self, rank: int) -> int:
-        """Return the parameters of adapters of all linear layers but the head, experts' too."""
+    def adapter_parameters(self, rank: int, *, experts: bool) -> int:
+        """Return the parameters of adapters of all linear layers but the head.
+
+        Args:
+            rank: of the adapters.
+            experts: those of experts too, if the family's take any.
+        """
         query, keys = self.hidden + self.query_width, self.hidden + self.kv_width
         mlps = 3 * (self.hidden + self.intermediate) * (self.layers - self.expert_layers)
         if self.shared_intermediate:
             mlps += 3 * (self.hidden + self.shared_intermediate) * self.expert_layers
-        each = 3 * (self.hidden + self.expert_intermediate)
-        mlps += each * self.experts * self.expert_layers
+        if experts and self.adaptable_experts:
+            each = 3 * (self.hidden + self.expert_intermediate)
+            mlps += each * self.experts * self.expert_layers
         return rank * (2 * (query + keys) * self.layers + mlps)
 
     @property
@@ -225,6 +235,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         shared_intermediate=_size(config, "shared_expert_intermediate_size", 0) if experts else 0,
         dense_layers=len(dense_layers) if experts and isinstance(dense_layers, list) else 0,
         context=_context(config),
+        adaptable_experts=kind.removesuffix("_text") in _ADAPTABLE_EXPERTS,
     )
 
 

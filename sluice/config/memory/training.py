@@ -35,6 +35,7 @@ class TrainingLayout:
         moments_on_device: share of the moments that is not on the host.
         adapter_rank: of adapters beside frozen weights, which are stored in `compute_bytes`; 0: all
             weights are trained.
+        adapts_experts: experts get adapters too, if their family's take any.
         whole_gradients: gradients are added up whole on each rank before they are summed.
     """
 
@@ -52,6 +53,7 @@ class TrainingLayout:
     reshard_after_forward: bool = True
     whole_gradients: bool = False
     adapter_rank: int = 0
+    adapts_experts: bool = True
 
     def recomputed_of(self, layers: int) -> int:
         """Return how many of so many layers the backward pass recomputes."""
@@ -96,7 +98,8 @@ def _state(shape: ModelShape, layout: TrainingLayout) -> float:
     weights = others / ranks + shape.expert_parameters * _expert_share(shape, layout)
     held = trained = weights * layout.master_bytes
     if layout.adapter_rank:
-        trained = shape.adapter_parameters(layout.adapter_rank) / ranks * layout.master_bytes
+        adapters = shape.adapter_parameters(layout.adapter_rank, experts=layout.adapts_experts)
+        trained = adapters / ranks * layout.master_bytes
         held = weights * layout.compute_bytes + trained
     gradients = trained * ranks if layout.whole_gradients else trained
     return held + gradients + 2 * trained * layout.moments_on_device

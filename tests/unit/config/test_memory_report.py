@@ -99,6 +99,30 @@ def test_a_trainers_state_is_guessed_from_its_shards_dtypes_moments_and_adapters
     assert guess(f"{MODEL}.lora_rank=16").state == 2 * HELD + 16 * trained
 
 
+@pytest.mark.parametrize(
+    ("keys", "counts"),
+    [
+        ((), True),
+        ((r"exclude_modules='.*\.experts\..*'",), False),
+        (("exclude_modules=[up_proj,gate_proj]",), True),
+        (("exclude_modules=[up_proj,gate_proj,down_proj]",), False),
+        (("target_modules=[q_proj,v_proj]",), False),
+        ((r"target_modules='model\.language_model\..*\.3\..*down_proj'",), True),
+        (("target_modules='('",), True),
+    ],
+)
+def test_adapters_of_experts_are_guessed_where_the_keys_name_experts(
+    keys: tuple[str, ...], counts: bool
+) -> None:
+    shape = published_shape("Qwen3-30B-A3B")
+    rank, names = f"{MODEL}.lora_rank=16", [f"{MODEL}.{key}" for key in keys]
+    state = guessed_memory(shape, training_layout(read(rank, *names))).state
+    layout = training_layout(read(rank))
+    other = replace(layout, adapts_experts=False)
+    assert guessed_memory(shape, other).state < guessed_memory(shape, layout).state
+    assert state == guessed_memory(shape, layout if counts else other).state
+
+
 def test_what_a_pass_leaves_is_guessed_from_its_tokens_and_recomputed_layers() -> None:
     layout = training_layout(read())
     assert layout.micro_tokens == 5632

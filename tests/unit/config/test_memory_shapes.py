@@ -72,13 +72,23 @@ def test_experts_replace_the_mlp_and_only_the_chosen_ones_are_active(tmp_path: P
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     shape = read_shape(write(tmp_path, **experts))
     assert shape.expert_parameters == 2 * 4 * 3 * 8 * 6
-    as_wide = read_shape(write(tmp_path, intermediate_size=4 * (8 + 6) - 8))
-    assert shape.adapter_parameters(2) == as_wide.adapter_parameters(2)
     assert shape.total_parameters == 1152 + 2 * (208 + 8 * 4) + 8 + 512
     assert shape.total_parameters - shape.active_parameters == 1152 // 2
     mixed = read_shape(write(tmp_path, **experts, mlp_only_layers=[0]))
     assert mixed.expert_layers == 1
     assert mixed.total_parameters == 576 + 2 * 208 + 384 + 32 + 8 + 512
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_vl_moe_text"])
+def test_adapters_of_experts_count_where_experts_take_any(tmp_path: Path, kind: str) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    shape = read_shape(write(tmp_path, model_type=kind, **experts))
+    as_wide = read_shape(write(tmp_path, intermediate_size=4 * (8 + 6) - 8))
+    assert shape.adapter_parameters(2, experts=True) == as_wide.adapter_parameters(2, experts=True)
+    without = shape.adapter_parameters(2, experts=False)
+    other = read_shape(write(tmp_path, model_type="mixtral", **experts))
+    assert without == other.adapter_parameters(2, experts=True)
+    assert without == shape.adapter_parameters(2, experts=True) - 2 * 2 * 4 * 3 * (8 + 6)
 
 
 def test_the_language_model_of_a_vision_model_is_read(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from sluice.config.memory.image_encoder import image_encoder
+from sluice.config.memory.published import published_encoder
 from sluice.config.parallel_layout import trainer_layout
 from sluice.device.ascend_checks import AscendDemand, AscendHost
 from sluice.doctor import machine
@@ -289,3 +292,28 @@ def test_offloaded_moments_and_asynchronous_saves_stay_on_the_host_with_the_rank
     assert away - nothing == pytest.approx(8 / 2)
     saving = held(f"{actor}.checkpoint.async_save=true")
     assert saving - nothing == pytest.approx(12 / 2)
+    gae = "algorithm.adv_estimator=gae"
+    critic = held(gae, "critic.fsdp.param_offload=true", "critic.fsdp.optimizer_offload=true")
+    assert critic - held(gae) == pytest.approx(12 / 2)
+
+
+def test_the_pixels_of_a_batch_and_an_image_encoder_count_on_the_host(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    file = tmp_path / "config.json"
+    text = file.read_text(encoding="utf-8")
+    vision = dict(published_encoder("Qwen3-VL-30B-A3B"))
+    encoder = image_encoder(vision)
+    assert encoder is not None
+    content = json.dumps({**json.loads(text), "vision_config": vision})
+
+    def held(content: str, *overrides: str) -> float:
+        file.write_text(content, encoding="utf-8")
+        found = run_of(f"actor_rollout_ref.model.path={tmp_path}", *overrides)
+        assert found.shape is not None
+        return machine.held_on_host(found.config, found.shape)
+
+    data = run_of().config.data
+    pixels = data.train_batch_size * data.max_prompt_length * encoder.pixel_bytes
+    assert held(content) - held(text) == pixels
+    away = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"
+    assert held(content, away) - held(text, away) == pixels + 8 * encoder.parameters

@@ -26,6 +26,7 @@ COUNTED = PassBytes(
     step=40,
     moved={"all_gather": 100},
 )
+ADAPTERS = 3
 
 
 def _published() -> ImageEncoder:
@@ -96,6 +97,42 @@ def test_a_critic_is_beside_the_policy_but_for_what_its_own_keys_move_to_the_hos
     assert without.phases["backward"] == usual.phases["backward"]
 
 
+def test_gradients_of_a_model_that_a_rank_holds_whole_are_there_in_every_phase() -> None:
+    keys = ("algorithm.adv_estimator=gae",)
+    policy, critic = f"{ACTOR}.fsdp_config.dtype=float32", "critic.fsdp.dtype=float32"
+    sharded = pool(*keys).phases
+    own, others = pool(*keys, policy).phases, pool(*keys, critic).phases
+    both = pool(*keys, policy, critic)
+    for phase, size in sharded.items():
+        is_critic = phase.startswith("critic")
+        # Its own passes and step are counted with gradients.
+        assert own[phase] - size == COUNTED.gradients * (is_critic or phase == "idle")
+        assert others[phase] - size == COUNTED.gradients * (not is_critic)
+        assert both.phases[phase] == own[phase] + others[phase] - size
+    assert both.parts["gradients"] == 2 * COUNTED.gradients
+    assert pool(*keys, policy, "trainer.n_gpus_per_node=2").phases["critic"] == sharded["critic"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "copied"),
+    [
+        ((), COUNTED.parameters + COUNTED.moments),
+        (("algorithm.adv_estimator=gae",), 2 * (COUNTED.parameters + COUNTED.moments)),
+        (("actor_rollout_ref.model.lora_rank=8",), ADAPTERS + COUNTED.moments),
+    ],
+)
+def test_asynchronous_saves_copy_all_of_each_trained_model_or_its_adapters(
+    keys: tuple[str, ...], copied: int
+) -> None:
+    counted = msgspec.structs.replace(COUNTED, gradients=ADAPTERS)
+    hosts = []
+    for saving in ("false", "true"):
+        save = f"{ACTOR}.checkpoint.async_save={saving}"
+        config = load_config(None, [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", save, *keys])
+        hosts.append(trainer_pool(config, SHAPE, DEVICE, counted).host)
+    assert hosts[1] - hosts[0] == copied
+
+
 def test_moments_are_there_in_every_phase() -> None:
     phases = pool().phases
     assert phases["idle"] == COUNTED.parameters + COUNTED.moments
@@ -110,9 +147,49 @@ def test_the_reference_is_on_the_device_while_logprobs_are_computed_and_else_on_
     assert with_kl.host > plain.host
 
 
-def test_an_image_encoder_is_trained_beside_the_language_model() -> None:
-    state = 4 * 4 * ENCODER.parameters
-    assert pool(encoder=ENCODER).phases["idle"] - pool().phases["idle"] == state
+@pytest.mark.parametrize(
+    ("keys", "dtype", "copies", "away"),
+    [
+        ((), 4, {"weights": 1, "gradients": 1, "moments": 2}, 0),
+        ((f"{ACTOR}.fsdp_config.model_dtype=bfloat16",), 2, {"gradients": 1, "moments": 2}, 0),
+        ((f"{ACTOR}.freeze_vision_tower=true",), 4, {"gradients": 0, "moments": 0}, 0),
+        (("actor_rollout_ref.model.lora_rank=8",), 2, {"gradients": 0, "moments": 0}, 0),
+        ((f"{ACTOR}.fsdp_config.optimizer_offload=true",), 4, {"gradients": 1, "moments": 0}, 2),
+        ((f"{ACTOR}.checkpoint.async_save=true",), 4, {"gradients": 1, "moments": 2}, 3),
+    ],
+)
+def test_an_image_encoder_is_trained_as_the_language_model_is(
+    keys: tuple[str, ...], dtype: int, copies: dict[str, int], away: int
+) -> None:
+    plain, seeing = pool(*keys), pool(*keys, encoder=ENCODER)
+    one, copies = dtype * ENCODER.parameters, {"weights": 1, **copies}
+    for part, number in copies.items():
+        assert seeing.parts[part] - plain.parts[part] == number * one
+    more = {phase: size - plain.phases[phase] for phase, size in seeing.phases.items()}
+    gradients, moments = copies["gradients"] * one, copies["moments"] * one
+    # In the dtype of the passes it stays whole, and so do its gradients.
+    stays = gradients * any("model_dtype" in key for key in keys)
+    assert more["idle"] == one + stays + moments
+    config = load_config(None, [])
+    pixels = config.data.max_prompt_length * ENCODER.pixel_bytes
+    assert more["logprobs"] == one + stays + moments + pixels
+    assert more["optimizer step"] == pytest.approx(
+        # Of offloaded moments, 512 MiB are on the device at once.
+        one + gradients + moments + (512 << 20) * any("optimizer" in key for key in keys),
+        abs=COUNTED.moments,
+    )
+    batch = config.data.train_batch_size * pixels
+    assert seeing.host - plain.host == away * one + batch
+
+
+def test_a_critic_has_no_image_encoder() -> None:
+    gae = "algorithm.adv_estimator=gae"
+    away = ("critic.fsdp.param_offload=true", "critic.fsdp.optimizer_offload=true")
+    seeing, plain = pool(gae, encoder=ENCODER), pool(gae)
+    state = 4 * ENCODER.parameters  # weights; two moments
+    assert seeing.phases["critic's step"] - plain.phases["critic's step"] == 3 * state
+    moved = pool(gae, *away, encoder=ENCODER).host - seeing.host
+    assert moved == COUNTED.parameters + COUNTED.moments
 
 
 def test_ranks_that_share_sequences_divide_images_but_not_one_prompts() -> None:
@@ -120,16 +197,18 @@ def test_ranks_that_share_sequences_divide_images_but_not_one_prompts() -> None:
     shared = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
     prompt = load_config(None, []).data.max_prompt_length
     pixels = {}
+    state = 4 * ENCODER.parameters / 4  # weights or gradients in shards; two moments
     for size in (1, 2, 4):
         with_images = pool(*keys, f"{shared}={size}", encoder=ENCODER)
         plain = pool(*keys, f"{shared}={size}")
         more = with_images.phases["logprobs"] - plain.phases["logprobs"]
-        pixels[size] = more - 4 * 4 * ENCODER.parameters / with_images.layout.shard
+        pixels[size] = more - 3 * state
         frozen = pool(
             *keys, f"{shared}={size}", f"{ACTOR}.freeze_vision_tower=true", encoder=ENCODER
         )
         kept = with_images.phases["backward"] - frozen.phases["backward"]
-        assert kept == 4 / size * prompt * ENCODER.kept(recomputes=False, dtype_bytes=2)
+        of_batch = 4 / size * prompt * ENCODER.kept(recomputes=False, dtype_bytes=2)
+        assert kept == of_batch + 3 * state
     assert pixels == {size: 4 / size * prompt * ENCODER.pixel_bytes for size in (1, 2, 4)}
     alone = pool(keys[0], f"{shared}=4", encoder=ENCODER).parts["activations"]
     assert alone - COUNTED.kept >= prompt * ENCODER.pixel_bytes

@@ -28,6 +28,7 @@ from services.trainer.learner.model.export import Published
 from services.trainer.learner.model.sharding import assign
 from services.trainer.learner.places import Placed, local_part, place, region
 from sluice.checkpoint.adapter_files import ADAPTER_PREFIX, read_adapter, write_adapter_config
+from sluice.config.derived import ALL_LINEAR, is_named
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.weights.adapters import (
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALL_LINEAR = "all-linear"
 _MODEL = "actor_rollout_ref.model"
 _EXPERT_NAMES = {*PROJECTIONS, "gate_up_proj"}
 _SAVED = "sluice_saved_adapters"
@@ -308,7 +308,7 @@ def _chosen(model: PreTrainedModel, layers: Mapping[str, int], config: ModelConf
         found = _named("target_modules", wanted, layers)
         entries = [wanted] if isinstance(wanted, str) else [[one] for one in wanted]
         for entry in entries:
-            if not any(_is_named(one, entry) for n in layers for one in names_in_files(n, 1)):
+            if not any(is_named(one, entry) for n in layers for one in names_in_files(n, 1)):
                 raise _no_layer(model, layers, entry)
     left_out = set() if excluded is None else set(_named("exclude_modules", excluded, layers))
     chosen = [name for name in found if name not in left_out]
@@ -329,7 +329,7 @@ def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> 
     found = []
     for name, experts in layers.items():
         names = names_in_files(name, experts)
-        of_name = [one for one in names if _is_named(one, wanted)]
+        of_name = [one for one in names if is_named(one, wanted)]
         if 0 < len(of_name) < len(names):
             other = next(one for one in names if one not in of_name)
             raise ConfigError(
@@ -341,13 +341,6 @@ def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> 
     return found
 
 
-def _is_named(name: str, wanted: str | Sequence[str]) -> bool:
-    """Match a layer's name: a text is a regular expression for all of it, a list has its ends."""
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in wanted)
-
-
 def _no_layer(
     model: PreTrainedModel, layers: Mapping[str, int], entry: str | Sequence[str]
 ) -> ConfigError:
@@ -356,7 +349,7 @@ def _no_layer(
     why = "matches no linear layer"
     if _has_other_experts(model) and str(shown) in _EXPERT_NAMES:
         why = "names the experts, whose weights take no adapter"
-    elif any(_is_named(name.rpartition(".")[0], entry) for name in others):
+    elif any(is_named(name.rpartition(".")[0], entry) for name in others):
         why = "takes no adapter: it is no linear layer inside the model"
     ends = sorted({name.rpartition(".")[2] for name in layers})
     return ConfigError(
