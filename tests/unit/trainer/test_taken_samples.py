@@ -52,18 +52,27 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
 
 
 @asynccontextmanager
-async def read_from(
-    service: Service, rows: Sequence[int] = OWN, stall_s: float = 30.0, max_bytes: int = 1 << 20
-) -> AsyncIterator[TrainBatch]:
+async def reader_of(
+    service: Service, stall_s: float = 30.0, max_bytes: int = 1 << 20
+) -> AsyncIterator[RewardSamples]:
     server = grpc.aio.server()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     reader = RewardSamples(address, max_bytes, stall_s)
     try:
-        yield await asyncio.to_thread(reader.read, outline_of(service.batch), rows, 3)
+        yield reader
     finally:
+        await asyncio.to_thread(reader.close)
         await server.stop(0)
+
+
+@asynccontextmanager
+async def read_from(
+    service: Service, rows: Sequence[int] = OWN, stall_s: float = 30.0, max_bytes: int = 1 << 20
+) -> AsyncIterator[TrainBatch]:
+    async with reader_of(service, stall_s, max_bytes) as reader:
+        yield await asyncio.to_thread(reader.read, outline_of(service.batch), rows, 3)
 
 
 @pytest.fixture
@@ -154,6 +163,23 @@ async def test_samples_that_do_not_come_are_a_deadline_with_peer_and_phase(
     with pytest.raises(DeadlineError, match=expected):
         async with read_from(Service(batch, hangs_after=2), stall_s=0.5):
             pass
+
+
+async def test_all_reads_share_one_event_loop(
+    batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+    in_time = RewardSamples._in_time
+
+    def noted(*arguments: Any) -> Any:
+        loops.append(asyncio.get_running_loop())
+        return in_time(*arguments)
+
+    monkeypatch.setattr(RewardSamples, "_in_time", noted)
+    async with reader_of(Service(batch)) as reader:
+        for step in (3, 4):
+            await asyncio.to_thread(reader.read, outline_of(batch), OWN, step)
+    assert loops[0] is loops[1]
 
 
 async def test_every_message_has_the_whole_time(batch: TrainBatch) -> None:
