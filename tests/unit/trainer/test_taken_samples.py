@@ -192,6 +192,11 @@ def without_experts(messages: Messages) -> Messages:
     return messages
 
 
+def without_experts_of_the_prompt(messages: Messages) -> Messages:
+    messages[0].prompt.ClearField("routing")
+    return messages
+
+
 def with_nan(messages: Messages) -> Messages:
     logprobs = np.frombuffer(messages[1].sample.behavior_logprobs_f32, "<f4").copy()
     logprobs[0] = np.nan
@@ -222,6 +227,10 @@ REFUSED = {
     "no prompt came": (lambda sent: sent[1:], "sample 1 came before its prompt"),
     "a prompt came twice": (lambda sent: [sent[0], *sent], "prompt of group 0 is not expected"),
     "no experts came": (without_experts, r"group [\w-]+, sample 1: no experts came"),
+    "no experts of the prompt came": (
+        without_experts_of_the_prompt,
+        r"group [\w-]+: no experts came for the prompt",
+    ),
     "no logprob": (with_nan, r"group [\w-]+, sample 1: the logprob of token 0 is nan"),
     "fewer tokens": (with_fewer_tokens, r"group [\w-]+, sample 1: \d+ tokens came for the \d+"),
     "fewer logprobs": (with_fewer_logprobs, r"group [\w-]+, sample 1: .* behavior logprobs"),
