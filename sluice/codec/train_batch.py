@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -103,7 +104,8 @@ async def with_samples(
     groups = list(outline.groups)
     rollouts = [list(group.rollouts) for group in groups]
     places = [(g, i) for g, group in enumerate(groups) for i in range(len(group.rollouts))]
-    left = iter(rows)
+    firsts = list(accumulate((len(group.rollouts) for group in groups), initial=0))
+    left, wanted = iter(rows), set(rows)
     prompted: set[int] = set()
     num_taken = 0
     async for message in messages:
@@ -112,7 +114,9 @@ async def with_samples(
             if found.group >= len(groups) or found.group in prompted:
                 raise InvalidRequestError(f"the prompt of group {found.group} is not expected")
             prompted.add(found.group)
-            groups[found.group] = _with_prompt(groups[found.group], found)
+            groups[found.group] = _with_prompt(
+                groups[found.group], found, firsts[found.group], wanted
+            )
             continue
         expected, row = next(left, None), message.sample.row
         if row != expected:
@@ -173,18 +177,32 @@ def _check_rows(rows: Sequence[int], num_rows: int) -> None:
 def _prompt_to_proto(
     index: int, group: TrainGroup, first: int, wanted: set[int]
 ) -> reward.BatchPrompt:
-    routing: RoutedExperts | None = None
-    for row, rollout in enumerate(group.rollouts, first):
-        if rollout.routing is not None:
-            if row not in wanted:
-                routing = rollout.routing[: group.prompt_token_ids.size]
-            break
+    routing = _unsent_experts(group, first, wanted)
+    if routing is not None:
+        routing = routing[: group.prompt_token_ids.size]
     return reward.BatchPrompt(
         group=index,
         token_ids_u32=token_ids_to_bytes(group.prompt_token_ids),
         images=group.images,
         routing=None if routing is None else routing_to_proto(routing),
     )
+
+
+def _unsent_experts(group: TrainGroup, first: int, wanted: set[int]) -> RoutedExperts | None:
+    """Return the experts of the first sample with any, if it is not sent: the prompt brings them.
+
+    Args:
+        group: a group of the batch.
+        first: number of its first sample in the batch.
+        wanted: numbers of the samples to send.
+    """
+    routed = (
+        (row, one.routing)
+        for row, one in enumerate(group.rollouts, first)
+        if one.routing is not None
+    )
+    row, routing = next(routed, (first, None))
+    return None if row in wanted else routing
 
 
 def _sample_to_proto(row: int, rollout: Rollout) -> reward.BatchSample:
@@ -196,7 +214,9 @@ def _sample_to_proto(row: int, rollout: Rollout) -> reward.BatchSample:
     )
 
 
-def _with_prompt(group: TrainGroup, found: reward.BatchPrompt) -> TrainGroup:
+def _with_prompt(
+    group: TrainGroup, found: reward.BatchPrompt, first: int, wanted: set[int]
+) -> TrainGroup:
     name = f"group {group.prompt_id}"
     tokens = token_ids_from_bytes(found.token_ids_u32, f"{name}, token_ids_u32")
     for what, came, expected in (
@@ -205,11 +225,13 @@ def _with_prompt(group: TrainGroup, found: reward.BatchPrompt) -> TrainGroup:
     ):
         if came != expected:
             raise InvalidRequestError(f"{name}: {came} {what} came for the {expected} it has")
+    routing = _routing(found, f"{name}, prompt")
+    lacks = _unsent_experts(group, first, wanted) is not None
+    if (routing is not None) != lacks:
+        wrong = "no experts came for" if lacks else "unexpected experts came with"
+        raise InvalidRequestError(f"{name}: {wrong} the prompt")
     return replace(
-        group,
-        prompt_token_ids=tokens,
-        images=tuple(found.images),
-        prompt_routing=_routing(found, name),
+        group, prompt_token_ids=tokens, images=tuple(found.images), prompt_routing=routing
     )
 
 

@@ -42,7 +42,8 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     # A submission stays open until its prompts end; the SDK opens another call after a day.
     "RewardService/SubmitPrompts": CallPolicy(deadline_s=86_400.0),
     "RewardService/TakeBatch": CallPolicy(deadline_s=600.0, attempts=3),
-    "RewardService/TakeSamples": CallPolicy(deadline_s=600.0),
+    # A rank ends it when no message comes; this is only an upper bound.
+    "RewardService/TakeSamples": CallPolicy(deadline_s=86_400.0),
     "RewardService/AcknowledgeBatch": _QUICK,
     "RewardService/AnnouncePolicy": _QUICK,
     # 16 responses of 10 s each (the default limit of one), in the last of four calls that share one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,10 +18,15 @@ BATCH = ServedBatch(groups=4, samples=4, tokens=20_000, prompt_tokens=50, vary=T
 
 @contextmanager
 def world(
-    served: ServedBatch, world_size: int = 3, stall_s: float = 30.0
+    served: ServedBatch, world_size: int = 3, stall_s: float = 30.0, timeout_s: float = 60.0
 ) -> Iterator[tuple[BatchServer, list[Rank]]]:
     with serving(served) as server:
-        given = {"address": server.address, "stall_s": stall_s, "mini_batch_groups": 2}
+        given = {
+            "address": server.address,
+            "stall_s": stall_s,
+            "mini_batch_groups": 2,
+            "timeout_s": timeout_s,
+        }
         with ranks_of("tests.support.sample_peer", world_size, given) as ranks:
             assert [rank.answer() for rank in ranks] == ["ready"] * world_size
             yield server, ranks
@@ -68,16 +72,20 @@ def test_a_stream_that_breaks_in_the_middle_makes_all_ranks_take_the_same_batch_
 def test_a_reward_service_that_falls_silent_in_the_middle_ends_the_run_with_peer_and_phase() -> (
     None
 ):
-    with world(ServedBatch(4, 4, 400_000, 50), stall_s=3.0) as (server, ranks):
-        ranks[0].tell("take 1")
-        while not server.counts().get("TakeSamples"):
-            pass
-        server.process.send_signal(signal.SIGSTOP)
-        answers = [rank.answer() for rank in ranks]
+    with world(replace(BATCH, hangs_after=2), stall_s=1.0) as (_, ranks):
+        answers = took(ranks)
     phase = "taking samples of step 1"
     named = [answer for answer in answers if answer.startswith("DeadlineError: reward service")]
     assert named
     assert all(phase in answer for answer in answers)
+
+
+def test_ranks_wait_for_one_whose_samples_still_come_after_their_deadline() -> None:
+    served = replace(BATCH, pause_s=0.8)  # at least eight messages, the last after the deadline
+    with world(served, world_size=2, timeout_s=4.0) as (server, ranks):
+        check(took(ranks), served)
+        assert server.counts() == {"TakeBatch": 1, "TakeSamples": 2}
+        assert [rank.finish() for rank in ranks] == [0, 0]
 
 
 def test_the_sums_tell_samples_apart() -> None:

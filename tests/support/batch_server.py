@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -38,8 +38,9 @@ from tests.support.reward_process import REPOSITORY
 class ServedBatch:
     """Sizes of the batch, and what goes wrong.
 
-    The first stream to send `breaks_after` messages ends there. Samples have `tokens` tokens, or,
-    if they `vary`, fewer.
+    The first stream to send `breaks_after` messages ends there; every one falls silent at
+    `hangs_after` messages. The first waits `pause_s` before each message. Samples have `tokens`
+    tokens, or, if they `vary`, fewer.
     """
 
     groups: int
@@ -48,6 +49,8 @@ class ServedBatch:
     prompt_tokens: int
     vary: bool = False
     breaks_after: int | None = None
+    hangs_after: int | None = None
+    pause_s: float = 0.0
 
     def make(self) -> TrainBatch:
         """The same in every process. Tokens are views of one array: the largest batch is 2 GB."""
@@ -80,17 +83,21 @@ class ServedBatch:
 
 
 @dataclass
-class Broken:
-    """A call that ends after some messages."""
+class Disturbed:
+    """A call that goes wrong as a `ServedBatch` asks."""
 
     context: Any
-    left: int
+    served: ServedBatch
+    num_sent: int = 0
 
     async def write(self, message: Any) -> None:
-        """Send it, or end."""
-        if not self.left:
+        """Send it, late or never, or end."""
+        await asyncio.sleep(self.served.pause_s)
+        if self.num_sent == self.served.breaks_after:
             await self.context.abort(grpc.StatusCode.UNAVAILABLE, "the connection is gone")
-        self.left -= 1
+        if self.num_sent == self.served.hangs_after:
+            await asyncio.Event().wait()
+        self.num_sent += 1
         await self.context.write(message)
 
 
@@ -125,7 +132,7 @@ class BatchServicer(RewardServicer):
             traces=SimpleNamespace(traceparent=lambda _: ""),
         )
         super().__init__(cast("Any", app), cast("Any", None), 0)
-        self._breaks_after = served.breaks_after
+        self._served = served
         self.counts: Counter[str] = Counter()
 
     async def TakeBatch(self, request: Any, context: Any) -> Any:
@@ -134,11 +141,11 @@ class BatchServicer(RewardServicer):
         return await super().TakeBatch(request, context)
 
     async def TakeSamples(self, request: Any, context: Any) -> None:  # type: ignore[override]
-        """Count it; break the first."""
+        """Count it; disturb it."""
         self.counts["TakeSamples"] += 1
-        if self._breaks_after is not None:
-            context, self._breaks_after = Broken(context, self._breaks_after), None
-        await super().TakeSamples(request, context)
+        disturbed = Disturbed(context, self._served)
+        self._served = replace(self._served, breaks_after=None, pause_s=0.0)
+        await super().TakeSamples(request, disturbed)
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         """Report progress."""

@@ -120,7 +120,7 @@ async def take(leader: RankLeader, address: str, step: int) -> dict[str, Any]:
 
 def run(address: str, stall_s: float, mini_batch_groups: int, timeout_s: float = 60.0) -> None:
     """Obey, or follow."""
-    parallel = CountingRanks(select_device("cpu"), timeout_s, timeout_s)
+    parallel = CountingRanks(select_device("cpu"), timeout_s, forming_timeout_s=60.0)
     samples = CountingSamples(address, 64 << 20, stall_s)
     learner = cast("Any", TakingLearner(parallel, samples, mini_batch_groups))
     answer("ready")

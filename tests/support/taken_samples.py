@@ -43,3 +43,6 @@ class MadeSamples:
     def read(self, outline: TrainBatch, rows: Sequence[int], step: int) -> TrainBatch:
         """Return the batch with these samples."""
         return taken(self.make(outline.batch_id), rows)
+
+    def close(self) -> None:
+        """Nothing is open."""

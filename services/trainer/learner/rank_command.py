@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from enum import IntEnum, StrEnum
 from functools import partial
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
 _KEEP_ALIVES_PER_DEADLINE = 4
+_END_S = 5.0
 
 REWARD_START_TIMEOUT_S = 120.0
 
@@ -63,6 +65,7 @@ class _Outcome(IntEnum):
     TAKEN = 0
     LOST = 1  # the service or the lease is gone
     FAILED = 2
+    READING = 3
 
 
 class RankLeader:
@@ -181,6 +184,7 @@ class RankLeader:
             self._send(CommandKind.STOP, {}, b"")
         if self._keep_alives.is_alive():
             self._keep_alives.join()
+        self._samples.close()
 
     def _stream(self, *, only_trained: bool) -> Generator[tuple[str, Tensor], None, None]:
         if not self._learner.is_sharded:  # rank 0 has everything: the others are not needed
@@ -218,6 +222,12 @@ class RankLeader:
 class RankSamples:
     """This rank's samples of the next step.
 
+    A thread reads them, so that ranks can meet meanwhile: those that end early wait for as long as
+    the others get messages, and one that hangs is noticed within the deadline of a collective.
+
+    A pause may end the train loop's wait while ranks read. They read on, and keep the samples until
+    the batch is taken again.
+
     Args:
         samples: where they come from.
     """
@@ -226,6 +236,8 @@ class RankSamples:
         self._learner = learner
         self._parallel = parallel
         self._reader = samples
+        self._thread = OwnerThread("samples")
+        self._interval_s = parallel.timeout_s / _KEEP_ALIVES_PER_DEADLINE
         self._batch: TrainBatch | None = None
 
     def take(self, outline: TrainBatch, step: int) -> str:
@@ -236,6 +248,33 @@ class RankSamples:
         self._batch = None
         phase = f"taking samples of step {step}"
         rows = self._learner.own_rows(outline, step)
+        reading = self._thread.submit(lambda: self._read(outline, rows, step, phase))
+        while True:
+            outcome, problem = _Outcome.READING, None
+            if wait([reading], self._interval_s).done:
+                outcome, problem = reading.result()
+            outcomes = self._parallel.all_gather([outcome], f"{phase}: comparing the ranks")
+            if [_Outcome.READING] not in outcomes:
+                return _agreed([_Outcome(int(one)) for (one,) in outcomes], outcome, problem, phase)
+
+    def taken(self, batch_id: str) -> TrainBatch:
+        """Return the batch with this rank's samples, and keep it no longer.
+
+        Raises:
+            PeerError: another batch was taken.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None or batch.batch_id != batch_id:
+            raise PeerError("trainer ranks", "training", f"batch {batch_id} was not taken before")
+        return batch
+
+    def close(self) -> None:
+        """Close the reader in its thread."""
+        self._thread.retire(self._reader.close, within_s=_END_S)
+
+    def _read(
+        self, outline: TrainBatch, rows: Sequence[int], step: int, phase: str
+    ) -> tuple[_Outcome, SluiceError | None]:
         outcome = _Outcome.TAKEN
         problem: SluiceError | None = None
         try:
@@ -252,34 +291,24 @@ class RankSamples:
                 check_routing(self._batch, self._learner.routing_shape)
             except PeerError as error:
                 outcome, problem = _Outcome.FAILED, error
-        return self._agreed(outcome, problem, phase)
+        return outcome, problem
 
-    def taken(self, batch_id: str) -> TrainBatch:
-        """Return the batch with this rank's samples, and keep it no longer.
 
-        Raises:
-            PeerError: another batch was taken.
-        """
-        batch, self._batch = self._batch, None
-        if batch is None or batch.batch_id != batch_id:
-            raise PeerError("trainer ranks", "training", f"batch {batch_id} was not taken before")
-        return batch
-
-    def _agreed(self, outcome: _Outcome, problem: SluiceError | None, phase: str) -> str:
-        outcomes = self._parallel.all_gather([outcome], f"{phase}: comparing the ranks")
-        if outcome is _Outcome.FAILED:
-            assert problem is not None
-            raise problem
-        ranks = [rank for rank, (one,) in enumerate(outcomes) if one == _Outcome.FAILED]
-        if ranks:
-            detail = "it could not take its samples; its log has the reason"
-            raise PeerError(f"trainer rank {ranks[0]}", phase, detail)
-        ranks = [rank for rank, (one,) in enumerate(outcomes) if one == _Outcome.LOST]
-        if not ranks:
-            return ""
-        lost = str(problem or f"trainer rank {ranks[0]} lost the batch; see its log")
-        logger.warning("the batch must be taken again: %s", lost)
-        return lost
+def _agreed(
+    outcomes: Sequence[_Outcome], own: _Outcome, problem: SluiceError | None, phase: str
+) -> str:
+    if own is _Outcome.FAILED:
+        assert problem is not None
+        raise problem
+    if _Outcome.FAILED in outcomes:
+        detail = "it could not take its samples; its log has the reason"
+        raise PeerError(f"trainer rank {outcomes.index(_Outcome.FAILED)}", phase, detail)
+    if _Outcome.LOST not in outcomes:
+        return ""
+    rank = outcomes.index(_Outcome.LOST)
+    lost = str(problem or f"trainer rank {rank} lost the batch; see its log")
+    logger.warning("the batch must be taken again: %s", lost)
+    return lost
 
 
 def follow(learner: Learner, parallel: DataParallel, reader: SampleReader) -> None:
@@ -301,6 +330,7 @@ def follow(learner: Learner, parallel: DataParallel, reader: SampleReader) -> No
         kind = CommandKind(header["kind"])
         if kind is CommandKind.STOP:
             saving.submit(lambda: None).result()  # after what it still writes
+            samples.close()
             return
         if kind is CommandKind.TAKE:
             samples.take(outline_from_bytes(message[split:]), int(header["step"]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -206,6 +207,8 @@ class DataParallel:
     rank: int = 0
     """This process's number, 0-based."""
     world_size: int = 1
+    timeout_s: float = threading.TIMEOUT_MAX
+    """Deadline of every collective, seconds."""
     share: SequenceShare | None = None
     """This rank's part of every packed sequence; None: all of it."""
     experts: int = 1
@@ -341,7 +344,7 @@ class TorchDistributed(DataParallel):
     def __init__(
         self, device: Device, timeout_s: float, forming_timeout_s: float | None = None
     ) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         super().__init__(device.torch_device.type)
         self._meshes: dict[int, DeviceMesh] = {}
         self._expert_meshes: dict[int, DeviceMesh] = {}
@@ -432,7 +435,7 @@ class TorchDistributed(DataParallel):
     def beside(self) -> DataParallel:
         other = copy(self)
         with self.naming_failures("forming a second group of all ranks"):
-            deadline = timedelta(seconds=self._timeout_s)
+            deadline = timedelta(seconds=self.timeout_s)
             other._group = dist.new_group(backend=_GLOO, timeout=deadline)
         return other
 
@@ -452,7 +455,7 @@ class TorchDistributed(DataParallel):
         self._leave_rendezvous()
 
     def _form(self, backend: str, place: RankPlace) -> None:
-        form = partial(dist.init_process_group, backend, timeout=timedelta(seconds=self._timeout_s))
+        form = partial(dist.init_process_group, backend, timeout=timedelta(seconds=self.timeout_s))
         try:
             if self._rendezvous is None:
                 form(init_method="env://")
@@ -476,18 +479,18 @@ class TorchDistributed(DataParallel):
             work = start()
             assert work is not None
             with waiting_for("trainer ranks", phase):
-                work.wait(timedelta(seconds=self._timeout_s))
+                work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             # Gloo's text is the only difference between a deadline and a lost connection, and it
             # is not reliable. The clock is.
-            is_late = time.monotonic() - began_s >= 0.9 * self._timeout_s
+            is_late = time.monotonic() - began_s >= 0.9 * self.timeout_s
             self._fail(error, phase, is_late=is_late)
 
     def _fail(self, error: RuntimeError, phase: str, *, is_late: bool) -> NoReturn:
         ended = self._ended(0.0 if is_late else _ENDING_S) or "a trainer rank"
         peer = f"{ended}, seen from rank {self.rank} of {self.world_size}"
         if is_late:
-            raise DeadlineError(peer, phase, self._timeout_s, LATE_REMEDY) from error
+            raise DeadlineError(peer, phase, self.timeout_s, LATE_REMEDY) from error
         raise PeerError(peer, phase, str(error)) from error
 
     def _meet(self) -> list[ProcessMark]:
@@ -541,7 +544,7 @@ class TorchDistributed(DataParallel):
 
     def _new_group(self, ranks: Tensor) -> ProcessGroup:
         """Make a group. All ranks make every group; ranks outside it get a placeholder."""
-        deadline = timedelta(seconds=self._timeout_s)
+        deadline = timedelta(seconds=self.timeout_s)
         group: ProcessGroup = dist.new_group(ranks.tolist(), timeout=deadline)
         return group
 

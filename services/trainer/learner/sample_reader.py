@@ -10,8 +10,7 @@ from typing import Protocol
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.codec.train_batch import with_samples
 from sluice.config.addresses import peer_address
-from sluice.config.deadlines import command_timeout_s
-from sluice.config.derived import message_mb, world_size
+from sluice.config.derived import message_mb
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, NotFoundError, PeerError
 from sluice.rpc.client import open_channel, reward_stub, stream_call
@@ -39,12 +38,16 @@ class SampleReader(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Free what reads use, after the last one."""
+        ...
+
 
 class RewardSamples:
     """`SampleReader` of the reward service.
 
-    Each call has an event loop and a connection of its own: a rank's thread has neither between
-    two steps.
+    All reads share one event loop, in which gRPC may still have events of earlier ones. Each has a
+    connection of its own.
 
     Args:
         address: host:port of the reward service.
@@ -64,12 +67,17 @@ class RewardSamples:
         self._max_message_bytes = max_message_bytes
         self._stall_s = stall_s
         self._credentials = credentials
+        self._runner = asyncio.Runner()
 
     def read(self, outline: TrainBatch, rows: Sequence[int], step: int) -> TrainBatch:
         """Call `TakeSamples`; see `SampleReader`. Without rows there is no call."""
         if not rows:
             return outline
-        return asyncio.run(self._read(outline, rows, f"taking samples of step {step}"))
+        return self._runner.run(self._read(outline, rows, f"taking samples of step {step}"))
+
+    def close(self) -> None:
+        """Close the event loop."""
+        self._runner.close()
 
     async def _read(self, outline: TrainBatch, rows: Sequence[int], phase: str) -> TrainBatch:
         request = reward.TakeSamplesRequest(batch_id=outline.batch_id, rows=rows)
@@ -83,8 +91,6 @@ class RewardSamples:
                 request,
                 peer=_PEER,
                 phase=phase,
-                deadline_s=(2 * len(rows) + 1)
-                * self._stall_s,  # the one for each part passes first
             )
             async with aclosing(stream) as answers:
                 try:
@@ -116,12 +122,9 @@ def reward_samples(config: RunConfig) -> RewardSamples:
         ConfigError: the run's credentials would not work.
     """
     service = config.sluice.trainer
-    stall_s = service.batch_timeout_s
-    if world_size(config) > 1:  # the other ranks wait for this one
-        stall_s = min(stall_s, command_timeout_s(config) / 2)
     return RewardSamples(
         peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint"),
         message_mb(config) << 20,
-        stall_s,
+        service.batch_timeout_s,
         service_credentials(config.sluice.security, service.endpoint),
     )

@@ -40,8 +40,9 @@ _PEER = "reward service"
 _POLL_S = 15.0
 _PAUSE_S = 0.5
 _COUNTERS_WITHIN_S = 2.0
-# If the service dies this many times during one validation, the validation is the cause.
-_MOST_EVALUATIONS = 6
+# If the service fails this many times during one validation, or while it sends the samples of one
+# batch, that work is the cause.
+_MOST_FAILURES = 6
 # A service that answers INTERNAL this many times in a row does not recover without help.
 _MOST_DEFECTS = 3
 _COUNTS_OF_ITS_OWN = ("groups_acknowledged", "prompts_lost")
@@ -147,7 +148,7 @@ class RewardClient:
         Raises:
             DataExhaustedError: the data set has ended before the batch was full.
             BatchUnfillableError: the service cannot fill any further batch.
-            PeerError: the answer is no batch.
+            PeerError: the answer is no batch, or the samples were lost several times.
             PeerDefectError: the service answered several times in a row that it is broken.
             DeadlineError: nothing moved for `batch_timeout_s`. The error names the cause of the
                 service's wait.
@@ -161,6 +162,9 @@ class RewardClient:
             retries_on=is_absence,
             most_defects=_MOST_DEFECTS,
         )
+        losses = Retries(
+            _patience(math.inf), _PEER, phase, retries_on=is_absence, most_failures=_MOST_FAILURES
+        )
 
         async def progress() -> str | None:
             seen = await self._progress()
@@ -171,12 +175,13 @@ class RewardClient:
             answer = await retries.call(
                 lambda: self._call(self._stub.TakeBatch, request, phase, _POLL_S), progress
             )
+            retries.note_progress()  # earlier failures must not count after a lost stream
             batch = _decoded(answer.batch, step)
             lost = await take_samples(batch, step)
             if not lost:
                 return batch
             # The service restarted, or a stream broke: it leases the batch once more.
-            await retries.wait_after(PeerError(_PEER, phase, lost), progress)
+            await losses.wait_after(PeerError(_PEER, phase, lost), progress)
 
     async def acknowledge(self, batch_id: str, step: int) -> None:
         """Report a batch as trained. A service that restarted since has lost its lease.
@@ -213,7 +218,7 @@ class RewardClient:
             _PEER,
             phase,
             retries_on=_is_restart,
-            most_failures=_MOST_EVALUATIONS,
+            most_failures=_MOST_FAILURES,
             warns_after_s=0.0,
         )
 

@@ -22,6 +22,7 @@ from services.trainer.loop.learner_thread import LearnerThread
 from sluice.device.cpu import CpuDevice
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress, TrainBatch
+from tests.support.taken_samples import MadeSamples
 
 WAIT_S = 30.0
 
@@ -171,11 +172,13 @@ class Following:
             self.was_freed = self.copies[-1]() is None
 
 
-NO_SAMPLES = cast("Any", None)
+NO_SAMPLES = MadeSamples(cast("Any", None))
 
 
 class Commands:
     """Rank 0's, one after the other."""
+
+    timeout_s = 60.0
 
     def __init__(self, *kinds: str) -> None:
         self._kinds = list(kinds)

@@ -219,6 +219,40 @@ async def test_a_defect_now_and_then_is_waited_out(
     assert (await client.take_batch(4, 3, no_tokens, all_come)).batch_id == "b"
 
 
+async def test_streams_of_samples_that_always_fail_end_the_wait_with_their_cause(
+    client: RewardClient, stub: Stub
+) -> None:
+    async def broken(batch: TrainBatch, step: int) -> str:
+        return "INTERNAL: defect"
+
+    stub.answers["TakeBatch"] = [
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b"))
+    ]
+    stub.answers["GetStatus"] = [status(prompts_submitted=n) for n in range(200)]
+    with pytest.raises(PeerError, match="taking the batch of step 4: INTERNAL: defect"):
+        await client.take_batch(4, 3, no_tokens, broken)
+    assert len(stub.requests["TakeBatch"]) == 6
+
+
+async def test_a_stream_that_breaks_after_a_long_wait_for_the_batch_is_waited_out(
+    client: RewardClient, stub: Stub, clock: Clock
+) -> None:
+    reasons = ["the connection is gone", ""]
+
+    async def breaks_once(batch: TrainBatch, step: int) -> str:
+        clock.now_s += 20.0
+        return reasons.pop(0)
+
+    stub.answers["TakeBatch"] = [
+        *[DEADLINE] * 4,
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
+        DEADLINE,
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
+    ]
+    stub.answers["GetStatus"] = [status(prompts_submitted=5)]
+    assert (await client.take_batch(1, 0, no_tokens, breaks_once)).batch_id == "b"
+
+
 async def test_a_service_that_restarts_while_a_batch_is_awaited_gets_the_policy_again(
     client: RewardClient, stub: Stub
 ) -> None:

@@ -37,6 +37,7 @@ from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import PeerError
 from sluice.types import Rollout, RoutedExperts, TrainGroup
+from tests.support.taken_samples import taken
 from tests.support.tiny_policy import (
     made_up_routing,
     make_batch,
@@ -261,6 +262,28 @@ def test_experts_that_are_not_the_models_are_refused_by_sample(
         assert f"group prompt-1, sample {longest.sample_index}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one[:-1], r"group prompt-0, prompt: experts \(.*instead of \[tokens, layers"),
+        (
+            lambda one: one[:, :1],
+            r"group prompt-0, prompt: experts \(.*instead of \[tokens, layers",
+        ),
+        (lambda one: one * 0 + 8, "group prompt-0, prompt: expert 8 of 8"),
+    ],
+)
+def test_experts_of_a_prompt_that_are_not_the_models_are_refused(
+    change: Callable[[Any], Any], message: str
+) -> None:
+    batch = taken(routed(make_batch(2), EXPERTS), [1])
+    check_routing(batch, SHAPE)
+    group = batch.groups[0]
+    changed = replace(group, prompt_routing=change(group.prompt_routing))
+    with pytest.raises(PeerError, match=message):
+        check_routing(replace(batch, groups=(changed, *batch.groups[1:])), SHAPE)
+
+
 def test_samples_without_experts_are_as_they_were() -> None:
     check_routing(make_batch(2), None)
     assert packed(make_group(1)).routing is None
@@ -269,9 +292,17 @@ def test_samples_without_experts_are_as_they_were() -> None:
 @pytest.mark.parametrize("with_routing", [True, False])
 def test_only_passes_that_follow_experts_pack_them(with_routing: bool) -> None:
     cut, cpu = BatchCut(2, None, 4), torch.device("cpu")
-    groups = routed(make_batch(2), EXPERTS).groups
+    # This rank trains all rows but each group's first, whose experts the prompt has too.
+    skipped = {0, 4}
+    batch = taken(routed(make_batch(2), EXPERTS), [1, 2, 3, 5, 6, 7])
     (mini_batch,) = split_batch(
-        groups, cut, DataParallel(), step=1, device=cpu, with_routing=with_routing
+        batch.groups,
+        cut,
+        DataParallel(),
+        step=1,
+        device=cpu,
+        skipped=skipped,
+        with_routing=with_routing,
     )
     assert mini_batch.micro_batches
     assert all((one.routing is not None) is with_routing for one in mini_batch.micro_batches)

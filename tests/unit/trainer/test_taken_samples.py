@@ -52,18 +52,27 @@ class Service(reward_pb2_grpc.RewardServiceServicer):
 
 
 @asynccontextmanager
-async def read_from(
-    service: Service, rows: Sequence[int] = OWN, stall_s: float = 30.0, max_bytes: int = 1 << 20
-) -> AsyncIterator[TrainBatch]:
+async def reader_of(
+    service: Service, stall_s: float = 30.0, max_bytes: int = 1 << 20
+) -> AsyncIterator[RewardSamples]:
     server = grpc.aio.server()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(service, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     reader = RewardSamples(address, max_bytes, stall_s)
     try:
-        yield await asyncio.to_thread(reader.read, outline_of(service.batch), rows, 3)
+        yield reader
     finally:
+        await asyncio.to_thread(reader.close)
         await server.stop(0)
+
+
+@asynccontextmanager
+async def read_from(
+    service: Service, rows: Sequence[int] = OWN, stall_s: float = 30.0, max_bytes: int = 1 << 20
+) -> AsyncIterator[TrainBatch]:
+    async with reader_of(service, stall_s, max_bytes) as reader:
+        yield await asyncio.to_thread(reader.read, outline_of(service.batch), rows, 3)
 
 
 @pytest.fixture
@@ -156,6 +165,23 @@ async def test_samples_that_do_not_come_are_a_deadline_with_peer_and_phase(
             pass
 
 
+async def test_all_reads_share_one_event_loop(
+    batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+    in_time = RewardSamples._in_time
+
+    def noted(*arguments: Any) -> Any:
+        loops.append(asyncio.get_running_loop())
+        return in_time(*arguments)
+
+    monkeypatch.setattr(RewardSamples, "_in_time", noted)
+    async with reader_of(Service(batch)) as reader:
+        for step in (3, 4):
+            await asyncio.to_thread(reader.read, outline_of(batch), OWN, step)
+    assert loops[0] is loops[1]
+
+
 async def test_every_message_has_the_whole_time(batch: TrainBatch) -> None:
     async with read_from(Service(batch, pause_s=0.4), stall_s=1.9) as found:
         assert found.num_routed == 24
@@ -163,6 +189,11 @@ async def test_every_message_has_the_whole_time(batch: TrainBatch) -> None:
 
 def without_experts(messages: Messages) -> Messages:
     messages[1].sample.ClearField("routing")
+    return messages
+
+
+def without_experts_of_the_prompt(messages: Messages) -> Messages:
+    messages[0].prompt.ClearField("routing")
     return messages
 
 
@@ -196,6 +227,10 @@ REFUSED = {
     "no prompt came": (lambda sent: sent[1:], "sample 1 came before its prompt"),
     "a prompt came twice": (lambda sent: [sent[0], *sent], "prompt of group 0 is not expected"),
     "no experts came": (without_experts, r"group [\w-]+, sample 1: no experts came"),
+    "no experts of the prompt came": (
+        without_experts_of_the_prompt,
+        r"group [\w-]+: no experts came for the prompt",
+    ),
     "no logprob": (with_nan, r"group [\w-]+, sample 1: the logprob of token 0 is nan"),
     "fewer tokens": (with_fewer_tokens, r"group [\w-]+, sample 1: \d+ tokens came for the \d+"),
     "fewer logprobs": (with_fewer_logprobs, r"group [\w-]+, sample 1: .* behavior logprobs"),

@@ -31,7 +31,7 @@ from sluice.algorithm.packing import (
     plan_whole_group_micro_batches,
 )
 from sluice.errors import ConfigError, PeerError
-from sluice.types import Rollout, TrainBatch, TrainGroup, expert_dtype, is_absent
+from sluice.types import RoutedExperts, TrainBatch, TrainGroup, expert_dtype, is_absent
 from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
 
 
@@ -109,29 +109,31 @@ def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
         shape: of the trained model; ``None``: it has no experts that passes could follow.
 
     Raises:
-        PeerError: names group, sample and numbers.
+        PeerError: names group, sample or prompt, and numbers.
     """
     for group in batch.groups:
-        for rollout in group.rollouts:
-            if rollout.routing is not None and not is_absent(rollout.routing):
-                wrong = _wrong_experts(group.prompt_token_ids.size, rollout, shape)
-                if wrong:
-                    raise PeerError(
-                        "reward service",
-                        "handing out a batch",
-                        f"batch {batch.batch_id}, group {group.prompt_id}, sample "
-                        f"{rollout.sample_index}: {wrong}; engine and trainer need the same model. "
-                        "The batch is refused and was not trained",
-                    )
+        prompt_tokens = group.prompt_token_ids.size
+        parts = [("prompt", prompt_tokens, group.prompt_routing)]
+        # The last token has been through no pass. An empty response has no routing of its own.
+        parts += [
+            (f"sample {one.sample_index}", prompt_tokens + max(0, one.num_tokens - 1), one.routing)
+            for one in group.rollouts
+        ]
+        for name, tokens, found in parts:
+            if found is None or is_absent(found):
+                continue
+            if wrong := _wrong_experts(tokens, found, shape):
+                raise PeerError(
+                    "reward service",
+                    "handing out a batch",
+                    f"batch {batch.batch_id}, group {group.prompt_id}, {name}: {wrong}; engine and "
+                    "trainer need the same model. The batch is refused and was not trained",
+                )
 
 
-def _wrong_experts(prompt_tokens: int, rollout: Rollout, shape: RoutingShape | None) -> str:
-    found = rollout.routing
-    assert found is not None
+def _wrong_experts(tokens: int, found: RoutedExperts, shape: RoutingShape | None) -> str:
     if shape is None:
         return "experts for a model without any"
-    # The last token has been through no pass. An empty response has no routing of its own.
-    tokens = prompt_tokens + max(0, rollout.num_tokens - 1)
     expected = (tokens, shape.layers, shape.per_token)
     if found.shape != expected:
         return f"experts {found.shape} instead of [tokens, layers, experts per token] {expected}"
@@ -282,7 +284,8 @@ def _divided(
 
 
 def _without_routing(group: TrainGroup) -> TrainGroup:
-    return replace(group, rollouts=tuple(one.with_routing(None) for one in group.rollouts))
+    rollouts = tuple(one.with_routing(None) for one in group.rollouts)
+    return replace(group, rollouts=rollouts, prompt_routing=None)
 
 
 def _mini_batch(
