@@ -88,7 +88,7 @@ async def _serve(config: RunConfig) -> None:
 
 def _server(config: RunConfig, app: RewardApp, limit: int, credentials: Credentials) -> RpcServer:
     endpoint = config.sluice.reward.endpoint
-    servicer = RewardServicer(  # type: ignore[abstract] # deprecated calls are unimplemented
+    servicer = RewardServicer(
         app,
         config.actor_rollout_ref.rollout,
         config.data.max_response_length,

@@ -50,6 +50,11 @@ from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 ANSWER_MARGIN_S = 0.5
 """An error that names the cause of the wait must arrive before the caller's deadline."""
 
+_REPLACED = (
+    "TakeSamples sends images and experts with their samples; use the protocol files of the "
+    "service's version"
+)
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -130,6 +135,18 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         for message in sample_messages(batch, request.rows):
             with waiting_for("trainer", "taking samples of a batch"):
                 await context.write(message)
+
+    async def TakeImages(  # type: ignore[override]
+        self, request: reward.TakeImagesRequest, context: Context
+    ) -> None:
+        """Refuse the call of earlier releases."""
+        raise InvalidRequestError(_REPLACED)
+
+    async def TakeRouting(  # type: ignore[override]
+        self, request: reward.TakeRoutingRequest, context: Context
+    ) -> None:
+        """Refuse the call of earlier releases."""
+        raise InvalidRequestError(_REPLACED)
 
     async def AcknowledgeBatch(
         self, request: reward.AcknowledgeBatchRequest, context: Context

@@ -117,14 +117,14 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TakeImages(self, request, context):
-        """Not implemented any more: TakeSamples sends images with their prompts.
+        """Refused: TakeSamples sends images with their prompts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeRouting(self, request, context):
-        """Not implemented any more: TakeSamples sends experts with their samples.
+        """Refused: TakeSamples sends experts with their samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,13 +49,13 @@ class RewardServiceStub:
         sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
         sluice.api.reward.v1.reward_pb2.TakeImagesResponse,
     ]
-    """Not implemented any more: TakeSamples sends images with their prompts."""
+    """Refused: TakeSamples sends images with their prompts."""
 
     TakeRouting: grpc.UnaryStreamMultiCallable[
         sluice.api.reward.v1.reward_pb2.TakeRoutingRequest,
         sluice.api.reward.v1.reward_pb2.TakeRoutingResponse,
     ]
-    """Not implemented any more: TakeSamples sends experts with their samples."""
+    """Refused: TakeSamples sends experts with their samples."""
 
     AcknowledgeBatch: grpc.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchRequest,
@@ -118,13 +118,13 @@ class RewardServiceAsyncStub:
         sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
         sluice.api.reward.v1.reward_pb2.TakeImagesResponse,
     ]
-    """Not implemented any more: TakeSamples sends images with their prompts."""
+    """Refused: TakeSamples sends images with their prompts."""
 
     TakeRouting: grpc.aio.UnaryStreamMultiCallable[
         sluice.api.reward.v1.reward_pb2.TakeRoutingRequest,
         sluice.api.reward.v1.reward_pb2.TakeRoutingResponse,
     ]
-    """Not implemented any more: TakeSamples sends experts with their samples."""
+    """Refused: TakeSamples sends experts with their samples."""
 
     AcknowledgeBatch: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchRequest,
@@ -195,7 +195,7 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[sluice.api.reward.v1.reward_pb2.TakeImagesResponse], collections.abc.AsyncIterator[sluice.api.reward.v1.reward_pb2.TakeImagesResponse]]:
-        """Not implemented any more: TakeSamples sends images with their prompts."""
+        """Refused: TakeSamples sends images with their prompts."""
 
     @abc.abstractmethod
     def TakeRouting(
@@ -203,7 +203,7 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.TakeRoutingRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[sluice.api.reward.v1.reward_pb2.TakeRoutingResponse], collections.abc.AsyncIterator[sluice.api.reward.v1.reward_pb2.TakeRoutingResponse]]:
-        """Not implemented any more: TakeSamples sends experts with their samples."""
+        """Refused: TakeSamples sends experts with their samples."""
 
     @abc.abstractmethod
     def AcknowledgeBatch(
