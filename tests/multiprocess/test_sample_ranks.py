@@ -81,8 +81,8 @@ def test_a_reward_service_that_falls_silent_in_the_middle_ends_the_run_with_peer
 
 
 def test_ranks_wait_for_one_whose_samples_still_come_after_their_deadline() -> None:
-    served = replace(BATCH, pause_s=0.8)  # at least eight messages, the last after the deadline
-    with world(served, world_size=2, timeout_s=4.0) as (server, ranks):
+    served = replace(BATCH, pause_s=1.5)  # at least eight messages, the last after the deadline
+    with world(served, world_size=2, timeout_s=8.0) as (server, ranks):
         check(took(ranks), served)
         assert server.counts() == {"TakeBatch": 1, "TakeSamples": 2}
         assert [rank.finish() for rank in ranks] == [0, 0]
