@@ -71,8 +71,8 @@ def widens(operand: Tensor) -> bool:
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
     """Return the matrix product of two operands in float32, without float32 copies of them.
 
-    Products of such numbers are exact in float32, so only the order of sums tells it from the
-    product of copies (``torch.mm`` with ``out_dtype``).
+    Products of such numbers are exact in float32, so it differs from the product
+    of copies only by the order of sums (``torch.mm`` with ``out_dtype``).
 
     Args:
         left, right: [n, k] and [k, m], both as `widens` wants them.
