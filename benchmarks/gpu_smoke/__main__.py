@@ -6,8 +6,8 @@ line is one JSON object, which is also written to ``report.json``, with date and
 passed      whether no part failed
 failed      their names, with the end of what they printed in ``NAME.log``
 rules       tests/gpu: learner against the CPU in float32, the engine contract, memory of the head
-dense_*, experts_*  an update of a random model: tokens/s, model FLOPs over the GPU's peak, bytes
-            at the peak over what `sluice config check` predicts
+dense_*, experts_*  an update of a random model, rows of 8,192 tokens: tokens/s, model FLOPs over
+            the GPU's peak, bytes at the peak over what `sluice plan` predicts
 engine      tokens/s of the embedded engine and of transformers, seconds to the first token, ms
             without a token for an update
 quickstart  held-out accuracy before and after, seconds
@@ -36,10 +36,10 @@ from tools.phases import tool_parser
 _PYTHON = (sys.executable, "-m")
 _UPDATE = (*_PYTHON, "benchmarks.gpu_smoke.update")
 _PARTS: Mapping[str, tuple[float, tuple[str, ...]]] = {
-    "rules": (150, (*_PYTHON, "pytest", "-q", "-o", "filterwarnings=default", "tests/gpu")),
-    "dense": (90, (*_UPDATE, "dense")),
-    "dense_recomputed": (90, (*_UPDATE, "dense", "--recompute")),
-    "experts": (90, (*_UPDATE, "experts")),
+    "rules": (200, (*_PYTHON, "pytest", "-q", "-o", "filterwarnings=default", "tests/gpu")),
+    "dense_1.7b": (150, (*_UPDATE, "1.7b")),
+    "dense_8b": (150, (*_UPDATE, "8b")),
+    "experts_30b_a3b": (150, (*_UPDATE, "30b-a3b")),
     "engine": (
         150,
         (

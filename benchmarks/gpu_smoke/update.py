@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.reporting import print_line, print_report
@@ -34,36 +35,48 @@ from sluice.types import (
 )
 from tools.phases import tool_parser
 
-# Shapes of Qwen2.5-1.5B, and of Qwen3-30B-A3B with fewer layers and experts.
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+# Qwen3's shapes, the larger two with fewer layers.
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {
-        "model_type": "qwen2",
-        "vocab_size": 151_936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "experts": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151_936,
+    "1.7b": {
+        **_QWEN3,
         "hidden_size": 2048,
         "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
         "num_hidden_layers": 8,
         "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "30b-a3b": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
         "num_key_value_heads": 4,
-        "head_dim": 128,
         "moe_intermediate_size": 768,
-        "num_experts": 64,
+        "num_experts": 128,
         "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
         "mlp_only_layers": [],
         "tie_word_embeddings": False,
     },
 }
-GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 8, 512, 2048
-MICRO_TOKENS, STEPS = 16_384, 3
+GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 4, 512, 7680
+MICRO_TOKENS, STEPS, SHOWN_KERNELS = 16_384, 2, 30
 # Dense bf16 FLOP/s by the vendor's data sheet.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "H800": 989e12, "B200": 2250e12}
 
@@ -78,7 +91,7 @@ def save_model(name: str, folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
 
 
-def run_config(folder: Path, *, recompute: bool) -> RunConfig:
+def run_config(folder: Path, *, recompute: bool, compiled: bool) -> RunConfig:
     """Return a run that trains it in bfloat16 with float32 masters."""
     return load_config(
         None,
@@ -89,6 +102,8 @@ def run_config(folder: Path, *, recompute: bool) -> RunConfig:
             "actor_rollout_ref.actor.use_dynamic_bsz=true",
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={MICRO_TOKENS}",
             "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
+            "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",
+            f"actor_rollout_ref.actor.fsdp_config.use_torch_compile={str(compiled).lower()}",
             f"actor_rollout_ref.rollout.n={SAMPLES}",
             f"data.train_batch_size={GROUPS}",
             f"data.max_prompt_length={PROMPT_TOKENS}",
@@ -99,11 +114,11 @@ def run_config(folder: Path, *, recompute: bool) -> RunConfig:
 
 
 def made_up_batch(vocabulary: int, seed: int) -> TrainBatch:
-    """Return a batch of random tokens; responses are half as long as they may be, to as long."""
+    """Return a batch of random tokens; responses have about the length that they may."""
     random = np.random.default_rng(seed)
 
     def rollout(index: int) -> Rollout:
-        length = int(random.integers(RESPONSE_TOKENS // 2, RESPONSE_TOKENS + 1))
+        length = int(random.integers(RESPONSE_TOKENS * 15 // 16, RESPONSE_TOKENS + 1))
         return Rollout.of_one_turn(
             sample_index=index,
             token_ids=random.integers(vocabulary, size=length).astype(np.uint32),
@@ -144,12 +159,13 @@ def model_flops(shape: ModelShape, batch: TrainBatch) -> float:
     return total
 
 
-def measured(name: str, *, recompute: bool) -> dict[str, float]:
+def measured(name: str, *, recompute: bool, compiled: bool, profiled: bool) -> dict[str, float]:
     """Train some steps; return the figures of the last ones."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         save_model(name, folder)
-        config, shape = run_config(folder, recompute=recompute), read_shape(folder / "config.json")
+        config = run_config(folder, recompute=recompute, compiled=compiled)
+        shape = read_shape(folder / "config.json")
         learner = Learner(config, DataParallel("cuda"), total_steps=10)
         batch = made_up_batch(shape.vocab, 0)
         learner.train_step(batch, 1)  # the first one makes the optimizer's state
@@ -162,6 +178,11 @@ def measured(name: str, *, recompute: bool) -> dict[str, float]:
             seconds.append(time.perf_counter() - began_s)
             print_line(", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if "timing" in k))
         peaks = learner.peaks.take_metrics()
+        if profiled:
+            with profile(activities=[ProfilerActivity.CUDA]) as found:
+                learner.train_step(batch, 2 + STEPS)
+                torch.cuda.synchronize()
+            print_kernels(found)
         model = local_model(str(folder))
         assert model is not None
         planned = written_trainer(config, model).peak / GIB
@@ -181,13 +202,33 @@ def measured(name: str, *, recompute: bool) -> dict[str, float]:
     }
 
 
+def print_kernels(found: profile) -> None:
+    """Print where a profiled step's time went on the device, a line a kernel."""
+    kernels = [one for one in found.key_averages() if one.device_type.name == "CUDA"]
+    kernels.sort(key=lambda one: -one.self_device_time_total)
+    total = sum(one.self_device_time_total for one in kernels)
+    print_line(f"kernels of a step: {total / 1e3:.0f} ms")
+    for one in kernels[:SHOWN_KERNELS]:
+        ms = one.self_device_time_total / 1e3
+        print_line(f"{ms:9.1f} ms {one.count:6} x  {one.key[:100]}")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure; return the exit status."""
-    parser = tool_parser(__doc__, "python -m benchmarks.gpu_smoke.update dense")
+    parser = tool_parser(__doc__, "python -m benchmarks.gpu_smoke.update 1.7b")
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step")
     parsed = parser.parse_args(arguments)
-    return print_report(measured(parsed.model, recompute=parsed.recompute))
+    return print_report(
+        measured(
+            parsed.model,
+            recompute=parsed.recompute,
+            compiled=parsed.compile,
+            profiled=parsed.profile,
+        )
+    )
 
 
 if __name__ == "__main__":

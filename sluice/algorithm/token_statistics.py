@@ -8,8 +8,10 @@ the hidden states, all other arithmetic in float32. `LinearHead.is_wide` keeps t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ CPU_BLOCK_ELEMENTS = 1 << 21
 
 DEVICE_BLOCK_ELEMENTS = 1 << 26
 """256 MB of float32: enough work for a kernel, little beside a layer's activations."""
+
+COMPILED_BLOCK_ELEMENTS = 1 << 28
+"""512 MB of bfloat16: a compiled block has no float32 logits, and needs as much as one of those."""
 
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 
@@ -55,12 +60,14 @@ class LinearHead:
         scale: factor on the logits that the model's family applies after this layer.
         is_wide: logits are float32 products of the weight as it is, which `widens` must support.
             Without it they are rounded to the dtype of `weight`.
+        is_compiled: compile the arithmetic on a block's logits, which takes seconds once.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     is_wide: bool = False
+    is_compiled: bool = False
 
 
 def widens(operand: Tensor) -> bool:
@@ -78,6 +85,12 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
         left, right: [n, k] and [k, m], both as `widens` wants them.
     """
     return torch.mm(left, right, out_dtype=torch.float32)
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.compile`` of a function, the same one each time."""
+    return torch.compile(function)
 
 
 def token_statistics(
@@ -110,7 +123,9 @@ def token_statistics(
         raise ConfigError(
             f"rollout.temperature must be > 0 to train on the samples, got {temperature}"
         )
-    elements = CPU_BLOCK_ELEMENTS if hidden.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+    elements = COMPILED_BLOCK_ELEMENTS if head.is_compiled else DEVICE_BLOCK_ELEMENTS
+    if hidden.device.type == "cpu":
+        elements = CPU_BLOCK_ELEMENTS
     plan = _Plan(
         factor=head.scale / temperature,
         block=block_tokens or max(LEAST_BLOCK_TOKENS, elements // head.weight.shape[0]),
@@ -118,6 +133,7 @@ def token_statistics(
         entropy_gradient=with_entropy and entropy_gradient,
         squares=with_sum_pi_squared,
         is_wide=head.is_wide,
+        is_compiled=head.is_compiled,
     )
     found = _HeadStatistics.apply(hidden, head.weight, head.bias, labels, plan)  # type: ignore[no-untyped-call]
     logprobs, entropy, squares = cast("tuple[Tensor, Tensor, Tensor]", found)
@@ -136,21 +152,96 @@ class _Plan:
     entropy_gradient: bool
     squares: bool
     is_wide: bool
+    is_compiled: bool
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return a block's scaled logits, float32 [block, vocabulary], free to be changed."""
-        if self.is_wide:
-            values = wide_product(hidden, weight.t())
-            values = values if bias is None else values.add_(bias)
-        else:
-            values = torch.nn.functional.linear(hidden, weight, bias).float()
-        return values if self.factor == 1.0 else values.mul_(self.factor)
+        """Return a block's logits [block, vocabulary] before they are scaled."""
+        if not self.is_wide:
+            return torch.nn.functional.linear(hidden, weight, bias)
+        values = wide_product(hidden, weight.t())
+        return values if bias is None else values.add_(bias)
+
+    def statistics(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what `_statistics` does of a block's logits and labels."""
+        compute = compiled(_statistics) if self.is_compiled else _statistics
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = compute(
+            logits, labels, self.factor, with_entropy=self.entropy, with_squares=self.squares
+        )
+        return found
+
+    def slopes(
+        self, *block: Tensor, dtype: torch.dtype, with_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `_slopes` does of a block."""
+        compute = compiled(_slopes) if self.is_compiled else _slopes
+        found: tuple[Tensor, Tensor | None] = compute(
+            block, self.factor, dtype, of_entropies=self.entropy_gradient, with_bias=with_bias
+        )
+        return found
 
 
 class _Context(FunctionCtx):
     plan: _Plan
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
+
+
+def _scaled(logits: Tensor, factor: float) -> Tensor:
+    """Return scaled logits in float32, free to be changed."""
+    values = logits.float()
+    return values if factor == 1.0 else values.mul_(factor)
+
+
+def _statistics(
+    logits: Tensor, labels: Tensor, factor: float, *, with_entropy: bool, with_squares: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logprobs, normalisers, entropies and sums of squares of a block, [block] each.
+
+    What is not wanted has no meaning.
+    """
+    values = _scaled(logits, factor)
+    largest = values.amax(-1, keepdim=True)
+    shifted = values.sub_(largest)
+    own = shifted.gather(-1, labels[:, None])[:, 0]
+    exps = shifted.exp()
+    total = exps.sum(-1)
+    log_total = total.log()
+    entropy = squares = total
+    if with_squares:
+        squares = torch.linalg.vector_norm(exps, dim=-1).div_(total).square_()
+    if with_entropy:
+        # In place: `exps` and `shifted` are not needed any more.
+        entropy = log_total - exps.mul_(shifted).sum(-1) / total
+    return own - log_total, largest[:, 0] + log_total, entropy, squares
+
+
+def _slopes(
+    block: Sequence[Tensor],
+    factor: float,
+    dtype: torch.dtype,
+    *,
+    of_entropies: bool,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of a block's logits, in a dtype, and of the bias in float32.
+
+    The block's logits, labels, normalisers, entropies, and gradients of logprobs and entropies.
+    """
+    logits, labels, normaliser, entropy, of_logprobs, of_entropy = block
+    logprobs = _scaled(logits, factor).sub_(normaliser[:, None])
+    slopes = logprobs.exp()
+    if of_entropies:
+        more = logprobs.add_(entropy[:, None]).mul_(of_entropy[:, None])
+        slopes.mul_(more.add_(of_logprobs[:, None]).neg_())
+    else:
+        slopes.mul_(-of_logprobs[:, None])
+    own, of_own = labels[:, None], of_logprobs[:, None]
+    # Added before it is rounded: of a likely label's slope nearly all cancels.
+    of_label = slopes.gather(-1, own) + of_own
+    if factor != 1.0:
+        slopes, of_label, of_own = slopes.mul_(factor), of_label * factor, of_own * factor
+    of_bias = slopes.sum(0).index_add_(0, labels, of_own[:, 0]) if with_bias else None
+    return slopes.to(dtype).scatter_(-1, own, of_label.to(dtype)), of_bias
 
 
 class _HeadStatistics(torch.autograd.Function):
@@ -173,19 +264,9 @@ class _HeadStatistics(torch.autograd.Function):
         for start in range(0, len(labels), plan.block):
             taken = slice(start, start + plan.block)
             logits = plan.logits(hidden[taken], weight, bias)
-            largest = logits.amax(-1, keepdim=True)
-            shifted = logits.sub_(largest)
-            own = shifted.gather(-1, labels[taken, None])[:, 0]
-            exps = shifted.exp()
-            total = exps.sum(-1)
-            log_total = total.log()
-            logprobs[taken] = own - log_total
-            normaliser[taken] = largest[:, 0] + log_total
-            if plan.squares:
-                squares[taken] = torch.linalg.vector_norm(exps, dim=-1).div_(total).square_()
-            if plan.entropy:
-                # In place: `exps` and `shifted` are not needed any more.
-                entropy[taken] = log_total - exps.mul_(shifted).sum(-1) / total
+            found = plan.statistics(logits, labels[taken])
+            for whole, part in zip((logprobs, normaliser, entropy, squares), found, strict=True):
+                whole[taken] = part
         saved = (hidden, weight, bias, labels, normaliser, entropy)
         ctx.save_for_backward(*saved)  # type: ignore[arg-type]  # torch takes None
         ctx.plan = plan
@@ -204,33 +285,30 @@ class _HeadStatistics(torch.autograd.Function):
         grad_bias = _zeros_like(bias) if ctx.needs_input_grad[2] else None
         for start in range(0, len(labels), plan.block):
             taken = slice(start, start + plan.block)
-            logprobs = plan.logits(hidden[taken], weight, bias).sub_(normaliser[taken, None])
-            probs = logprobs.exp()
-            if plan.entropy_gradient:
-                slope = logprobs.add_(entropy[taken, None]).mul_(of_entropy[taken, None])
-                probs.mul_(slope.add_(of_logprobs[taken, None]).neg_())
-            else:
-                probs.mul_(-of_logprobs[taken, None])
-            probs.scatter_add_(-1, labels[taken, None], of_logprobs[taken, None])
-            of_logits = probs.mul_(plan.factor) if plan.factor != 1.0 else probs
-            if grad_bias is not None:
-                grad_bias.add_(of_logits.sum(0))
-            of_logits = of_logits.to(hidden.dtype)
+            of_logits, of_bias = plan.slopes(
+                plan.logits(hidden[taken], weight, bias),
+                *(one[taken] for one in (labels, normaliser, entropy, of_logprobs, of_entropy)),
+                dtype=hidden.dtype,
+                with_bias=grad_bias is not None,
+            )
+            if grad_bias is not None and of_bias is not None:
+                grad_bias.add_(of_bias)
             if grad_hidden is not None:
                 torch.mm(of_logits, weight, out=grad_hidden[taken])
             if grad_weight is not None:
-                _add_product(grad_weight, of_logits.t(), hidden[taken], is_wide=plan.is_wide)
+                _add_product(grad_weight, of_logits.t(), hidden[taken])
         of_head = [
             None if one is None else one.to(weight.dtype) for one in (grad_weight, grad_bias)
         ]
         return grad_hidden, of_head[0], of_head[1], None, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_wide: bool) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product of matrices to a float32 one, without a matrix for the product if possible."""
     if left.dtype == total.dtype:
-        total.addmm_(left, right)  # without a matrix for the product
-    elif is_wide:
-        total.add_(wide_product(left, right))
+        total.addmm_(left, right)
+    elif widens(left):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(left @ right)
 

@@ -111,3 +111,33 @@ def test_logits_never_exist_as_a_whole() -> None:
     assert found.entropy is not None
     (found.logprobs.mean() + found.entropy.mean()).backward()
     assert torch.cuda.max_memory_allocated() - before < 4 * tokens * vocabulary / 4
+
+
+def test_the_gradients_of_a_heads_blocks_add_up_whether_compiled_or_not() -> None:
+    tokens, width, vocabulary = 1000, 256, 32_000
+    hidden = torch.randn(tokens, width, device="cuda").bfloat16()
+    weight = (torch.randn(vocabulary, width, device="cuda") / width**0.5).bfloat16()
+    labels = torch.randint(vocabulary, (tokens,), device="cuda")
+    wide = [one.float().requires_grad_() for one in (hidden, weight)]
+    logprobs = (wide[0] @ wide[1].t()).log_softmax(-1)
+    expected = [logprobs.gather(-1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)]
+    (expected[0].sum() + expected[1].sum()).backward()
+    for is_compiled in (False, True):
+        halves = [one.clone().requires_grad_() for one in (hidden, weight)]
+        found = token_statistics(
+            halves[0],
+            LinearHead(halves[1], is_compiled=is_compiled),
+            labels,
+            with_entropy=True,
+            entropy_gradient=True,
+            block_tokens=128,
+        )
+        assert found.entropy is not None
+        (found.logprobs.sum() + found.entropy.sum()).backward()
+        torch.testing.assert_close(found.logprobs, expected[0], atol=0.05, rtol=0.02)
+        torch.testing.assert_close(found.entropy, expected[1], atol=0.05, rtol=0.02)
+        for half, one in zip(halves, wide, strict=True):
+            assert half.grad is not None
+            assert one.grad is not None
+            gap = (half.grad.float() - one.grad).norm() / one.grad.norm()
+            assert gap < 0.02

@@ -232,9 +232,10 @@ async def _paused(engine: Engine, mode: PauseMode) -> AsyncIterator[None]:
 
 
 async def _some_tokens(engine: Engine, running: asyncio.Task[object]) -> None:
-    before = engine.load().generated_tokens
-    await until(lambda: engine.load().generated_tokens > before + 20 or running.done())
-    assert not running.done()
+    before = (await engine.probe()).generated_tokens
+    async with asyncio.timeout(WAIT_S):
+        while (await engine.probe()).generated_tokens <= before + 20:
+            assert not running.done()
 
 
 class PauseContract:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from sluice.algorithm.token_statistics import (
     LinearHead,
     TokenStatistics,
+    compiled,
     token_statistics,
     widens,
 )
@@ -80,6 +82,36 @@ def test_values_and_gradients_equal_the_plain_formula(
     total(value.logprobs, value.entropy).backward()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at inputs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_blocks_compute_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is captured is the rule here, and kernels take seconds to build.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compiled.cache_clear()
+    expected, found = inputs(dtype), inputs(dtype)
+    values = [
+        token_statistics(
+            hidden,
+            LinearHead(weight, bias, scale=2.5, is_compiled=is_compiled),
+            LABELS,
+            with_entropy=True,
+            entropy_gradient=True,
+            with_sum_pi_squared=True,
+            block_tokens=3,
+        )
+        for is_compiled, (hidden, weight, bias) in ((False, expected), (True, found))
+    ]
+    for name in ("logprobs", "entropy", "sum_pi_squared"):
+        torch.testing.assert_close(getattr(values[1], name), getattr(values[0], name))
+    for one in values:
+        total(one.logprobs, one.entropy).backward()
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    compiled.cache_clear()
 
 
 def test_an_entropy_for_a_metric_has_no_gradient_and_changes_none() -> None:

@@ -64,14 +64,50 @@ class AttentionBlock:
     the same positions.
     """
 
-    query_index: torch.Tensor  # int64 [B, queries], packed positions
-    key_index: torch.Tensor  # int64 [B, keys], packed positions
+    queries: tuple[int, int]  # B and the number of queries
+    keys: tuple[int, int]  # B and the number of keys
     prompt_visible: torch.Tensor | None = None
 
     @cached_property
     def mask(self) -> torch.Tensor | None:
         """True where a query sees a key, bool [B, 1, queries, keys]; ``None``: causal."""
         return None if self.prompt_visible is None else _mask(self, self.prompt_visible)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathering:
+    """Which of T packed tokens is gathered into each of P places, and the way back for gradients.
+
+    Padding at the end, from token `used` on, is gathered nowhere.
+    """
+
+    index: torch.Tensor  # int64 [P], packed positions
+    first: torch.Tensor  # int64 [T], a place of each token
+    more: torch.Tensor  # int64 [M], further places
+    of_more: torch.Tensor  # int64 [M], packed positions of their tokens
+    used: int
+
+    @classmethod
+    def of(
+        cls, index: Positions, num_tokens: int, device: torch.device, read: Positions | None = None
+    ) -> Gathering:
+        """Return the gathering of `index`, in which each token but padding occurs.
+
+        Args:
+            index: int64 [P].
+            num_tokens: T.
+            device: gets the tensors.
+            read: int64 [T], the places with a gradient, where each token has one; by default all
+                places have.
+        """
+        used, places = int(index.max()) + 1, np.arange(index.size)
+        first, more = read, places[:0]
+        if first is None:
+            first = np.zeros(num_tokens, np.int64)
+            first[index[::-1]] = places[::-1]  # of several values for a token the last one stays
+            more = np.flatnonzero(first[index] != places)
+        parts = [torch.from_numpy(one).to(device) for one in (index, first, more, index[more])]
+        return cls(parts[0], parts[1], parts[2], parts[3], used)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +118,7 @@ class RaggedSequences:
     last key.
     """
 
-    key_index: torch.Tensor  # int64 [K], packed positions
+    keys: Gathering
     query_ends: torch.Tensor  # int32 [sequences + 1], from 0
     key_ends: torch.Tensor  # int32 [sequences + 1], from 0
     longest_query: int
@@ -91,15 +127,18 @@ class RaggedSequences:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
-    """All blocks, and for each packed token its index in the concatenated outputs of the blocks.
+    """All blocks, and where their tokens are, in the blocks end to end.
 
+    An output at one of the places `unread` stands for padding or for a prompt computed again.
     `ragged` is there on devices that have a kernel for it, unless every block is causal: then
     kernels for equally long sequences are faster. With a `share` this rank has a part of the tokens
     outside of attention.
     """
 
     blocks: tuple[AttentionBlock, ...]
-    output_index: torch.Tensor  # int64 [T]
+    queries: Gathering  # and outputs
+    keys: Gathering
+    unread: torch.Tensor  # int64 [U], places of queries
     longest: int  # tokens of the longest sequence, prompt and row
     ragged: RaggedSequences | None = None
     share: SequenceShare | None = None
@@ -117,12 +156,22 @@ class _Sequence:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Padded:
+    """The packed positions in a block; `places` are its members' first ones in its output."""
+
+    queries: Positions  # [B, queries]
+    keys: Positions  # [B, keys]
+    visible: npt.NDArray[np.bool_] | None
+    places: Sequence[int]
+
+
 def build_layout(
     pieces: Sequence[PackedPiece], num_tokens: int, device: torch.device
 ) -> PackedLayout:
     """Lay out attention for `num_tokens` packed tokens: prompts, rows and padding at the end."""
     output = np.zeros(num_tokens, dtype=np.int64)
-    blocks: list[AttentionBlock] = []
+    blocks: list[_Padded] = []
     offset = 0
     prompts = [_Sequence(piece.start, 0, piece.start, piece.length) for piece in pieces]
     rows = [
@@ -133,21 +182,40 @@ def build_layout(
     ]
     # The blocks' outputs are concatenated. `output` records where each packed token's is.
     for members in (*_similar_lengths(prompts), *_similar_lengths(rows)):
-        block, places = _block(members, device)
-        for sequence, place in zip(members, places, strict=True):
+        block = _block(members)
+        for sequence, place in zip(members, block.places, strict=True):
             stop = sequence.start + sequence.length
             output[sequence.start : stop] = offset + place + np.arange(sequence.length)
         blocks.append(block)
-        offset += block.query_index.numel()
+        offset += block.queries.size
     longest = max(member.prompt_length + member.length for member in (*prompts, *rows))
+    ends = sorted([*prompts, *rows], key=lambda s: s.start)
+    used = ends[-1].start + ends[-1].length
     ragged = None
-    if has_ragged_kernel(device) and any(one.prompt_visible is not None for one in blocks):
-        ends = sorted([*prompts, *rows], key=lambda s: s.start)
-        used = ends[-1].start + ends[-1].length
+    if has_ragged_kernel(device) and any(one.visible is not None for one in blocks):
         if used < num_tokens:  # the kernel leaves what is in no sequence undefined
             ends.append(_Sequence(used, 0, used, num_tokens - used))
-        ragged = _end_to_end(ends, device)
-    return PackedLayout(tuple(blocks), torch.from_numpy(output).to(device), longest, ragged)
+        ragged = _end_to_end(ends, num_tokens, device)
+    unread = np.ones(offset, np.bool_)
+    unread[output[:used]] = False
+    index, keys = (
+        np.concatenate([one.ravel() for one in parts])
+        for parts in zip(*((block.queries, block.keys) for block in blocks), strict=True)
+    )
+    return PackedLayout(
+        tuple(_on_device(block, device) for block in blocks),
+        Gathering.of(index, num_tokens, device, output),
+        Gathering.of(keys, num_tokens, device),
+        torch.from_numpy(np.flatnonzero(unread)).to(device),
+        longest,
+        ragged,
+    )
+
+
+def _on_device(block: _Padded, device: torch.device) -> AttentionBlock:
+    visible = None if block.visible is None else torch.from_numpy(block.visible).to(device)
+    (number, queries), (_, keys) = block.queries.shape, block.keys.shape
+    return AttentionBlock((number, queries), (number, keys), visible)
 
 
 def has_ragged_kernel(device: torch.device) -> bool:
@@ -157,7 +225,9 @@ def has_ragged_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _AMPERE
 
 
-def _end_to_end(sequences: Sequence[_Sequence], device: torch.device) -> RaggedSequences:
+def _end_to_end(
+    sequences: Sequence[_Sequence], num_tokens: int, device: torch.device
+) -> RaggedSequences:
     keys = [
         np.concatenate(
             [
@@ -173,7 +243,7 @@ def _end_to_end(sequences: Sequence[_Sequence], device: torch.device) -> RaggedS
         return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
 
     return RaggedSequences(
-        torch.from_numpy(np.concatenate(keys)).to(device),
+        Gathering.of(np.concatenate(keys), num_tokens, device),
         ends(num_queries),
         ends(num_keys),
         max(num_queries),
@@ -197,36 +267,26 @@ def _similar_lengths(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]
         yield block
 
 
-def _block(
-    members: Sequence[_Sequence], device: torch.device
-) -> tuple[AttentionBlock, Sequence[int]]:
-    """Return the block, and each member's first index in its flattened output."""
+def _block(members: Sequence[_Sequence]) -> _Padded:
     longest = members[0].length
     prompt_longest = max(member.prompt_length for member in members)
     own = _right_padded([member.start for member in members], [m.length for m in members], longest)
     if prompt_longest == 0:  # prompts: plainly causal
-        index = torch.from_numpy(own).to(device)
-        return AttentionBlock(index, index), range(0, own.size, longest)
+        return _Padded(own, own, None, range(0, own.size, longest))
     # The mask has an element per query and key, so its size is quadratic in the length.
     if len(members) * longest * (prompt_longest + longest) > MAX_MASK_ELEMENTS:
-        return _causal_block(members, device)
+        return _causal_block(members)
     # Prompts are padded on the left, rows on the right, so that real tokens stay adjacent.
     pads = prompt_longest - np.array([member.prompt_length for member in members])
     starts = np.array([member.prompt_start for member in members])
     columns = np.arange(prompt_longest)
     visible = columns >= pads[:, None]
     prompts = np.where(visible, starts[:, None] + columns - pads[:, None], 0)
-    block = AttentionBlock(
-        torch.from_numpy(own).to(device),
-        torch.from_numpy(np.concatenate([prompts, own], axis=1)).to(device),
-        torch.from_numpy(visible).to(device),
-    )
-    return block, range(0, own.size, longest)
+    keys = np.concatenate([prompts, own], axis=1)
+    return _Padded(own, keys, visible, range(0, own.size, longest))
 
 
-def _causal_block(
-    members: Sequence[_Sequence], device: torch.device
-) -> tuple[AttentionBlock, Sequence[int]]:
+def _causal_block(members: Sequence[_Sequence]) -> _Padded:
     """Return a block of prompt plus row: it needs no mask, but runs prompts' queries per row."""
     width = max(member.prompt_length + member.length for member in members)
     index = np.zeros((len(members), width), dtype=np.int64)
@@ -234,10 +294,9 @@ def _causal_block(
         prompt = member.prompt_length
         line[:prompt] = member.prompt_start + np.arange(prompt)
         line[prompt : prompt + member.length] = member.start + np.arange(member.length)
-    positions = torch.from_numpy(index).to(device)
     # Only the rows' outputs are read; the prompts' own block has computed the prompts'.
     places = [number * width + member.prompt_length for number, member in enumerate(members)]
-    return AttentionBlock(positions, positions), places
+    return _Padded(index, index, None, places)
 
 
 def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> Positions:
@@ -248,7 +307,7 @@ def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> 
 
 def _mask(block: AttentionBlock, prompt_visible: Tensor) -> Tensor:
     """Return a mask [B, 1, L, P + L]: a row sees its prompt, and its own tokens causally."""
-    longest = block.query_index.shape[1]
+    longest = block.queries[1]
     num_rows, prompt_longest = prompt_visible.shape
     causal = torch.ones(longest, longest, dtype=torch.bool, device=prompt_visible.device).tril()
     # Both parts are views until `cat` writes the mask once.

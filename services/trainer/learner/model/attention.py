@@ -8,17 +8,20 @@ variable-length FlashAttention on all sequences end to end.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from services.trainer.learner.batch.micro_batch import (
     AttentionBlock,
+    Gathering,
     PackedLayout,
     RaggedSequences,
 )
@@ -80,7 +83,7 @@ def packed_attention(
     query, key, share = query.to(value.dtype), key.to(value.dtype), packed_layout.share
     if share is None:
         return _attend(query, key, value, packed_layout, scaling, dropout), None
-    tokens = packed_layout.output_index.numel()
+    tokens = packed_layout.queries.first.numel()
     query, key, value = share.tokens_for_heads(query, key, value, tokens)
     attended = _attend(query, key, value, packed_layout, scaling, dropout)
     return share.heads_for_tokens(attended), None
@@ -97,20 +100,17 @@ def _attend(
     """Attend over all tokens of some heads; shapes as of `packed_attention`."""
     if layout.ragged is not None and _takes_ragged(query, value):
         return _attend_ragged(query, key, value, layout.ragged, scaling)
-    heads, kv_heads = query.shape[1], key.shape[1]
     blocks = layout.blocks
-    query_index = [block.query_index for block in blocks]
-    key_index = [block.key_index for block in blocks]
-    queries = _gather(query, query_index, heads)
-    keys = _gather(key, key_index, kv_heads)
-    values = _gather(value, key_index, kv_heads)
+    queries = _gather(query, layout.queries, [block.queries for block in blocks])
+    shapes = [block.keys for block in blocks]
+    keys, values = (_gather(one, layout.keys, shapes) for one in (key, value))
     outputs = []
     for block, q, k, v in zip(blocks, queries, keys, values, strict=True):
         attended = _attend_block(q, k, v, block, scaling, dropout)
         outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    packed = joined.index_select(0, layout.output_index)
-    return packed.view(1, packed.shape[0], heads, -1)
+    packed: Tensor = _Read.apply(joined, layout)  # type: ignore[no-untyped-call]
+    return packed.view(1, packed.shape[0], query.shape[1], -1)
 
 
 def register_packed_attention() -> None:
@@ -138,18 +138,59 @@ def _refuse(
             )
 
 
-def _gather(states: Tensor, indexes: Sequence[Tensor], heads: int) -> list[Tensor]:
-    """Gather states [1, heads, T, dim] into blocks with indexes [B, L]: [B, heads, L, dim] each.
+class _Context(FunctionCtx):
+    gathering: Gathering
+    layout: PackedLayout
 
-    One call gathers all blocks, and one scatters their gradients. In a pass without gradients this
-    holds more memory than block after block would: all blocks of a layer at once.
+
+class _Gathered(torch.autograd.Function):
+    """Packed tokens [T, width] to places [P, width]; gradients come back without atomic sums, but
+    for tokens at several places: prompts that rows share.
     """
+
+    @staticmethod
+    def forward(ctx: _Context, packed: Tensor, gathering: Gathering) -> Tensor:
+        ctx.gathering = gathering
+        return packed.index_select(0, gathering.index)
+
+    @staticmethod
+    def backward(ctx: _Context, of_places: Tensor) -> tuple[Tensor, None]:
+        found = ctx.gathering
+        of_tokens = of_places.index_select(0, found.first)
+        of_tokens[found.used :] = 0.0
+        if found.more.numel():
+            of_tokens.index_add_(0, found.of_more, of_places.index_select(0, found.more))
+        return of_tokens, None
+
+
+class _Read(torch.autograd.Function):
+    """Outputs at places [P, width] to packed tokens [T, width]."""
+
+    @staticmethod
+    def forward(ctx: _Context, places: Tensor, layout: PackedLayout) -> Tensor:
+        ctx.layout = layout
+        return places.index_select(0, layout.queries.first)
+
+    @staticmethod
+    def backward(ctx: _Context, of_tokens: Tensor) -> tuple[Tensor, None]:
+        layout = ctx.layout
+        of_places = of_tokens.index_select(0, layout.queries.index)
+        return of_places.index_fill_(0, layout.unread, 0.0), None
+
+
+def _gather(states: Tensor, gathering: Gathering, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Gather states [1, heads, T, dim] into blocks of shapes [B, L]: [B, heads, L, dim] each.
+
+    One call gathers all blocks, and one brings their gradients back. In a pass without gradients
+    this holds more memory than block after block would: all blocks of a layer at once.
+    """
+    heads = states.shape[1]
     packed = states.squeeze(0).transpose(0, 1).flatten(1)  # a view of what a projection made
-    rows = packed.index_select(0, torch.cat([index.flatten() for index in indexes]))
-    parts = rows.split([index.numel() for index in indexes])
+    rows: Tensor = _Gathered.apply(packed, gathering)  # type: ignore[no-untyped-call]
+    parts = rows.split([math.prod(shape) for shape in shapes])
     return [
-        part.view(*index.shape, heads, -1).transpose(1, 2)
-        for part, index in zip(parts, indexes, strict=True)
+        part.view(*shape, heads, -1).transpose(1, 2)
+        for part, shape in zip(parts, shapes, strict=True)
     ]
 
 
@@ -194,8 +235,8 @@ def _attend_ragged(
     grouped = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
     output: Tensor = varlen_attn(
         queries,
-        keys.index_select(0, ragged.key_index),
-        values.index_select(0, ragged.key_index),
+        _Gathered.apply(keys, ragged.keys),  # type: ignore[no-untyped-call]
+        _Gathered.apply(values, ragged.keys),  # type: ignore[no-untyped-call]
         ragged.query_ends,
         ragged.key_ends,
         ragged.longest_query,

@@ -33,6 +33,7 @@ from transformers.activations import ACT2FN
 
 from services.trainer.learner.batch.micro_batch import PackedRouting
 from services.trainer.learner.sequence_share import all_to_all
+from sluice.algorithm.token_statistics import compiled
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
 from sluice.types import expert_dtype
@@ -283,9 +284,17 @@ class Experts(nn.Module):
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = _products(rows, _local(self.gate_up_proj), ends).chunk(2, dim=-1)
         gate = self._adapted("gate_proj", gate, rows, ends)
-        inner = self.activation(gate) * self._adapted("up_proj", up, rows, ends)
+        inner = self._gated(gate, self._adapted("up_proj", up, rows, ends))
         down = _products(inner, _local(self.down_proj), ends)
         return self._adapted("down_proj", down, inner, ends)
+
+    def compile_parts(self) -> None:
+        """Compile what is between the products."""
+        self._gated = torch.compile(self._gated)  # type: ignore[method-assign]
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        found: Tensor = self.activation(gate) * up
+        return found
 
     def _adapted(self, projection: str, found: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         if projection not in self.each or not self.each[projection].is_on:
@@ -311,6 +320,12 @@ class SparseExperts(nn.Module):
         self.num_chosen: int = config.num_experts_per_tok
         self._normalizes: bool = getattr(config, "norm_topk_prob", True)
         self._layer, self._tape = layer, tape
+        self._is_compiled = False
+
+    def compile_parts(self) -> None:
+        """Compile what moves and weighs rows; layers share the code."""
+        self._is_compiled = True
+        self.experts.compile_parts()
 
     def divide(self, mesh: DeviceMesh) -> None:
         """Keep only this rank's experts: rows of the parameters, over a mesh of one dimension."""
@@ -331,10 +346,10 @@ class SparseExperts(nn.Module):
         weights = probabilities.gather(1, experts)
         if self._normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
-        order = experts.flatten().argsort(stable=True)
-        spread: Tensor = _Spread.apply(tokens, order, self.num_chosen)  # type: ignore[no-untyped-call]
+        sorting = _Sorting.of(experts, is_compiled=self._is_compiled)
+        spread: Tensor = _Spread.apply(tokens, sorting)  # type: ignore[no-untyped-call]
         found = self._computed(spread, rows)
-        combined: Tensor = _Combine.apply(found, order, weights)  # type: ignore[no-untyped-call]
+        combined: Tensor = _Combine.apply(found, sorting, weights)  # type: ignore[no-untyped-call]
         return combined.view(hidden_states.shape)
 
     @torch.no_grad()
@@ -362,8 +377,13 @@ class SparseExperts(nn.Module):
         return all_to_all(back, group, rows.received, rows.sent)
 
 
-def use_own_experts(model: PreTrainedModel) -> None:
-    """Replace the blocks of a model of transformers, if its family is known; keep the weights."""
+def use_own_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
+    """Replace the blocks of a model of transformers, if its family is known; keep the weights.
+
+    Args:
+        model: built by transformers, not sharded yet.
+        compiled: compile what is not a product of matrices.
+    """
     config = model.config.get_text_config()
     tape, layer = RoutingTape(getattr(config, "num_experts", 0)), 0
     for owner in list(model.modules()):
@@ -375,6 +395,8 @@ def use_own_experts(model: PreTrainedModel) -> None:
             own.gate.weight = block.gate.weight  # type: ignore[union-attr,assignment]
             for weight, parameter in block.experts.named_parameters():  # type: ignore[union-attr]
                 own.experts.register_parameter(weight, parameter)
+            if compiled:
+                own.compile_parts()
             owner.register_module(name, own)
             layer += 1
     if not layer:
@@ -484,8 +506,36 @@ def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([part @ one.t() for part, one in zip(parts, weights, strict=True)])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sorting:
+    """Rows in the order of their experts.
+
+    Args:
+        order: int64 [tokens * k]; row n is ``order[n]`` by token.
+        tokens: int64 [tokens * k], the token of each row.
+        places: int64 [tokens, k], the rows of each token.
+        is_compiled: of what is computed with it.
+    """
+
+    order: Tensor
+    tokens: Tensor
+    places: Tensor
+    is_compiled: bool
+
+    @classmethod
+    def of(cls, experts: Tensor, *, is_compiled: bool) -> _Sorting:
+        """Return how rows lie whose experts are int64 [tokens, k]."""
+        order = experts.flatten().argsort(stable=True)
+        numbers = torch.arange(order.numel(), device=order.device)
+        places = torch.empty_like(order).scatter_(0, order, numbers).view(experts.shape)
+        return cls(order, order // experts.shape[1], places, is_compiled)
+
+    def run(self, function: Callable[..., Any], *arguments: Tensor) -> Any:  # noqa: ANN401
+        return (compiled(function) if self.is_compiled else function)(*arguments)
+
+
 class _ExpertContext(FunctionCtx):
-    chosen: int
+    sorting: _Sorting
     saved_tensors: tuple[Tensor, ...]
 
 
@@ -493,45 +543,64 @@ class _Spread(torch.autograd.Function):
     """Tokens [tokens, hidden] to rows [tokens * k, hidden]; gradients add up in a fixed order."""
 
     @staticmethod
-    def forward(ctx: _ExpertContext, tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.chosen = chosen
-        return tokens.index_select(0, order // chosen)
+    def forward(ctx: _ExpertContext, tokens: Tensor, sorting: _Sorting) -> Tensor:
+        ctx.sorting = sorting
+        return tokens.index_select(0, sorting.tokens)
 
     @staticmethod
-    def backward(ctx: _ExpertContext, of_rows: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return _by_token(of_rows, order, ctx.chosen).sum(1), None, None
+    def backward(ctx: _ExpertContext, of_rows: Tensor) -> tuple[Tensor, None]:
+        found: Tensor = ctx.sorting.run(_summed, of_rows, ctx.sorting.places)
+        return found, None
 
 
 class _Combine(torch.autograd.Function):
-    """Rows to tokens: sums in float32, weighted by float32 [tokens, k], in the rows' dtype.
-
-    One expert of every token at a time, or float32 rows would take several times their memory.
-    """
+    """Rows to tokens: sums in float32, weighted by float32 [tokens, k], in the rows' dtype."""
 
     @staticmethod
-    def forward(ctx: _ExpertContext, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, order, weights)
-        total = weights.new_zeros((weights.shape[0], rows.shape[1]))
-        parts = _by_token(rows, order, weights.shape[1]).unbind(1)
-        for part, weight in zip(parts, weights.unbind(1), strict=True):
-            total.addcmul_(part.float(), weight[:, None])
-        return total.to(rows.dtype)
+    def forward(ctx: _ExpertContext, rows: Tensor, sorting: _Sorting, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.sorting = sorting
+        found: Tensor = sorting.run(_weighed, rows, sorting.places, weights)
+        return found
 
     @staticmethod
     def backward(ctx: _ExpertContext, of_tokens: Tensor) -> tuple[Tensor, None, Tensor]:
-        rows, order, weights = ctx.saved_tensors
-        by_token = _by_token(rows, order, weights.shape[1])
-        of_rows, of_weights = torch.empty_like(by_token), torch.empty_like(weights)
-        gradient = of_tokens.float()
-        for number, part in enumerate(by_token.unbind(1)):
-            of_rows[:, number] = gradient * weights[:, number, None]
-            of_weights[:, number] = torch.linalg.vecdot(gradient, part.float())
-        return of_rows.flatten(0, 1).index_select(0, order), None, of_weights
+        rows, weights = ctx.saved_tensors
+        sorting = ctx.sorting
+        by_row = weights.flatten().index_select(0, sorting.order)
+        of_rows: Tensor = sorting.run(_spread_weighed, of_tokens, sorting.tokens, by_row)
+        of_weights: Tensor = sorting.run(_products_of_rows, rows, sorting.places, of_tokens)
+        return of_rows, None, of_weights
 
 
-def _by_token(rows: Tensor, order: Tensor, chosen: int) -> Tensor:
-    """Return rows, which are in the order of experts, as [tokens, k, hidden]."""
-    by_token = torch.empty_like(rows).index_copy_(0, order, rows)
-    return by_token.view(-1, chosen, rows.shape[1])
+# One expert of every token at a time, or float32 rows would take several times their memory.
+
+
+def _summed(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the sum of each token's rows [n, hidden], in their dtype."""
+    total = rows.new_zeros((len(places), rows.shape[1]), dtype=torch.float32)
+    for place in places.unbind(1):
+        total += rows.index_select(0, place)
+    return total.to(rows.dtype)
+
+
+def _weighed(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each token's rows [n, hidden], in their dtype."""
+    total = weights.new_zeros((len(places), rows.shape[1]))
+    for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
+        total.addcmul_(rows.index_select(0, place).float(), weight[:, None])
+    return total.to(rows.dtype)
+
+
+def _spread_weighed(tokens: Tensor, token: Tensor, weight: Tensor) -> Tensor:
+    """Return each row's token [tokens, hidden] times its weight."""
+    return tokens.index_select(0, token).mul_(weight[:, None])
+
+
+def _products_of_rows(rows: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    """Return the scalar product of each token with each of its rows, float32 [tokens, k]."""
+    wide = tokens.float()
+    parts = [
+        torch.linalg.vecdot(wide, rows.index_select(0, place).float()) for place in places.unbind(1)
+    ]
+    return torch.stack(parts, 1)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHERING_PASS = "sluice_token_pass"
 _FLOAT32_HEAD = "sluice_float32_head"
+_COMPILED_HEAD = "sluice_compiled_head"
 _NUM_RANKS = "sluice_num_ranks"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PROMPT_TOKENS = (5, 8)
@@ -113,6 +114,11 @@ def use_float32_head(model: PreTrainedModel, widens: Callable[[Tensor], bool] = 
         widens: whether the device of a weight does; a plan, which has no device, gives its own.
     """
     setattr(model, _FLOAT32_HEAD, widens)
+
+
+def use_compiled_head(model: PreTrainedModel) -> None:
+    """Make `token_outputs` compile its arithmetic on logits."""
+    setattr(model, _COMPILED_HEAD, True)
 
 
 def _token_pass(
@@ -196,7 +202,7 @@ def _head(model: PreTrainedModel) -> LinearHead:
     is_wide = widens is not None and widens(weight)
     if widens is not None and not is_wide:
         weight, bias = weight.float(), None if bias is None else bias.float()
-    return LinearHead(weight, bias, scale, is_wide)
+    return LinearHead(weight, bias, scale, is_wide, getattr(model, _COMPILED_HEAD, False))
 
 
 def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedImages | None:

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.decoder import use_own_layers
 from services.trainer.learner.model.experts import use_own_experts
-from services.trainer.learner.model.forward import DTYPES, use_float32_head
+from services.trainer.learner.model.forward import DTYPES, use_compiled_head, use_float32_head
 from services.trainer.learner.model.recompute import recompute_layers
 from services.trainer.learner.model.weight_files import WeightFiles
 from sluice.config.derived import adapts
@@ -146,9 +146,11 @@ def _prepare(
 ) -> None:
     check_attention(loaded.config, max_tokens)
     use_own_layers(loaded, compiled=precision.use_torch_compile)
-    use_own_experts(loaded)
+    use_own_experts(loaded, compiled=precision.use_torch_compile)
     if model.float32_head:
         use_float32_head(loaded)
+    if precision.use_torch_compile:
+        use_compiled_head(loaded)
     loaded.eval()
     if model.enable_gradient_checkpointing:
         recompute_layers(loaded)
