@@ -113,7 +113,7 @@ def _run(command: Sequence[str], output: IO[str], seconds: float) -> str:
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = tool_parser(__doc__, "python -m benchmarks.gpu_smoke --parts rules dense")
+    parser = tool_parser(__doc__, "python -m benchmarks.gpu_smoke --parts rules dense_8b")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--report", type=Path, default=ROOT / "runs" / "gpu-smoke")
     return parser.parse_args(arguments)

@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.reporting import print_line, print_report
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.update.flops import update_flops
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.rollout import GIB
-from sluice.config.memory.shape import ModelShape, read_shape
+from sluice.config.memory.shape import read_shape
 from sluice.config.run import RunConfig
 from sluice.plan.launch_plan import local_model, written_trainer
 from sluice.types import (
@@ -141,24 +142,6 @@ def made_up_batch(vocabulary: int, seed: int) -> TrainBatch:
     return TrainBatch(f"batch-{seed}", 0, groups, DataProgress(GROUPS), {})
 
 
-def model_flops(shape: ModelShape, batch: TrainBatch) -> float:
-    """Return the floating-point operations of forward and backward, recomputation left out.
-
-    Six a parameter and token, embeddings left out (Kaplan et al. 2020, section 2.1), and causal
-    attention: twelve times the width of all query heads a layer and half the context.
-    """
-    matrices = shape.active_parameters - shape.embedding_parameters * (not shape.tied_embeddings)
-    total = 0.0
-    for group in batch.groups:
-        prompt = group.prompt_token_ids.size
-        total += 6.0 * matrices * prompt
-        for one in group.rollouts:
-            context = prompt + one.num_tokens / 2
-            attention = 12.0 * shape.layers * shape.query_width * context
-            total += one.num_tokens * (6.0 * matrices + attention)
-    return total
-
-
 def measured(name: str, *, recompute: bool, compiled: bool, profiled: bool) -> dict[str, float]:
     """Train some steps; return the figures of the last ones."""
     with tempfile.TemporaryDirectory() as made:
@@ -194,7 +177,11 @@ def measured(name: str, *, recompute: bool, compiled: bool, profiled: bool) -> d
         "parameters": shape.total_parameters,
         "response_tokens_per_s": round(tokens / median(seconds)),
         "step_s": round(median(seconds), 3),
-        **({"mfu": round(model_flops(shape, batch) / median(seconds) / flops, 3)} if flops else {}),
+        **(
+            {"mfu": round(update_flops(shape, batch, ()) / median(seconds) / flops, 3)}
+            if flops
+            else {}
+        ),
         **{name: round(size, 2) for name, size in peaks.items()},
         "peak_gib": round(peak, 2),
         "planned_gib": round(planned, 2),

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,13 +24,17 @@ CPU_BLOCK_ELEMENTS = 1 << 21
 DEVICE_BLOCK_ELEMENTS = 1 << 26
 """256 MB of float32: enough work for a kernel, little beside a layer's activations."""
 
-COMPILED_BLOCK_ELEMENTS = 1 << 28
-"""512 MB of bfloat16: a compiled block has no float32 logits, and needs as much as one of those."""
+COMPILED_BLOCK_BYTES = 1 << 29
+"""512 MB of logits as they are, half of what a block takes: compiled, there are no copies."""
+
+F = TypeVar("F", bound=Callable[..., object])
 
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 
 LEAST_BLOCK_TOKENS = 128
-"""The backward pass adds a whole matrix of the head per block, so blocks must not be small."""
+"""The backward pass adds a whole matrix of the head per block, so blocks must not be small. Their
+sizes are multiples of it, as products of matrices want.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +63,7 @@ class LinearHead:
         scale: factor on the logits that the model's family applies after this layer.
         is_wide: logits are float32 products of the weight as it is, which `widens` must support.
             Without it they are rounded to the dtype of `weight`.
-        is_compiled: compile the arithmetic on a block's logits, which takes seconds once.
+        is_compiled: compile the arithmetic on logits, which takes seconds once.
     """
 
     weight: Tensor
@@ -72,7 +75,12 @@ class LinearHead:
 
 def widens(operand: Tensor) -> bool:
     """Return whether `wide_product` takes this operand: of a half dtype, on CUDA without ROCm."""
-    return operand.device.type == "cuda" and operand.dtype in _HALVES and not torch.version.hip
+    return operand.device.type == "cuda" and is_half(operand) and not torch.version.hip
+
+
+def is_half(operand: Tensor) -> bool:
+    """Return whether the dtype is bfloat16 or float16."""
+    return operand.dtype in _HALVES
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
@@ -87,10 +95,14 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right, out_dtype=torch.float32)
 
 
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+_COMPILED: dict[Callable[..., object], Callable[..., object]] = {}
+
+
+def compiled_once(function: F) -> F:
     """Return ``torch.compile`` of a function, the same one each time."""
-    return torch.compile(function)
+    if function not in _COMPILED:
+        _COMPILED[function] = torch.compile(function)
+    return cast("F", _COMPILED[function])
 
 
 def token_statistics(
@@ -123,12 +135,16 @@ def token_statistics(
         raise ConfigError(
             f"rollout.temperature must be > 0 to train on the samples, got {temperature}"
         )
-    elements = COMPILED_BLOCK_ELEMENTS if head.is_compiled else DEVICE_BLOCK_ELEMENTS
     if hidden.device.type == "cpu":
         elements = CPU_BLOCK_ELEMENTS
+    elif head.is_compiled:
+        elements = COMPILED_BLOCK_BYTES // (4 if head.is_wide else head.weight.itemsize)
+    else:
+        elements = DEVICE_BLOCK_ELEMENTS
+    fitting = elements // head.weight.shape[0] // LEAST_BLOCK_TOKENS * LEAST_BLOCK_TOKENS
     plan = _Plan(
         factor=head.scale / temperature,
-        block=block_tokens or max(LEAST_BLOCK_TOKENS, elements // head.weight.shape[0]),
+        block=block_tokens or max(LEAST_BLOCK_TOKENS, fitting),
         entropy=with_entropy,
         entropy_gradient=with_entropy and entropy_gradient,
         squares=with_sum_pi_squared,
@@ -161,24 +177,6 @@ class _Plan:
         values = wide_product(hidden, weight.t())
         return values if bias is None else values.add_(bias)
 
-    def statistics(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what `_statistics` does of a block's logits and labels."""
-        compute = compiled(_statistics) if self.is_compiled else _statistics
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = compute(
-            logits, labels, self.factor, with_entropy=self.entropy, with_squares=self.squares
-        )
-        return found
-
-    def slopes(
-        self, *block: Tensor, dtype: torch.dtype, with_bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return what `_slopes` does of a block."""
-        compute = compiled(_slopes) if self.is_compiled else _slopes
-        found: tuple[Tensor, Tensor | None] = compute(
-            block, self.factor, dtype, of_entropies=self.entropy_gradient, with_bias=with_bias
-        )
-        return found
-
 
 class _Context(FunctionCtx):
     plan: _Plan
@@ -188,16 +186,23 @@ class _Context(FunctionCtx):
 
 def _scaled(logits: Tensor, factor: float) -> Tensor:
     """Return scaled logits in float32, free to be changed."""
+    if torch.compiler.is_compiling():  # a changed input would be written
+        return logits.float() * factor
     values = logits.float()
     return values if factor == 1.0 else values.mul_(factor)
 
 
 def _statistics(
     logits: Tensor, labels: Tensor, factor: float, *, with_entropy: bool, with_squares: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return logprobs, normalisers, entropies and sums of squares of a block, [block] each.
 
-    What is not wanted has no meaning.
+    Args:
+        logits: [block, vocabulary]; may be changed.
+        labels: [block].
+        factor: on the logits.
+        with_entropy: return entropies.
+        with_squares: return sums of squares.
     """
     values = _scaled(logits, factor)
     largest = values.amax(-1, keepdim=True)
@@ -206,7 +211,7 @@ def _statistics(
     exps = shifted.exp()
     total = exps.sum(-1)
     log_total = total.log()
-    entropy = squares = total
+    entropy = squares = None
     if with_squares:
         squares = torch.linalg.vector_norm(exps, dim=-1).div_(total).square_()
     if with_entropy:
@@ -216,7 +221,8 @@ def _statistics(
 
 
 def _slopes(
-    block: Sequence[Tensor],
+    logits: Tensor,
+    known: Sequence[Tensor],
     factor: float,
     dtype: torch.dtype,
     *,
@@ -225,21 +231,31 @@ def _slopes(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of a block's logits, in a dtype, and of the bias in float32.
 
-    The block's logits, labels, normalisers, entropies, and gradients of logprobs and entropies.
+    Args:
+        logits: [block, vocabulary]; may be changed.
+        known: [block] each: labels, normalisers, entropies, and the gradients of logprobs and of
+            entropies.
+        factor: on the logits.
+        dtype: of the gradients of the logits.
+        of_entropies: entropies have a gradient.
+        with_bias: return the gradient of the bias, [vocabulary].
     """
-    logits, labels, normaliser, entropy, of_logprobs, of_entropy = block
-    logprobs = _scaled(logits, factor).sub_(normaliser[:, None])
-    slopes = logprobs.exp()
-    if of_entropies:
-        more = logprobs.add_(entropy[:, None]).mul_(of_entropy[:, None])
-        slopes.mul_(more.add_(of_logprobs[:, None]).neg_())
-    else:
-        slopes.mul_(-of_logprobs[:, None])
-    own, of_own = labels[:, None], of_logprobs[:, None]
+    labels = known[0]
+    normaliser, entropy, of_logprobs, of_entropy = (one[:, None] for one in known[1:])
+
+    def unlabelled(logprobs: Tensor) -> Tensor:
+        """Return the slopes of logits that are not their token's label, and change `logprobs`."""
+        slopes = logprobs.exp()
+        if of_entropies:
+            more = logprobs.add_(entropy).mul_(of_entropy)
+            return slopes.mul_(more.add_(of_logprobs).mul_(-factor))
+        return slopes.mul_(of_logprobs * -factor)
+
+    logprobs, own = _scaled(logits, factor).sub_(normaliser), labels[:, None]
+    of_own = of_logprobs * factor
     # Added before it is rounded: of a likely label's slope nearly all cancels.
-    of_label = slopes.gather(-1, own) + of_own
-    if factor != 1.0:
-        slopes, of_label, of_own = slopes.mul_(factor), of_label * factor, of_own * factor
+    of_label = unlabelled(logprobs.gather(-1, own)).add_(of_own)
+    slopes = unlabelled(logprobs)
     of_bias = slopes.sum(0).index_add_(0, labels, of_own[:, 0]) if with_bias else None
     return slopes.to(dtype).scatter_(-1, own, of_label.to(dtype)), of_bias
 
@@ -261,12 +277,19 @@ class _HeadStatistics(torch.autograd.Function):
         logprobs = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         normaliser, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         squares = torch.empty_like(logprobs)
+        compute = compiled_once(_statistics) if plan.is_compiled else _statistics
         for start in range(0, len(labels), plan.block):
             taken = slice(start, start + plan.block)
-            logits = plan.logits(hidden[taken], weight, bias)
-            found = plan.statistics(logits, labels[taken])
+            found = compute(
+                plan.logits(hidden[taken], weight, bias),
+                labels[taken],
+                plan.factor,
+                with_entropy=plan.entropy,
+                with_squares=plan.squares,
+            )
             for whole, part in zip((logprobs, normaliser, entropy, squares), found, strict=True):
-                whole[taken] = part
+                if part is not None:
+                    whole[taken] = part
         saved = (hidden, weight, bias, labels, normaliser, entropy)
         ctx.save_for_backward(*saved)  # type: ignore[arg-type]  # torch takes None
         ctx.plan = plan
@@ -283,12 +306,15 @@ class _HeadStatistics(torch.autograd.Function):
         # Blocks add up in float32: bfloat16 would round away what later blocks add.
         grad_weight = _zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = _zeros_like(bias) if ctx.needs_input_grad[2] else None
+        compute = compiled_once(_slopes) if plan.is_compiled else _slopes
         for start in range(0, len(labels), plan.block):
             taken = slice(start, start + plan.block)
-            of_logits, of_bias = plan.slopes(
+            of_logits, of_bias = compute(
                 plan.logits(hidden[taken], weight, bias),
-                *(one[taken] for one in (labels, normaliser, entropy, of_logprobs, of_entropy)),
-                dtype=hidden.dtype,
+                [one[taken] for one in (labels, normaliser, entropy, of_logprobs, of_entropy)],
+                plan.factor,
+                hidden.dtype,
+                of_entropies=plan.entropy_gradient,
                 with_bias=grad_bias is not None,
             )
             if grad_bias is not None and of_bias is not None:
@@ -297,6 +323,7 @@ class _HeadStatistics(torch.autograd.Function):
                 torch.mm(of_logits, weight, out=grad_hidden[taken])
             if grad_weight is not None:
                 _add_product(grad_weight, of_logits.t(), hidden[taken])
+            del of_logits  # or it would be there beside the next block
         of_head = [
             None if one is None else one.to(weight.dtype) for one in (grad_weight, grad_bias)
         ]

@@ -2,7 +2,10 @@
 
 The last line printed is one JSON object: `minutes`, `faults` by kind, `prompts_lost`,
 `prompts_doubled`, `digest_mismatches`, `late_waits` (all four have to be 0), `recovery_s`,
-`final_accuracy` and more. Exit code 0: the zeros are zeros and the run ended with code 0.
+`final_accuracy` and more. With ``--single`` the next fault waits until throughput is back;
+without it `recovery_by_kind` includes what other faults cost. `back_s` are the seconds from a kill
+until the replica serves, a group ends, a step ends. Exit code 0: the zeros are zeros and the run
+ended with code 0.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -30,7 +34,14 @@ from sluice.errors import DataError, SluiceError
 from sluice.report.run_record import read_progress
 from tools.chaos import verdict
 from tools.chaos.cable import Cable, cable
-from tools.chaos.faults import FAR, REPLICAS, Fault, Injector, make_schedule
+from tools.chaos.faults import (
+    FAR,
+    REPLICAS,
+    Injected,
+    Injector,
+    make_schedule,
+    single_faults,
+)
 from tools.chaos.observation import Observer, Witness
 from tools.commands import started
 from tools.launched_run import (
@@ -45,7 +56,9 @@ from tools.phases import PhaseError, say, tool_parser
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
 _START_S, _STEP_S, _END_S = 240.0, 120.0, 20.0
+_RECOVERY_S, _MOST_ROUNDS = 120.0, 100
 _NUM_QUESTIONS, _NUM_EXAMPLES = 1000, 3
+_KILLED = {"kill_replica": "replica", "kill_reward": "reward", "kill_trainer": "trainer"}
 _WINDOW_S = {"tiny": 4.0, "stretch": 10.0}
 
 
@@ -76,6 +89,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="calm, faults and quiet")
     parser.add_argument("--seed", type=int, default=0, help="of faults, model, data and sampling")
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between faults")
+    parser.add_argument("--single", action="store_true", help="one fault at a time")
     parser.add_argument("--size", choices=sorted(SIZES), default="stretch")
     parser.add_argument("--folder", type=Path, help="an empty one: keep everything written here")
     return parser.parse_args(arguments)
@@ -90,8 +104,9 @@ async def _run(
     """
     seconds = 60 * options.minutes
     calm_s, quiet_s = min(_LONGEST_CALM_S, seconds / 7), min(_LONGEST_QUIET_S, seconds / 6)
-    schedule = make_schedule(options.seed, seconds - calm_s - quiet_s, options.interval)
-    for fault in schedule:
+    faults_s = seconds - calm_s - quiet_s
+    schedule = make_schedule(options.seed, faults_s, options.interval)
+    for fault in () if options.single else schedule:
         say(
             f"{fault.at_s:7.1f} s  {fault.kind}"
             + (f" for {fault.seconds:g} s" * bool(fault.seconds))
@@ -116,7 +131,10 @@ async def _run(
             work.append(_keep_far(injector, plugged, file))
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(each) for each in work]
-            times, failure = await _go(run, observer, injector, schedule, calm_s, quiet_s)
+            inject = partial(injector.follow, schedule)
+            if options.single:
+                inject = partial(_inject_singly, injector, observer, options, faults_s)
+            times, failure = await _go(run, observer, injector, inject, calm_s, quiet_s)
             exit_code = await run.stop("the time is over")
             for task in beside:
                 task.cancel()
@@ -129,7 +147,7 @@ async def _go(
     run: LaunchedRun,
     observer: Observer,
     injector: Injector,
-    schedule: Sequence[Fault],
+    inject: Callable[[], Awaitable[None]],
     calm_s: float,
     quiet_s: float,
 ) -> tuple[Times, str]:
@@ -144,7 +162,7 @@ async def _go(
     say(f"step {observer.last_step}: {calm_s:g} s of calm")
     await asyncio.sleep(calm_s)
     faults_s = time.monotonic()
-    await injector.follow(schedule)
+    await inject()
     before = len(observer.steps_s)
     try:
         await injector.set_replicas(REPLICAS)
@@ -153,6 +171,25 @@ async def _go(
     except (PhaseError, SluiceError) as error:
         failure = str(error)
     return Times(began_s, faults_s, time.monotonic()), failure
+
+
+async def _inject_singly(
+    injector: Injector, observer: Observer, options: argparse.Namespace, seconds: float
+) -> None:
+    """Inject one fault after the other for so many seconds."""
+    now_s, window_s = time.monotonic(), _WINDOW_S[options.size]
+    calm_s = min(_LONGEST_CALM_S, 60 * options.minutes / 7)
+    full_rate = verdict.tokens_per_s(observer.groups, now_s - calm_s, now_s)
+
+    async def recover(injected: Injected) -> None:
+        until_s = injected.over_s + _RECOVERY_S
+        while time.monotonic() < until_s:
+            await asyncio.sleep(1.0)
+            if _recovered_s(observer, injected, time.monotonic(), full_rate, window_s) is not None:
+                return
+
+    faults = single_faults(options.seed, _MOST_ROUNDS)
+    await injector.follow_singly(faults, recover, until_s=now_s + seconds)
 
 
 async def _keep_far(injector: Injector, plugged: Cable, config_file: Path) -> None:
@@ -206,8 +243,11 @@ def _report(
         service_lost = max(service_lost, record.accounts.get("prompts_lost", 0.0))
         accuracy = next((point.accuracy for point in reversed(record.accuracies())), None)
     full_rate = verdict.tokens_per_s(observer.groups, times.calm_s, times.faults_s)
-    recoveries = _recoveries(observer, injector, times.end_s, full_rate, _WINDOW_S[options.size])
-    known = [seconds for _, seconds in recoveries if seconds is not None]
+    window_s, done = _WINDOW_S[options.size], [one for one in injector.done if not one.skipped]
+    recoveries = [
+        (one.fault.kind, _recovered_s(observer, one, times.end_s, full_rate, window_s))
+        for one in done
+    ]
     _say_found("prompts lost", [f"{name}: {why}" for name, why in lost.items()])
     _say_found("prompts trained twice", [f"{name}: {why}" for name, why in doubled.items()])
     _say_found("digests that differ", [f"version {version}" for version in differing])
@@ -221,11 +261,9 @@ def _report(
         "prompts_doubled": len(doubled),
         "digest_mismatches": len(differing),
         "late_waits": len(late),
-        "recovery_s": {
-            "p50": verdict.percentile(known, 0.5),
-            "p95": verdict.percentile(known, 0.95),
-            "not_seen": len(recoveries) - len(known),
-        },
+        "recovery_s": _percentiles([seconds for _, seconds in recoveries]),
+        "recovery_by_kind": _by_kind(recoveries),
+        "back_s": _backs(observer, done),
         "trainer_stall_s": round(
             verdict.longest_pause_s(observer.steps_s, times.faults_s, times.end_s), 1
         ),
@@ -243,20 +281,47 @@ def _report(
     }
 
 
-def _recoveries(
-    observer: Observer, injector: Injector, end_s: float, full_rate: float, window_s: float
-) -> list[tuple[str, float | None]]:
-    """Return kind, and seconds to full throughput, of each injected fault."""
-    return [
-        (
-            one.fault.kind,
-            verdict.recovery_s(
-                observer.groups, one.at_s, full_rate=full_rate, window_s=window_s, end_s=end_s
-            ),
-        )
-        for one in injector.done
-        if not one.skipped
-    ]
+def _recovered_s(
+    observer: Observer, injected: Injected, now_s: float, full_rate: float, window_s: float
+) -> float | None:
+    """Return the seconds from a fault's end to full throughput, None before that."""
+    return verdict.recovery_s(
+        observer.groups, injected.over_s, full_rate=full_rate, window_s=window_s, end_s=now_s
+    )
+
+
+def _by_kind(found: Iterable[tuple[str, float | None]]) -> dict[str, dict[str, float | None]]:
+    """Return percentiles of seconds by kind of fault."""
+    kinds: dict[str, list[float | None]] = {}
+    for kind, seconds in found:
+        kinds.setdefault(kind, []).append(seconds)
+    return {kind: _percentiles(each) for kind, each in sorted(kinds.items())}
+
+
+def _percentiles(found: Sequence[float | None]) -> dict[str, float | None]:
+    known = [seconds for seconds in found if seconds is not None]
+    return {
+        "p50": verdict.percentile(known, 0.5),
+        "p95": verdict.percentile(known, 0.95),
+        "not_seen": len(found) - len(known),
+    }
+
+
+def _backs(observer: Observer, done: Iterable[Injected]) -> dict[str, dict[str, float | None]]:
+    killed = [one for one in done if one.fault.kind in _KILLED]
+    return _by_kind((_KILLED[one.fault.kind], _back_s(observer, one)) for one in killed)
+
+
+def _back_s(observer: Observer, injected: Injected) -> float | None:
+    """Return the seconds until what was killed works again, None if that was not seen."""
+    served = (s for (name, _), s in observer.served_s.items() if name == injected.target)
+    signs = {
+        "kill_replica": served,
+        "kill_reward": (one.at_s for one in observer.groups),
+        "kill_trainer": iter(observer.steps_s),
+    }[injected.fault.kind]
+    later = min((at_s for at_s in signs if at_s > injected.at_s), default=None)
+    return None if later is None else round(later - injected.at_s, 1)
 
 
 def _skipped(injector: Injector) -> dict[str, str]:

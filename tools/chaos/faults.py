@@ -13,7 +13,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,17 @@ KINDS: dict[str, tuple[int, float, float]] = {
     "partition": (2, 3.0, 10.0),
     "delay": (1, 4.0, 10.0),
 }
+SINGLE = (
+    "kill_replica",
+    "stop_replica",
+    "kill_reward",
+    "stop_reward",
+    "kill_trainer",
+    "stop_trainer",
+    "kill_scorer",
+    "partition",
+)
+"""Kinds that `--single` injects."""
 REPLICAS = 2  # of the launcher at the beginning
 # The supervisor gives a process up that dies six times in a row, with no life of two minutes.
 _MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
@@ -87,13 +98,31 @@ def make_schedule(seed: int, seconds: float, interval_s: float) -> tuple[Fault, 
     return tuple(faults)
 
 
+def single_faults(seed: int, rounds: int) -> tuple[Fault, ...]:
+    """Return `rounds` of the faults that hit one process or the cable, each round shuffled."""
+    rng, faults = random.Random(seed), list[Fault]()
+    for _ in range(rounds):
+        kinds = list(SINGLE)
+        rng.shuffle(kinds)
+        for kind in kinds:
+            _, shortest_s, longest_s = KINDS[kind]
+            faults.append(Fault(0.0, kind, rng.random(), round((shortest_s + longest_s) / 2, 2)))
+    return tuple(faults)
+
+
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """When a fault was injected (monotonic), or why it could not be."""
+    """When a fault was injected (monotonic) and into what, or why it could not be."""
 
     fault: Fault
     at_s: float
+    target: str
     skipped: str = ""
+
+    @property
+    def over_s(self) -> float:
+        """Return when it was over."""
+        return self.at_s + self.fault.seconds
 
 
 class _Impossible(Exception):
@@ -124,13 +153,34 @@ class Injector:
         async with asyncio.TaskGroup() as tasks:
             for fault in schedule:
                 await asyncio.sleep(max(0.0, began_s + fault.at_s - time.monotonic()))
-                try:
-                    target, why = await self._inject(fault, tasks), ""
-                except (_Impossible, SluiceError, ProcessLookupError) as error:
-                    target, why = "", str(error) or "the process had just ended"
-                self.done.append(Injected(fault, time.monotonic(), why))
-                effect = f"not possible: {why}" if why else target
-                say(f"{fault.at_s:7.1f} s  {fault.kind}: {effect}")
+                await self._try(fault, tasks)
+
+    async def follow_singly(
+        self,
+        faults: Sequence[Fault],
+        recover: Callable[[Injected], Awaitable[None]],
+        *,
+        until_s: float,
+    ) -> None:
+        """Until then (monotonic), inject each fault and await its recovery before the next one."""
+        async with asyncio.TaskGroup() as tasks:
+            for fault in faults:
+                if time.monotonic() >= until_s:
+                    return
+                injected = await self._try(fault, tasks)
+                if not injected.skipped:
+                    await asyncio.sleep(fault.seconds)
+                    await recover(injected)
+
+    async def _try(self, fault: Fault, tasks: asyncio.TaskGroup) -> Injected:
+        try:
+            target, why = await self._inject(fault, tasks), ""
+        except (_Impossible, SluiceError, ProcessLookupError) as error:
+            target, why = "", str(error) or "the process had just ended"
+        found = Injected(fault, time.monotonic(), target, why)
+        self.done.append(found)
+        say(f"{fault.at_s:7.1f} s  {fault.kind}: {f'not possible: {why}' if why else target}")
+        return found
 
     async def set_replicas(self, count: int) -> str:
         """Scale as `sluice scale` does; return the names of replicas that start or leave."""

@@ -44,6 +44,7 @@ class Observer:
         steps_s: the end of each step, also of those that were trained again.
         groups: all groups that ended: trained, filtered or dropped.
         restarts: of the trainer.
+        served_s: when an instance of a replica was first seen serving.
         digests: of serving replicas' weights, by trainer and version.
         waits: as the services reported them.
         starts: processes that were seen, by service.
@@ -57,6 +58,7 @@ class Observer:
         self.steps_s: list[float] = []
         self.groups: list[Yield] = []
         self.restarts: list[TrainerRestart] = []
+        self.served_s: dict[tuple[str, str], float] = {}
         self.digests: dict[tuple[str, int], set[str]] = defaultdict(set)
         self.waits: list[ObservedWait] = []
         self.starts: dict[str, set[tuple[int, int]]] = defaultdict(set)
@@ -131,6 +133,8 @@ class Observer:
         self._note_waits("trainer", status)
         serving = [one.replica for one in status.replicas if one.state == "serving"]
         self.serving = len(serving)
+        for one in serving:
+            self.served_s.setdefault((one.name, one.instance_id), time.monotonic())
         async with asyncio.TaskGroup() as tasks:
             for replica in serving:
                 tasks.create_task(self._query_replica(status.instance_id, replica))

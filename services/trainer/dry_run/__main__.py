@@ -25,10 +25,13 @@ from sluice.plan.dry_run import DryRunAsked, PassBytes
 def dry_run(asked: DryRunAsked) -> list[PassBytes]:
     """Return the bytes of each number of layers."""
     torch.set_num_threads(1)
-    # The head computes as large blocks as on a device.
-    token_statistics.CPU_BLOCK_ELEMENTS = token_statistics.DEVICE_BLOCK_ELEMENTS
     config = msgspec.convert(asked.config, RunConfig)
+    # The head computes as large blocks as on a device, and multiplies as a GPU does.
+    token_statistics.CPU_BLOCK_ELEMENTS = token_statistics.DEVICE_BLOCK_ELEMENTS
+    if (config.trainer.device or "cuda").startswith("cuda"):
+        token_statistics.widens = token_statistics.is_half
     parallel = FakeRanks(asked.ranks)
+    torch.compile = lambda function: function  # type: ignore[assignment]  # not of fake tensors
     try:
         with fake_tensors():
             return [

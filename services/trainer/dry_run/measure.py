@@ -10,13 +10,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from services.trainer.dry_run.balanced_routing import balanced_routing, plan_routing
 from services.trainer.dry_run.fake_ranks import FakeRanks
 from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
-from services.trainer.learner.model.forward import EntropyUse, token_outputs, use_float32_head
+from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.model.loading import LoadedModel, build_policy
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.model.preparation import prepare_policy
@@ -71,7 +71,6 @@ class _Rank:
         prepare_policy(self._model, config.actor_rollout_ref)
         if isinstance(parallel, FakeRanks):
             plan_routing(self._model)
-            _plan_float32_head(self._model, config)
         # It is there already, and torch cannot move a fake parameter.
         self._model.to = lambda *_: self._model  # type: ignore[assignment]
         self._shards: Shards | None = share_model(
@@ -147,13 +146,6 @@ class _Rank:
             entropy=self._entropy,
             routing=balanced_routing(self._model, self._micro_batch.input_ids.shape[1]),
         ).logprobs
-
-
-def _plan_float32_head(model: PreTrainedModel, config: RunConfig) -> None:
-    """Count the head's products as a GPU makes them; fake tensors lie on the CPU."""
-    on_gpu = (config.trainer.device or "cuda").startswith("cuda")
-    if config.actor_rollout_ref.model.float32_head and on_gpu:
-        use_float32_head(model, lambda weight: weight.dtype == torch.bfloat16)
 
 
 def largest_micro_batch(config: RunConfig, share: SequenceShare | None) -> MicroBatch:

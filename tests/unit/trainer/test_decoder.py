@@ -19,6 +19,7 @@ from services.trainer.learner.model.attention import PACKED_ATTENTION, register_
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
 from services.trainer.learner.model.forward import response_values, token_outputs
 from services.trainer.learner.model.loading import load_critic, load_policy
+from sluice.algorithm import token_statistics as head_statistics
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from tests.support.layer_parity import (
@@ -134,6 +135,7 @@ def test_compiled_layers_compute_the_same_and_share_their_code(
 ) -> None:
     # What is captured and differentiated is the rule here, and kernels take minutes to build.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(head_statistics, "_COMPILED", {})
     graphs = []
     for layers in (2, 3):
         torch._dynamo.reset()
@@ -235,14 +237,14 @@ def test_a_float32_head_computes_logprobs_and_gradients_from_float32_logits(tmp_
 
 
 def test_a_float32_head_is_copied_only_where_the_device_does_not_multiply_into_float32(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(tmp_path)
     settings = ModelConfig(path=str(tmp_path), float32_head=True)
     model = load_policy(settings, FsdpConfig(model_dtype="bfloat16"), max_tokens=28).model
     copied = forward._head(model)
     assert (copied.weight.dtype, copied.is_wide) == (torch.float32, False)
-    forward.use_float32_head(model, lambda weight: weight.dtype == torch.bfloat16)
+    monkeypatch.setattr(head_statistics, "widens", head_statistics.is_half)
     kept = forward._head(model)
     assert kept.is_wide
     assert kept.weight is model.lm_head.weight

@@ -57,15 +57,15 @@ class PackedPiece:
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """Sequences attended together; padding repeats packed position 0 and is never read back.
+    """Sequences attended together, B of them, padded to one length.
 
     A row's keys are those of its prompt, padded on the left, then its own. `prompt_visible` is True
     where one is no padding, bool [B, prompt keys]; ``None`` means causal, with keys and queries at
     the same positions.
     """
 
-    queries: tuple[int, int]  # B and the number of queries
-    keys: tuple[int, int]  # B and the number of keys
+    query_shape: tuple[int, int]  # [B, queries]
+    key_shape: tuple[int, int]  # [B, keys]
     prompt_visible: torch.Tensor | None = None
 
     @cached_property
@@ -76,38 +76,47 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathering:
-    """Which of T packed tokens is gathered into each of P places, and the way back for gradients.
+    """What is gathered into each of P places from T, and the way back for gradients.
 
-    Padding at the end, from token `used` on, is gathered nowhere.
+    Places that repeat something only to be full have no gradient.
     """
 
-    index: torch.Tensor  # int64 [P], packed positions
-    first: torch.Tensor  # int64 [T], a place of each token
-    more: torch.Tensor  # int64 [M], further places
-    of_more: torch.Tensor  # int64 [M], packed positions of their tokens
-    used: int
+    index: torch.Tensor  # int64 [P], what comes to each place
+    back: torch.Tensor  # int64 [T], a place of each
+    unused: torch.Tensor  # int64 [U], which of T have no place with a gradient
+    more: torch.Tensor  # int64 [M], further places with a gradient
+    of_more: torch.Tensor  # int64 [M], what came to them
 
     @classmethod
     def of(
-        cls, index: Positions, num_tokens: int, device: torch.device, read: Positions | None = None
+        cls,
+        positions: Positions,
+        back: Positions,
+        device: torch.device,
+        more: Positions | None = None,
     ) -> Gathering:
-        """Return the gathering of `index`, in which each token but padding occurs.
+        """Return the gathering of what is at `positions`; -1: nothing, and nowhere.
 
         Args:
-            index: int64 [P].
-            num_tokens: T.
+            positions: int64 [P].
+            back: int64 [T].
             device: gets the tensors.
-            read: int64 [T], the places with a gradient, where each token has one; by default all
-                places have.
+            more: int64 [M], further places.
         """
-        used, places = int(index.max()) + 1, np.arange(index.size)
-        first, more = read, places[:0]
-        if first is None:
-            first = np.zeros(num_tokens, np.int64)
-            first[index[::-1]] = places[::-1]  # of several values for a token the last one stays
-            more = np.flatnonzero(first[index] != places)
-        parts = [torch.from_numpy(one).to(device) for one in (index, first, more, index[more])]
-        return cls(parts[0], parts[1], parts[2], parts[3], used)
+        more = positions[:0] if more is None else more
+        unused = np.flatnonzero(back < 0)
+        parts = [np.maximum(positions, 0), np.maximum(back, 0), unused, more, positions[more]]
+        found = [torch.from_numpy(one).to(device) for one in parts]
+        return cls(found[0], found[1], found[2], found[3], found[4])
+
+    @classmethod
+    def of_all(cls, positions: Positions, number: int, device: torch.device) -> Gathering:
+        """Return the gathering in which all places but -1 have gradients; T is `number`."""
+        places = np.arange(positions.size)
+        back = np.full(number + 1, -1)  # the last one is for padding
+        back[positions[::-1]] = places[::-1]  # of several values for one, the last stays
+        more = np.flatnonzero((positions >= 0) & (back[positions] != places))
+        return cls.of(positions, back[:-1], device, more)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,18 +136,18 @@ class RaggedSequences:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
-    """All blocks, and where their tokens are, in the blocks end to end.
+    """All blocks, and what is gathered into their places, which are counted through all blocks.
 
-    An output at one of the places `unread` stands for padding or for a prompt computed again.
+    `queries` and `keys` are gathered from the T packed tokens, `outputs` from the queries' places.
     `ragged` is there on devices that have a kernel for it, unless every block is causal: then
     kernels for equally long sequences are faster. With a `share` this rank has a part of the tokens
     outside of attention.
     """
 
     blocks: tuple[AttentionBlock, ...]
-    queries: Gathering  # and outputs
+    queries: Gathering
     keys: Gathering
-    unread: torch.Tensor  # int64 [U], places of queries
+    outputs: Gathering
     longest: int  # tokens of the longest sequence, prompt and row
     ragged: RaggedSequences | None = None
     share: SequenceShare | None = None
@@ -158,19 +167,22 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    """The packed positions in a block; `places` are its members' first ones in its output."""
+    """The packed positions in a block, -1 for padding.
+
+    An output is read from the queries' places `first` on, for each member as many as it has tokens.
+    """
 
     queries: Positions  # [B, queries]
     keys: Positions  # [B, keys]
     visible: npt.NDArray[np.bool_] | None
-    places: Sequence[int]
+    first: Sequence[int]
 
 
 def build_layout(
     pieces: Sequence[PackedPiece], num_tokens: int, device: torch.device
 ) -> PackedLayout:
     """Lay out attention for `num_tokens` packed tokens: prompts, rows and padding at the end."""
-    output = np.zeros(num_tokens, dtype=np.int64)
+    output = np.full(num_tokens, -1)
     blocks: list[_Padded] = []
     offset = 0
     prompts = [_Sequence(piece.start, 0, piece.start, piece.length) for piece in pieces]
@@ -180,33 +192,33 @@ def build_layout(
         for row in piece.rows
         if row.length  # a response of one token is only a label
     ]
-    # The blocks' outputs are concatenated. `output` records where each packed token's is.
+    # `output` records the place of each packed token's output.
     for members in (*_similar_lengths(prompts), *_similar_lengths(rows)):
         block = _block(members)
-        for sequence, place in zip(members, block.places, strict=True):
+        for sequence, first in zip(members, block.first, strict=True):
             stop = sequence.start + sequence.length
-            output[sequence.start : stop] = offset + place + np.arange(sequence.length)
+            output[sequence.start : stop] = offset + first + np.arange(sequence.length)
         blocks.append(block)
         offset += block.queries.size
     longest = max(member.prompt_length + member.length for member in (*prompts, *rows))
-    ends = sorted([*prompts, *rows], key=lambda s: s.start)
-    used = ends[-1].start + ends[-1].length
     ragged = None
     if has_ragged_kernel(device) and any(one.visible is not None for one in blocks):
+        ends = sorted([*prompts, *rows], key=lambda s: s.start)
+        used = ends[-1].start + ends[-1].length
         if used < num_tokens:  # the kernel leaves what is in no sequence undefined
             ends.append(_Sequence(used, 0, used, num_tokens - used))
         ragged = _end_to_end(ends, num_tokens, device)
-    unread = np.ones(offset, np.bool_)
-    unread[output[:used]] = False
-    index, keys = (
-        np.concatenate([one.ravel() for one in parts])
-        for parts in zip(*((block.queries, block.keys) for block in blocks), strict=True)
-    )
+    # Nothing reads the outputs of padding, and of prompts that a block of rows computes again.
+    read = np.full(offset, -1)
+    tokens = np.flatnonzero(output >= 0)
+    read[output[tokens]] = tokens
+    queries = np.concatenate([block.queries.ravel() for block in blocks])
+    keys = np.concatenate([block.keys.ravel() for block in blocks])
     return PackedLayout(
         tuple(_on_device(block, device) for block in blocks),
-        Gathering.of(index, num_tokens, device, output),
-        Gathering.of(keys, num_tokens, device),
-        torch.from_numpy(np.flatnonzero(unread)).to(device),
+        Gathering.of(queries, output, device),
+        Gathering.of_all(keys, num_tokens, device),
+        Gathering.of(output, read, device),
         longest,
         ragged,
     )
@@ -243,7 +255,7 @@ def _end_to_end(
         return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
 
     return RaggedSequences(
-        Gathering.of(np.concatenate(keys), num_tokens, device),
+        Gathering.of_all(np.concatenate(keys), num_tokens, device),
         ends(num_queries),
         ends(num_keys),
         max(num_queries),
@@ -281,7 +293,7 @@ def _block(members: Sequence[_Sequence]) -> _Padded:
     starts = np.array([member.prompt_start for member in members])
     columns = np.arange(prompt_longest)
     visible = columns >= pads[:, None]
-    prompts = np.where(visible, starts[:, None] + columns - pads[:, None], 0)
+    prompts = np.where(visible, starts[:, None] + columns - pads[:, None], -1)
     keys = np.concatenate([prompts, own], axis=1)
     return _Padded(own, keys, visible, range(0, own.size, longest))
 
@@ -289,25 +301,25 @@ def _block(members: Sequence[_Sequence]) -> _Padded:
 def _causal_block(members: Sequence[_Sequence]) -> _Padded:
     """Return a block of prompt plus row: it needs no mask, but runs prompts' queries per row."""
     width = max(member.prompt_length + member.length for member in members)
-    index = np.zeros((len(members), width), dtype=np.int64)
+    index = np.full((len(members), width), -1)
     for line, member in zip(index, members, strict=True):
         prompt = member.prompt_length
         line[:prompt] = member.prompt_start + np.arange(prompt)
         line[prompt : prompt + member.length] = member.start + np.arange(member.length)
     # Only the rows' outputs are read; the prompts' own block has computed the prompts'.
-    places = [number * width + member.prompt_length for number, member in enumerate(members)]
-    return _Padded(index, index, None, places)
+    first = [number * width + member.prompt_length for number, member in enumerate(members)]
+    return _Padded(index, index, None, first)
 
 
 def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> Positions:
     columns = np.arange(width)
     valid = columns < np.array(lengths)[:, None]
-    return np.where(valid, np.array(starts)[:, None] + columns, 0)
+    return np.where(valid, np.array(starts)[:, None] + columns, -1)
 
 
 def _mask(block: AttentionBlock, prompt_visible: Tensor) -> Tensor:
     """Return a mask [B, 1, L, P + L]: a row sees its prompt, and its own tokens causally."""
-    longest = block.queries[1]
+    longest = block.query_shape[1]
     num_rows, prompt_longest = prompt_visible.shape
     causal = torch.ones(longest, longest, dtype=torch.bool, device=prompt_visible.device).tril()
     # Both parts are views until `cat` writes the mask once.

@@ -83,7 +83,7 @@ def packed_attention(
     query, key, share = query.to(value.dtype), key.to(value.dtype), packed_layout.share
     if share is None:
         return _attend(query, key, value, packed_layout, scaling, dropout), None
-    tokens = packed_layout.queries.first.numel()
+    tokens = packed_layout.outputs.index.numel()
     query, key, value = share.tokens_for_heads(query, key, value, tokens)
     attended = _attend(query, key, value, packed_layout, scaling, dropout)
     return share.heads_for_tokens(attended), None
@@ -101,15 +101,15 @@ def _attend(
     if layout.ragged is not None and _takes_ragged(query, value):
         return _attend_ragged(query, key, value, layout.ragged, scaling)
     blocks = layout.blocks
-    queries = _gather(query, layout.queries, [block.queries for block in blocks])
-    shapes = [block.keys for block in blocks]
+    queries = _gather(query, layout.queries, [block.query_shape for block in blocks])
+    shapes = [block.key_shape for block in blocks]
     keys, values = (_gather(one, layout.keys, shapes) for one in (key, value))
     outputs = []
     for block, q, k, v in zip(blocks, queries, keys, values, strict=True):
         attended = _attend_block(q, k, v, block, scaling, dropout)
         outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    packed: Tensor = _Read.apply(joined, layout)  # type: ignore[no-untyped-call]
+    packed: Tensor = _Gathered.apply(joined, layout.outputs)  # type: ignore[no-untyped-call]
     return packed.view(1, packed.shape[0], query.shape[1], -1)
 
 
@@ -140,12 +140,11 @@ def _refuse(
 
 class _Context(FunctionCtx):
     gathering: Gathering
-    layout: PackedLayout
 
 
 class _Gathered(torch.autograd.Function):
-    """Packed tokens [T, width] to places [P, width]; gradients come back without atomic sums, but
-    for tokens at several places: prompts that rows share.
+    """Gather [T, ...] into [P, ...]. Gradients add up only where something is gathered more than
+    once, as prompts are that rows share: sums in any order are slow on a GPU.
     """
 
     @staticmethod
@@ -156,26 +155,10 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, of_places: Tensor) -> tuple[Tensor, None]:
         found = ctx.gathering
-        of_tokens = of_places.index_select(0, found.first)
-        of_tokens[found.used :] = 0.0
+        gradient = of_places.index_select(0, found.back).index_fill_(0, found.unused, 0.0)
         if found.more.numel():
-            of_tokens.index_add_(0, found.of_more, of_places.index_select(0, found.more))
-        return of_tokens, None
-
-
-class _Read(torch.autograd.Function):
-    """Outputs at places [P, width] to packed tokens [T, width]."""
-
-    @staticmethod
-    def forward(ctx: _Context, places: Tensor, layout: PackedLayout) -> Tensor:
-        ctx.layout = layout
-        return places.index_select(0, layout.queries.first)
-
-    @staticmethod
-    def backward(ctx: _Context, of_tokens: Tensor) -> tuple[Tensor, None]:
-        layout = ctx.layout
-        of_places = of_tokens.index_select(0, layout.queries.index)
-        return of_places.index_fill_(0, layout.unread, 0.0), None
+            gradient.index_add_(0, found.of_more, of_places.index_select(0, found.more))
+        return gradient, None
 
 
 def _gather(states: Tensor, gathering: Gathering, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -33,7 +33,7 @@ from transformers.activations import ACT2FN
 
 from services.trainer.learner.batch.micro_batch import PackedRouting
 from services.trainer.learner.sequence_share import all_to_all
-from sluice.algorithm.token_statistics import compiled
+from sluice.algorithm.token_statistics import F, compiled_once
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
 from sluice.types import expert_dtype
@@ -346,10 +346,13 @@ class SparseExperts(nn.Module):
         weights = probabilities.gather(1, experts)
         if self._normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
-        sorting = _Sorting.of(experts, is_compiled=self._is_compiled)
-        spread: Tensor = _Spread.apply(tokens, sorting)  # type: ignore[no-untyped-call]
+        order = experts.flatten().argsort(stable=True)  # row n is `order[n]` by token
+        places = torch.empty_like(order)  # the rows of each token
+        places.scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        places, token = places.view(experts.shape), order // self.num_chosen
+        spread: Tensor = _Spread.apply(tokens, token, places, self._is_compiled)  # type: ignore[no-untyped-call]
         found = self._computed(spread, rows)
-        combined: Tensor = _Combine.apply(found, sorting, weights)  # type: ignore[no-untyped-call]
+        combined: Tensor = _Combine.apply(found, weights, order, places, self._is_compiled)  # type: ignore[no-untyped-call]
         return combined.view(hidden_states.shape)
 
     @torch.no_grad()
@@ -506,36 +509,8 @@ def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([part @ one.t() for part, one in zip(parts, weights, strict=True)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sorting:
-    """Rows in the order of their experts.
-
-    Args:
-        order: int64 [tokens * k]; row n is ``order[n]`` by token.
-        tokens: int64 [tokens * k], the token of each row.
-        places: int64 [tokens, k], the rows of each token.
-        is_compiled: of what is computed with it.
-    """
-
-    order: Tensor
-    tokens: Tensor
-    places: Tensor
-    is_compiled: bool
-
-    @classmethod
-    def of(cls, experts: Tensor, *, is_compiled: bool) -> _Sorting:
-        """Return how rows lie whose experts are int64 [tokens, k]."""
-        order = experts.flatten().argsort(stable=True)
-        numbers = torch.arange(order.numel(), device=order.device)
-        places = torch.empty_like(order).scatter_(0, order, numbers).view(experts.shape)
-        return cls(order, order // experts.shape[1], places, is_compiled)
-
-    def run(self, function: Callable[..., Any], *arguments: Tensor) -> Any:  # noqa: ANN401
-        return (compiled(function) if self.is_compiled else function)(*arguments)
-
-
 class _ExpertContext(FunctionCtx):
-    sorting: _Sorting
+    is_compiled: bool
     saved_tensors: tuple[Tensor, ...]
 
 
@@ -543,41 +518,56 @@ class _Spread(torch.autograd.Function):
     """Tokens [tokens, hidden] to rows [tokens * k, hidden]; gradients add up in a fixed order."""
 
     @staticmethod
-    def forward(ctx: _ExpertContext, tokens: Tensor, sorting: _Sorting) -> Tensor:
-        ctx.sorting = sorting
-        return tokens.index_select(0, sorting.tokens)
+    def forward(
+        ctx: _ExpertContext, tokens: Tensor, token: Tensor, places: Tensor, is_compiled: bool
+    ) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.is_compiled = is_compiled
+        return tokens.index_select(0, token)
 
     @staticmethod
-    def backward(ctx: _ExpertContext, of_rows: Tensor) -> tuple[Tensor, None]:
-        found: Tensor = ctx.sorting.run(_summed, of_rows, ctx.sorting.places)
-        return found, None
+    def backward(ctx: _ExpertContext, of_rows: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return _used(_summed, ctx)(of_rows, places), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """Rows to tokens: sums in float32, weighted by float32 [tokens, k], in the rows' dtype."""
 
     @staticmethod
-    def forward(ctx: _ExpertContext, rows: Tensor, sorting: _Sorting, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        ctx.sorting = sorting
-        found: Tensor = sorting.run(_weighed, rows, sorting.places, weights)
-        return found
+    def forward(
+        ctx: _ExpertContext,
+        rows: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        places: Tensor,
+        is_compiled: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, places)
+        ctx.is_compiled = is_compiled
+        return _used(_weighed, ctx)(rows, places, weights)
 
     @staticmethod
-    def backward(ctx: _ExpertContext, of_tokens: Tensor) -> tuple[Tensor, None, Tensor]:
-        rows, weights = ctx.saved_tensors
-        sorting = ctx.sorting
-        by_row = weights.flatten().index_select(0, sorting.order)
-        of_rows: Tensor = sorting.run(_spread_weighed, of_tokens, sorting.tokens, by_row)
-        of_weights: Tensor = sorting.run(_products_of_rows, rows, sorting.places, of_tokens)
-        return of_rows, None, of_weights
+    def backward(ctx: _ExpertContext, of_tokens: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        rows, weights, order, places = ctx.saved_tensors
+        token, weight = order // weights.shape[1], weights.flatten().index_select(0, order)
+        of_rows = _used(_spread_weighed, ctx)(of_tokens, token, weight)
+        of_weights = _used(_products_of_rows, ctx)(rows, places, of_tokens)
+        return of_rows, of_weights, None, None, None
 
 
-# One expert of every token at a time, or float32 rows would take several times their memory.
+def _used(function: F, ctx: _ExpertContext) -> F:
+    return compiled_once(function) if ctx.is_compiled else function
 
 
 def _summed(rows: Tensor, places: Tensor) -> Tensor:
-    """Return the sum of each token's rows [n, hidden], in their dtype."""
+    """Return the sum of each token's rows [n, hidden], in their dtype.
+
+    Args:
+        rows: in the order of their experts.
+        places: int64 [tokens, k], the rows of each token.
+    """
+    # One expert of every token at a time, or float32 rows would take several times their memory.
     total = rows.new_zeros((len(places), rows.shape[1]), dtype=torch.float32)
     for place in places.unbind(1):
         total += rows.index_select(0, place)
@@ -585,7 +575,7 @@ def _summed(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def _weighed(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's rows [n, hidden], in their dtype."""
+    """Return the weighted sum of each token's rows; see `_summed`."""
     total = weights.new_zeros((len(places), rows.shape[1]))
     for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
         total.addcmul_(rows.index_select(0, place).float(), weight[:, None])

@@ -8,7 +8,7 @@ parts, so a sharded model gets it as a method that FSDP treats like ``forward``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from enum import StrEnum
@@ -29,12 +29,12 @@ from services.trainer.learner.batch.micro_batch import (
 from services.trainer.learner.batch.packed_images import PackedImages
 from services.trainer.learner.model.experts import Routing, routing_tape
 from services.trainer.learner.sequence_share import SequenceShare, all_to_all
+from sluice.algorithm import token_statistics as head_statistics
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.algorithm.token_statistics import (
     LinearHead,
     TokenStatistics,
     token_statistics,
-    widens,
 )
 from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
@@ -102,18 +102,15 @@ def gather_in_passes(model: PreTrainedModel, num_ranks: int) -> None:
     register_fsdp_forward_method(model, _GATHERING_PASS)
 
 
-def use_float32_head(model: PreTrainedModel, widens: Callable[[Tensor], bool] = widens) -> None:
+def use_float32_head(model: PreTrainedModel) -> None:
     """Make `token_outputs` compute logits in float32.
 
     Where the device multiplies halves into float32, gradients of the logits are rounded to the
     weight's dtype and nothing else is; elsewhere a pass holds a float32 copy of the head, and its
     gradients are float32 too. MiniMax-M1 (2025, arXiv:2506.13585) found the head the main cause of
     differences between engine and trainer.
-
-    Args:
-        widens: whether the device of a weight does; a plan, which has no device, gives its own.
     """
-    setattr(model, _FLOAT32_HEAD, widens)
+    setattr(model, _FLOAT32_HEAD, True)
 
 
 def use_compiled_head(model: PreTrainedModel) -> None:
@@ -198,9 +195,9 @@ def _head(model: PreTrainedModel) -> LinearHead:
     scale = getattr(settings, "logit_scale", None) or 1.0
     scale /= getattr(settings, "logits_scaling", None) or 1.0
     weight, bias = linear.weight, getattr(linear, "bias", None)
-    widens: Callable[[Tensor], bool] | None = getattr(model, _FLOAT32_HEAD, None)
-    is_wide = widens is not None and widens(weight)
-    if widens is not None and not is_wide:
+    in_float32 = getattr(model, _FLOAT32_HEAD, False)
+    is_wide = in_float32 and head_statistics.widens(weight)
+    if in_float32 and not is_wide:
         weight, bias = weight.float(), None if bias is None else bias.float()
     return LinearHead(weight, bias, scale, is_wide, getattr(model, _COMPILED_HEAD, False))
 
