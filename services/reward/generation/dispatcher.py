@@ -164,8 +164,11 @@ class ReplicaQueue:
         self._on_capacity()
 
     def _serve(self) -> None:
-        """Reserve capacity in order. A group overtakes another only if that one waits for a version
-        that no replica serves."""
+        """Reserve capacity in order.
+
+        A group is served before an earlier one only if no replica serves the version that the
+        earlier one needs.
+        """
         now = time.monotonic()
         still_waiting: list[_QueuedGroup] = []
         blocked = False

@@ -187,7 +187,10 @@ class CollectedSamples:
         )
 
     def group(self) -> RolloutGroup:
-        """Return the samples in order of their index; none is missing, a request has started."""
+        """Return the samples in order of their index.
+
+        Call it only after a replica accepted a request and every sample has ended.
+        """
         prompt_token_ids = self.request.progress.prompt_token_ids
         assert prompt_token_ids is not None
         rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))

@@ -63,8 +63,8 @@ LOOK_SHARE = 0.02
 def cpu_by_mark(marks: Collection[str]) -> dict[str, dict[ProcessKey, float]]:
     """Return the CPU seconds of each running process with one of `marks`, over all its threads.
 
-    One look at all processes, however many marks. Marks without a process are left out; all, where
-    there is no /proc.
+    One look at all processes, however many marks. Marks without a process are left out. Without
+    /proc the result is empty.
     """
     found: dict[str, dict[ProcessKey, float]] = {}
     for pid in _pids():

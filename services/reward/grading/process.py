@@ -65,9 +65,9 @@ _STDOUT, _STDERR = 1, 2
 _CHUNK_BYTES = 1 << 16
 _FLUSH_S, _FLUSH_PAUSE_S = 0.2, 0.001
 MAX_MORE_PROCESSES = 1024
-"""More than the user has at the moment."""
+"""Processes that a scorer may start beyond those that its user runs now."""
 MAX_MORE_PROCESSES_EVER = 65_536
-"""More than the user had at the start; the scorer itself cannot raise its limit beyond."""
+"""The same, beyond those at the start: the most to which a scorer can raise its own limit."""
 COUNTED_EVERY_S = 5.0
 MAX_OPEN_FILES = 256
 MAX_OUTPUT_BYTES = 64 * 2**10

@@ -103,7 +103,8 @@ class ScorerWorker:
         """Grade `items` in order.
 
         Raises:
-            ScorerFault: one item ran over its time, the process ended, or its answer is none.
+            ScorerFault: one item ran over its time, the process ended, or it sent something that
+                is not an answer.
         """
         note_idle(self._page)
         self._sent_at, self._num_items = time.monotonic(), len(items)
@@ -144,7 +145,7 @@ class ScorerWorker:
         await self._process.wait()
 
     async def _reply_before_timeout(self) -> bytes:
-        """Wait as long as the item in work has time left, item after item."""
+        """Wait while the current item has time left, for one item after the other."""
         while True:
             try:
                 async with asyncio.timeout(self._time_left()):
@@ -159,7 +160,10 @@ class ScorerWorker:
                 ) from None
 
     def _time_left(self) -> float:
-        """Return the time left to the item in work, at most the time left to all items plus one."""
+        """Return the seconds until the current item times out.
+
+        Never later than the limit of the whole request, counted with one item more.
+        """
         progress = self._progress()
         started_at = progress.started_at if progress else self._sent_at
         ends_at = min(

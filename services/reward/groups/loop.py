@@ -408,7 +408,7 @@ class GroupLoop:
         self._groups.reissue(prompts)
         for prompt in prompts:
             self._source.put(prompt)
-        # Otherwise a running policy brings no position: the data set continues where it is.
+        # In all other cases the trainer sends no position, and the data set continues where it is.
         if self._trainer is None or resume_from is not None or version == 0:
             self._source.start_data(ledger.restart_data(resume_from or DataProgress(0)))
         ledger.begin_trainer(trainer)
@@ -459,7 +459,9 @@ def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
         return (Blocker("announce", "trainer", "announcing a policy"),)
     found: list[Blocker] = []
     if facts.num_replicas == 0:
-        found.append(Blocker("replica", "rollout fleet", "serving a replica: no replica announced"))
+        found.append(
+            Blocker("replica", "rollout fleet", "registering a replica: none is announced")
+        )
     if facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
         what = f"generating {facts.num_generating} groups ({progress})"

@@ -7,9 +7,9 @@ leased.
 
 The ledger answers from memory. With a file it also hands every change to a writer thread, which
 commits the changes in their order. A caller that must not be wrong about what survives waits for
-`durable`: a client's receipt or outcome, a leased batch, an acknowledgement. All other changes may
-be lost with the process, from some moment on all of them: their prompts are pending then, and their
-samples are generated again.
+`durable`: a client's receipt or outcome, a leased batch, an acknowledgement. If the
+process dies, the newest other changes may be lost: all those after some moment. Then their prompts
+are pending, and their samples are generated again.
 
 A data-set prompt that ended leaves its position. An ended client's prompt stays whole until so many
 others have ended after it, but keeps its images only if it was trained: it may be issued again.
@@ -105,7 +105,7 @@ class PromptLedger:
         num_clients_pending: clients' prompts that are pending.
         client_image_bytes: images of these prompts, bytes.
         open_lease: the batch at the trainer, also when it was leased before a restart.
-        newest_leased_version: version of the newest batch that was leased and not taken back, since
+        newest_leased_version: version of the newest batch that was leased and not voided, since
             the trainer began; ``None``: there was none. Of an earlier service only an open lease is
             known.
         num_acknowledged: groups of all acknowledged batches.
@@ -498,8 +498,7 @@ class PromptLedger:
 def not_leased(batch_id: str) -> NotFoundError:
     """Return the error of a call that names a batch which is not leased."""
     return NotFoundError(
-        f"batch '{batch_id}' is not leased (it was taken back, or never existed); take the next "
-        "batch"
+        f"batch '{batch_id}' is not leased (it was voided, or never existed); take the next batch"
     )
 
 
