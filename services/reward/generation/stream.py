@@ -170,7 +170,7 @@ class CollectedSamples:
         return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
 
     def end_unfinished(self) -> None:
-        """End the samples that are missing as they stand."""
+        """End each missing sample with the tokens that came of it."""
         for index in self.missing:
             self._rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
 

@@ -141,7 +141,7 @@ def _prediction(value: object) -> str | None:
 
 
 def _sendable(text: str) -> str:
-    """Return `text` as UTF-8 can hold it: half a surrogate pair would end the sending process."""
+    """Replace what UTF-8 cannot hold: half a surrogate pair would end the sending process."""
     return text.encode(errors="replace").decode()
 
 
@@ -342,7 +342,7 @@ def _answer(scorer: ItemScorer, item: ScorerInput, index: int, page: mmap) -> Sc
     note_progress(page, index, time.monotonic())
     try:
         answer = answer_of(scorer(item))
-    except Exception as error:  # noqa: BLE001  a scorer may raise anything; it is this item's fate
+    except Exception as error:  # noqa: BLE001  a scorer may raise anything; only this item fails
         answer = _refusal_of(error)
     if os.getpid() != process:
         # The scorer forked and let the copy come back: it must not answer as well.

@@ -124,7 +124,7 @@ class ScorerWorker:
         return reply.answers
 
     def kill(self) -> None:
-        """End the process and its session, at once; `wait_ended` ends what has left that."""
+        """End the process and its session, at once; `wait_ended` ends what has left the session."""
         with suppress(ProcessLookupError):
             # It leads its own session, so this reaches whatever the scorer started as well, also
             # after the scorer itself has ended, and no fork can get ahead of it.
@@ -134,7 +134,7 @@ class ScorerWorker:
         """End what a killed process started, and wait until all of it is gone.
 
         Raises:
-            DeadlineError: they are not (one hangs in the kernel).
+            DeadlineError: a process is left (it hangs in the kernel).
         """
         async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
             await end_marked(self.mark)
@@ -238,7 +238,7 @@ def _environment(mark: str) -> dict[str, str]:
     path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
     # One thread each: the configuration sets the number of processes.
     own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", MARK_VARIABLE: mark}
-    # A reward function is to have no key to the run's services.
+    # A reward function must not get a key to the run's services.
     return {name: value for name, value in os.environ.items() if not _is_secret(name)} | own
 
 

@@ -103,7 +103,7 @@ class TrainBatches:
 
     @property
     def num_in_training(self) -> int:
-        """Groups leased for the announced version or later: their successor is not announced."""
+        """Groups of leased batches whose trained version is not announced yet."""
         return max(0, self._next_version() - (self._groups.policy_version or 0)) * (
             self._rules.batch_size
         )
@@ -181,7 +181,7 @@ class TrainBatches:
         return tuple(group.graded for group in groups if group.graded is not None)
 
     def fail(self, error: SluiceError) -> None:
-        """Nothing can be trained any more: every call for a batch raises `error`."""
+        """Form no more batches: nothing can be trained any more, and every call raises `error`."""
         logger.error("no more batches: %s", error)
         self.close(error)
 
@@ -210,7 +210,7 @@ class TrainBatches:
             self._cancel(self._groups.ages.without_slot(next_version), next_version)
 
     def _cancel(self, without_slot: Collection[str], next_version: int) -> None:
-        if not self._carries_over:  # kept groups do not wait: a batch slot is of no use to them
+        if not self._carries_over:  # no kept group waits for a later batch, so none needs a slot
             return
         for prompt_id in without_slot:
             reason = CancelReason.NO_SLOT
@@ -278,7 +278,7 @@ class TrainBatches:
         return None
 
     def _lease(self, chosen: list[Group], version: int) -> TrainBatch:
-        """Lease the chosen groups; end the others, where the strategy carries nothing over."""
+        """Lease the chosen groups; end the others if the strategy carries none over."""
         if not self._carries_over:
             detail = f"kept, and the batch was full with {self._rules.batch_size} groups"
             taken = set(chosen)

@@ -94,7 +94,7 @@ class LoopFacts:
 
 
 class GroupAdmission:
-    """Starts groups, as the sampling strategy decides which prompts start, and when.
+    """Starts groups. The sampling strategy decides which prompts start, and when.
 
     A client's prompt is never skipped: the client waits for its outcome, so what earlier attempts
     showed does not count. A whole epoch is not skipped either: once as many prompts in a row were
@@ -219,7 +219,7 @@ class GroupLoop:
         groups: all groups.
         source: of prompts.
         queue: the fleet.
-        dispatcher: is given the fleet.
+        dispatcher: gets every announced fleet.
         strategy: learns from groups that ended, at every new version.
         memory: of earlier attempts; ``None`` for strategies without one.
         admission: starts groups.

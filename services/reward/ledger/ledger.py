@@ -206,7 +206,7 @@ class PromptLedger:
 
     @property
     def content(self) -> LedgerContent:
-        """All that survives now."""
+        """The content of the ledger at this moment."""
         return LedgerContent(
             self._sequence,
             self.pending(),
@@ -304,9 +304,9 @@ class PromptLedger:
         """Write a prompt's end.
 
         Args:
-            prompt: it.
-            ended: how.
-            forgotten: the ended prompt that is not remembered any more because of it.
+            prompt: the prompt that ended.
+            ended: how it ended.
+            forgotten: an earlier ended prompt, which the ledger forgets because of this one.
             low_water: of the data set before.
         """
         prompt_id, is_client = prompt.prompt_id, prompt.origin is PromptOrigin.CLIENT
@@ -479,8 +479,10 @@ class PromptLedger:
             self._low_water += 1
 
     def _body(self, prompt: Prompt) -> bytes | None:
-        """Encode a prompt; ``None``: a row that scorers cannot be sent either is not written, and
-        after a restart it is issued again."""
+        """Encode a prompt; ``None``: a row has no encoding.
+
+        Scorers cannot get such a row either. It is not written, and issued again after a restart.
+        """
         try:
             return encode_body(prompt)
         except InvalidRequestError as error:

@@ -68,7 +68,7 @@ class LearnerThread:
         """Update the policy with the samples taken on all ranks; return metrics by verl's names."""
 
         if self._saving is not None and self._saving.done():
-            await self.saved()  # raises what it failed with
+            await self.saved()  # raises its error
         return await self._run(lambda: self._leader.train_step(batch, step))
 
     async def freeze(self, version: int) -> None:
