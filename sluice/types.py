@@ -302,7 +302,7 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that drew any token of the group.
+        """The oldest version that sampled any token of the group.
 
         Raises:
             ValueError: no rollout holds a token.
@@ -384,7 +384,7 @@ class GradedGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that drew any token, the greedy response's included.
+        """The oldest version that sampled any token, the greedy response's included.
 
         Raises:
             ValueError: no sample holds a token.

@@ -519,7 +519,7 @@ class GroupTable:
             self._publish(GroupEvent(EventKind.FORGOTTEN, group, before))
 
     def forget_preemptions(self) -> None:
-        """Reset all counts of preemptions: another trainer's batches preempted the groups."""
+        """Reset all counts of preemptions; they were counted for an earlier trainer's batches."""
         for group in self:
             group.num_preemptions = 0
 

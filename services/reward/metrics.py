@@ -286,7 +286,7 @@ class RewardWork:
         self._app, self._patience_s = app, patience_s
 
     def work_state(self) -> WorkState:
-        """In the event loop."""
+        """Return progress and whether there is work; call in the event loop."""
         loop, groups = self._app.loop, self._app.groups
         generates = groups.counts[GroupState.GENERATING] > 0 and bool(self._app.queue.replicas)
         progress = (

@@ -106,7 +106,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                         self._submit(request, session)
                     session.close_input()
                 except SluiceError as error:
-                    # Raised once nothing is being written: gRPC takes no status in between.
+                    # Raise it when no write is running: gRPC takes no status during one.
                     refusal = error
                     session.end()
         if refusal is not None:

@@ -95,7 +95,7 @@ def _known(others: Sequence[Path]) -> Sequence[Path]:
 def _tokens(security: SecurityConfig, host: str, *, is_local: bool) -> TokenSource | None:
     """Return the tokens that the page requires, from the configuration.
 
-    SLUICE_TOKEN is not one of them: the page shows it to the run's services.
+    SLUICE_TOKEN is not one of them: the page sends it to the run's services to identify itself.
 
     Raises:
         ConfigError: they cannot be read, or there are none and `host` is open to other machines.

@@ -111,7 +111,7 @@ async def test_taking_a_batch_without_a_replica_ends_by_its_deadline_and_says_so
             await service.take(1, 0, timeout_s=1.0)
         assert first.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await service.announce(0, [])
-        with pytest.raises(grpc.aio.AioRpcError, match="no replica announced"):
+        with pytest.raises(grpc.aio.AioRpcError, match="none is announced"):
             await service.take(1, 0, timeout_s=1.0)
         status = await service.status()
         assert [wait.peer for wait in status.awaited] == ["rollout fleet"]

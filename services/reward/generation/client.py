@@ -34,7 +34,7 @@ class RolloutClient:
         max_message_bytes: largest message.
         partial_interval_ms: milliseconds between deliveries of unfinished samples' tokens; 0: none.
         with_routing: samples for training come with the engine's experts.
-        credentials: what replicas are shown.
+        credentials: identify this service to replicas.
     """
 
     def __init__(

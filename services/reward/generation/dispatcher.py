@@ -71,7 +71,7 @@ class ReplicaQueue:
     """The fleet and the groups that wait for it.
 
     Args:
-        slack: sequences in flight per slot, at most.
+        slack: most sequences in flight per slot.
         on_capacity: called when there may be capacity for more.
     """
 
@@ -164,8 +164,11 @@ class ReplicaQueue:
         self._on_capacity()
 
     def _serve(self) -> None:
-        """Reserve capacity in order. A group overtakes another only if that one waits for a version
-        that no replica serves."""
+        """Reserve capacity in order.
+
+        A group is served before an earlier one only if no replica serves the version that the
+        earlier one needs.
+        """
         now = time.monotonic()
         still_waiting: list[_QueuedGroup] = []
         blocked = False
@@ -235,8 +238,8 @@ class GroupDispatcher:
 
         Raises:
             GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
-                too many attempts failed (and the request does not go without what is missing), or
-                the group ended before any of its samples finished.
+                too many attempts failed (and the request allows no missing samples), or the group
+                ended before any of its samples finished.
         """
         collected, progress = CollectedSamples(request, on_sample), request.progress
         failures: list[str] = []
@@ -453,9 +456,9 @@ async def generate_group(
         on_sample: called with each sample that has finished, but not with the greedy response.
 
     Raises:
-        GroupFailedError: samples or response cannot be had; the detail of the response's failure
-            begins with its `FailureKind`.
-        SluiceError: whatever else ends the generation of a group; the gravest of the two.
+        GroupFailedError: samples or response cannot be generated; the detail of the response's
+            failure begins with its `FailureKind`.
+        SluiceError: another error; if both requests failed, the one that `decisive` chooses.
     """
     if greedy is None:
         return GeneratedGroup(await dispatcher.generate(request, on_sample))
@@ -515,7 +518,7 @@ def end_without_missing(collected: CollectedSamples, failures: Sequence[str]) ->
     """End a group that failed too often without the samples that no replica could generate.
 
     Raises:
-        GroupFailedError: the request does not go without them, or no sample has finished.
+        GroupFailedError: the request allows no missing samples, or no sample has finished.
     """
     request, missing = collected.request, collected.missing
     detail = f"{len(failures)} attempts failed, the last: {failures[-1]}"

@@ -249,7 +249,7 @@ def decisive(group: ExceptionGroup[Exception]) -> SluiceError:
     errors = [error for error in found if isinstance(error, SluiceError)]
     if len(errors) < len(found):
         raise group
-    # What all prompts would meet, then a refusal of this prompt, then what one group met.
+    # First an error that all prompts would meet, then a refusal of this prompt, then the rest.
     return max(
         errors,
         key=lambda error: (

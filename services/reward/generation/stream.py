@@ -170,7 +170,7 @@ class CollectedSamples:
         return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
 
     def end_unfinished(self) -> None:
-        """End the samples that are missing as they stand."""
+        """End each missing sample with the tokens that came of it."""
         for index in self.missing:
             self._rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
 
@@ -187,7 +187,10 @@ class CollectedSamples:
         )
 
     def group(self) -> RolloutGroup:
-        """Return the samples in order of their index; none is missing, a request has started."""
+        """Return the samples in order of their index.
+
+        Call it only after a replica accepted a request and every sample has ended.
+        """
         prompt_token_ids = self.request.progress.prompt_token_ids
         assert prompt_token_ids is not None
         rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))

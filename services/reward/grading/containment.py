@@ -25,7 +25,7 @@ ProcessKey = tuple[int, int]
 """A process's id and its start in ticks, which distinguishes it from a later one with this id."""
 
 NUM_EMPTY_LOOKS, EMPTY_FOR_S = 5, 0.2
-"""Looks in a row that find nothing, and their seconds, after which all processes count as gone: one
+"""All processes count as gone after so many looks in a row, over so many seconds, find none: one
 look can miss a process that replaces itself by a fork again and again."""
 NUM_GLANCES, NUM_NEWEST = 10, 3
 """Per look: glances at the newest process ids, and how many of them each takes in. Measured with a
@@ -49,7 +49,7 @@ _MARK = re.compile(
 _RUN_DIGITS = 16
 _ENDED = frozenset("ZXx")
 LOOK_INTERVAL_S = 0.75
-"""Between looks. The first is the reference and the second finds a spinning thread: 1.5 s."""
+"""Seconds between looks. The first look is the reference; the second finds a spinning thread."""
 MOST_IDLE_CPU_S = 0.5
 """CPU seconds in one window of idleness that are accepted: threads that end, keepalives, a garbage
 collection. A spinning thread of an idle machine uses more from one look to the next."""
@@ -57,14 +57,14 @@ WINDOW_S = 5.0
 """Seconds of idleness that one decision looks at: on a busy machine a spinning thread gets only a
 share of a core."""
 LOOK_SHARE = 0.02
-"""Of one core that looking may cost: where there are thousands of processes it is rarer."""
+"""Share of one core that looks may cost: with thousands of processes, looks are rarer."""
 
 
 def cpu_by_mark(marks: Collection[str]) -> dict[str, dict[ProcessKey, float]]:
     """Return the CPU seconds of each running process with one of `marks`, over all its threads.
 
-    One look at all processes, however many marks. Marks without a process are left out; all, where
-    there is no /proc.
+    One look at all processes, however many marks. Marks without a process are left out. Without
+    /proc the result is empty.
     """
     found: dict[str, dict[ProcessKey, float]] = {}
     for pid in _pids():
@@ -77,7 +77,10 @@ def cpu_by_mark(marks: Collection[str]) -> dict[str, dict[ProcessKey, float]]:
 
 
 async def end_marked(prefix: str) -> None:
-    """Kill all whose mark begins so until none is left; the caller sets the deadline."""
+    """Kill processes whose mark begins with `prefix` until none is left.
+
+    The caller sets the deadline.
+    """
     await _end(lambda mark: mark.startswith(prefix))
 
 
@@ -137,7 +140,7 @@ def _pids() -> list[str]:
 def _newest_pids() -> list[str]:
     """Return the last ids of this namespace, whether or not a process has them; the newest first.
 
-    Empty where the system does not report them; the list of all processes must do there.
+    Empty where the system does not report them; the caller then has only the list of all processes.
     """
     for file in _LAST_PID:
         try:

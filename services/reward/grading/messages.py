@@ -30,8 +30,8 @@ _IDLE = -1
 class ScorerSetup(msgspec.Struct, frozen=True, array_like=True):
     """First message to a process: the scorer and its limits.
 
-    The custom function if `custom_path` is set, else the reward model if there is one, else the
-    built-in scorers by data source, `routes` first.
+    The scorer is the custom function if `custom_path` is set, else the reward model if there is
+    one, else the built-in scorers by data source, `routes` first.
     """
 
     custom_path: str | None
@@ -128,8 +128,8 @@ def read_progress(
 ) -> Progress | None:
     """Return which item is being scored; ``None`` between requests.
 
-    A scorer may have written anything: a number that is no item of the request counts as none, and
-    a time outside the request as the nearest one in it.
+    A scorer may have written anything: a number outside the request's items counts as no item,
+    and a time outside the request as the nearest one in it.
 
     Args:
         page: the shared page.

@@ -65,9 +65,9 @@ _STDOUT, _STDERR = 1, 2
 _CHUNK_BYTES = 1 << 16
 _FLUSH_S, _FLUSH_PAUSE_S = 0.2, 0.001
 MAX_MORE_PROCESSES = 1024
-"""More than the user has at the moment."""
+"""Processes that a scorer may start beyond those that its user runs now."""
 MAX_MORE_PROCESSES_EVER = 65_536
-"""More than the user had at the start; the scorer itself cannot raise its limit beyond."""
+"""The same, beyond those at the start: the most to which a scorer can raise its own limit."""
 COUNTED_EVERY_S = 5.0
 MAX_OPEN_FILES = 256
 MAX_OUTPUT_BYTES = 64 * 2**10
@@ -141,7 +141,7 @@ def _prediction(value: object) -> str | None:
 
 
 def _sendable(text: str) -> str:
-    """Return `text` as UTF-8 can hold it: half a surrogate pair would end the sending process."""
+    """Replace what UTF-8 cannot hold: half a surrogate pair would end the sending process."""
     return text.encode(errors="replace").decode()
 
 
@@ -342,7 +342,7 @@ def _answer(scorer: ItemScorer, item: ScorerInput, index: int, page: mmap) -> Sc
     note_progress(page, index, time.monotonic())
     try:
         answer = answer_of(scorer(item))
-    except Exception as error:  # noqa: BLE001  a scorer may raise anything; it is this item's fate
+    except Exception as error:  # noqa: BLE001  a scorer may raise anything; only this item fails
         answer = _refusal_of(error)
     if os.getpid() != process:
         # The scorer forked and let the copy come back: it must not answer as well.

@@ -103,7 +103,8 @@ class ScorerWorker:
         """Grade `items` in order.
 
         Raises:
-            ScorerFault: one item ran over its time, the process ended, or its answer is none.
+            ScorerFault: one item ran over its time, the process ended, or it sent something that
+                is not an answer.
         """
         note_idle(self._page)
         self._sent_at, self._num_items = time.monotonic(), len(items)
@@ -123,7 +124,7 @@ class ScorerWorker:
         return reply.answers
 
     def kill(self) -> None:
-        """End the process and its session, at once; `wait_ended` ends what has left that."""
+        """End the process and its session, at once; `wait_ended` ends what has left the session."""
         with suppress(ProcessLookupError):
             # It leads its own session, so this reaches whatever the scorer started as well, also
             # after the scorer itself has ended, and no fork can get ahead of it.
@@ -133,7 +134,7 @@ class ScorerWorker:
         """End what a killed process started, and wait until all of it is gone.
 
         Raises:
-            DeadlineError: they are not (one hangs in the kernel).
+            DeadlineError: a process is left (it hangs in the kernel).
         """
         async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
             await end_marked(self.mark)
@@ -144,7 +145,7 @@ class ScorerWorker:
         await self._process.wait()
 
     async def _reply_before_timeout(self) -> bytes:
-        """Wait as long as the item in work has time left, item after item."""
+        """Wait while the current item has time left, for one item after the other."""
         while True:
             try:
                 async with asyncio.timeout(self._time_left()):
@@ -159,7 +160,10 @@ class ScorerWorker:
                 ) from None
 
     def _time_left(self) -> float:
-        """Return the time left to the item in work, at most the time left to all items plus one."""
+        """Return the seconds until the current item times out.
+
+        Never later than the limit of the whole request, counted with one item more.
+        """
         progress = self._progress()
         started_at = progress.started_at if progress else self._sent_at
         ends_at = min(
@@ -234,7 +238,7 @@ def _environment(mark: str) -> dict[str, str]:
     path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
     # One thread each: the configuration sets the number of processes.
     own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", MARK_VARIABLE: mark}
-    # A reward function is to have no key to the run's services.
+    # A reward function must not get a key to the run's services.
     return {name: value for name, value in os.environ.items() if not _is_secret(name)} | own
 
 

@@ -60,7 +60,7 @@ class TrainBatches:
         changes: notified at every change that may complete a batch.
 
     The ledger alone knows which batch is leased; this class holds its content, if this process
-    formed it, until it is acknowledged or taken back.
+    formed it, until it is acknowledged or voided.
 
     Attributes:
         error: why there are no more batches.
@@ -91,7 +91,7 @@ class TrainBatches:
         self._preempts = strategy.preempts
         self._num_asking = 0
         self._asked = (-1, 0.0)  # a step, and when its batch was first requested
-        self._was_taken_back = False
+        self._was_voided = False
         self._batch: TrainBatch | None = None
         self.error: SluiceError | None = None
         self.reason: Callable[[], str] = str
@@ -103,7 +103,7 @@ class TrainBatches:
 
     @property
     def num_in_training(self) -> int:
-        """Groups leased for the announced version or later: their successor is not announced."""
+        """Groups of leased batches whose trained version is not announced yet."""
         return max(0, self._next_version() - (self._groups.policy_version or 0)) * (
             self._rules.batch_size
         )
@@ -181,7 +181,7 @@ class TrainBatches:
         return tuple(group.graded for group in groups if group.graded is not None)
 
     def fail(self, error: SluiceError) -> None:
-        """Nothing can be trained any more: every call for a batch raises `error`."""
+        """Form no more batches: nothing can be trained any more, and every call raises `error`."""
         logger.error("no more batches: %s", error)
         self.close(error)
 
@@ -210,7 +210,7 @@ class TrainBatches:
             self._cancel(self._groups.ages.without_slot(next_version), next_version)
 
     def _cancel(self, without_slot: Collection[str], next_version: int) -> None:
-        if not self._carries_over:  # kept groups do not wait: a batch slot is of no use to them
+        if not self._carries_over:  # no kept group waits for a later batch, so none needs a slot
             return
         for prompt_id in without_slot:
             reason = CancelReason.NO_SLOT
@@ -239,8 +239,12 @@ class TrainBatches:
         elif lease.version == version:
             return self._batch
         else:
-            logger.warning("batch %s taken back: version %d asks", lease.batch_id, version)
-            self._was_taken_back = True
+            logger.warning(
+                "batch %s voided: the trainer asks for the batch of version %d",
+                lease.batch_id,
+                version,
+            )
+            self._was_voided = True
         if lost := self.void_lease():
             for group in lost:
                 self._groups.requeue(group, CancelReason.TAKEN_OVER)
@@ -260,11 +264,11 @@ class TrainBatches:
             detail = f"oldest token of version {group.graded.oldest_version}, batch of {version}"
             groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
         self._cancel(decision.without_slot, version)
-        # The last wave of the data may be too small to end: its prompts are trained on all the
-        # same, where they fill a batch.
+        # The last wave may have too few prompts to count as complete. Its groups are trained anyway
+        # if they fill a batch.
         is_last = source.is_exhausted and not groups.num_in_flight
         if decision.chosen and (
-            self._was_taken_back or is_last or self._strategy.may_form(self.load(0))
+            self._was_voided or is_last or self._strategy.may_form(self.load(0))
         ):
             return self._lease([groups[prompt_id] for prompt_id in decision.chosen], version)
         if decision.num_missing:
@@ -274,7 +278,7 @@ class TrainBatches:
         return None
 
     def _lease(self, chosen: list[Group], version: int) -> TrainBatch:
-        """Lease the chosen groups; end the others, where the strategy carries nothing over."""
+        """Lease the chosen groups; end the others if the strategy carries none over."""
         if not self._carries_over:
             detail = f"kept, and the batch was full with {self._rules.batch_size} groups"
             taken = set(chosen)
@@ -291,8 +295,8 @@ class TrainBatches:
         self._strategy.batch_formed()
         gauges = self._strategy.statistics()
         if self._rules.max_staleness == 0 and not self._preempts:
-            # It weighs groups in the order they ended, a matter of timing, and decides nothing
-            # where batches are filled exactly; the metrics of such a run repeat.
+            # This estimate depends on the order in which groups end, so on timing. Exact filling
+            # does not use it; without it the metrics of such a run repeat.
             del gauges["sampling/yield"]
         self._batch = TrainBatch(
             batch_id,
@@ -306,7 +310,7 @@ class TrainBatches:
                 WAIT_GROUPS: time.monotonic() - self._asked[1],
             },
         )
-        self._was_taken_back = False
+        self._was_voided = False
         self._asked = (-1, 0.0)  # another call for this step is for another batch
         self._changes.notify()
         return self._batch

@@ -94,7 +94,7 @@ class LoopFacts:
 
 
 class GroupAdmission:
-    """Starts groups, as the sampling strategy decides which prompts start, and when.
+    """Starts groups. The sampling strategy decides which prompts start, and when.
 
     A client's prompt is never skipped: the client waits for its outcome, so what earlier attempts
     showed does not count. A whole epoch is not skipped either: once as many prompts in a row were
@@ -219,7 +219,7 @@ class GroupLoop:
         groups: all groups.
         source: of prompts.
         queue: the fleet.
-        dispatcher: is given the fleet.
+        dispatcher: gets every announced fleet.
         strategy: learns from groups that ended, at every new version.
         memory: of earlier attempts; ``None`` for strategies without one.
         admission: starts groups.
@@ -408,7 +408,7 @@ class GroupLoop:
         self._groups.reissue(prompts)
         for prompt in prompts:
             self._source.put(prompt)
-        # Otherwise a running policy brings no position: the data set continues where it is.
+        # In all other cases the trainer sends no position, and the data set continues where it is.
         if self._trainer is None or resume_from is not None or version == 0:
             self._source.start_data(ledger.restart_data(resume_from or DataProgress(0)))
         ledger.begin_trainer(trainer)
@@ -459,7 +459,9 @@ def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
         return (Blocker("announce", "trainer", "announcing a policy"),)
     found: list[Blocker] = []
     if facts.num_replicas == 0:
-        found.append(Blocker("replica", "rollout fleet", "serving a replica: no replica announced"))
+        found.append(
+            Blocker("replica", "rollout fleet", "registering a replica: none is announced")
+        )
     if facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
         what = f"generating {facts.num_generating} groups ({progress})"

@@ -113,7 +113,7 @@ class GroupRun:
         try:
             await self._run(group)
         finally:
-            # Else group and progress hold each other, and samples live until a full collection.
+            # Otherwise group and progress hold each other: samples live until a full collection.
             progress.on_oldest_version = lambda _version: None
 
     async def _run(self, group: Group) -> None:

@@ -87,7 +87,7 @@ def straggler_rules(config: RunConfig) -> StragglerRules:
 
     Without partial tokens a long sample looks like a stuck one, so that only
     `sluice.reward.generate_timeout_s` ends a stream. Where a run must repeat itself bit by bit, no
-    stream is moved for being slow: which one is, is a matter of timing, and a continued sample's
+    stream is moved for being slow: which one is slow depends on timing, and a continued sample's
     logprobs differ from an unbroken one's by rounding.
     """
     reward = config.sluice.reward

@@ -105,7 +105,7 @@ class ValidationRun:
     """The validated prompts of one run, by position, and the examples of the first of them.
 
     Args:
-        num_examples: responses that are kept for display, at most.
+        num_examples: largest number of responses to keep for display.
     """
 
     def __init__(self, num_examples: int) -> None:
@@ -291,7 +291,7 @@ class Validator:
     async def _graded(self, group: RolloutGroup, progress: GroupProgress) -> tuple[Outcome, ...]:
         try:
             outcomes = (await self._grader.grade(group)).outcomes
-        except SluiceError as error:  # no scorer process could be had
+        except SluiceError as error:  # no scorer process was available
             outcomes = (Failed(FailureKind.SCORER_CRASH, str(error)),) * len(group.rollouts)
         for outcome in outcomes:
             if isinstance(outcome, Failed):

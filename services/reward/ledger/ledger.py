@@ -7,9 +7,9 @@ leased.
 
 The ledger answers from memory. With a file it also hands every change to a writer thread, which
 commits the changes in their order. A caller that must not be wrong about what survives waits for
-`durable`: a client's receipt or outcome, a leased batch, an acknowledgement. All other changes may
-be lost with the process, from some moment on all of them: their prompts are pending then, and their
-samples are generated again.
+`durable`: a client's receipt or outcome, a leased batch, an acknowledgement. If the
+process dies, the newest other changes may be lost: all those after some moment. Then their prompts
+are pending, and their samples are generated again.
 
 A data-set prompt that ended leaves its position. An ended client's prompt stays whole until so many
 others have ended after it, but keeps its images only if it was trained: it may be issued again.
@@ -105,7 +105,7 @@ class PromptLedger:
         num_clients_pending: clients' prompts that are pending.
         client_image_bytes: images of these prompts, bytes.
         open_lease: the batch at the trainer, also when it was leased before a restart.
-        newest_leased_version: version of the newest batch that was leased and not taken back, since
+        newest_leased_version: version of the newest batch that was leased and not voided, since
             the trainer began; ``None``: there was none. Of an earlier service only an open lease is
             known.
         num_acknowledged: groups of all acknowledged batches.
@@ -206,7 +206,7 @@ class PromptLedger:
 
     @property
     def content(self) -> LedgerContent:
-        """All that survives now."""
+        """The content of the ledger at this moment."""
         return LedgerContent(
             self._sequence,
             self.pending(),
@@ -304,9 +304,9 @@ class PromptLedger:
         """Write a prompt's end.
 
         Args:
-            prompt: it.
-            ended: how.
-            forgotten: the ended prompt that is not remembered any more because of it.
+            prompt: the prompt that ended.
+            ended: how it ended.
+            forgotten: an earlier ended prompt, which the ledger forgets because of this one.
             low_water: of the data set before.
         """
         prompt_id, is_client = prompt.prompt_id, prompt.origin is PromptOrigin.CLIENT
@@ -479,8 +479,10 @@ class PromptLedger:
             self._low_water += 1
 
     def _body(self, prompt: Prompt) -> bytes | None:
-        """Encode a prompt; ``None``: a row that scorers cannot be sent either is not written, and
-        after a restart it is issued again."""
+        """Encode a prompt; ``None``: a row has no encoding.
+
+        Scorers cannot get such a row either. It is not written, and issued again after a restart.
+        """
         try:
             return encode_body(prompt)
         except InvalidRequestError as error:
@@ -498,8 +500,7 @@ class PromptLedger:
 def not_leased(batch_id: str) -> NotFoundError:
     """Return the error of a call that names a batch which is not leased."""
     return NotFoundError(
-        f"batch '{batch_id}' is not leased (it was taken back, or never existed); take the next "
-        "batch"
+        f"batch '{batch_id}' is not leased (it was voided, or never existed); take the next batch"
     )
 
 

@@ -30,7 +30,7 @@ PEER = "disk of the ledger"
 COMMIT_TIMEOUT_S = 30.0
 LINGER_S = 0.05
 MAX_QUEUED = 65_536
-"""Changes that wait for the disk at most; one more blocks its caller."""
+"""Most changes that wait for the disk; one more blocks its caller."""
 
 Statement = tuple[str, tuple[object, ...]]
 ResultT = TypeVar("ResultT")
@@ -41,7 +41,7 @@ class LedgerWriter:
 
     Args:
         database: in autocommit mode; closed at the end.
-        unusable: makes an error of a database error.
+        unusable: converts an error of the database to the error that calls raise.
     """
 
     def __init__(

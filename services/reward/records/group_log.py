@@ -173,7 +173,7 @@ class GroupLog:
         )
 
     def close(self) -> None:
-        """Write what waits. A disk that hangs costs what it does not take within `LAST_S`."""
+        """Write what waits. What a hanging disk does not take within `LAST_S` is lost."""
         for writer in (self._lines, self._samples):
             if writer is not None:
                 writer.close(LAST_S / 2)

@@ -39,8 +39,11 @@ _FAILURES = {PromptEnd.DROPPED_FAILED, PromptEnd.DROPPED_STALE}
 
 
 def trace_key(run_dir: Path, *, is_first: bool) -> bytes:
-    """Return the key of a run's folder. A run that begins there (`is_first`) makes another one: its
-    prompts have the ids of those before."""
+    """Return the key of a run's folder.
+
+    A run that begins there (`is_first`) makes a new key: its prompts have the same ids as those of
+    an earlier run.
+    """
     path = run_dir / KEY_FILE
     if is_first or not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +150,7 @@ class PromptTraces:
             self._end(prompt_id, PENDING)
 
     def within(self, prompt_id: str) -> Span:
-        """Return what happens inside, and the tasks that begin there, belong to the prompt."""
+        """Let what happens in the block, and the tasks that begin there, belong to the prompt."""
         if not self._tracer.is_on:
             return NOTHING
         context = self._context(prompt_id)

@@ -127,7 +127,12 @@ class SyncPhase(StrEnum):
 
 
 class SyncCounts:
-    """Counts and seconds of all deliveries; used from one event loop."""
+    """Counts and seconds of all deliveries; used from one event loop.
+
+    Each delivery sends either the changes (`sparse_bytes`) or all weights (`dense_bytes`); the
+    bytes sent are the sum of the two. `whole_bytes` is the size of all weights, added at every
+    delivery. Elsewhere `dense_bytes` means that size.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[SyncPhase, float] = dict.fromkeys(SyncPhase, 0.0)

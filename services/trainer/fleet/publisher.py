@@ -40,7 +40,7 @@ _JOINT_ATTEMPTS = 3  # each in a new epoch with the members that are left: no ca
 class PublishReport:
     """A published version. `stall_s` is the longest time that a replica sampled no token.
 
-    `sent_bytes` counts the broadcast that arrived, `dense_bytes` all weights. Both
+    `sent_bytes` counts the broadcast that arrived; `dense_bytes` is the size of all weights. Both
     are 0 if the version was sent to each replica alone.
     """
 
@@ -189,7 +189,10 @@ class WeightPublisher:
         return delivery
 
     async def _deliver_one_by_one(self, members: tuple[ReplicaInfo, ...]) -> DeliveryResult:
-        """Find the member that makes joint epochs fail: all answer, but one cannot receive."""
+        """Send to each member alone.
+
+        All of them answer, but one cannot receive weights; this finds it.
+        """
         logger.warning("%d epochs failed; now sending to each replica alone", _JOINT_ATTEMPTS)
         served: dict[ReplicaInfo, float] = {}
         for info in members:

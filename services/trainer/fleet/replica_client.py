@@ -113,7 +113,7 @@ class ReplicaClient:
         answer = await self._call(
             self._weights.CommitUpdate, request, phase, self._commit_timeout_s
         )
-        # The replica answers what it serves after the swap.
+        # The answer names the weights that the replica serves after the swap.
         if answer.digest != digest or answer.policy_version != version:
             raise WeightSyncError(
                 self.replica.name, "commit", f"serves {answer.policy_version} {answer.digest}"
@@ -126,7 +126,7 @@ class ReplicaClient:
         await self._call(self._weights.AbortUpdate, request, f"aborting epoch {epoch}")
 
     async def probe(self, timeout_s: float) -> None:
-        """Return when the replica's engine answers from its loop."""
+        """Wait until the replica's engine answers from its loop."""
         request = rollout.GetStatusRequest()
         await self._call(self._rollout.GetStatus, request, "answering a probe", timeout_s)
 

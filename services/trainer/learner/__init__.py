@@ -1,4 +1,5 @@
 """What each trainer rank computes, on torch. Train batches and commands of rank 0 come in;
-updated weights, checkpoints and update metrics go out. Layers: worker, update, model, batch,
-ranks.
+updated weights, checkpoints and update metrics go out. Layers, from the top: `rank_command`,
+`learner`, `update`, `model`, `sharded_state`, `weight_stream`, then `checkpoint`, `batch` and
+`places`, then `ranks`.
 """

@@ -94,7 +94,7 @@ class CheckpointStore:
         return self.finish(step, lambda: write_actor(actor), progress)
 
     def begin(self, step: int) -> Path:
-        """Make the partial checkpoint of `step` and return its folder of the policy, not yet there.
+        """Begin the checkpoint of `step`; return the policy's folder, which does not exist yet.
 
         Raises:
             CheckpointError: the disk is full or cannot be written.

@@ -32,7 +32,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor and the pieces that make it, none of them empty unless it is.
+    """A tensor and the pieces that make it. None is empty unless the tensor is.
 
     `shape` has a dimension at least; `is_scalar` says that the tensor has none.
     """
@@ -91,7 +91,7 @@ def region(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def exchange_places(tensors: Mapping[str, Tensor], parallel: DataParallel) -> Directory:
-    """Tell all ranks where each has which part. Collective.
+    """Exchange between all ranks which parts each one holds. Collective.
 
     Args:
         tensors: the same names in the same order on every rank.

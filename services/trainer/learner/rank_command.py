@@ -104,7 +104,8 @@ class RankLeader:
         """Let every rank read its samples of a leased batch.
 
         Returns:
-            why they did not all come; then the batch must be taken again. Empty: they came.
+            an empty text if all samples came; otherwise the reason, and the batch must be taken
+            again.
 
         Raises:
             DeadlineError, PeerError: a rank failed, now or since the last call, or refused its

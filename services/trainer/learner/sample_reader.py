@@ -53,7 +53,7 @@ class RewardSamples:
         address: host:port of the reward service.
         max_message_bytes: largest message.
         stall_s: a call fails after so many seconds without a message.
-        credentials: shown to the service.
+        credentials: identify this rank to the service.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class LearnerThread:
         """Update the policy with the samples taken on all ranks; return metrics by verl's names."""
 
         if self._saving is not None and self._saving.done():
-            await self.saved()  # raises what it failed with
+            await self.saved()  # raises its error
         return await self._run(lambda: self._leader.train_step(batch, step))
 
     async def freeze(self, version: int) -> None:
@@ -86,8 +86,8 @@ class LearnerThread:
     async def save(self, step: int, progress: DataProgress) -> str:
         """Write a checkpoint and return its folder.
 
-        With ``actor.checkpoint.async_save`` this copies what is to be saved; `saved` waits for the
-        rest, as does the next save. If that fails, the next step does.
+        With ``actor.checkpoint.async_save`` this copies what is to be saved; `saved` and the next
+        save wait for the rest. If writing fails, the next step raises the error.
         """
         began_s = time.monotonic()
         if not self._leader.saves_aside:

@@ -209,7 +209,7 @@ class RewardClient:
         Raises:
             DeadlineError: nothing moved for `batch_timeout_s`, or the service went away for
                 `absence_s`.
-            SluiceError: as the service failed.
+            SluiceError: the error that the service answered.
         """
         request = reward.EvaluateRequest(policy_version=version, examples=examples)
         phase = f"evaluating version {version}"

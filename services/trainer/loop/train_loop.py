@@ -123,8 +123,9 @@ class TrainLoop:
         self._accounting = accounting
         self._fleet = fleet
         self._state = state
-        # A checkpoint gets the progress of finished steps; the reward service's also counts the
-        # batch that is being trained, so that a restarted service does not sample it again.
+        # A checkpoint stores the progress of finished steps. The progress announced to the reward
+        # service also counts the batch in training, so that service does not sample it again after
+        # a restart.
         self._progress = resume_from
         self._progress_in_hand = resume_from
         self._announcer = PolicyAnnouncer(reward, fleet, state, lambda: self._progress_in_hand)

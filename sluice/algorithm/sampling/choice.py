@@ -43,7 +43,7 @@ class Stakes:
     def value(self, price: float) -> float:
         """Return the expected samples to train, times the price, over those to generate.
 
-        From 1 on the samples to be trained are had at no more than `price` each.
+        At 1 or more, each trained sample costs at most `price` generated ones.
         """
         return self.gain * price / self.cost
 

@@ -1,17 +1,16 @@
-"""Keeps hard prompts among the trained ones as frequent as plain drawing would (coverage guard).
+"""Keeps hard prompts among the trained ones as frequent as plain sampling would (coverage guard).
 
 Prompts and groups that are not worth their tokens are started all the same with a probability that
-is known. So each kept group represents ``1 / probability`` groups of plain drawing (Horvitz and
-Thompson 1952), which gives an unbiased estimate of the share h of hard prompts that plain drawing
+is known. So each kept group represents ``1 / probability`` groups of plain sampling (Horvitz and
+Thompson 1952), which gives an unbiased estimate of the share h of hard prompts that plain sampling
 would train. Kept groups fall into four classes: *sure* ones that met no such choice, *plain* ones
 that are worth their tokens but less likely hard than kept groups are on average, and those that
 passed a choice on the *easy* or on the *hard* side.
 
 The easy side is started as rarely as allowed, with e = exploration; the plain one with s; the hard
 side with ``w * worth``, so that surely hopeless prompts are started less often than merely hard
-ones. With plain drawing the classes would number M, P, E and W groups, Mh, Ph, Eh and Wh of them
-hard, and W' and Wh' be W and Wh weighted by their worth. The share of hard ones is t
-if
+ones. With plain sampling the classes would number M, P, E and W groups, Mh, Ph, Eh and Wh of them
+hard; W' and Wh' are W and Wh weighted by their worth. The share of hard ones is t if
 
     Mh + s Ph + e Eh + w Wh' = t (M + s P + e E + w W')
 
@@ -32,11 +31,11 @@ DECAY_PER_GROUP = 0.998
 """Weight of the past at each kept group: shares cover about 500 groups."""
 
 AIM = 1.05
-"""Share of hard prompts to keep, over plain drawing's share. Prompts become easier, and
-the evidence on them is older than the group: some that seem hard are hard no more."""
+"""Share of hard prompts to keep, over the share that plain sampling trains. Prompts become
+easier, and the evidence on them is older than the group: some that seem hard no longer are."""
 
 MOST = 1.08
-"""Largest share of hard prompts that is left alone, over plain drawing's share."""
+"""Largest share of hard prompts that is left alone, over the share that plain sampling trains."""
 
 MOST_HARD_FACTOR = 0.4
 """Largest w that still starts the plain side in full."""
@@ -62,7 +61,7 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    plain: float = 0.0  # groups of plain drawing that the kept ones stand for
+    plain: float = 0.0  # groups of plain sampling that the kept ones stand for
     plain_hard: float = 0.0
     value: float = 0.0  # the same, weighted by their worth
     value_hard: float = 0.0
@@ -90,7 +89,7 @@ class CoverageGuard:
     """Shares of hard prompts among kept groups, and the probabilities that keep them.
 
     Args:
-        exploration: least probability of a draw that is not worth its tokens.
+        exploration: least probability of starting a prompt that is not worth its tokens.
         is_on: off: prompts that are too easy or too hard are started with `exploration`, all others
             always, regardless of the shares.
     """
@@ -102,12 +101,12 @@ class CoverageGuard:
     def kept(
         self, side: Side, *, hardness: float, value: float, probability: float
     ) -> CoverageGuard:
-        """After one more kept group.
+        """Return the guard after one more kept group.
 
         Args:
             side: the choice it passed.
             hardness: probability that its prompt is hard, given all its samples.
-            worth: of the choice it passed, as given to `probability`, times the probability of any
+            value: of the choice it passed, as given to `probability`, times the probability of any
                 other that it passed.
             probability: the probability of its start.
         """
@@ -117,7 +116,7 @@ class CoverageGuard:
 
     @property
     def plain_share(self) -> float:
-        """Estimated share of hard prompts that plain drawing would train; 0 before any group."""
+        """Estimated share of hard prompts that plain sampling would train; 0 before any group."""
         plain = sum(c.plain for c in self.classes.values())
         return sum(c.plain_hard for c in self.classes.values()) / plain if plain else 0.0
 
@@ -133,7 +132,7 @@ class CoverageGuard:
         return self.share / self.plain_share if self.plain_share else 1.0
 
     def probability(self, side: Side, value: float = 1.0) -> float:
-        """Return the probability of a draw, in (0, 1]; 1 for `Side.SURE`.
+        """Return the probability of a start, in (0, 1]; 1 for `Side.SURE`.
 
         Args:
             side: of the choice.
@@ -150,7 +149,7 @@ class CoverageGuard:
         return easy if side is Side.EASY else min(1.0, max(self.exploration, hard * value))
 
     def _solved(self) -> tuple[float, float, float]:
-        """e, s and w; w has no upper bound."""
+        """Return e, s and w; w has no upper bound."""
         e, h = self.exploration, self.plain_share
         if sum(c.real for c in self.classes.values()) < _LEAST_KEPT or not h:
             return e, 1.0, math.inf
@@ -164,25 +163,25 @@ class CoverageGuard:
         return e, s, max(MOST_HARD_FACTOR, self._hard_factor(aim, s))
 
     def _excess(self, aim: float, s: float) -> float:
-        """Hard groups beyond a share of `aim`, with none of the hard side."""
+        """Return the hard groups beyond a share of `aim`, with none of the hard side."""
         sure, plain, easy = (self.classes[x] for x in (Side.SURE, Side.PLAIN, Side.EASY))
         e = self.exploration
         hard = sure.plain_hard + s * plain.plain_hard + e * easy.plain_hard
         return hard - aim * (sure.plain + s * plain.plain + e * easy.plain)
 
     def _steer(self, aim: float) -> float:
-        """Hard groups beyond a share of `aim` that w = 1 brings."""
+        """Return the hard groups beyond a share of `aim` that w = 1 brings."""
         return self.classes[Side.HARD].value_hard - aim * self.classes[Side.HARD].value
 
     def _hard_factor(self, aim: float, s: float) -> float:
-        """w for a share of `aim` with the easy side at its rarest."""
+        """Return w for a share of `aim` with the easy side at its rarest."""
         steer = self._steer(aim)
-        if steer <= 0.0:  # the hard side is no harder than the rest: drawing it all is plain
+        if steer <= 0.0:  # the hard side is no harder than the rest: start all of it
             return math.inf
         return max(0.0, -self._excess(aim, s) / steer)
 
     def _plain_probability(self, aim: float) -> float:
-        """s for a share of `aim` with w at `MOST_HARD_FACTOR`."""
+        """Return s for a share of `aim` with w at `MOST_HARD_FACTOR`."""
         plain = self.classes[Side.PLAIN]
         softens = aim * plain.plain - plain.plain_hard
         if softens <= 0.0 or self._steer(aim) <= 0.0:
@@ -191,7 +190,7 @@ class CoverageGuard:
         return min(1.0, max(LEAST_PLAIN, self.exploration, surplus / softens))
 
     def _easy_probability(self, most: float) -> float:
-        """e for a share of at most `most`, with the hard side at its rarest."""
+        """Return e for a share of at most `most`, with the hard side at its rarest."""
         others = (self.classes[Side.SURE], self.classes[Side.PLAIN])
         easy, hard = self.classes[Side.EASY], self.classes[Side.HARD]
         e = self.exploration

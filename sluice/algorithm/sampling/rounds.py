@@ -31,18 +31,18 @@ class Rounds:
     num_waves: int = 0
     num_issued: int = 0
 
-    def drew(self) -> Rounds:
-        """Return one more prompt of the wave was issued; the first one begins a wave."""
+    def issued(self) -> Rounds:
+        """Return the state after one more prompt was issued; the first of a wave begins it."""
         if self.num_waves == 0 or self.num_issued >= self.gen_batch_size:
             return replace(self, num_waves=self.num_waves + 1, num_issued=1)
         return replace(self, num_issued=self.num_issued + 1)
 
     def gave_back(self) -> Rounds:
-        """Note that a prompt of the wave was cancelled and will be issued again."""
+        """Return the state after a prompt of the wave was cancelled; it will be issued again."""
         return replace(self, num_issued=max(0, self.num_issued - 1))
 
     def batch_formed(self) -> Rounds:
-        """Return the batch is full: the next wave is another batch's first."""
+        """Return the state after the batch was formed: the next wave is another batch's first."""
         return replace(self, num_waves=0, num_issued=0)
 
     def has_ended(self, num_in_flight: int) -> bool:

@@ -57,7 +57,7 @@ class SamplingRules:
             its tokens.
         coverage_guard: keep the share of hard prompts among the kept ones what it is without
             probes and memory.
-        seed: decides the draws of `exploration`.
+        seed: of the random choices of `exploration`.
         paces: start long prompts early in a version's time (`pacing`), where S >= 1.
         ahead_share: of the ``S * B`` groups that may be kept beyond a batch, those that are wanted;
             above 0 and at most 1.

@@ -77,8 +77,8 @@ class SamplingStrategy:
     def num_in_line(self) -> int:
         """Prompts that are weighed against each other for the next start (`pacing`); 1: none.
 
-        No more than a batch: about so many start in a version's time at the least, so that hardly
-        one is skipped for longer.
+        With pacing, a batch of them. At least about one batch of groups starts per version, so
+        hardly any prompt waits longer than that.
         """
         is_paced = self.rules.paces and self.rules.max_staleness > 0
         return self.rules.train_batch_size if is_paced else 1
@@ -129,7 +129,7 @@ class SamplingStrategy:
     def started(self, attempt: Attempt) -> None:
         """Note that the group of an attempt starts."""
         if self.discards_surplus:
-            self._rounds = self._rounds.drew()
+            self._rounds = self._rounds.issued()
         self._counts["visits"] += 1
         self._counts["explored"] += attempt.side in _EXPLORED
 

@@ -196,9 +196,10 @@ def _lengths(settings: _Settings) -> None:
 
 
 def _generation_rounds(settings: _Settings) -> None:
-    """Turn k rounds of g prompts that keep fewer than P into a yield: P / (k g) over k g groups.
+    """Express the limit of rounds as a minimum yield.
 
-    The strategy `rounds` counts its rounds and needs no yield.
+    verl gives up when k rounds of g prompts keep fewer than P groups: the minimum yield is
+    P / (k g) over k g groups. The strategy `rounds` counts its rounds and needs no yield.
     """
     rounds = settings.given(f"{_FILTER}.max_num_gen_batches")
     if not isinstance(rounds, int):

@@ -29,7 +29,7 @@ def whole(versions: list[int]) -> Rollout:
 
 
 def part(sample: Rollout, start: int, end: int) -> tuple[object, object, int]:
-    """Tokens [start, end), which one version drew."""
+    """Tokens [start, end), which one version sampled."""
     (version,) = {s.version for s in sample.version_spans if s.start < end and s.end > start}
     return sample.token_ids[start:end], sample.behavior_logprobs[start:end], version
 

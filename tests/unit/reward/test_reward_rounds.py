@@ -58,7 +58,7 @@ async def test_surplus_ends_and_the_next_wave_waits_for_the_next_policy() -> Non
         assert session.num_open == 12 - 2 - 4
 
 
-async def test_a_lease_that_is_taken_back_needs_no_further_wave() -> None:
+async def test_a_voided_lease_needs_no_further_wave() -> None:
     client = ScriptedClient()
     async with running_app(config(), client) as app:
         submit(app, [MIXED] * 12)

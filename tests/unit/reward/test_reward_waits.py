@@ -42,7 +42,7 @@ IDLE = LoopFacts(
     ("changes", "waits"),
     [
         ({"is_announced": False}, [("trainer", "announcing a policy")]),
-        ({"num_replicas": 0}, [("rollout fleet", "serving a replica: no replica announced")]),
+        ({"num_replicas": 0}, [("rollout fleet", "registering a replica: none is announced")]),
         (
             {"num_generating": 3, "num_grading": 2, "num_kept": 1},
             [

@@ -50,7 +50,7 @@ def endpoint(url: str, *, key: str) -> Endpoint:
     """Parse an ``http`` or ``https`` URL.
 
     Raises:
-        ConfigError: it is none; names `key`.
+        ConfigError: the text is not such a URL; names `key`.
     """
     try:
         parts = urlsplit(url)

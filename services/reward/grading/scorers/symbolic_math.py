@@ -17,10 +17,10 @@ EXTRA = "math-verify"
 
 
 def check_installed(purpose: str) -> None:
-    """Say how to install the package if it is not there.
+    """Check that the package is installed.
 
     Raises:
-        DataError: it is not; names `purpose` and the remedy.
+        DataError: it is not installed; names `purpose` and the remedy.
     """
     if importlib.util.find_spec(PACKAGE) is None:
         raise DataError(

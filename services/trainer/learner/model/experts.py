@@ -94,16 +94,16 @@ class RoutingTape:
     def __init__(self, num_experts: int) -> None:
         self.current = Routing()
         self.num_layers = 0
-        """With experts."""
+        """The number of layers with experts."""
         self.group: ProcessGroup | None = None
-        """Of the ranks that divide the experts; None: each has all."""
+        """The ranks that divide the experts; None: each rank has all."""
         self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
         """Exchanges counts [ranks, ...] by receiver for those by sender; a plan has another."""
         self._num_experts = num_experts
         self._next: Routing | None = None
         self._load: dict[int, Tensor] = {}
         self._of_pass: PackedRouting | None = None
-        """Of the pass, on its device."""
+        """The engine's experts of the pass, on its device."""
         self._agreed: Tensor | None = None
 
     def follow(self, routing: Routing | None) -> None:

@@ -50,7 +50,7 @@ class HostMemory:
                 _bytes(own).copy_(copy)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor: where it is, or of one that is away the copy.
+        """Return this rank's part of a tensor, or the copy of it if the tensor is away.
 
         It is valid until the tensor is next moved or changed.
         """
@@ -71,7 +71,7 @@ class HostMemory:
 
     @contextmanager
     def present(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Have those that are away on their device inside the block."""
+        """Bring tensors that are away back to their device for the block."""
         away = [one for one in tensors if id(one) in self._copies]
         self.bring_back(away)
         try:

@@ -130,7 +130,7 @@ def _built(
         family = AutoModelForImageTextToText
     if is_critic:
         family = AutoModelForTokenClassification
-    with no_init_weights():  # or the memory would be written
+    with no_init_weights():  # initialization would write all of the memory
         built: PreTrainedModel = family.from_config(
             config,
             dtype=dtype,
@@ -209,7 +209,7 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
 def _unread(
     model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
 ) -> LoadedModel | None:
-    """Return the model without reading weights; None if its files are not as its parameters."""
+    """Return the model without reading weights; None if its files do not match its parameters."""
     register_packed_attention()
     try:
         files = WeightFiles(Path(model.path))
@@ -225,7 +225,7 @@ def _unread(
                 model.path, local_files_only=True
             )
         parameters = dict(loaded.named_parameters(remove_duplicate=False))
-        # Buffers that are saved are no parameters, and would keep what the model begins with.
+        # Saved buffers are not parameters, so they would keep their initial values.
         if loaded.state_dict().keys() != parameters.keys():
             return None
         heads = {n for n in parameters if is_critic and _is_value_head(n) and n not in files}

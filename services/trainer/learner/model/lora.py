@@ -210,7 +210,7 @@ def on_the_wire(model: nn.Module, parameters: Mapping[str, Tensor]) -> Mapping[s
 
 
 class _Scaled(Mapping[str, Tensor]):
-    """Tensors without gradients, those that have a scale times it."""
+    """Tensors without gradients. Those with a scale are multiplied by it when they are read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
         self._tensors, self._scales = tensors, scales

@@ -132,8 +132,8 @@ class ModelOptimizer:
         config: AdamW and schedule.
         total_steps: train batches of the run: the schedule's length, unless `config` sets it.
         gradients: gradients of sharded parameters; by default flat buffers of whole ones.
-        host_share: of the moments, the share that is kept in host memory, at least; while a step
-            changes them, those of one part of the parameters at a time are on the device.
+        host_share: least share of the moments to keep in host memory. While a step changes them,
+            those of one part of the parameters at a time are on the device.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class ModelOptimizer:
         }
 
     def load_state(self, state: StateFiles) -> None:
-        """Load the tensors of `state_tensors`, of each this rank's part.
+        """Load this rank's part of the tensors of `state_tensors`.
 
         Raises:
             CheckpointError: a parameter's state is missing, of another shape or unknown.

@@ -192,7 +192,7 @@ class EvenPasses:
 
     @torch.no_grad()
     def end_forward_only(self) -> None:
-        """After passes without gradients: add passes up to the busiest rank's number."""
+        """Add passes, after those without gradients, up to the busiest rank's number."""
         if self._shards is None:
             return
         for _ in range(self.num_idle):
@@ -200,14 +200,14 @@ class EvenPasses:
         self._shards.reshard()
 
     def before_backward(self) -> None:
-        """Before each backward pass: let only the last one sum gradients over ranks."""
+        """Let only the last backward pass sum gradients over ranks; call before each."""
         if self._shards is not None:
             # Earlier passes keep whole gradients: summing once per step saves communication.
             self._left -= 1
             self._shards.sum_gradients(self._left == 0)
 
     def end_step(self) -> None:
-        """After the passes of a step: add passes up to the busiest rank's number."""
+        """Add passes, after those of a step, up to the busiest rank's number."""
         while self._left > 0:
             # Times 0: the pass takes part in the sum over ranks and adds nothing to it.
             idle = self._idle_pass(idle_micro_batch(self._device, self._parallel.share)).sum() * 0.0

@@ -434,8 +434,8 @@ class PolicyUpdate:
         for number, prepared in enumerate(mini_batch.micro_batches):
             # No weight has changed yet, so this pass also yields the old logprobs.
             is_old_policy = prepared.old_logprobs is None
-            # In bypass mode the first epoch's passes are those before any update of their rows, so
-            # they stand for the old policy in the entropy metric.
+            # Where the behavior logprobs are the old ones, the first epoch's passes come before any
+            # update of their rows, so they stand for the old policy in the entropy metric.
             bypassed = first_pass and self._settings.old_is_behavior
             shows_entropy = (
                 is_old_policy
@@ -489,9 +489,9 @@ class PolicyUpdate:
         return self._forward(micro_batch, EntropyUse.NONE, routing=routing).logprobs
 
     def _exchange(self, mini_batch: PreparedMiniBatch) -> list[Routing]:
-        """Exchange counts of all passes of a step that follow routings; return idle passes' ones.
+        """Exchange the expert counts of all passes of this step that replay a routing. Collective.
 
-        Collective.
+        Return the routings of the idle passes.
         """
         tape, idle = routing_tape(self._model), []
         if tape is not None:

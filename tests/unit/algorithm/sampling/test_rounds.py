@@ -12,7 +12,7 @@ from sluice.errors import BatchUnfillableError
 
 def issued(rounds: Rounds, count: int) -> Rounds:
     for _ in range(count):
-        rounds = rounds.drew()
+        rounds = rounds.issued()
     return rounds
 
 
