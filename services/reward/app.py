@@ -15,7 +15,7 @@ from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, 
 from services.reward.grading.scorers.registry import check_routes, scorer_for
 from services.reward.group_table import GroupState, GroupTable, prompts_lost
 from services.reward.groups.batches import TrainBatches
-from services.reward.groups.loop import GroupAdmission, GroupLoop
+from services.reward.groups.loop import GroupAdmission, GroupLoop, LoopParts
 from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
     BatchRules,
@@ -222,15 +222,8 @@ class RewardApp:
             rules=settings.rules,
             changes=changes,
         )
-        admission = GroupAdmission(
-            settings=settings,
-            groups=self.groups,
-            batches=batches,
-            strategy=self.strategy,
-            source=self.source,
-            queue=self.queue,
-            memory=memory,
-            quarantine=self.quarantine,
+        parts = LoopParts(
+            settings, self.groups, batches, self.source, self.queue, self.strategy, memory
         )
         runs = GroupRun(
             settings=settings,
@@ -242,16 +235,10 @@ class RewardApp:
             batches=batches,
         )
         self.loop = GroupLoop(
-            settings=settings,
+            parts,
             ledger=self.ledger,
-            groups=self.groups,
-            source=self.source,
-            queue=self.queue,
             dispatcher=self.dispatcher,
-            strategy=self.strategy,
-            memory=memory,
-            admission=admission,
-            batches=batches,
+            admission=GroupAdmission(parts, self.quarantine),
             runs=runs,
             traces=self.traces,
             changes=changes,

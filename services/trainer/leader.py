@@ -34,6 +34,7 @@ from services.trainer.learner.rank_command import (
 )
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sample_reader import reward_samples
+from services.trainer.live_page import live_page
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.learner_thread import LearnerThread
@@ -43,7 +44,7 @@ from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.sinks import JSONL, Reporter, SinkTarget, check_sinks, open_sinks
 from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.servicer import TrainerServicer
-from services.trainer.start import StartPoint, live_page, sampling_notice, start_point
+from services.trainer.start import StartPoint, start_point
 from services.trainer.telemetry import (
     RunHistory,
     TrainerMetrics,
@@ -68,6 +69,7 @@ from sluice.config.derived import (
     world_size,
 )
 from sluice.config.loading.yaml_text import flat_settings
+from sluice.config.rules.sampling import sampling_notice
 from sluice.config.run import RunConfig
 from sluice.device.select import transfer_device
 from sluice.rpc.client import ChannelPool, open_channel, reward_stub
@@ -96,7 +98,7 @@ _ACCOUNTING_INTERVAL_S = 10.0
 class _Trained:
     """The loaded learner, and the values that depend on its weights."""
 
-    policy: LearnerThread
+    learner: LearnerThread
     snapshots: SnapshotBuffers
     tensors: tuple[TensorSpec, ...]
     total_steps: int
@@ -143,7 +145,7 @@ async def _lead(config: RunConfig) -> None:
         parallel = join_ranks(config)
         stack.callback(parallel.close)
         trained = _load(config, parallel, total_training_steps(config, dataset_rows))
-        stack.push_async_callback(trained.policy.close)
+        stack.push_async_callback(trained.learner.close)
         observed = _observed(config, trained, instance_id)
         reporter = await _open_reporter(config, trained.start.replaces_after, observed.history)
         stack.push_async_callback(reporter.close)
@@ -166,7 +168,7 @@ async def _lead(config: RunConfig) -> None:
         checkpoint = trained.start.checkpoint
         loop = TrainLoop(
             _loop_settings(config, dataset_rows),
-            learner=trained.policy,
+            learner=trained.learner,
             reward=reward,
             publisher=publisher,
             reporter=reporter,
@@ -298,8 +300,8 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     tensors = tensor_specs(learner.named_weights(), wire_dtype)
     snapshots = SnapshotBuffers(tensors, learner.frozen_names)
-    policy = LearnerThread(leader, snapshots, store, config.sluice.weights.timeout_s, learner.peaks)
-    return _Trained(policy, snapshots, tensors, total_steps, start)
+    thread = LearnerThread(leader, snapshots, store, config.sluice.weights.timeout_s, learner.peaks)
+    return _Trained(thread, snapshots, tensors, total_steps, start)
 
 
 def _publisher(

@@ -15,7 +15,7 @@ from services.reward.grading import containment
 from services.reward.grading.containment import ProcessKey, cpu_by_mark
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.pool import running_scorer_pool
-from services.reward.grading.scorer_process import ScorerWorker
+from services.reward.grading.scorer_worker import ScorerWorker
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.small_run import is_running

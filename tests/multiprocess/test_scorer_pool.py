@@ -11,7 +11,7 @@ import pytest
 
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.pool import ScorerPool, running_scorer_pool
-from services.reward.grading.scorer_process import ScorerWorker
+from services.reward.grading.scorer_worker import ScorerWorker
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, Scored

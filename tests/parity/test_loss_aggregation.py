@@ -56,7 +56,6 @@ def share(
         global_tokens=counts.tokens,
         global_rows=counts.rows,
         loss_scale_factor=FACTOR,
-        averaged_ranks=counts.averaged_ranks,
     )
 
 
@@ -67,7 +66,7 @@ def share(
     st.integers(0, 2**31),
     st.data(),
 )
-def test_ranks_average_to_the_single_batch_whatever_the_cut(
+def test_ranks_add_up_to_the_single_batch_whatever_the_cut(
     mode: str, lengths: list[int], seed: int, data: st.DataObject
 ) -> None:
     rows = random_rows(lengths, seed)
@@ -80,12 +79,11 @@ def test_ranks_average_to_the_single_batch_whatever_the_cut(
         ),
         label="rank and micro-batch of each row",
     )
-    counts = GlobalCounts(sum(lengths), len(rows), averaged_ranks=num_ranks)
-    ranks = [0.0] * num_ranks
+    counts, total = GlobalCounts(sum(lengths), len(rows)), 0.0
     for rank, micro in set(places):
         mine = [row for row, place in zip(rows, places, strict=True) if place == (rank, micro)]
-        ranks[rank] += share(mine, counts, mode, torch.float64).item()
-    assert sum(ranks) / num_ranks == pytest.approx(formula(rows, mode), rel=1e-9, abs=1e-12)
+        total += share(mine, counts, mode, torch.float64).item()
+    assert total == pytest.approx(formula(rows, mode), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -25,7 +25,7 @@ TWO_ROWS_INDEX = torch.tensor([0, 0, 1, 1, 1, 1])
 def test_clipped_loss_equals_verls(
     advantage: float, log_ratio: float, loss: float, clipped: int, held_by_dual_clip: int
 ) -> None:
-    found = vanilla_policy_loss(
+    found, metrics = vanilla_policy_loss(
         torch.tensor([log_ratio - 1.0]),
         torch.tensor([-1.0]),
         torch.tensor([advantage]),
@@ -33,11 +33,11 @@ def test_clipped_loss_equals_verls(
         clip_high=0.28,
         clip_c=10.0,
     )
-    assert found.loss.item() == pytest.approx(loss, abs=1e-5)
-    assert found.metric_sums["actor/pg_clipfrac"].item() == clipped
-    assert found.metric_sums["actor/pg_clipfrac_lower"].item() == held_by_dual_clip
-    assert found.metric_sums["actor/ppo_kl"].item() == pytest.approx(-log_ratio, abs=1e-6)
-    assert found.num_tokens == 1
+    assert found.item() == pytest.approx(loss, abs=1e-5)
+    assert metrics["actor/pg_clipfrac"].mean == clipped
+    assert metrics["actor/pg_clipfrac_lower"].mean == held_by_dual_clip
+    assert metrics["actor/ppo_kl"].mean == pytest.approx(-log_ratio, abs=1e-6)
+    assert all(metric.count == 1 for metric in metrics.values())
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, padded_inputs
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
 from sluice.algorithm.losses.objective import PolicyObjective
 from sluice.algorithm.losses.settings import PolicyLossSettings
 from sluice.algorithm.registry import policy_objective
 from tests.parity import policy_loss_formulas as formulas
 from tests.parity.policy_loss_formulas import Padded, random_batch
 from tests.parity.policy_metric_formulas import metrics
+from tests.support.padded_inputs import padded_inputs
 
 MODES = [
     "token-mean",

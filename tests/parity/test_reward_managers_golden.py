@@ -10,7 +10,7 @@ import pytest
 
 from services.reward.grading.grader import Grader, overlong_shaping
 from services.reward.grading.messages import ScorerInput, ScorerNumber
-from services.reward.grading.process import answer_of
+from services.reward.grading.scorer_main import answer_of
 from sluice.config.schema.reward import RewardConfig
 from sluice.types import ChatMessage, Prompt, PromptOrigin, RolloutGroup, Scored
 from tests.support.scripted_rollout import PROMPT_TOKENS, rollout_of

@@ -292,7 +292,7 @@ def _scorers(reward: LaunchedProcess | None) -> list[LaunchedProcess]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            is_scorer = b"services.reward.grading.process" in (entry / "cmdline").read_bytes()
+            is_scorer = b"services.reward.grading.scorer_main" in (entry / "cmdline").read_bytes()
             parent = stat_fields(int(entry.name))[_PARENT_FIELD:][:1]
             if reward and is_scorer and parent == [str(reward.pid)]:
                 found.append(LaunchedProcess("scorer", int(entry.name), 0, is_draining=False))

@@ -28,7 +28,7 @@ from services.reward.generation.request import (
     OverlongPromptError,
     Purpose,
     SampleCallback,
-    decisive,
+    decisive_error,
     first_samples,
     for_prompt,
 )
@@ -465,7 +465,7 @@ async def generate_group(
     beside = replace(
         request,
         sample_indexes=first_samples(1),
-        sampling=for_prompt(greedy, request.prompt, purpose="greedy"),
+        sampling=for_prompt(greedy, request.prompt, label="greedy"),
         allows_missing=False,
     )
     try:
@@ -476,7 +476,7 @@ async def generate_group(
             )
             response = tasks.create_task(_response(dispatcher, beside), name=f"{name}, greedy")
     except ExceptionGroup as group:
-        raise decisive(group) from group
+        raise decisive_error(group) from group
     return GeneratedGroup(samples.result(), response.result())
 
 

@@ -243,7 +243,7 @@ class OverlongPromptError(GroupFailedError):
 SampleCallback = Callable[[Rollout], None]
 
 
-def decisive(group: ExceptionGroup[Exception]) -> SluiceError:
+def decisive_error(group: ExceptionGroup[Exception]) -> SluiceError:
     """Return the error that decides how a prompt ends; raise the group if it holds a defect."""
     found = leaves(group)
     errors = [error for error in found if isinstance(error, SluiceError)]
@@ -292,14 +292,14 @@ def validation_sampling(
     )
 
 
-def for_prompt(sampling: SamplingParams, prompt: Prompt, *, purpose: str) -> SamplingParams:
+def for_prompt(sampling: SamplingParams, prompt: Prompt, *, label: str) -> SamplingParams:
     """Return the same parameters with a seed of the prompt.
 
-    The seed depends on the base seed and, for a data-set row, on its position in the stream (so a
-    resumed run generates what the uninterrupted one would have), for a client's prompt on its
-    number in the order of issue.
+    The seed depends on the base seed, `label` and, for a data-set row, on its position in the
+    stream (so a resumed run generates what the uninterrupted one would have), for a client's prompt
+    on its number in the order of issue.
     """
     number = prompt.sequence if prompt.position is None else prompt.position
-    text = f"{sampling.seed}/{purpose}/{prompt.origin}/{number}"
+    text = f"{sampling.seed}/{label}/{prompt.origin}/{number}"
     digest = blake2b(text.encode(), digest_size=_SEED_BYTES).digest()
     return replace(sampling, seed=int.from_bytes(digest, "little") & _SEED_MASK)

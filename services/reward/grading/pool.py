@@ -34,7 +34,7 @@ from services.reward.grading.messages import (
     ScorerSetup,
     encoding_error,
 )
-from services.reward.grading.scorer_process import (
+from services.reward.grading.scorer_worker import (
     END_TIMEOUT_S,
     PEER,
     ScorerFault,

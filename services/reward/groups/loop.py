@@ -93,6 +93,19 @@ class LoopFacts:
     is_exhausted: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """What the loop and its admission share."""
+
+    settings: GroupSettings
+    groups: GroupTable
+    batches: TrainBatches
+    source: PromptSource
+    queue: ReplicaQueue  # the fleet and its capacity
+    strategy: SamplingStrategy  # decides how many groups start, and which; learns from their ends
+    memory: PromptMemoryStore | None  # of earlier attempts; ``None`` for strategies without one
+
+
 class GroupAdmission:
     """Starts groups. The sampling strategy decides which prompts start, and when.
 
@@ -102,35 +115,19 @@ class GroupAdmission:
     quarantine ends at once, whether a client or the data set brought it.
 
     Args:
-        settings: sizes of groups.
-        groups: all groups.
-        batches: knows how many groups are in training.
-        strategy: decides how many groups start, and which.
-        source: of prompts.
-        queue: knows the fleet's capacity.
-        memory: of earlier attempts; ``None`` for strategies without one.
+        parts: shared with the loop.
         quarantine: prompts that do not start.
     """
 
-    def __init__(
-        self,
-        *,
-        settings: GroupSettings,
-        groups: GroupTable,
-        batches: TrainBatches,
-        strategy: SamplingStrategy,
-        source: PromptSource,
-        queue: ReplicaQueue,
-        memory: PromptMemoryStore | None,
-        quarantine: Quarantine,
-    ) -> None:
-        self._groups = groups
-        self._batches = batches
-        self._strategy = strategy
-        self._source = source
-        self._queue = queue
-        self._memory = memory
+    def __init__(self, parts: LoopParts, quarantine: Quarantine) -> None:
+        self._groups = parts.groups
+        self._batches = parts.batches
+        self._strategy = parts.strategy
+        self._source = parts.source
+        self._queue = parts.queue
+        self._memory = parts.memory
         self._quarantine = quarantine
+        settings = parts.settings
         # Needed at every start, so computed once.
         self._max_staleness = settings.rules.max_staleness
         self._first_sequences = settings.first_sequences(
@@ -214,48 +211,36 @@ class GroupLoop:
     """The loop; all methods run in one event loop.
 
     Args:
-        settings: of groups and batches.
+        parts: shared with `admission`.
         ledger: the durable part.
-        groups: all groups.
-        source: of prompts.
-        queue: the fleet.
         dispatcher: gets every announced fleet.
-        strategy: learns from groups that ended, at every new version.
-        memory: of earlier attempts; ``None`` for strategies without one.
         admission: starts groups.
-        batches: leases train batches.
         runs: runs each group.
         traces: the spans of prompts.
         changes: notified when a group moved on.
         capacity: notified by each of `changes`, and when there may be capacity for another group.
     """
 
-    def __init__(  # noqa: PLR0913 - by keyword, and in one place
+    def __init__(
         self,
+        parts: LoopParts,
         *,
-        settings: GroupSettings,
         ledger: PromptLedger,
-        groups: GroupTable,
-        source: PromptSource,
-        queue: ReplicaQueue,
         dispatcher: GroupDispatcher,
-        strategy: SamplingStrategy,
-        memory: PromptMemoryStore | None,
         admission: GroupAdmission,
-        batches: TrainBatches,
         runs: GroupRun,
         traces: PromptTraces,
         changes: ChangeSignal,
         capacity: ChangeSignal,
     ) -> None:
-        self._settings = settings
+        self._settings = parts.settings
         self._ledger = ledger
-        self._groups = groups
-        self._source = source
-        self._queue = queue
+        self._groups = parts.groups
+        self._source = parts.source
+        self._queue = parts.queue
         self._dispatcher = dispatcher
-        self._strategy = strategy
-        self._memory = memory
+        self._strategy = parts.strategy
+        self._memory = parts.memory
         self._admission = admission
         self._runs = runs
         self._traces = traces
@@ -267,8 +252,8 @@ class GroupLoop:
         self._was_exhausted = False
         self._learned_version: int | None = None
         self._memory_is_writable = True
-        self.batches = batches
-        batches.reason = self._reason
+        self.batches = parts.batches
+        self.batches.reason = self._reason
 
     async def run(self) -> None:
         """Admit prompts until cancelled."""

@@ -33,7 +33,7 @@ from services.reward.generation.request import (
     OverlongPromptError,
     Purpose,
     SampleCallback,
-    decisive,
+    decisive_error,
     for_prompt,
 )
 from services.reward.grading.grader import Grader
@@ -206,7 +206,7 @@ class GroupRun:
                     generating = self._sampled_and_graded(group, others, self._settings.greedy)
                     rest = tasks.create_task(generating, name=f"{name}, rest")
         except ExceptionGroup as errors:
-            raise decisive(errors) from errors
+            raise decisive_error(errors) from errors
         return probes.result(), rest.result() if rest else None
 
     async def _probes(self, group: Group, indexes: range, watch: ProbeWatch) -> GradedGroup:
@@ -249,27 +249,27 @@ class GroupRun:
         group: Group,
         indexes: Sequence[int],
         greedy: SamplingParams | None = None,
-        round_number: int = 1,
+        regeneration: int = 0,
     ) -> GradedGroup:
         """Return samples of a group and its greedy response, if there is one, graded."""
-        generated = await self._generated(group, indexes, greedy, round_number)
+        generated = await self._generated(group, indexes, greedy, regeneration)
         return await self._graded(group, generated)
 
     async def _regenerated(self, group: Group, graded: GradedGroup) -> GradedGroup:
         """Return the group with new samples for those that the policy generates again.
 
-        Each round has its own seed: with the same seed the same samples would come again.
+        Each regeneration has its own seed: with the same seed the same samples would come again.
         """
-        policy, num_rounds = self._settings.needs.policy, 1
-        while again := policy.to_repeat(graded.outcomes, num_rounds, OutcomeAction.GENERATE_AGAIN):
-            num_rounds += 1
+        policy, done = self._settings.needs.policy, 0
+        while again := policy.to_repeat(graded.outcomes, done + 1, OutcomeAction.GENERATE_AGAIN):
+            done += 1
             replaced = [graded.group.rollouts[index] for index in again]
             self._groups.continued(
                 group, is_sure=samples_differ(graded.scored, self._metric), replaced=replaced
             )
             indexes = [rollout.sample_index for rollout in replaced]
             graded = joined(
-                graded, await self._sampled_and_graded(group, indexes, round_number=num_rounds)
+                graded, await self._sampled_and_graded(group, indexes, regeneration=done)
             )
         return graded
 
@@ -278,15 +278,15 @@ class GroupRun:
         group: Group,
         indexes: Sequence[int],
         greedy: SamplingParams | None = None,
-        round_number: int = 1,
+        regeneration: int = 0,
         on_sample: SampleCallback | None = None,
     ) -> GeneratedGroup:
         version = self._groups.policy_version or 0
-        purpose = "train" if round_number == 1 else f"train, round {round_number}"
+        label = f"train, regeneration {regeneration}" if regeneration else "train"
         request = GroupRequest(
             group.prompt,
             tuple(indexes),
-            for_prompt(self._settings.sampling, group.prompt, purpose=purpose),
+            for_prompt(self._settings.sampling, group.prompt, label=label),
             Purpose.TRAINING,
             lowest_version=version - self._settings.rules.max_staleness,
             progress=group.progress,

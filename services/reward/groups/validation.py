@@ -273,7 +273,7 @@ class Validator:
         request = GroupRequest(
             prompt,
             first_samples(order.samples_per_prompt),
-            for_prompt(order.sampling, prompt, purpose="validation"),
+            for_prompt(order.sampling, prompt, label="validation"),
             Purpose.VALIDATION,
             lowest_version=order.policy_version,
             highest_version=order.policy_version,

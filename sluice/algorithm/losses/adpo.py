@@ -213,8 +213,7 @@ def adpo_objective(
     terms = _terms(scores, adpo)
     num_groups = len(order) // adpo.num_generations
     regulariser = _regulariser(terms.log_partition, adpo)
-    share = counts.averaged_ranks / counts.groups
-    loss = (terms.group_losses.sum() + num_groups * regulariser) * share
+    loss = (terms.group_losses.sum() + num_groups * regulariser) / counts.groups
     return PolicyObjective(loss, adpo_metrics(scores, terms, regulariser))
 
 

@@ -39,4 +39,4 @@ def geo_mean_objective(
         "actor/pg_clipfrac_lower": token_metric(clipped & (inputs.advantages < 0)),
         "actor/ppo_kl": token_metric(-log_ratio),
     }
-    return PolicyObjective(row_loss.sum() * (counts.averaged_ranks / counts.rows), metrics)
+    return PolicyObjective(row_loss.sum() / counts.rows, metrics)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sluice.errors import ConfigError
-
 
 def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Sum of each row's tokens, [rows]; 0 for a row without tokens."""
@@ -37,13 +35,11 @@ class GlobalCounts:
         tokens: response tokens, before any were rejected.
         rows: responses, empty ones included.
         groups: prompts; only losses over groups need it.
-        averaged_ranks: D where the backend averages gradients over D ranks, 1 where it sums them.
     """
 
     tokens: float
     rows: float
     groups: float | None = None
-    averaged_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,55 +76,6 @@ class LossInputs:
             rollout_weights=_chosen(self.rollout_weights, keep),
             rollout_logprobs=_chosen(self.rollout_logprobs, keep),
         )
-
-
-def padded_inputs(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    rollout_weights: torch.Tensor | None = None,
-    rollout_logprobs: torch.Tensor | None = None,
-    row_groups: tuple[int, ...] | None = None,
-    seed: int = 0,
-) -> LossInputs:
-    """Return inputs from the padded layout: what the mask leaves out is never read, not even NaN.
-
-    Args:
-        logprobs: float [rows, width]; so are `old_logprobs` and the optional tensors.
-        old_logprobs: see above.
-        advantages: float [rows, width], or [rows] for one value a row.
-        mask: [rows, width], true or non-zero at response tokens; gaps are allowed.
-        rollout_weights: optional importance weights.
-        rollout_logprobs: optional logprobs of the engine.
-        row_groups: optional prompt of each row.
-        seed: of random choices.
-
-    Raises:
-        ConfigError: shapes differ.
-    """
-    chosen, per_row = mask.bool(), advantages.dim() == 1
-    if per_row:
-        row_advantages, advantages = advantages, advantages[:, None].expand(mask.shape)
-    for tensor in (logprobs, old_logprobs, advantages, rollout_weights, rollout_logprobs):
-        if tensor is not None and tensor.shape != mask.shape:
-            raise ConfigError(
-                f"padded loss inputs must all have the mask's shape {tuple(mask.shape)}, got "
-                f"{tuple(tensor.shape)}"
-            )
-    return LossInputs(
-        logprobs=logprobs[chosen],
-        old_logprobs=old_logprobs[chosen],
-        advantages=advantages[chosen],
-        row_index=chosen.nonzero()[:, 0],
-        num_rows=mask.shape[0],
-        rollout_weights=_chosen(rollout_weights, chosen),
-        rollout_logprobs=_chosen(rollout_logprobs, chosen),
-        row_groups=row_groups,
-        row_advantages=row_advantages if per_row else None,
-        seed=seed,
-    )
 
 
 def _chosen(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:

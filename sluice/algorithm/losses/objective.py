@@ -36,7 +36,6 @@ def aggregate(
     global_tokens: float,
     global_rows: float,
     loss_scale_factor: float | None = None,
-    averaged_ranks: int = 1,
 ) -> torch.Tensor:
     """Return this micro-batch's share of the mini-batch's loss.
 
@@ -54,7 +53,6 @@ def aggregate(
         global_rows: S.
         loss_scale_factor: divisor of ``seq-mean-token-sum-norm``, by verl's default the response
             limit in tokens.
-        averaged_ranks: D where the backend averages gradients over D ranks, 1 where it sums them.
 
     Returns:
         scalar (0-d) in float32, or float64 for such a loss; 0 for no tokens.
@@ -84,8 +82,7 @@ def aggregate(
         LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM: global_rows * (loss_scale_factor or 1.0),
         LossAggregation.SEQ_MEAN_TOKEN_MEAN: global_rows,
     }
-    share = values.sum() / divisors[LossAggregation(mode)]
-    return share if averaged_ranks == 1 else share * averaged_ranks
+    return values.sum() / divisors[LossAggregation(mode)]
 
 
 def _row_lengths(row_index: torch.Tensor) -> torch.Tensor:
@@ -169,7 +166,6 @@ def aggregate_share(
         global_tokens=counts.tokens,
         global_rows=counts.rows,
         loss_scale_factor=settings.loss_scale_factor,
-        averaged_ranks=counts.averaged_ranks,
     )
 
 
@@ -178,8 +174,8 @@ class TotalLoss:
     """0-d shares of one micro-batch; only `total` is to be differentiated.
 
     The others are detached and unweighted, ``None`` where the term was not given: their sums over
-    micro-batches (and ranks, or means over averaged ranks) are verl's ``actor/pg_loss``,
-    ``actor/entropy_loss`` and ``actor/kl_loss``.
+    micro-batches and ranks are verl's ``actor/pg_loss``, ``actor/entropy_loss`` and
+    ``actor/kl_loss``.
     """
 
     total: torch.Tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -18,25 +17,11 @@ from sluice.algorithm.losses.objective import (
 from sluice.algorithm.losses.settings import PolicyLossSettings, check_clip_bounds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyLoss:
-    """Per-token loss and the metrics that go with it.
-
-    `metric_sums` holds, by metric name, detached 0-d sums over tokens. Add them and `num_tokens`
-    over micro-batches and ranks, then divide: the exact token mean of the mini-batch, however it
-    was cut. (verl averages the means of micro-batches, which depends on the cut.)
-    """
-
-    loss: torch.Tensor  # [tokens]
-    metric_sums: Mapping[str, torch.Tensor]
-    num_tokens: int
-
-
 def vanilla_objective(
     inputs: LossInputs, counts: GlobalCounts, settings: PolicyLossSettings
 ) -> PolicyObjective:
     """`vanilla_policy_loss`, weighed and aggregated."""
-    found = vanilla_policy_loss(
+    loss, metrics = vanilla_policy_loss(
         inputs.logprobs,
         inputs.old_logprobs,
         inputs.advantages,
@@ -44,8 +29,7 @@ def vanilla_objective(
         clip_high=settings.clip_high,
         clip_c=settings.clip_c,
     )
-    metrics = {n: MetricMean(total, found.num_tokens) for n, total in found.metric_sums.items()}
-    return token_objective(found.loss, inputs, counts, settings, metrics)
+    return token_objective(loss, inputs, counts, settings, metrics)
 
 
 def vanilla_policy_loss(
@@ -56,7 +40,7 @@ def vanilla_policy_loss(
     clip_low: float,
     clip_high: float,
     clip_c: float,
-) -> PolicyLoss:
+) -> tuple[torch.Tensor, Mapping[str, MetricMean]]:
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``, for A < 0 not above ``-A c``.
 
     r is the ratio ``exp(logprobs - old_logprobs)``, its exponent kept within +-20 so that float32
@@ -72,7 +56,7 @@ def vanilla_policy_loss(
         clip_c: dual-clip constant, > 1.
 
     Returns:
-        loss [tokens] and sums of ``actor/pg_clipfrac`` (tokens whose clipped term exceeds the
+        loss [tokens] and means of ``actor/pg_clipfrac`` (tokens whose clipped term exceeds the
         other), ``actor/pg_clipfrac_lower`` (tokens held by the dual clip) and ``actor/ppo_kl``
         (``old - new`` within +-20).
 
@@ -87,10 +71,8 @@ def vanilla_policy_loss(
     ceiling = -advantages * clip_c
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(pessimistic, ceiling), pessimistic)
-    with torch.no_grad():
-        metric_sums = {
-            "actor/pg_clipfrac": (clipped > unclipped).sum().float(),
-            "actor/pg_clipfrac_lower": (negative & (pessimistic > ceiling)).sum().float(),
-            "actor/ppo_kl": -token_metric(log_ratio).total,
-        }
-    return PolicyLoss(loss=loss, metric_sums=metric_sums, num_tokens=logprobs.numel())
+    return loss, {
+        "actor/pg_clipfrac": token_metric(clipped > unclipped),
+        "actor/pg_clipfrac_lower": token_metric(negative & (pessimistic > ceiling)),
+        "actor/ppo_kl": token_metric(-log_ratio),
+    }

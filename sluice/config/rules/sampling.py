@@ -138,3 +138,37 @@ def _probes(config: RunConfig) -> Iterator[Problem]:
             f"with {ROLLOUT}.n = {n}: no sample would be left to decide about",
             f"set {key} below {n}, or {_SAMPLING_KEY}.strategy=stream",
         )
+
+
+def sampling_notice(config: RunConfig) -> str | None:
+    """Return a warning if top-p or top-k truncates sampling in training, else None.
+
+    Behavior logprobs belong to the truncated distribution: the remaining tokens share all
+    probability. The trainer computes logprobs over the whole vocabulary, which are lower.
+    """
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    cuts = [f"top_p = {rollout.top_p:g}"] if rollout.top_p < 1.0 else []
+    cuts += [f"top_k = {rollout.top_k}"] if rollout.top_k > 0 else []
+    if not cuts:
+        return None
+    correction = config.algorithm.rollout_correction.rollout_is
+    if correction is not None:
+        effect = (
+            f"the importance weights (rollout_correction.rollout_is = {correction}) are below 1 by "
+            "the mass that was cut off, whatever the staleness"
+        )
+    elif actor.use_rollout_log_probs:
+        effect = (
+            "the loss's ratio (use_rollout_log_probs = true) starts below 1 by the mass that was "
+            "cut off and may be clipped before any update"
+        )
+    else:
+        effect = (
+            "old logprobs are recomputed over all tokens, so the loss takes samples of the "
+            "truncated policy for samples of the whole one"
+        )
+    return (
+        f"actor_rollout_ref.rollout: {' and '.join(cuts)} truncate sampling in training: {effect}; "
+        "set top_p=1 and top_k=-1 for training (val_kwargs keep their own), or watch "
+        "training/rollout_probs_diff_mean"
+    )

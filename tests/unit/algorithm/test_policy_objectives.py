@@ -17,13 +17,13 @@ from sluice.algorithm.losses.inputs import (
     GlobalCounts,
     LossInputs,
     MetricMean,
-    padded_inputs,
     row_means,
 )
 from sluice.algorithm.losses.objective import LossAggregation, PolicyObjective
 from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
 from sluice.algorithm.registry import POLICY_OBJECTIVES, SILENT_AT_ZERO_ADVANTAGE, policy_objective
 from sluice.errors import ConfigError
+from tests.support.padded_inputs import padded_inputs
 
 ACTOR = r"actor_rollout_ref\.actor"
 NAMES = sorted(POLICY_OBJECTIVES)
@@ -72,10 +72,8 @@ def some_rows(inputs: LossInputs, chosen: Sequence[int]) -> LossInputs:
     )
 
 
-def counts_of(inputs: LossInputs, ranks: int = 1) -> GlobalCounts:
-    return GlobalCounts(
-        inputs.num_tokens, inputs.num_rows, inputs.num_rows / G, averaged_ranks=ranks
-    )
+def counts_of(inputs: LossInputs) -> GlobalCounts:
+    return GlobalCounts(inputs.num_tokens, inputs.num_rows, inputs.num_rows / G)
 
 
 def means(found: Iterable[PolicyObjective]) -> dict[str, float]:
@@ -142,15 +140,14 @@ def test_losses_gradients_and_metrics_do_not_depend_on_the_cut(
 ) -> None:
     whole, number = rows_of(lengths, seed), len(lengths) // G
     ends = data.draw(st.sets(st.integers(1, number)), label="groups before each cut")
-    ranks = data.draw(st.integers(1, 3), label="ranks")
     chosen = replace(SETTINGS, loss_agg_mode=mode)
     objective = policy_objective(name)
     expected = objective(whole, counts_of(whole), chosen)
     parts = [
-        objective(some_rows(whole, range(G * a, G * b)), counts_of(whole, ranks), chosen)
+        objective(some_rows(whole, range(G * a, G * b)), counts_of(whole), chosen)
         for a, b in pairwise(sorted({0, number} | ends))
     ]
-    total = sum((part.loss for part in parts), torch.zeros((), dtype=torch.float64)) / ranks
+    total = sum((part.loss for part in parts), torch.zeros((), dtype=torch.float64))
     torch.testing.assert_close(total, expected.loss)
     torch.testing.assert_close(gradient(total, whole), gradient(expected.loss, whole))
     kept = {k: v for k, v in means([expected]).items() if not k.endswith("_std")}
@@ -334,12 +331,6 @@ def test_impossible_settings_are_refused(change: dict[str, object], message: str
 def test_impossible_adpo_settings_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AdpoSettings(**change)  # type: ignore[arg-type]
-
-
-def test_padded_tensors_of_other_shapes_are_refused() -> None:
-    square = torch.zeros(2, 3)
-    with pytest.raises(ConfigError, match=r"mask's shape \(2, 3\), got \(2, 4\)"):
-        padded_inputs(square, torch.zeros(2, 4), square, square)
 
 
 def test_an_unknown_objective_is_named_with_the_known_ones() -> None:

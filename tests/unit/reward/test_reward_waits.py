@@ -121,7 +121,7 @@ def test_seeds_differ_by_base_seed_stage_and_prompt_and_repeat_after_a_resume() 
     sampling = training_sampling(RolloutConfig(seed=1), 56)
 
     def seed(base: int, stage: str, made: Prompt) -> int:
-        return for_prompt(replace(sampling, seed=base), made, purpose=stage).seed
+        return for_prompt(replace(sampling, seed=base), made, label=stage).seed
 
     seeds = [
         seed(1, "train", prompt(0, 5)),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.reward.grading.messages import ScoreReply, ScorerNumber, ScorerRefusal, frame
-from services.reward.grading.process import (
+from services.reward.grading.scorer_main import (
     MAX_DETAIL_CHARS,
     MAX_KEY_CHARS,
     MAX_KEYS,

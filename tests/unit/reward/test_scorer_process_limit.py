@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from services.reward.grading.process import (
+from services.reward.grading.scorer_main import (
     COUNTED_EVERY_S,
     MAX_MORE_PROCESSES,
     MAX_MORE_PROCESSES_EVER,

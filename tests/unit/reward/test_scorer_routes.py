@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.grading.messages import ScorerNumber
-from services.reward.grading.process import answer_of
+from services.reward.grading.scorer_main import answer_of
 from services.reward.grading.scorers.registry import (
     MATH_VERIFY,
     RULES,

@@ -168,11 +168,7 @@ class PolicyUpdate:
 
     def own_rows(self, batch: TrainBatch, step: int) -> list[int]:
         """Return the numbers of the batch's samples that this rank's passes read. Collective."""
-        skipped = frozenset[int]()
-        if self._settings.config.sluice.trainer.skip_zero_advantage:
-            table = batch_table(batch, self._device.torch_device)
-            found = self._estimate(batch, table, PassTables())
-            skipped = zero_advantage_rows(found.advantages, self._parallel)
+        _, skipped = self._estimate_early(batch)
         cut = self._settings.cut
         own = own_rows(batch.groups, cut, self._parallel, step=step, skipped=skipped)
         if self._critic is not None:
@@ -195,14 +191,10 @@ class PolicyUpdate:
             PeerError: another rank failed.
         """
         timer = PhaseTimer(self._now_s, self._peaks)
-        table = batch_table(batch, self._device.torch_device)
-        early: AdvantageEstimate | None = None
-        skipped = frozenset[int]()
-        if self._settings.config.sluice.trainer.skip_zero_advantage:
-            # Only with estimators that need no forward pass, so the estimate can come first.
-            early = self._estimate(batch, table, PassTables())
-            skipped = zero_advantage_rows(early.advantages, self._parallel)
+        early, skipped = self._estimate_early(batch)
+        if early is not None:
             timer.end_phase("adv")
+        table = batch_table(batch, self._device.torch_device)
         # Passes that need the policy before this batch come first: optimizer steps change it.
         cut = self._cut(batch, step, skipped)
         mini_batches = [prepare(mini_batch) for mini_batch in cut]
@@ -239,6 +231,18 @@ class PolicyUpdate:
             **({} if early is None else {"actor/skipped_samples": float(len(skipped))}),
             **self._speed(batch, timer.seconds),
         }
+
+    def _estimate_early(self, batch: TrainBatch) -> tuple[AdvantageEstimate | None, frozenset[int]]:
+        """Return the estimate and the rows that ``skip_zero_advantage`` leaves out. Collective.
+
+        Without that setting they are None and no rows. The setting allows only estimators that need
+        no forward pass.
+        """
+        if not self._settings.config.sluice.trainer.skip_zero_advantage:
+            return None, frozenset()
+        table = batch_table(batch, self._device.torch_device)
+        estimate = self._estimate(batch, table, PassTables())
+        return estimate, zero_advantage_rows(estimate.advantages, self._parallel)
 
     def _cut(self, batch: TrainBatch, step: int, skipped: Container[int]) -> list[MiniBatch]:
         return split_batch(

@@ -214,7 +214,7 @@ async def start_worker(
         file.truncate(PROGRESS_BYTES)
         page = mmap(file.fileno(), PROGRESS_BYTES)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.reward.grading.process"),
+            *(sys.executable, "-m", "services.reward.grading.scorer_main"),
             *(str(os.getpid()), str(file.fileno())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

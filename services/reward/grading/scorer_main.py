@@ -1,7 +1,7 @@
 """The process that runs scorers, so that a hang, a crash or a leak ends with it.
 
-`scorer_process` starts it as ``python -m services.reward.grading.process PARENT_PID PAGE_FD``. It
-reads requests from standard input and answers on standard output; the scorer's own prints go to
+`scorer_worker` starts it as ``python -m services.reward.grading.scorer_main PARENT_PID PAGE_FD``.
+It reads requests from standard input and answers on standard output; the scorer's own prints go to
 standard error. It ends when its input ends or its parent dies. It imports no gRPC.
 
 It bounds its own address space, open files, CPU time and output. The wall clock is watched from
