@@ -200,7 +200,7 @@ async def test_a_model_that_is_not_there_is_no_score() -> None:
 
 
 async def test_all_attempts_end_before_the_samples_own_limit() -> None:
-    limits = ScorerPoolConfig(num_workers=1, timeout_s=2.0)
+    limits = ScorerPoolConfig(num_workers=1, timeout_s=8.0)
     with served(_hang) as (settings, _):
         patient = msgspec.structs.replace(settings, request_timeout_s=60.0, max_attempts=9)
         async with running_scorer_pool(limits, RULES_ONLY, None, patient) as pool:

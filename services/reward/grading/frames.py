@@ -8,7 +8,7 @@ from pathlib import Path
 
 MAX_FRAMES = 3
 MAX_LINE_CHARS = 120
-_OWN = frozenset({"process.py", "custom.py"})
+_OWN = frozenset({"scorer_main.py", "custom.py"})
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
