@@ -25,7 +25,7 @@ DEVICE_BLOCK_ELEMENTS = 1 << 26
 """256 MB of float32: enough work for a kernel, little beside a layer's activations."""
 
 COMPILED_BLOCK_BYTES = 1 << 29
-"""512 MB of logits as they are, half of what a block takes: compiled, there are no copies."""
+"""512 MB of logits; their gradients take as much again, and compiled code makes no copies."""
 
 F = TypeVar("F", bound=Callable[..., object])
 

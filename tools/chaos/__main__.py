@@ -56,7 +56,8 @@ from tools.phases import PhaseError, say, tool_parser
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
 _START_S, _STEP_S, _END_S = 240.0, 120.0, 20.0
-_RECOVERY_S, _MOST_ROUNDS = 120.0, 100
+_RECOVERY_S = 120.0
+_READ_S = 1.0  # what was written before a fault has been read so long after it
 _NUM_QUESTIONS, _NUM_EXAMPLES = 1000, 3
 _KILLED = {"kill_replica": "replica", "kill_reward": "reward", "kill_trainer": "trainer"}
 _WINDOW_S = {"tiny": 4.0, "stretch": 10.0}
@@ -185,11 +186,12 @@ async def _inject_singly(
         until_s = injected.over_s + _RECOVERY_S
         while time.monotonic() < until_s:
             await asyncio.sleep(1.0)
-            if _recovered_s(observer, injected, time.monotonic(), full_rate, window_s) is not None:
+            found = _recovered_s(observer, injected, time.monotonic(), full_rate, window_s)
+            is_back = injected.fault.kind not in _KILLED or _back_s(observer, injected) is not None
+            if found is not None and is_back:
                 return
 
-    faults = single_faults(options.seed, _MOST_ROUNDS)
-    await injector.follow_singly(faults, recover, until_s=now_s + seconds)
+    await injector.follow_singly(single_faults(options.seed), recover, until_s=now_s + seconds)
 
 
 async def _keep_far(injector: Injector, plugged: Cable, config_file: Path) -> None:
@@ -320,7 +322,7 @@ def _back_s(observer: Observer, injected: Injected) -> float | None:
         "kill_reward": (one.at_s for one in observer.groups),
         "kill_trainer": iter(observer.steps_s),
     }[injected.fault.kind]
-    later = min((at_s for at_s in signs if at_s > injected.at_s), default=None)
+    later = min((at_s for at_s in signs if at_s > injected.at_s + _READ_S), default=None)
     return None if later is None else round(later - injected.at_s, 1)
 
 

@@ -13,9 +13,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sluice.client.launcher import LaunchedProcess, Launcher
@@ -58,6 +58,7 @@ REPLICAS = 2  # of the launcher at the beginning
 # The supervisor gives a process up that dies six times in a row, with no life of two minutes.
 _MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
 _PARENT_FIELD = 1
+_AFTER_SKIP_S = 1.0
 _DELAYS_S = (0.05, 0.3)
 _CORE = ("trainer", "reward")
 
@@ -98,16 +99,13 @@ def make_schedule(seed: int, seconds: float, interval_s: float) -> tuple[Fault, 
     return tuple(faults)
 
 
-def single_faults(seed: int, rounds: int) -> tuple[Fault, ...]:
-    """Return `rounds` of the faults that hit one process or the cable, each round shuffled."""
-    rng, faults = random.Random(seed), list[Fault]()
-    for _ in range(rounds):
-        kinds = list(SINGLE)
-        rng.shuffle(kinds)
-        for kind in kinds:
+def single_faults(seed: int) -> Iterator[Fault]:
+    """Yield faults of the kinds `SINGLE` without end, of mean length; each round is shuffled."""
+    rng = random.Random(seed)
+    while True:
+        for kind in rng.sample(SINGLE, len(SINGLE)):
             _, shortest_s, longest_s = KINDS[kind]
-            faults.append(Fault(0.0, kind, rng.random(), round((shortest_s + longest_s) / 2, 2)))
-    return tuple(faults)
+            yield Fault(0.0, kind, rng.random(), (shortest_s + longest_s) / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +155,22 @@ class Injector:
 
     async def follow_singly(
         self,
-        faults: Sequence[Fault],
+        faults: Iterable[Fault],
         recover: Callable[[Injected], Awaitable[None]],
         *,
         until_s: float,
     ) -> None:
         """Until then (monotonic), inject each fault and await its recovery before the next one."""
+        began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for fault in faults:
-                if time.monotonic() >= until_s:
+                now_s = time.monotonic()
+                if now_s >= until_s:
                     return
-                injected = await self._try(fault, tasks)
-                if not injected.skipped:
+                injected = await self._try(replace(fault, at_s=now_s - began_s), tasks)
+                if injected.skipped:
+                    await asyncio.sleep(_AFTER_SKIP_S)
+                else:
                     await asyncio.sleep(fault.seconds)
                     await recover(injected)
 

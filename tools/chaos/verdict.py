@@ -198,8 +198,8 @@ class Yield:
 
 def tokens_per_s(yields: Sequence[Yield], from_s: float, to_s: float) -> float:
     """Return tokens a second of what ended in ``[from_s, to_s)``; `yields` in order of time."""
-    times = [each.at_s for each in yields]
-    within = yields[bisect_left(times, from_s) : bisect_left(times, to_s)]
+    begin, end = (bisect_left(yields, one, key=lambda each: each.at_s) for one in (from_s, to_s))
+    within = yields[begin:end]
     return math.fsum(each.tokens for each in within) / (to_s - from_s)
 
 
@@ -208,8 +208,8 @@ def recovery_s(
 ) -> float | None:
     """Return the seconds from a fault to the first window with 95 % of `full_rate`.
 
-    0: nothing was lost. It includes faults that happen meanwhile, so it is an upper bound. None: no
-    such window before `end_s`.
+    It includes faults that happen meanwhile, so it is an upper bound. None: no such window before
+    `end_s`.
     """
     for start_s in (fault_s, *(each.at_s for each in yields if each.at_s > fault_s)):
         if start_s + window_s > end_s:

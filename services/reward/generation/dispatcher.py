@@ -458,7 +458,7 @@ async def generate_group(
     Raises:
         GroupFailedError: samples or response cannot be generated; the detail of the response's
             failure begins with its `FailureKind`.
-        SluiceError: another error; if both requests failed, the one that `decisive` chooses.
+        SluiceError: another error; if both requests failed, the one that `decisive_error` chooses.
     """
     if greedy is None:
         return GeneratedGroup(await dispatcher.generate(request, on_sample))

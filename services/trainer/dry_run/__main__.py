@@ -21,6 +21,9 @@ from sluice.concurrency.process import exit_status
 from sluice.config.run import RunConfig
 from sluice.plan.dry_run import DryRunAsked, PassBytes
 
+_BYTES_OF_A_LOGIT = 10
+"""In a block that is not compiled: itself in halves, in float32, and its exponential."""
+
 
 def dry_run(asked: DryRunAsked) -> list[PassBytes]:
     """Return the bytes of each number of layers."""
@@ -28,8 +31,13 @@ def dry_run(asked: DryRunAsked) -> list[PassBytes]:
     config = msgspec.convert(asked.config, RunConfig)
     # The head computes as large blocks as on a device, and multiplies as a GPU does.
     token_statistics.CPU_BLOCK_ELEMENTS = token_statistics.DEVICE_BLOCK_ELEMENTS
+    if config.actor_rollout_ref.actor.fsdp_config.use_torch_compile:
+        compiled_bytes = 2 * token_statistics.COMPILED_BLOCK_BYTES
+        token_statistics.CPU_BLOCK_ELEMENTS = compiled_bytes // _BYTES_OF_A_LOGIT
     if (config.trainer.device or "cuda").startswith("cuda"):
         token_statistics.widens = token_statistics.is_half
+        # It takes no memory, and torch before 2.12 cannot pretend to make it.
+        token_statistics._add_product = lambda total, left, right: None
     parallel = FakeRanks(asked.ranks)
     torch.compile = lambda function: function  # type: ignore[assignment]  # not of fake tensors
     try:

@@ -206,9 +206,9 @@ class FsdpConfig(Section, frozen=True):
     """Begin to gather the next layer's weights when a layer's forward pass begins."""
 
     use_torch_compile: bool = False
-    """Compile the policy's arithmetic on logits and, if the trainer has own layers for the family
-    (Llama, Qwen2, Qwen2.5, Qwen3 and their mixtures of experts and vision models), each decoder
-    layer except its attention and the products of its experts.
+    """Compile each decoder layer except its attention and the products of its experts, if the
+    trainer has own layers for the family (Llama, Qwen2, Qwen2.5, Qwen3 and their mixtures of
+    experts and vision models); for a policy also the arithmetic on logits.
     """
 
     pad_to_length: bool = False

@@ -74,13 +74,13 @@ def test_a_wait_for_the_fleet_leads_to_the_replica_that_is_silent() -> None:
     found = explain(
         [
             trainer(FOR_BATCH),
-            reward(Waiting(FLEET, "serving a replica", 20.0)),
+            reward(Waiting(FLEET, "registering a replica", 20.0)),
             replica(0, failure="no answer", pid=7, process="gone"),
         ]
     )
     assert found.root == "rollout-0"
     assert "rollout-0 does not answer (its process 7 is gone)" in found.cause
-    assert f"reward service is waiting for the {FLEET} (serving a replica, 20 s)" in found.cause
+    assert f"reward service is waiting for the {FLEET} (registering a replica, 20 s)" in found.cause
 
 
 def test_silence_lasts_since_the_last_heartbeat_where_nobody_waits_longer() -> None:

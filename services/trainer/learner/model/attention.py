@@ -144,7 +144,7 @@ class _Context(FunctionCtx):
 
 class _Gathered(torch.autograd.Function):
     """Gather [T, ...] into [P, ...]. Gradients add up only where something is gathered more than
-    once, as prompts are that rows share: sums in any order are slow on a GPU.
+    once, as prompts are that rows share: a GPU's atomic sums are slow.
     """
 
     @staticmethod

@@ -67,7 +67,7 @@ def use_own_layers(model: PreTrainedModel, *, compiled: bool = False) -> None:
     unknown = sorted({part for _, _, layer in found for part in _unknown(layer)})
     if not found or unknown:
         reason = f"their {', '.join(unknown)} is new" if unknown else "the family has no own ones"
-        reason += "; use_torch_compile compiles only the logits" if compiled else ""
+        reason += "; use_torch_compile does not compile them" if compiled else ""
         logger.info("%s trains with transformers' layers: %s", type(model).__name__, reason)
         return
     for parent, name, layer in found:

@@ -253,8 +253,9 @@ class ExpertAdapter(nn.Module):
 class Experts(nn.Module):
     """Gated feed-forward networks of equal shapes; on each rank its own of them."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, *, is_compiled: bool = False) -> None:
         super().__init__()
+        self._is_compiled = is_compiled
         experts, width, hidden = (
             config.num_experts,
             config.moe_intermediate_size,
@@ -284,17 +285,10 @@ class Experts(nn.Module):
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = _products(rows, _local(self.gate_up_proj), ends).chunk(2, dim=-1)
         gate = self._adapted("gate_proj", gate, rows, ends)
-        inner = self._gated(gate, self._adapted("up_proj", up, rows, ends))
+        gated = compiled_once(_gated) if self._is_compiled else _gated
+        inner = gated(self.activation, gate, self._adapted("up_proj", up, rows, ends))
         down = _products(inner, _local(self.down_proj), ends)
         return self._adapted("down_proj", down, inner, ends)
-
-    def compile_parts(self) -> None:
-        """Compile what is between the products."""
-        self._gated = torch.compile(self._gated)  # type: ignore[method-assign]
-
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        found: Tensor = self.activation(gate) * up
-        return found
 
     def _adapted(self, projection: str, found: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         if projection not in self.each or not self.each[projection].is_on:
@@ -311,21 +305,25 @@ class SparseExperts(nn.Module):
             ``moe_intermediate_size``, ``norm_topk_prob`` (true where it is missing).
         layer: its place among the blocks of the model.
         tape: shared by all of them.
+        is_compiled: compile what is not a product of matrices; layers share the code.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer: int, tape: RoutingTape) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        layer: int,
+        tape: RoutingTape,
+        *,
+        is_compiled: bool = False,
+    ) -> None:
         super().__init__()
-        self.experts, self.gate = Experts(config), Router(config)  # in transformers' order
+        self.experts = Experts(config, is_compiled=is_compiled)  # in transformers' order
+        self.gate = Router(config)
         self.num_experts: int = config.num_experts
         self.num_chosen: int = config.num_experts_per_tok
         self._normalizes: bool = getattr(config, "norm_topk_prob", True)
         self._layer, self._tape = layer, tape
-        self._is_compiled = False
-
-    def compile_parts(self) -> None:
-        """Compile what moves and weighs rows; layers share the code."""
-        self._is_compiled = True
-        self.experts.compile_parts()
+        self._is_compiled = is_compiled
 
     def divide(self, mesh: DeviceMesh) -> None:
         """Keep only this rank's experts: rows of the parameters, over a mesh of one dimension."""
@@ -394,12 +392,10 @@ def use_own_experts(model: PreTrainedModel, *, compiled: bool = False) -> None:
             if type(block).__name__ not in _BLOCKS:
                 continue
             with torch.device("meta"):
-                own = SparseExperts(config, layer, tape)
+                own = SparseExperts(config, layer, tape, is_compiled=compiled)
             own.gate.weight = block.gate.weight  # type: ignore[union-attr,assignment]
             for weight, parameter in block.experts.named_parameters():  # type: ignore[union-attr]
                 own.experts.register_parameter(weight, parameter)
-            if compiled:
-                own.compile_parts()
             owner.register_module(name, own)
             layer += 1
     if not layer:
@@ -554,6 +550,11 @@ class _Combine(torch.autograd.Function):
         of_rows = _used(_spread_weighed, ctx)(of_tokens, token, weight)
         of_weights = _used(_products_of_rows, ctx)(rows, places, of_tokens)
         return of_rows, of_weights, None, None, None
+
+
+def _gated(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    found: Tensor = activation(gate) * up
+    return found
 
 
 def _used(function: F, ctx: _ExpertContext) -> F:
