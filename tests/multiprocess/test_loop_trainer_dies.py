@@ -47,7 +47,7 @@ async def end_after_restart(run: LiveRun, pids: Pids, instance_id: str) -> None:
     await run.until(another, "another instance of the trainer")
     # The next instance may have cut the record to its checkpoint already.
     recorded = [int(row["step"] or 0) for row in read_progress(run.run_dir).steps]
-    reached = max(KILL_AT, *recorded)
+    reached = max([KILL_AT, *recorded])
 
     async def goes_on() -> bool:
         return (await run.status()).step > reached
