@@ -42,7 +42,7 @@ Detail: TypeAlias = Literal["quiet", "steps", "logs"]
 
 _REFRESH_S = 1.0
 _SHOWN_KEPT = 1000
-_LINE_EVERY_S, _LINE_EVERY_S_IN_STEPS = 8.0, 60.0
+_LINE_EVERY_S, _LINE_EVERY_S_IN_STEPS = 6.0, 60.0
 _MIN_REPORTED_S = 5.0
 _PAIRS_A_ROW = 3
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
