@@ -56,7 +56,7 @@ async def test_a_restarted_service_goes_on_where_the_trainer_says_the_data_set_s
             await service.wait()
         async with reward_process(config) as service:
             with pytest.raises(grpc.aio.AioRpcError, match="announcing a policy"):
-                await service.take(4, 3, timeout_s=0.5)
+                await service.take(4, 3, timeout_s=4.0)
             await trainer.announce(service)
             again = await service.take(4, 3)
             with pytest.raises(grpc.aio.AioRpcError, match="is not leased"):
