@@ -92,13 +92,12 @@ def save_model(name: str, folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
 
 
-def run_config(folder: Path, *, recompute: bool, compiled: bool) -> RunConfig:
+def run_config(folder: Path, *, compiled: bool) -> RunConfig:
     """Return a run that trains it in bfloat16 with float32 masters."""
     return load_config(
         None,
         [
             f"actor_rollout_ref.model.path={folder}",
-            f"actor_rollout_ref.model.enable_gradient_checkpointing={str(recompute).lower()}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={GROUPS}",
             "actor_rollout_ref.actor.use_dynamic_bsz=true",
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={MICRO_TOKENS}",
@@ -142,12 +141,12 @@ def made_up_batch(vocabulary: int, seed: int) -> TrainBatch:
     return TrainBatch(f"batch-{seed}", 0, groups, DataProgress(GROUPS), {})
 
 
-def measured(name: str, *, recompute: bool, compiled: bool, profiled: bool) -> dict[str, float]:
+def measured(name: str, *, compiled: bool, profiled: bool) -> dict[str, float]:
     """Train some steps; return the figures of the last ones."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         save_model(name, folder)
-        config = run_config(folder, recompute=recompute, compiled=compiled)
+        config = run_config(folder, compiled=compiled)
         shape = read_shape(folder / "config.json")
         learner = Learner(config, DataParallel("cuda"), total_steps=10)
         batch = made_up_batch(shape.vocab, 0)
@@ -204,14 +203,12 @@ def main(arguments: Sequence[str]) -> int:
     """Measure; return the exit status."""
     parser = tool_parser(__doc__, "python -m benchmarks.gpu_smoke.update 1.7b")
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--profile", action="store_true", help="print the kernels of one more step")
     parsed = parser.parse_args(arguments)
     return print_report(
         measured(
             parsed.model,
-            recompute=parsed.recompute,
             compiled=parsed.compile,
             profiled=parsed.profile,
         )

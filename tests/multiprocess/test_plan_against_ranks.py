@@ -48,22 +48,43 @@ def test_a_plan_counts_experts_that_ranks_divide(recompute: bool, sharding: dict
     assert real["moved"]["all_to_all"] > 0
 
 
-def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:
-    model = {**DENSE, "hidden_size": 256, "head_dim": 32, "vocab_size": 32_768}
+def trainers_memory(tmp_path: Path, model: dict[str, Any], *overrides: str) -> Any:
+    """Return what `sluice config check` counts, in a process of its own."""
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
-    overrides = [
+    given = [
         f"actor_rollout_ref.model.path={tmp_path}",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        *overrides,
     ]
     command = [sys.executable, "-m", "sluice", "config", "check", "--json", "--no-files"]
     done = subprocess.run(
-        [*command, "--rules", "here", *overrides], capture_output=True, text=True, check=True
+        [*command, "--rules", "here", *given], capture_output=True, text=True, check=True
     )
     assert "counting the trainer's memory" in done.stderr
-    trainer = json.loads(done.stdout)["memory"]["trainer"]
+    return json.loads(done.stdout)["memory"]["trainer"]
+
+
+def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:
+    model = {**DENSE, "hidden_size": 256, "head_dim": 32, "vocab_size": 32_768}
+    trainer = trainers_memory(tmp_path, model, "actor_rollout_ref.actor.fsdp_config.dtype=float32")
     weights = 4 * shape_of(model).total_parameters
     # Beside them: buffers, tokens, and the counts of AdamW.
     for name, copies in {"weights": 1, "gradients": 1, "moments": 2}.items():
         assert 1 <= trainer["parts"][name] / (copies * weights) < 1.01
     assert trainer["phases"]["backward"] > 4 * weights
+
+
+def test_a_compiled_head_of_a_gpu_is_counted_with_its_larger_blocks(tmp_path: Path) -> None:
+    model = {**DENSE, "vocab_size": 151_936}
+    actor = "actor_rollout_ref.actor.fsdp_config"
+    peaks = [
+        trainers_memory(
+            tmp_path,
+            model,
+            *("trainer.device=cuda", f"{actor}.dtype=bfloat16", f"{actor}.use_torch_compile={how}"),
+            "data.max_response_length=4096",
+        )["phases"]["backward"]
+        for how in ("false", "true")
+    ]
+    # 384 tokens of 10 bytes a logit, and 1 GiB.
+    assert 0.3 * 2**30 < peaks[1] - peaks[0] < 0.5 * 2**30

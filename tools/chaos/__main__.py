@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = tool_parser(__doc__, "python -m tools.chaos --minutes 1 --seed 7 --size tiny")
+    parser = tool_parser(__doc__, "python -m tools.chaos --single --minutes 5 --size tiny")
     parser.add_argument("--minutes", type=float, default=10.0, help="calm, faults and quiet")
     parser.add_argument("--seed", type=int, default=0, help="of faults, model, data and sampling")
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between faults")

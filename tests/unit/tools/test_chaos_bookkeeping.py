@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
+from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from services.reward.ledger.schema import open_ledger_file
+from tools.chaos.faults import SINGLE, Injected, Injector, single_faults
 from tools.chaos.verdict import (
     Dump,
     LedgerView,
     TrainerRestart,
+    Yield,
     doubled_prompts,
     lost_prompts,
     read_dumps,
     read_ledger,
+    recovery_s,
     surviving_steps,
 )
 
@@ -94,3 +101,40 @@ def test_ledger_and_dumps_are_read_as_the_reward_service_writes_them(tmp_path: P
     ledger = read_ledger(tmp_path / "ledger.sqlite")
     assert ledger == LedgerView(frozenset({"data-3"}), {"witness-1": ("trained", 2)})
     assert read_dumps(tmp_path) == [Dump(7, 50.0, frozenset({"data-0", "data-1"}))]
+
+
+def test_throughput_recovers_at_the_first_window_with_nearly_the_full_rate() -> None:
+    slow = [Yield(at_s, 10.0) for at_s in (1.0, 2.0, 3.0)]
+    fast = [Yield(at_s, 100.0) for at_s in (4.0, 5.0, 6.0, 7.0)]
+
+    def found(end_s: float) -> float | None:
+        yields = [*slow, *fast]
+        return recovery_s(yields, 0.5, full_rate=100.0, window_s=2.0, end_s=end_s)
+
+    assert found(8.0) == 3.5
+    assert found(5.5) is None
+
+
+def test_single_faults_are_of_every_kind_in_each_round() -> None:
+    kinds = [fault.kind for fault in islice(single_faults(3), 2 * len(SINGLE))]
+    assert sorted(kinds[: len(SINGLE)]) == sorted(kinds[len(SINGLE) :]) == sorted(SINGLE)
+    assert [one.kind for one in islice(single_faults(3), 16)] == kinds
+
+
+def test_a_single_fault_waits_for_the_recovery_from_the_one_before() -> None:
+    injector, seen = Injector(mock.Mock(), "no cable"), list[str]()
+
+    async def recover(injected: Injected) -> None:
+        seen.append(f"recovering from {injected.fault.kind}")
+        await asyncio.sleep(0)
+        seen.append("recovered")
+
+    async def inject(fault: object, _: asyncio.TaskGroup) -> str:
+        seen.append("fault")
+        return "rollout-0"
+
+    kills = [one for one in islice(single_faults(0), 16) if one.kind == "kill_replica"]
+    with mock.patch.object(Injector, "_inject", side_effect=inject):
+        asyncio.run(injector.follow_singly(kills, recover, until_s=time.monotonic() + 60.0))
+    assert seen == 2 * ["fault", "recovering from kill_replica", "recovered"]
+    assert [one.target for one in injector.done] == ["rollout-0", "rollout-0"]

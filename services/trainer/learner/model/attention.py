@@ -138,7 +138,7 @@ def _refuse(
             )
 
 
-class _Context(FunctionCtx):
+class _GatheringContext(FunctionCtx):
     gathering: Gathering
 
 
@@ -148,12 +148,12 @@ class _Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _Context, packed: Tensor, gathering: Gathering) -> Tensor:
+    def forward(ctx: _GatheringContext, packed: Tensor, gathering: Gathering) -> Tensor:
         ctx.gathering = gathering
         return packed.index_select(0, gathering.index)
 
     @staticmethod
-    def backward(ctx: _Context, of_places: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GatheringContext, of_places: Tensor) -> tuple[Tensor, None]:
         found = ctx.gathering
         gradient = of_places.index_select(0, found.back).index_fill_(0, found.unused, 0.0)
         if found.more.numel():
