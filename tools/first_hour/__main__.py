@@ -56,7 +56,7 @@ def main() -> int:
                 try:
                     left |= group(shell)
                 except (PhaseError, OSError, ValueError, KeyError) as error:
-                    left[0] = [f"{group.__name__}: {error}"]
+                    left.setdefault(0, []).append(f"{group.__name__}: {error}")
         if only is None:
             with phases.phase("how-tos"):
                 pages = tried_pages(ROOT / "docs" / "how-to", shell, arguments.howto)
