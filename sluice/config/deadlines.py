@@ -51,16 +51,14 @@ def replica_wait_timeout_s(config: RunConfig) -> float:
 def commit_timeout_s(config: RunConfig, wire_bytes: float) -> float:
     """Return how long a replica may take to bring staged weights into its engine.
 
-    `sluice.weights.timeout_s`, and 2 s for each GB that one of its devices reads: its part of the
-    weights, or all of them with SGLang, whose ranks read whole tensors
-    (`safetensors_weights_iterator`).
+    `sluice.weights.timeout_s`, and 2 s for each GB that one of its devices reads, its part of the
+    weights.
 
     Args:
         config: of the launch.
         wire_bytes: of all weights, as they are sent.
     """
-    reads_all = config.actor_rollout_ref.rollout.name == "sglang"
-    read_bytes = wire_bytes if reads_all else wire_bytes / replica_devices(config)
+    read_bytes = wire_bytes / replica_devices(config)
     return config.sluice.weights.timeout_s + read_bytes / _LOAD_BYTES_PER_S
 
 

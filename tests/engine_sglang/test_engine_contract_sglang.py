@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.settings import SglangSettings
+from tests.engine_sglang.saved_weights import serve_saved
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (
@@ -46,13 +47,6 @@ def _make_with_weights(folder: Path) -> SglangEngine:
     return _make(folder, load_format="auto")
 
 
-async def _serve_saved(engine: SglangEngine, _: Path, version: int) -> None:
-    """SGLang's own loader has read them at the start; the adapter only learns that they serve."""
-    thread, core = engine._in_thread()
-    await thread.call(core.client.tag_version(version), "naming a version")
-    core.version, core.digest = version, "saved"
-
-
 class _Insight:
     def __init__(self, engine: SglangEngine) -> None:
         self._engine = engine
@@ -85,7 +79,7 @@ async def fresh(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ContractWorld]:
     saved = save_contract_checkpoint(family, tmp_path_factory.mktemp("saved"))
-    async with contract_world(saved, _make_with_weights, _Insight, _serve_saved) as running:
+    async with contract_world(saved, _make_with_weights, _Insight, serve_saved) as running:
         yield running
 
 

@@ -454,7 +454,7 @@ class ThreadedEngine(ABC, Generic[CoreT]):
 class InboxEngine(ThreadedEngine[CoreT]):
     """An engine that receives weights in this process; all that is left is starting and swapping.
 
-    A vLLM engine receives them in its workers instead.
+    An engine of a vendor receives them in its workers instead.
     """
 
     _inbox: WeightInbox | None = None

@@ -131,15 +131,6 @@ def _one_engine(sizes: VerlSizes) -> Iterator[Problem]:
             f"{ROLLOUT}.data_parallel_size=1",
             here=True,
         )
-    if engine.name == "sglang" and engine.tp > 1:
-        yield verl_problem(
-            "engine-tensor",
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            engine.tp,
-            "with name = sglang, whose adapter serves one device; only that of vllm serves several",
-            f"{ROLLOUT}.tensor_model_parallel_size=1",
-            here=True,
-        )
 
 
 def _sequence_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:

@@ -72,7 +72,7 @@ def test_a_model_of_another_kind_has_the_least_deadlines(tmp_path: Path) -> None
     [
         ("torch", 1, 120),
         ("vllm", 4, 30),
-        ("sglang", 4, 120),
+        ("sglang", 4, 30),
     ],
 )
 def test_a_commit_has_the_time_to_load_what_a_device_reads_of_a_large_model(

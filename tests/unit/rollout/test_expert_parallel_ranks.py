@@ -12,8 +12,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from services.rollout.engines.vendor.weight_worker import WeightWorker
 from services.rollout.engines.vllm.settings import vllm_settings
-from services.rollout.engines.vllm.worker import WeightWorker
 from sluice.config.derived import replica_devices
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,7 +37,7 @@ def _arguments(*overrides: str, device: str = "cuda") -> dict[str, object]:
         ("quantization=fp8", "quantization", "fp8"),
         ("dtype=float32", "dtype", "float32"),
         ("seed=7", "random_seed", 7),
-        ("tensor_model_parallel_size=1", "tp_size", 1),
+        ("tensor_model_parallel_size=4", "tp_size", 4),
         ("expert_parallel_size=1", "ep_size", 1),
     ],
 )
@@ -85,6 +86,26 @@ def test_on_the_cpu_torch_computes_without_graphs_in_a_cache_for_the_slots() -> 
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "TORCH_COMPILE_DISABLE": "1",
     }
+
+
+def test_each_rank_on_the_cpu_has_cores_which_ranks_share_only_where_these_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cores(ranks: int) -> str | None:
+        found = engine_environment({}, on_cpu=True, threads=1, ranks=ranks)
+        return found.get("SGLANG_CPU_OMP_THREADS_BIND")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
+    assert [cores(ranks) for ranks in (1, 2, 4, 5)] == [None, "2,3|5,7", "2|3|5|7", "2|3|5|7|2"]
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in engine_environment(
+        {}, on_cpu=False, threads=1, ranks=2
+    )
+
+
+def test_a_replica_has_a_worker_for_each_device_of_tensor_parallelism() -> None:
+    assert sglang_settings(RunConfig()).workers == 1
+    config = load_config(None, [f"{_ROLLOUT}.tensor_model_parallel_size=4"])
+    assert sglang_settings(config).workers == 4
 
 
 def test_a_numbered_device_is_sglangs_first() -> None:

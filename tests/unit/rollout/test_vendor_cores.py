@@ -100,6 +100,14 @@ class _Client:
         await self._call("resume")
         self.generating.set()
 
+    async def call_workers(self, method: str, *_: object, timeout_s: float) -> list[object]:
+        if method != "sluice_apply":
+            return [{}]
+        await self._call("load")
+        self.during_load()
+        await _turns()
+        return [self.applied]
+
 
 class _VllmClient(_Client):
     """Holds `held` of each sample, until asked for, where tokens need not come one by one."""
@@ -132,14 +140,6 @@ class _VllmClient(_Client):
     async def tag_version(self, _: str) -> None:
         await self._call("tag")
 
-    async def call_workers(self, method: str, *_: object, timeout_s: float) -> list[object]:
-        if method != "sluice_apply":
-            return [{}]
-        await self._call("load")
-        self.during_load()
-        await _turns()
-        return [self.applied]
-
 
 class _SglangClient(_Client):
     def generate(
@@ -161,11 +161,6 @@ class _SglangClient(_Client):
         for one in self.under_way:
             one()
         await _turns()
-
-    async def load(self, *_: object, **__: object) -> None:
-        self.during_load()
-        await _turns()
-        await self._call("load")
 
 
 async def _turns() -> None:
@@ -191,14 +186,14 @@ class _Vendor:
             client = _SglangClient()
             sglang = SglangCore(_LAYOUT, SglangSettings("model"))
             sglang.client = client
-            self.swap = lambda version, digest: sglang.swap("folder", version, digest)
+            self.swap = sglang.swap
             self.core, self.engine = sglang, SglangEngine(SglangSettings("model"))
         self.client = client
         self.core.version, self.core.digest = 1, "one"
 
     def fail(self, call: str, error: EngineError) -> None:
         """Make a call of the client fail; a load fails half-way."""
-        if call == "load" and self.name == "vllm":
+        if call == "load":
             self.client.applied = _HALF_WAY
         else:
             self.client.failures[call] = error

@@ -74,11 +74,13 @@ _REFUSED = [
     ("sglang", [f"+{_ROLLOUT}.engine_kwargs.sglang=3"], r"sglang is 3; .* SGLang's engine"),
     ("vllm", [f"{_ROLLOUT}.data_parallel_size=2"], r"data_parallel_size = 2 .*start more replicas"),
     ("sglang", [f"{_ROLLOUT}.data_parallel_size=2"], r"data_para.* = 2 .*start more replicas"),
-    ("sglang", [f"{_ROLLOUT}.{_TP2}"], r"tensor_model_para.* = 2 .*start more replicas"),
-    (
-        "vllm",
-        [f"{_ROLLOUT}.{_TP2}", f"{_ROLLOUT}.expert_parallel_size=4"],
-        r"expert_parallel_size = 4: .* set it to 1 or to .*= 2",
+    *(
+        (
+            vendor,
+            [f"{_ROLLOUT}.{_TP2}", f"{_ROLLOUT}.expert_parallel_size=4"],
+            r"expert_parallel_size = 4: .* set it to 1 or to .*= 2",
+        )
+        for vendor in _VENDORS
     ),
 ]
 

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import torch
 
-from services.rollout.engines.vllm.worker import WeightWorker, keep_buffers
+from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin
+from services.rollout.engines.vllm.worker_extension import VllmWorker, keep_buffers
 from services.rollout.engines.vllm.worker_features import WorkerFeatures, runner_environment
-from services.rollout.engines.vllm.workers import VllmWorkers, WorkerBegin
 from sluice.errors import ConfigError
 
 _VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -71,7 +71,7 @@ RUNNERS = (_RunnerV1, _RunnerV2, _OlderRunnerV2)
 
 
 def _worker(runner: Any, **more: object) -> Any:
-    worker: Any = WeightWorker()
+    worker: Any = VllmWorker()
     worker.model_runner, worker.device, worker.rank = runner, torch.device("cpu"), 0
     for name, value in more.items():
         setattr(worker, name, value)
@@ -190,7 +190,7 @@ async def test_what_a_worker_lacks_is_reported_when_it_begins() -> None:
             return [{}, getattr(worker, method)(*given)]
 
     with pytest.raises(ConfigError, match=r"worker 1 of 2: .* has no model_runner\.reload_weights"):
-        await VllmWorkers(Calls()).begin(_BEGIN)
+        await WeightWorkers(Calls(), "vLLM").begin(_BEGIN)
 
 
 def _changed(self: Any, model: object) -> None:

@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.engines.vllm.worker import WeightWorker
+from services.rollout.engines.vendor.weight_worker import WeightWorker
+from services.rollout.engines.vendor.weight_workers import WeightWorkers
 from services.rollout.engines.vllm.worker_features import WorkerFeatures
-from services.rollout.engines.vllm.workers import VllmWorkers
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
@@ -69,7 +69,7 @@ class World:
     def __init__(self) -> None:
         self.sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=_TIMEOUT_S)
         self.workers = Workers(2)
-        self.replica = VllmWorkers(self.workers)
+        self.replica = WeightWorkers(self.workers, "vLLM")
         self.epoch = 0
         self.stop = threading.Event()
 
@@ -185,4 +185,4 @@ async def test_a_replica_of_one_worker_names_none(world: World) -> None:
     one = Workers(1)
     one.faults["sluice_check_staged", 0] = _failure("nothing")
     with pytest.raises(WeightSyncError, match=r"version 3: nothing$"):
-        await VllmWorkers(one).check_staged(3, _DIGEST)
+        await WeightWorkers(one, "vLLM").check_staged(3, _DIGEST)

@@ -12,24 +12,33 @@ import gc
 import importlib
 import inspect
 import multiprocessing
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
-import torch
 
-from services.rollout.engines.sglang.held_tokens import EVERY_TOKEN, TokenHold, held_samples
-from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
+from services.rollout.engines.sglang.held_tokens import EVERY_TOKEN
+from services.rollout.engines.sglang.scheduler import run_detokenizer, run_scheduler
+from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls
 from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vendor.settings import installed, refuse_unknown
-from sluice.errors import ConfigError, EngineError
+from sluice.errors import ConfigError, EngineError, leaves
 
 _ONE_TOKEN = float(np.finfo(np.float32).tiny)
 """A nucleus that holds only the most probable token."""
 _CALL_TIMEOUT_S = 60.0
-_LOAD_TIMEOUT_S = 600.0
 _END_TIMEOUT_S = 20.0
 _SETTLING_TURNS = 1000
 _NEEDED = (
@@ -101,90 +110,25 @@ def installed_sglang() -> str | None:
     return installed("sglang")
 
 
-def engine_environment(given: Mapping[str, str], *, on_cpu: bool, threads: int) -> dict[str, str]:
+def engine_environment(
+    given: Mapping[str, str], *, on_cpu: bool, threads: int, ranks: int = 1
+) -> dict[str, str]:
     """Return variables that SGLang and its processes read when they are imported; set ones stay."""
     # SGLang keeps some tokens of its context for itself; see `SglangSettings.engine_arguments`.
     wanted = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if on_cpu:
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
+        if ranks > 1:  # SGLang itself takes no more of them than the machine has memory nodes
+            wanted["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_by_rank(ranks)
     return {name: value for name, value in wanted.items() if name not in given}
 
 
-def run_scheduler(*arguments: Any) -> None:
-    """Run SGLang's scheduler with sluice's sampler; SGLang starts this process by its name."""
-    _install_sampler()
-    _install_hold()
-    importlib.import_module("sglang.srt.managers.scheduler").run_scheduler_process(*arguments)
-
-
-def run_detokenizer(*arguments: Any) -> None:
-    """Run SGLang's detokenizer; SGLang starts this process by its name."""
-    module: Any = importlib.import_module("sglang.srt.managers.detokenizer_manager")
-    module.run_detokenizer_process(*arguments)
-
-
-def _install_sampler() -> None:
-    """Register the sampler, and give every batch its samples' seeds and stop tokens.
-
-    SGLang itself fills seeds in only in its deterministic mode, which restricts the attention, and
-    it ignores stop tokens where it ignores the model's end tokens.
-    """
-    samplers: Any = importlib.import_module("sglang.srt.layers.sampler")
-    batches: Any = importlib.import_module("sglang.srt.sampling.sampling_batch_info")
-
-    def make() -> Any:
-        sampler = samplers.Sampler()
-        sampler.forward = _forward(sampler)
-        return sampler
-
-    def enter(info: Any, batch: Any, _: int) -> None:
-        for one in batch.reqs:
-            one.eos_token_ids = None  # only a request's stop tokens end it
-        seeds = [one.sampling_params.sampling_seed or 0 for one in batch.reqs]
-        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(
-            info.device, non_blocking=True
-        )
-
-    samplers.register_sampler_backend("pytorch", make)
-    batches.SamplingBatchInfo.adjusted_from_schedule_batch = enter
-
-
-def _install_hold() -> None:
-    """Make the scheduler hold tokens (`TokenHold`), and send them before it answers a heartbeat."""
-    streamers: Any = importlib.import_module(
-        "sglang.srt.managers.scheduler_components.output_streamer"
-    )
-    kind: Any = importlib.import_module("sglang.srt.managers.scheduler").Scheduler
-    send, answer = streamers.SchedulerOutputStreamer.stream_output, kind.get_internal_state
-    hold = TokenHold()
-
-    def stream(streamer: Any, samples: Any, *rest: Any, **more: Any) -> None:
-        if chosen := hold.choose(samples):
-            send(streamer, chosen, *rest, **more)
-
-    def beat(scheduler: Any, asked: Any) -> Any:
-        if held := held_samples(scheduler):
-            send(scheduler.output_streamer, held, True)
-        return answer(scheduler, asked)
-
-    streamers.SchedulerOutputStreamer.stream_output = stream
-    kind.get_internal_state = beat
-
-
-def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
-    def forward(output: Any, info: Any, return_logprob: bool, *rest: Any, **_: Any) -> torch.Tensor:
-        positions = rest[2]  # after SGLang's top_logprobs_nums and token_ids_logprobs
-        logits = sampler._preprocess_logits(output.next_token_logits, info)
-        uniform = uniform_rows(info.sampling_seed, positions)
-        most = info.max_top_k if info.need_top_k_sampling else None
-        tokens, logprobs = sample_rows(
-            logits, info.temperatures, info.top_ks, info.top_ps, most, uniform
-        )
-        if return_logprob:
-            output.next_token_logprobs = logprobs
-        return tokens.to(torch.int32)
-
-    return forward
+def _cores_by_rank(ranks: int) -> str:
+    """Return the cores of each rank as SGLang reads them; ranks share cores if these are few."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // ranks)
+    firsts = [rank * each % len(cores) for rank in range(ranks)]
+    return "|".join(",".join(map(str, cores[first : first + each])) for first in firsts)
 
 
 class SglangClient:
@@ -193,13 +137,23 @@ class SglangClient:
     Args:
         arguments: of SGLang's engine, by its own names.
         on_death: called in that loop when a process of SGLang ends.
+        ranks: scheduler processes, which share the model.
+        recomputes: caches of running samples are recomputed at updates of weights.
 
     Raises:
         ConfigError: SGLang cannot be imported, or refuses the arguments.
         EngineError: it did not start.
     """
 
-    def __init__(self, arguments: Mapping[str, object], on_death: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        arguments: Mapping[str, object],
+        on_death: Callable[[], None],
+        *,
+        ranks: int = 1,
+        recomputes: bool = False,
+    ) -> None:
+        self._recomputes = recomputes
         try:
             engines: Any = importlib.import_module("sglang.srt.entrypoints.engine")
             self._requests: Any = importlib.import_module("sglang.srt.managers.io_struct")
@@ -213,9 +167,11 @@ class SglangClient:
         refuse_unknown("SGLang", self.version, arguments, known)
         before = set(multiprocessing.active_children())
         sockets = _sockets()
+        self._schedulers = SchedulerCalls(ranks)
         try:
-            self._engine: Any = _start(engines, arguments)
+            self._engine: Any = _start(engines, arguments, self._schedulers)
         except Exception as error:
+            self._schedulers.close()
             _end(_children_since(before))
             _close(_sockets() - sockets)
             kind = ConfigError if isinstance(error, ValueError | TypeError) else EngineError
@@ -244,6 +200,10 @@ class SglangClient:
     def _unwatch(self) -> None:
         for one in self._processes:
             self._loop.remove_reader(one.sentinel)
+
+    async def open(self) -> None:
+        """Begin to call the schedulers; do it once, before `call_workers`."""
+        await self._schedulers.open()
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -349,27 +309,29 @@ class SglangClient:
         (load,) = await self._answer(self._manager.get_loads(), "a question", _CALL_TIMEOUT_S)
         return int(load.num_running_reqs)
 
-    async def load(self, folder: str, version: int, *, flush: bool) -> None:
-        """Make the model compute with a checkpoint; call it during a pause.
-
-        Args:
-            folder: holds the weights, as safetensors.
-            version: of tokens that are sampled from here on.
-            flush: forget all caches; only if the pause retracted what runs.
+    async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
+        """Return the result of a method of each scheduler's `SchedulerWorker`, by rank.
 
         Raises:
-            EngineError: it failed; the model may be a mixture of versions.
+            EngineError: a process did not answer in time, or has ended.
         """
+        called = self._schedulers.call(method, arguments)
+        if method == "sluice_apply":
+            called = self._loaded(called, str(arguments[0]))
+        return list(await self._answer(called, method, timeout_s))
+
+    async def _loaded(
+        self, called: Coroutine[Any, Any, list[object]], version: str
+    ) -> list[object]:
+        """Return the answers to a call that the schedulers' loops do for a request of SGLang's."""
         update = self._requests.UpdateWeightFromDiskReqInput(
-            model_path=folder,
-            load_format="safetensors",
-            flush_cache=flush,
-            weight_version=str(version),
+            model_path="", flush_cache=self._recomputes, weight_version=version
         )
-        loading = self._manager.update_weights_from_disk(update, None)
-        success, message, *_ = await self._answer(loading, "loading weights", _LOAD_TIMEOUT_S)
-        if not success:
-            raise EngineError(f"SGLang: loading version {version} failed: {message}")
+        async with asyncio.TaskGroup() as tasks:
+            answers = tasks.create_task(called)
+            # What its answer says of the first rank is among `answers`.
+            await self._manager.update_weights_from_disk(update, None)
+        return answers.result()
 
     async def flush(self) -> None:
         """Forget all caches; call it during a pause that retracted what ran.
@@ -399,7 +361,8 @@ class SglangClient:
             why = "one of its processes has ended" if self._is_broken else f"{timeout_s:g} s"
             raise EngineError(f"SGLang: no answer to {what} ({why})") from error
         except Exception as error:
-            raise EngineError(f"SGLang: {what} failed: {error!r}") from error
+            cause = leaves(error)[0] if isinstance(error, ExceptionGroup) else error
+            raise EngineError(f"SGLang: {what} failed: {cause!r}") from error
         finally:
             self._deadlines.discard(deadline)
 
@@ -413,16 +376,17 @@ class SglangClient:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
+        self._schedulers.close()
         await asyncio.to_thread(_end, self._processes)
         _close(self._sockets)
 
 
-def _start(engines: Any, arguments: Mapping[str, object]) -> Any:
+def _start(engines: Any, arguments: Mapping[str, object], schedulers: SchedulerCalls) -> Any:
     missing = [name for name in _NEEDED if not hasattr(engines.TokenizerManager, name)]
     if missing:
         raise TypeError(f"it has no {', '.join(missing)}; install 0.5.23")
     processes = {
-        "run_scheduler_process_func": staticmethod(run_scheduler),
+        "run_scheduler_process_func": staticmethod(partial(run_scheduler, schedulers.theirs)),
         "run_detokenizer_process_func": staticmethod(run_detokenizer),
     }
     kind: Any = type("Engine", (engines.Engine,), processes)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import torch
 from transformers import AutoConfig
@@ -23,10 +23,12 @@ from services.rollout.engines.sglang.settings import SglangSettings
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
+from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin
 from sluice.device.select import select_device
 from sluice.errors import ConfigError, EngineError
 
 _log = logging.getLogger(__name__)
+_CLOSE_TIMEOUT_S = 20.0
 
 
 class SglangCore(VendorCore):
@@ -36,7 +38,7 @@ class SglangCore(VendorCore):
     first_goes_ahead = True
 
     def __init__(self, layout: CheckpointLayout, settings: SglangSettings) -> None:
-        super().__init__(layout, settings.max_model_len)
+        super().__init__(layout, settings.max_model_len, WeightWorkers(self, self.name))
         self.client: SglangClient
         self._settings = settings
         self._swaps = 0
@@ -66,12 +68,41 @@ class SglangCore(VendorCore):
         )
         core = cls(described.layout, settings)
         os.environ |= engine_environment(
-            os.environ, on_cpu=kind == "cpu", threads=settings.torch_threads
+            os.environ,
+            on_cpu=kind == "cpu",
+            threads=settings.torch_threads,
+            ranks=settings.workers,
         )
         own_processes(os.environ)
-        core.client = SglangClient(settings.engine_arguments(kind), core._note_death)
+        core.client = SglangClient(
+            settings.engine_arguments(kind),
+            core._note_death,
+            ranks=settings.workers,
+            recomputes=settings.recompute_kv,
+        )
         _log.info("SGLang %s runs on %s", core.client.version, device.name)
+        try:
+            await core.client.open()
+            await core.workers.begin(core._begin(kind))
+        except BaseException:  # its processes end with this one only, and this one may live on
+            await core.client.close()
+            raise
         return core
+
+    def _begin(self, kind: str) -> WorkerBegin:
+        return WorkerBegin(
+            device=kind,
+            backend=self._settings.weights_backend,
+            shapes={spec.name: spec.shape for spec in self.layout.tensors},
+            model_path=self._settings.model_path,
+            trust_remote_code=self._settings.trust_remote_code,
+        )
+
+    async def call_workers(
+        self, method: str, *arguments: object, timeout_s: float
+    ) -> Sequence[object]:
+        """Return the result of a method of each scheduler's `SchedulerWorker`, by rank."""
+        return await self.client.call_workers(method, *arguments, timeout_s=timeout_s)
 
     def _note_death(self) -> None:
         self._break(EngineError("a process of SGLang has ended; restart the replica"))
@@ -104,36 +135,32 @@ class SglangCore(VendorCore):
         """Wait for an answer of SGLang's scheduler."""
         await self.client.heartbeat(timeout_s)
 
-    async def swap(self, folder: str, version: int, digest: str) -> float:
-        """Make the model compute with a checkpoint; return the seconds without a token.
+    async def swap(self, version: int, digest: str) -> float:
+        """Make the model compute with the staged weights; return the seconds without a token.
 
         Raises:
-            EngineError: the model could not take it, or SGLang does not resume; the engine is
-                broken.
+            WeightSyncError: something else is staged, or nothing; the old weights stay.
+            EngineError: the model could not take the weights, or SGLang does not resume; the engine
+                is broken.
         """
         async with self._swapping:
             self._check_works()
             if (self.version, self.digest) == (version, digest):
                 return 0.0
+            # Before the pause: a refusal must not cost any sampling.
+            await self.workers.check_staged(version, digest)
             started = time.perf_counter()
             self._may_sample.clear()
             try:
                 await self.client.pause(retract=self._settings.recompute_kv)
-                await self._take(folder, version, digest)
+                await self._take(version, digest)
             finally:
                 if self._broken is None and not self._is_paused:
                     await self._resume_after_swap(self.client.resume(), version)
                     self._may_sample.set()
             return time.perf_counter() - started
 
-    async def _take(self, folder: str, version: int, digest: str) -> None:
-        try:
-            await self.client.load(folder, version, flush=self._settings.recompute_kv)
-        except EngineError as error:
-            broken = EngineError(f"{error}; restart the replica")
-            self._break(broken)
-            raise broken from error
-        self.version, self.digest = version, digest
+    async def _note_weights(self, _version: int) -> None:
         self._swaps += 1  # a new salt: the cache of the old weights must not serve the new ones
 
     async def pause(self, mode: PauseMode) -> None:
@@ -186,7 +213,13 @@ class SglangCore(VendorCore):
         """End what runs, deliver it, and end SGLang's processes."""
         for run in self._runs:
             run.give_up()
-        await self.client.close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self.workers.close()
+        except (TimeoutError, EngineError) as error:
+            _log.warning("SGLang did not end in order: %r", error)
+        finally:
+            await self.client.close()
 
 
 def _check_context(settings: SglangSettings) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.rollout.engines.vendor.settings import VendorSettings, with_engine_kwargs
+import msgspec
+
+from services.rollout.engines.vendor.settings import VendorSettings, check_sizes, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
-from sluice.errors import ConfigError
 
 _RESERVED_TOKENS = 8
 """SGLang refuses prompts that come within 6 tokens of the end of its context."""
@@ -38,6 +39,11 @@ _OURS: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True)
 class SglangSettings(VendorSettings):
     """Settings of one `SglangEngine`."""
+
+    @property
+    def workers(self) -> int:
+        """Scheduler processes that hold a share of the model, each on a device of its own."""
+        return msgspec.convert(self.arguments.get("tp_size", 1), int)
 
     def engine_arguments(self, device_type: str) -> dict[str, object]:
         """Return all arguments of SGLang's engine, `arguments` last.
@@ -86,11 +92,11 @@ def sglang_settings(config: RunConfig) -> SglangSettings:
     """Return the part of a run configuration that concerns this engine.
 
     Raises:
-        ConfigError: engine_kwargs.sglang is no mapping or sets what another key decides, or one
-            replica would take more than one device.
+        ConfigError: engine_kwargs.sglang is no mapping or sets what another key decides, or
+            parallel sizes that a replica cannot have.
     """
     rollout = config.actor_rollout_ref.rollout
-    _one_device(rollout)
+    check_sizes(rollout, "SGLang")
     deterministic = bool(config.sluice.rollout.batch_invariant)
     return SglangSettings.of(config, arguments=_arguments(rollout, deterministic=deterministic))
 
@@ -113,13 +119,3 @@ def _arguments(rollout: RolloutConfig, *, deterministic: bool) -> dict[str, obje
         "enable_deterministic_inference": deterministic or None,
     }
     return with_engine_kwargs(arguments, rollout, "SGLang", _OURS)
-
-
-def _one_device(rollout: RolloutConfig) -> None:
-    devices = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    if devices > 1:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout: tensor_model_parallel_size * data_parallel_size = "
-            f"{devices} with name=sglang; it was never run on more than one device: set both to 1 "
-            "and start more replicas"
-        )

@@ -11,6 +11,7 @@ On shutdown: what runs is aborted and delivered, then the vendor's processes end
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Coroutine
 from typing import Any
 
@@ -26,7 +27,8 @@ from services.rollout.engines.vendor.request import (
     VendorSample,
     VersionSpans,
 )
-from sluice.errors import EngineError
+from services.rollout.engines.vendor.weight_workers import WeightWorkers
+from sluice.errors import EngineError, WeightSyncError
 
 
 class VendorCore(EngineCore[RequestRun], Vendor):
@@ -35,6 +37,7 @@ class VendorCore(EngineCore[RequestRun], Vendor):
     Args:
         layout: of the model's checkpoint.
         max_model_len: prompt plus response tokens of a sample.
+        workers: receive the weights, and load them into the model.
     """
 
     slots_may_wait = True
@@ -44,8 +47,11 @@ class VendorCore(EngineCore[RequestRun], Vendor):
     generated_tokens: int = 0
     prefilled_tokens: int = 0
 
-    def __init__(self, layout: CheckpointLayout, max_model_len: int) -> None:
+    def __init__(
+        self, layout: CheckpointLayout, max_model_len: int, workers: WeightWorkers
+    ) -> None:
         super().__init__(layout)
+        self.workers = workers
         self.limits = ModelLimits(max_model_len, layout.eos_token_ids)
         self._runs: set[RequestRun] = set()
         self._idle = asyncio.Event()
@@ -133,6 +139,35 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         """Wait until no swap is under way."""
         async with self._swapping:
             self._check_works()
+
+    @abstractmethod
+    async def swap(self, version: int, digest: str) -> float:
+        """Make the model compute with the staged weights; return the seconds without a token.
+
+        Raises:
+            WeightSyncError: something else is staged, or nothing; the old weights stay.
+            EngineError: the model could not take the weights, or the vendor's engine does not
+                resume; the engine is broken.
+        """
+
+    async def _take(self, version: int, digest: str) -> None:
+        """Load the staged weights during a pause; see `swap`."""
+        try:
+            await self.workers.apply(version, digest)
+            await self._note_weights(version)
+        except WeightSyncError:  # no worker has it: the old weights stay
+            raise
+        except BaseException as error:
+            if isinstance(error, EngineError):
+                self._break(error)
+            else:
+                failure = f"{self.name}: taking version {version} failed ({error!r})"
+                self._break(EngineError(f"{failure}; restart the replica"))
+            raise
+        self.version, self.digest = version, digest
+
+    async def _note_weights(self, version: int) -> None:
+        """Prepare for the samples of weights that the model has taken."""
 
     async def _resume_after_swap(self, resuming: Coroutine[Any, Any, None], version: int) -> None:
         """Resume; an engine that stayed paused would take new samples and never end them."""

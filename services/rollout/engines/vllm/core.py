@@ -19,6 +19,7 @@ from services.rollout.engines.protocol import GenerationRequest, PauseMode
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
+from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin
 from services.rollout.engines.vllm.client import PromptInputs, VllmClient, engine_environment
 from services.rollout.engines.vllm.settings import (
     VllmSettings,
@@ -27,9 +28,8 @@ from services.rollout.engines.vllm.settings import (
     visible_environment,
 )
 from services.rollout.engines.vllm.worker_features import runner_environment
-from services.rollout.engines.vllm.workers import VllmWorkers, WorkerBegin
 from sluice.device.select import select_device
-from sluice.errors import EngineError, WeightSyncError
+from sluice.errors import EngineError
 from sluice.vision.image_prompts import ImagePromptReader
 
 _log = logging.getLogger(__name__)
@@ -59,11 +59,10 @@ class VllmCore(VendorCore):
         settings: VllmSettings,
         image_prompts: ImagePromptReader | None = None,
     ) -> None:
-        super().__init__(layout, settings.max_model_len)
+        super().__init__(layout, settings.max_model_len, WeightWorkers(client, self.name))
         self.image_prompts = image_prompts
         self._client = client
         self._settings = settings
-        self.workers = VllmWorkers(client)
         self._settled = asyncio.Event()
         self._settled.set()
         self._is_closing = False
@@ -208,22 +207,10 @@ class VllmCore(VendorCore):
             await self._client.resume()
             self._is_paused = False
 
-    async def _take(self, version: int, digest: str) -> None:
-        try:
-            # In this order: until the tag, vLLM labels tokens with the old version.
-            await self.workers.apply(version, digest)
-            await self._client.forget_encoded_images()
-            await self._client.tag_version(str(version))
-        except WeightSyncError:  # no worker has it: the old weights stay
-            raise
-        except BaseException as error:
-            if isinstance(error, EngineError):
-                self._break(error)
-            else:
-                failure = f"vLLM: taking version {version} failed ({error!r}); restart the replica"
-                self._break(EngineError(failure))
-            raise
-        self.version, self.digest = version, digest
+    async def _note_weights(self, version: int) -> None:
+        # In this order: until the tag, vLLM labels tokens with the old version.
+        await self._client.forget_encoded_images()
+        await self._client.tag_version(str(version))
 
     async def close(self) -> None:
         """Abort what runs, deliver it, and end vLLM's processes."""

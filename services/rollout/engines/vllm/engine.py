@@ -1,22 +1,20 @@
 """vLLM behind the engine Protocol.
 
 vLLM's client runs in the thread of the engine; vLLM's engine and workers are processes, and
-`vllm.worker` brings the weights into them. This module is what the
+`vllm.worker_extension` brings the weights into them. This module is what the
 service's event loop sees of them.
 """
 
 from __future__ import annotations
 
-from services.rollout.engines.protocol import GenerationRequest, StagedVersion
-from services.rollout.engines.threaded_engine import ThreadedEngine
+from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.vendor.engine import VendorEngine
 from services.rollout.engines.vendor.request import PromptImages
 from services.rollout.engines.vllm.client import installed_vllm, read_images
 from services.rollout.engines.vllm.core import VllmCore
 from services.rollout.engines.vllm.settings import VllmSettings, vllm_settings
-from services.rollout.engines.weight_inbox import check_epoch
 from sluice.config.run import RunConfig
 from sluice.errors import MissingPackageError
-from sluice.types import TransferGroupSpec
 
 _STEP_TIMEOUT_S = 60.0
 
@@ -36,7 +34,7 @@ def create(config: RunConfig) -> VllmEngine:
     return VllmEngine(vllm_settings(config))
 
 
-class VllmEngine(ThreadedEngine[VllmCore]):
+class VllmEngine(VendorEngine[VllmCore]):
     """See `services.rollout.engines.protocol.Engine`.
 
     A sample that is continued gets other random numbers than it would have had without the break:
@@ -46,7 +44,6 @@ class VllmEngine(ThreadedEngine[VllmCore]):
     def __init__(self, settings: VllmSettings) -> None:
         super().__init__("vLLM", settings)
         self._settings = settings
-        self._epoch: int | None = None
 
     async def samples_in_workers(self) -> int:
         """Return the number of samples that vLLM's workers hold since their last step."""
@@ -62,11 +59,6 @@ class VllmEngine(ThreadedEngine[VllmCore]):
         """Start vLLM without weights. Raises ConfigError for a path that holds no model."""
         await self._build(VllmCore.build(self._settings))
 
-    async def stop(self) -> None:
-        """Abort what runs and free everything. Repeating it is harmless."""
-        self._epoch = None
-        await super().stop()
-
     async def _read_images(self, request: GenerationRequest) -> PromptImages | None:
         if not request.images:
             return None
@@ -74,30 +66,3 @@ class VllmEngine(ThreadedEngine[VllmCore]):
         return await self._image_turn.read(
             len(request.sample_indexes), lambda: read_images(request, reader)
         )
-
-    async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
-        thread, core = self._in_thread()
-        self._epoch = spec.epoch
-        return await thread.call(core.workers.join(spec), f"joining epoch {spec.epoch}")
-
-    async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive one version into staging memory while sampling continues."""
-        thread, core = self._in_thread()
-        phase = f"staging version {version}"
-        check_epoch(epoch, self._epoch, phase)
-        staged = await thread.call(core.workers.stage(version), phase)
-        check_epoch(epoch, self._epoch, phase)
-        return staged
-
-    async def _swap(self, epoch: int, version: int, digest: str) -> float:
-        thread, core = self._in_thread()
-        check_epoch(epoch, self._epoch, f"committing version {version}")
-        return await self._completed(thread.begin(core.swap(version, digest)))
-
-    async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard the staged weights and leave the group. Idempotent."""
-        if epoch == self._epoch:
-            self._epoch = None
-            thread, core = self._in_thread()
-            await thread.call(core.workers.abort(reason), "leaving the transfer group")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.rollout.engines.vendor.settings import VendorSettings, with_engine_kwargs
+from services.rollout.engines.vendor.settings import VendorSettings, check_sizes, with_engine_kwargs
 from sluice.config.derived import replays_engine_routing
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
@@ -30,7 +30,7 @@ _REFUSED: Mapping[str, str] = {
     "kv_transfer_config": "a replica prefills and decodes on its own",
 }
 """Arguments of vLLM that engine_kwargs must leave alone on an NPU, and why."""
-WORKER_EXTENSION = "services.rollout.engines.vllm.worker.WeightWorker"
+WORKER_EXTENSION = "services.rollout.engines.vllm.worker_extension.VllmWorker"
 _OURS: Mapping[str, str] = {
     "model": "set actor_rollout_ref.model.path",
     "dtype": "set actor_rollout_ref.rollout.dtype",
@@ -234,7 +234,7 @@ def vllm_settings(config: RunConfig) -> VllmSettings:
             sizes that a replica cannot have.
     """
     rollout = config.actor_rollout_ref.rollout
-    _check_sizes(rollout)
+    check_sizes(rollout, "vLLM")
     return VllmSettings.of(
         config,
         arguments=_arguments(rollout),
@@ -277,21 +277,4 @@ def _refuse_routing(arguments: Mapping[str, object]) -> None:
         raise ConfigError(
             "actor_rollout_ref.actor.router_replay.mode=R3 with vLLM on the CPU, where it does not "
             "return the experts of its tokens; set actor_rollout_ref.rollout.name=torch, or R2"
-        )
-
-
-def _check_sizes(rollout: RolloutConfig) -> None:
-    """Refuse sizes that one engine cannot have; its workers share experts like everything else."""
-    section = "actor_rollout_ref.rollout"
-    if rollout.data_parallel_size > 1:
-        raise ConfigError(
-            f"{section}.data_parallel_size = {rollout.data_parallel_size} with name=vllm: a "
-            "replica is one engine; set it to 1 and start more replicas "
-            "(sluice.rollout.replicas)"
-        )
-    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
-    if ep not in (1, tp):
-        raise ConfigError(
-            f"{section}.expert_parallel_size = {ep}: vLLM shares experts among all of a replica's "
-            f"{tp} workers, or among none; set it to 1 or to tensor_model_parallel_size = {tp}"
         )

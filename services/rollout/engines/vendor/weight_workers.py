@@ -1,7 +1,7 @@
-"""The workers of one vLLM engine as one receiver of weights: all of them have a version, or none.
+"""The workers of one engine as one receiver of weights: all of them have a version, or none.
 
-Each worker is a rank of the transfer group, and receives and proves every weight whole; vLLM's
-loader cuts out the worker's share when the model takes it.
+Each worker is a rank of the transfer group, and receives and proves every weight whole; the
+vendor's loader cuts out the worker's share when the model takes it.
 
 Consumes: answers of each worker, by rank. Produces: one outcome for the replica.
 Waits for: the workers' threads, by polling.
@@ -43,7 +43,7 @@ class WorkerBegin(msgspec.Struct, frozen=True, kw_only=True):
     """The first message to a worker.
 
     Attributes:
-        device: kind of device that vLLM computes on; each worker has one of its own.
+        device: kind of device that the vendor computes on; each worker has one of its own.
         backend: collectives that bring weights; ``None`` is the device's own.
         shapes: of the weights, by the names they arrive under.
         model_path: directory with a Hugging Face configuration.
@@ -58,7 +58,7 @@ class WorkerBegin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerCalls(Protocol):
-    """A call of a method of `worker.WeightWorker` in every worker."""
+    """A call of a method of `weight_worker.WeightWorker` in every worker."""
 
     async def call_workers(
         self, method: str, *arguments: object, timeout_s: float
@@ -67,17 +67,23 @@ class WorkerCalls(Protocol):
         ...
 
 
-class VllmWorkers:
-    """All workers of one engine; see the module."""
+class WeightWorkers:
+    """All workers of one engine; see the module.
 
-    def __init__(self, calls: WorkerCalls) -> None:
+    Args:
+        vendor: the engine's name, for errors.
+    """
+
+    def __init__(self, calls: WorkerCalls, vendor: str) -> None:
         self._calls = calls
+        self._vendor = vendor
 
     async def begin(self, reported: WorkerBegin) -> None:
         """Prepare every worker.
 
         Raises:
-            ConfigError: this version of vLLM lacks what a worker needs, or there is no such model.
+            ConfigError: this version of the engine lacks what a worker needs, or there is no such
+                model.
         """
         for failure in _errors(await self._call("sluice_begin", msgspec.json.encode(reported))):
             raise ConfigError(str(failure["error"]))
@@ -158,8 +164,8 @@ class VllmWorkers:
         # A worker that took the weights cannot give them back.
         if any("broken" in one for one in failures) or 0 < len(failures) < len(answers):
             raise EngineError(
-                f"vLLM: loading version {version} failed half-way ({failures[0]['error']}); "
-                "restart the replica"
+                f"{self._vendor}: loading version {version} failed half-way "
+                f"({failures[0]['error']}); restart the replica"
             )
         _check(answers, phase)
 

@@ -1,63 +1,44 @@
-"""What sluice adds to each vLLM worker process: receive weights, check them, and load them into the
-model. vLLM imports this module by name in its own processes.
+"""What sluice adds to each process that computes for a vendor's engine: receive weights, check
+them, and load them into the model.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from typing import Any, TypeGuard, cast
+from typing import Protocol, TypeGuard, cast
 
 import msgspec
 import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.protocol import StagedVersion
-from services.rollout.engines.vendor.owner_watch import end_with_owner
-from services.rollout.engines.vllm.worker_features import WorkerFeatures, dummy_loader
-from services.rollout.engines.vllm.workers import WorkerBegin
+from services.rollout.engines.vendor.weight_workers import WorkerBegin
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.select import transfer_device
 from sluice.errors import ConfigError, SluiceError, WeightSyncError
 from sluice.types import TransferGroupSpec
 
-_MARK = "sluice_keeps_buffers"
 _Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 Outcome = dict[str, object]
 _SENDER = "trainer"
 
 
-def keep_buffers() -> None:
-    """Make vLLM's dummy loader leave buffers as they were; call it before a model is loaded.
+class ModelLoader(Protocol):
+    """The vendor's model in one of its processes."""
 
-    Do nothing a second time, nor without that loader; `WorkerFeatures` refuses such a vLLM.
-    """
-    loader = dummy_loader()
-    if loader is None or hasattr(loader, _MARK):
-        return
-    original = loader.load_weights
-
-    @functools.wraps(original)
-    def load_weights(self: Any, model: Any, model_config: Any) -> None:  # noqa: ANN401 - vLLM's
-        made = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        original(self, model, model_config)
-        for name, buffer in model.named_buffers():
-            kept = made.get(name)
-            if kept is not None and kept.shape == buffer.shape and kept.device == buffer.device:
-                buffer.data.copy_(kept)
-
-    loader.load_weights = load_weights
-    setattr(loader, _MARK, True)
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights of the model, given by their names in a checkpoint."""
+        ...
 
 
 class CheckpointNames:
-    """The names of one model's weights in its checkpoint's files, which vLLM's loader knows.
+    """The names of one model's weights in its checkpoint's files, which vendors' loaders know.
 
     A model in memory may hold as one tensor what its checkpoint splits (the experts of a layer), or
     under another name; the trainer sends what the model in memory has. Transformers knows the
@@ -93,8 +74,8 @@ def _revert_weight_conversion() -> _Revert:
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             "transformers has no core_model_loading.revert_weight_conversion, which gives "
-            "vLLM's workers weights by their checkpoint's names; install transformers 5.19 (this "
-            "adapter was run with it)"
+            "the engine's workers weights by their checkpoint's names; install transformers 5.19 "
+            "(sluice was run with it)"
         ) from error
 
 
@@ -114,38 +95,37 @@ def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpe
     return replace(spec, rank=spec.rank + worker_rank, ranks=1)
 
 
-# vLLM imports this file before it loads the model, and calls nothing before that.
-keep_buffers()
-end_with_owner(with_parent=True)  # vLLM's engine process may not have imported anything of ours
-
-
 class WeightWorker:
-    """Methods for vLLM's ``worker_extension_cls``, called by name with plain values.
+    """Methods that `weight_workers.WeightWorkers` calls by name, with plain values.
 
     The worker's loop samples the tokens. No method blocks it but `sluice_apply`, which is called
     while nothing is sampled.
     """
 
-    sluice_features: WorkerFeatures | None = None
+    sluice_features: ModelLoader | None = None
     sluice_inbox: WeightInbox | None = None
     sluice_call: Future[str] | Future[StagedVersion] | None = None
     sluice_names: CheckpointNames | None = None
     rank: int
     device: torch.device | None
 
+    def sluice_find_features(self) -> ModelLoader:
+        """Return the vendor's model here.
+
+        Raises:
+            ConfigError: this version of the vendor's engine lacks what is needed.
+        """
+        raise NotImplementedError
+
     def sluice_begin(self, begin: bytes) -> Outcome:
         """Prepare for weights; `begin` is a `WorkerBegin`, JSON.
 
         Returns:
-            Nothing; or `error` and `kind`, for example if this vLLM lacks a feature that sluice
-            needs.
+            Nothing; or `error` and `kind`, for example if this version of the vendor's engine lacks
+            a feature that sluice needs.
         """
         reported = msgspec.json.decode(begin, type=WorkerBegin)
         return _answered(lambda: _begin(self, reported))
-
-    def sluice_pulse(self) -> int:
-        """Return the samples held since the last step; answered in the engine's loop."""
-        return _features(self).num_samples()
 
     def sluice_process(self) -> int:
         """Return the id of this worker's process."""
@@ -224,7 +204,7 @@ class WeightWorker:
 
 
 def _begin(worker: WeightWorker, reported: WorkerBegin) -> None:
-    worker.sluice_features = WorkerFeatures(worker)
+    worker.sluice_features = worker.sluice_find_features()
     wire = transfer_device(_own_device(reported.device, worker.device), reported.backend)
     worker.sluice_names = CheckpointNames(
         reported.model_path, trust_remote_code=reported.trust_remote_code
@@ -232,7 +212,7 @@ def _begin(worker: WeightWorker, reported: WorkerBegin) -> None:
     worker.sluice_inbox = WeightInbox(wire, reported.shapes)
 
 
-def _features(worker: WeightWorker) -> WorkerFeatures:
+def _features(worker: WeightWorker) -> ModelLoader:
     if worker.sluice_features is None:
         raise RuntimeError("sluice_begin was not called")
     return worker.sluice_features

@@ -1,0 +1,234 @@
+"""What sluice adds to each of SGLang's scheduler processes: a sampler, a hold of tokens, weights.
+
+Works with SGLang 0.5.23, as `client`.
+
+A process has a thread that answers the replica's calls. Weights arrive in a thread of their own;
+the scheduler's loop loads them between two steps, when SGLang's own request for new weights
+reaches it: all ranks get that request in the same order as pauses and samples.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from services.rollout.engines.sglang.held_tokens import TokenHold, held_samples
+from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
+from services.rollout.engines.sglang.scheduler_calls import serve_calls
+from services.rollout.engines.vendor.weight_worker import Outcome, WeightWorker
+from sluice.errors import ConfigError
+
+# Types are checked without SGLang: its values have none here.
+# ruff: noqa: ANN401
+
+_APPLY = "sluice_apply"
+_CALL_TIMEOUT_S = 60.0
+_RANK = 3
+"""Place of the rank among the arguments of SGLang's scheduler process."""
+
+
+def run_scheduler(sockets: Sequence[socket.socket], *arguments: Any) -> None:
+    """Run SGLang's scheduler with what sluice adds; SGLang starts this process by its name.
+
+    Args:
+        sockets: of all ranks; see `SchedulerCalls`.
+        arguments: SGLang's own.
+    """
+    rank = int(arguments[_RANK])
+    for place, one in enumerate(sockets):
+        if place != rank:
+            one.close()
+    _install_sampler()
+    _install_hold()
+    _install_weights(rank, sockets[rank])
+    importlib.import_module("sglang.srt.managers.scheduler").run_scheduler_process(*arguments)
+
+
+def run_detokenizer(*arguments: Any) -> None:
+    """Run SGLang's detokenizer; SGLang starts this process by its name."""
+    module: Any = importlib.import_module("sglang.srt.managers.detokenizer_manager")
+    module.run_detokenizer_process(*arguments)
+
+
+class SchedulerModel:
+    """The model of one scheduler process.
+
+    Args:
+        runner: SGLang's model runner.
+
+    Raises:
+        ConfigError: it lacks something; the message names it.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        loading: Any = importlib.import_module("sglang.srt.model_loader.loader")
+        self._loader = getattr(loading, "DefaultModelLoader", None)
+        needed = ("restore_weights_before_loading", "load_weights_and_postprocess")
+        missing = [name for name in needed if not hasattr(self._loader, name)]
+        missing += [
+            name for name in ("model", "device", "model_config") if not hasattr(runner, name)
+        ]
+        if missing:
+            raise ConfigError(f"SGLang has no {', '.join(missing)}; install 0.5.23")
+        self._runner = runner
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights, in the way that SGLang reads a checkpoint."""
+        module: Any = importlib.import_module("sglang.srt.model_loader.utils")
+        loader: Any = self._loader
+        model, device = self._runner.model, torch.device(self._runner.device)
+        with module.set_default_torch_dtype(self._runner.model_config.dtype):
+            loader.restore_weights_before_loading(model, device)
+            loader.load_weights_and_postprocess(model, weights, device)
+
+
+class SchedulerWorker(WeightWorker):
+    """Receives weights in one scheduler process.
+
+    One thread answers the replica's calls. `take` is called by the scheduler's loop.
+
+    Args:
+        rank: of tensor parallelism.
+        runner: SGLang's model runner.
+    """
+
+    def __init__(self, rank: int, runner: Any) -> None:
+        self.rank = rank
+        kind = str(runner.device)
+        self.device = torch.device("cpu" if kind == "cpu" else f"{kind}:{runner.gpu_id}")
+        self._runner = runner
+        self._loads: queue.SimpleQueue[tuple[list[Any], Future[Outcome]]] = queue.SimpleQueue()
+
+    def sluice_find_features(self) -> SchedulerModel:
+        """Return SGLang's model here. Raises ConfigError if this version lacks what is needed."""
+        return SchedulerModel(self._runner)
+
+    def answer(self, method: str, arguments: list[object]) -> object:
+        """Answer one call; a load is done by the scheduler's loop."""
+        if method != _APPLY:
+            return getattr(self, method)(*arguments)
+        done: Future[Outcome] = Future()
+        self._loads.put((arguments, done))
+        return done.result()
+
+    def take(self, finish: Callable[[], str | None]) -> str | None:
+        """Load the weights that the replica calls for; return what went wrong.
+
+        The call may come a little later than SGLang's request.
+
+        Args:
+            finish: adopts the weights in the scheduler; returns what went wrong.
+        """
+        try:
+            arguments, done = self._loads.get(timeout=_CALL_TIMEOUT_S)
+        except queue.Empty:
+            return f"no call for new weights came within {_CALL_TIMEOUT_S:g} s"
+        outcome = self.sluice_apply(*arguments)
+        if "error" not in outcome and (failure := finish()) is not None:
+            outcome = {"error": failure, "kind": "EngineError", "broken": True}
+        done.set_result(outcome)
+        return str(outcome["error"]) if "error" in outcome else None
+
+
+def _install_weights(rank: int, own: socket.socket) -> None:
+    """Answer the replica's calls once the scheduler runs; give new weights to SGLang's request."""
+    managers: Any = importlib.import_module(
+        "sglang.srt.managers.scheduler_components.weight_updater"
+    )
+    outputs: Any = importlib.import_module("sglang.srt.managers.io_struct")
+    kind: Any = importlib.import_module("sglang.srt.managers.scheduler").Scheduler
+    run = kind.run_event_loop
+    workers: list[SchedulerWorker] = []
+
+    def begin(scheduler: Any) -> None:
+        worker = SchedulerWorker(rank, scheduler.tp_worker.model_runner)
+        workers.append(worker)
+        threading.Thread(
+            target=serve_calls, args=(own, worker.answer), name="sluice-calls", daemon=True
+        ).start()
+        run(scheduler)
+
+    def update(manager: Any, asked: Any) -> Any:
+        def finish() -> str | None:
+            manager.record_weight_version_after_update(asked.weight_version)
+            flushed, message = manager.flush_cache_after_weight_update(asked, True, "")
+            return None if flushed else str(message)
+
+        failure = workers[0].take(finish)
+        return outputs.UpdateWeightFromDiskReqOutput(
+            success=failure is None, message=failure or "", num_paused_requests=0
+        )
+
+    kind.run_event_loop = begin
+    managers.SchedulerWeightUpdaterManager.update_weights_from_disk = update
+
+
+def _install_sampler() -> None:
+    """Register the sampler, and give every batch its samples' seeds and stop tokens.
+
+    SGLang itself fills seeds in only in its deterministic mode, which restricts the attention, and
+    it ignores stop tokens where it ignores the model's end tokens.
+    """
+    samplers: Any = importlib.import_module("sglang.srt.layers.sampler")
+    batches: Any = importlib.import_module("sglang.srt.sampling.sampling_batch_info")
+
+    def make() -> Any:
+        sampler = samplers.Sampler()
+        sampler.forward = _forward(sampler)
+        return sampler
+
+    def enter(info: Any, batch: Any, _: int) -> None:
+        for one in batch.reqs:
+            one.eos_token_ids = None  # only a request's stop tokens end it
+        seeds = [one.sampling_params.sampling_seed or 0 for one in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(
+            info.device, non_blocking=True
+        )
+
+    samplers.register_sampler_backend("pytorch", make)
+    batches.SamplingBatchInfo.adjusted_from_schedule_batch = enter
+
+
+def _install_hold() -> None:
+    """Make the scheduler hold tokens (`TokenHold`), and send them before it answers a heartbeat."""
+    streamers: Any = importlib.import_module(
+        "sglang.srt.managers.scheduler_components.output_streamer"
+    )
+    kind: Any = importlib.import_module("sglang.srt.managers.scheduler").Scheduler
+    send, answer = streamers.SchedulerOutputStreamer.stream_output, kind.get_internal_state
+    hold = TokenHold()
+
+    def stream(streamer: Any, samples: Any, *rest: Any, **more: Any) -> None:
+        if chosen := hold.choose(samples):
+            send(streamer, chosen, *rest, **more)
+
+    def beat(scheduler: Any, asked: Any) -> Any:
+        if held := held_samples(scheduler):
+            send(scheduler.output_streamer, held, True)
+        return answer(scheduler, asked)
+
+    streamers.SchedulerOutputStreamer.stream_output = stream
+    kind.get_internal_state = beat
+
+
+def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
+    def forward(output: Any, info: Any, return_logprob: bool, *rest: Any, **_: Any) -> torch.Tensor:
+        positions = rest[2]  # after SGLang's top_logprobs_nums and token_ids_logprobs
+        logits = sampler._preprocess_logits(output.next_token_logits, info)
+        uniform = uniform_rows(info.sampling_seed, positions)
+        most = info.max_top_k if info.need_top_k_sampling else None
+        tokens, logprobs = sample_rows(
+            logits, info.temperatures, info.top_ks, info.top_ps, most, uniform
+        )
+        if return_logprob:
+            output.next_token_logprobs = logprobs
+        return tokens.to(torch.int32)
+
+    return forward

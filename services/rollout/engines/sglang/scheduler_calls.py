@@ -1,0 +1,123 @@
+"""Calls from the replica to each of SGLang's scheduler processes, one a tensor parallel rank.
+
+SGLang itself lets the first rank alone answer, so the others' errors would be lost. Each process
+has a pair of sockets with the replica; a call and its answer are a line each: base64 of msgpack.
+
+Consumes: calls of `vendor.weight_workers`. Produces: the answers, by rank.
+Waits for: the processes, each call with its caller's deadline.
+On failure: the end of a process is an EngineError.
+On shutdown: the replica closes its ends, and the threads in the schedulers end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import socket
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from sluice.errors import EngineError
+
+_LINE_BYTES = 1 << 28
+_MessageT = TypeVar("_MessageT")
+
+
+class _Call(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    method: str
+    arguments: list[object]
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    result: object
+
+
+class SchedulerCalls:
+    """The replica's ends. Used in one event loop, after `open`.
+
+    Args:
+        ranks: scheduler processes.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        pairs = [socket.socketpair() for _ in range(ranks)]
+        self._own = [own for own, _ in pairs]
+        self.theirs = [their for _, their in pairs]
+        self._streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._turns: list[asyncio.Lock] = []
+        self._number = 0
+
+    async def open(self) -> None:
+        """Begin; call it once the processes have `theirs`."""
+        for their in self.theirs:
+            their.close()  # with the process then ends the stream
+        for own in self._own:
+            opened = await asyncio.open_connection(sock=own, limit=_LINE_BYTES)
+            self._streams.append(opened)
+            self._turns.append(asyncio.Lock())
+
+    async def call(self, method: str, arguments: Sequence[object]) -> list[object]:
+        """Return the results of a method of `vendor.weight_worker.WeightWorker`, by rank.
+
+        Raises:
+            EngineError: a process has ended.
+        """
+        self._number += 1
+        line = _line(_Call(self._number, method, list(arguments)))
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [
+                tasks.create_task(self._ask(rank, line, self._number))
+                for rank in range(len(self._streams))
+            ]
+        return [one.result() for one in waiting]
+
+    async def _ask(self, rank: int, line: bytes, number: int) -> object:
+        reader, writer = self._streams[rank]
+        async with self._turns[rank]:
+            try:
+                writer.write(line)
+                await writer.drain()
+                while True:
+                    read = await reader.readline()
+                    if not read.endswith(b"\n"):
+                        raise EngineError(f"SGLang: the process of its rank {rank} has ended")
+                    answer = _read(read, _Answer)
+                    if answer.number == number:  # else of a call that was cancelled
+                        return answer.result
+            except OSError as error:
+                raise EngineError(
+                    f"SGLang: the process of its rank {rank} has ended: {error}"
+                ) from error
+
+    def close(self) -> None:
+        """Close all ends. Repeating it is harmless."""
+        for _, writer in self._streams:
+            writer.close()
+        for one in (*self._own, *self.theirs) if not self._streams else ():
+            one.close()
+
+
+def serve_calls(own: socket.socket, answer: Callable[[str, list[object]], object]) -> None:
+    """Answer calls, one after the other, until the replica closes its end.
+
+    Args:
+        own: of this process.
+        answer: takes a method's name and arguments.
+    """
+    with own, own.makefile("rwb") as stream:
+        while (line := stream.readline()).endswith(b"\n"):
+            call = _read(line, _Call)
+            stream.write(_line(_Answer(call.number, answer(call.method, call.arguments))))
+            stream.flush()
+
+
+def _line(message: _Call | _Answer) -> bytes:
+    return base64.b64encode(msgspec.msgpack.encode(message)) + b"\n"
+
+
+def _read(line: bytes, kind: type[_MessageT]) -> _MessageT:
+    return msgspec.msgpack.decode(base64.b64decode(line), type=kind)
