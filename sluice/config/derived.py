@@ -23,8 +23,6 @@ ALL_LINEAR = "all-linear"
 _LAYERS = 128
 # Versions, scores and the scorer's further numbers.
 _OUTLINE_SAMPLE_BYTES = 512
-# Engines whose adapter takes no images.
-_TEXT_ENGINES = frozenset({"sglang"})
 
 GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
 """Advantage estimators whose baseline is the reward of a greedy response to the prompt."""
@@ -256,10 +254,10 @@ def needs_whole_groups(config: RunConfig) -> bool:
 def prompt_images(config: RunConfig) -> ImageLimits | None:
     """Return the limits of prompts' images; ``None`` if a part of the run reads text alone.
 
-    That part is the model, the engine or a critic. If this machine has no `config.json` of the
+    That part is the model or a critic. If this machine has no `config.json` of the
     model, replicas refuse images that they cannot read.
     """
-    if uses_critic(config) or config.actor_rollout_ref.rollout.name in _TEXT_ENGINES:
+    if uses_critic(config):
         return None
     if reads_images(config.actor_rollout_ref.model.path) is False:
         return None

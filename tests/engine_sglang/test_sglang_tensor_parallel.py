@@ -1,4 +1,8 @@
-"""A replica of two workers, which share the model; each is a rank of the transfer group."""
+"""A replica of two workers, which share the model; each is a rank of the transfer group.
+
+The models have a head of keys and values for each worker: with fewer, SGLang on the CPU pads the
+heads, and its loader cannot read the weights.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +39,7 @@ _WORKERS = 2
 
 
 def _make(folder: Path, **more: object) -> SglangEngine:
-    arguments = {
-        "tp_size": _WORKERS,
-        "chunked_prefill_size": 2 * MAX_MODEL_LEN,
-    }
+    arguments = {"tp_size": _WORKERS, "chunked_prefill_size": 2 * MAX_MODEL_LEN}
     return SglangEngine(
         SglangSettings(
             str(folder),
@@ -67,7 +68,7 @@ def family(request: pytest.FixtureRequest) -> str:
 async def world(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ContractWorld]:
-    folder = save_contract_config(family, tmp_path_factory.mktemp(family))
+    folder = save_contract_config(family, tmp_path_factory.mktemp(family), key_value_heads=_WORKERS)
     async with contract_world(folder, _make, _blind, ranks=_WORKERS) as running:
         yield running
 
@@ -76,7 +77,9 @@ async def world(
 async def fresh(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ContractWorld]:
-    saved = save_contract_checkpoint(family, tmp_path_factory.mktemp("saved"))
+    saved = save_contract_checkpoint(
+        family, tmp_path_factory.mktemp("saved"), key_value_heads=_WORKERS
+    )
     async with contract_world(
         saved, _make_with_weights, _blind, serve_saved, ranks=_WORKERS
     ) as running:

@@ -59,7 +59,7 @@ SavedWeights = Callable[[Any, Path, int], Awaitable[None]]
 come the way that the trainer's do."""
 
 
-def save_contract_config(family: str, directory: Path) -> Path:
+def save_contract_config(family: str, directory: Path, *, key_value_heads: int = 1) -> Path:
     """A configuration that every engine can run; heads of 64 are the smallest some can."""
     config = AutoConfig.for_model(
         family,
@@ -68,7 +68,7 @@ def save_contract_config(family: str, directory: Path) -> Path:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=key_value_heads,
         head_dim=64,
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=family == TIED,
@@ -81,9 +81,9 @@ def save_contract_config(family: str, directory: Path) -> Path:
     return directory
 
 
-def save_contract_checkpoint(family: str, directory: Path) -> Path:
+def save_contract_checkpoint(family: str, directory: Path, *, key_value_heads: int = 1) -> Path:
     """The same configuration with the weights of a world's `second`."""
-    save_contract_config(family, directory)
+    save_contract_config(family, directory, key_value_heads=key_value_heads)
     reference_model(directory, seed=2).save_pretrained(directory)
     return directory
 

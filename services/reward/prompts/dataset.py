@@ -30,8 +30,6 @@ from sluice.vision.image_limits import ImageLimits
 
 UNSHUFFLED_WINDOW_ROWS = 1024
 
-_TEXT_ENGINES = frozenset({"sglang"})
-
 
 @dataclass(frozen=True, slots=True)
 class IssuedRow:

@@ -219,6 +219,7 @@ class SglangClient:
         priority: int = 0,
         *,
         every_token: bool = True,
+        images: Mapping[str, object] | None = None,
     ) -> AsyncIterator[Delta]:
         """Sample one sample. Cancelling the consumer aborts it.
 
@@ -229,6 +230,7 @@ class SglangClient:
             choice: how to sample.
             priority: higher ones go first; 0 is the usual one.
             every_token: tokens come one by one, and not some together.
+            images: of the prompt, as `SglangImages.of` gives them.
 
         Raises:
             EngineError: SGLang failed.
@@ -236,6 +238,7 @@ class SglangClient:
         asked = self._requests.GenerateReqInput(
             rid=request_id,
             input_ids=list(prompt),
+            image_data=None if images is None else [dict(images)],
             sampling_params=sampling_parameters(choice, every_token=every_token),
             return_logprob=True,
             stream=True,

@@ -26,20 +26,31 @@ from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSam
 from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin
 from sluice.device.select import select_device
 from sluice.errors import ConfigError, EngineError
+from sluice.vision.image_prompts import ImagePromptReader
 
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 20.0
 
 
 class SglangCore(VendorCore):
-    """SGLang with the weights that it serves; see `build`."""
+    """SGLang with the weights that it serves; see `build`.
+
+    Args:
+        image_prompts: the model's; ``None`` if it takes no images.
+    """
 
     name = "SGLang"
     first_goes_ahead = True
 
-    def __init__(self, layout: CheckpointLayout, settings: SglangSettings) -> None:
+    def __init__(
+        self,
+        layout: CheckpointLayout,
+        settings: SglangSettings,
+        image_prompts: ImagePromptReader | None = None,
+    ) -> None:
         super().__init__(layout, settings.max_model_len, WeightWorkers(self, self.name))
         self.client: SglangClient
+        self.image_prompts = image_prompts
         self._settings = settings
         self._swaps = 0
         self._may_sample = asyncio.Event()
@@ -66,7 +77,7 @@ class SglangCore(VendorCore):
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
         )
-        core = cls(described.layout, settings)
+        core = cls(described.layout, settings, described.image_prompts)
         os.environ |= engine_environment(
             os.environ,
             on_cpu=kind == "cpu",
@@ -124,6 +135,7 @@ class SglangCore(VendorCore):
             sample.choice,
             run.request.priority,
             every_token=run.reads_tokens,
+            images=None if run.images is None else run.images.of(len(sample.prompt)),
         )
 
     async def wait_to_begin(self) -> None:

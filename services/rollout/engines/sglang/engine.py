@@ -13,10 +13,11 @@ import threading
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.client import installed_sglang
 from services.rollout.engines.sglang.core import SglangCore
+from services.rollout.engines.sglang.images import SglangImages, read_images
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from services.rollout.engines.vendor.engine import VendorEngine
 from sluice.config.run import RunConfig
-from sluice.errors import InvalidRequestError, MissingPackageError
+from sluice.errors import MissingPackageError
 
 
 def create(config: RunConfig) -> SglangEngine:
@@ -56,12 +57,13 @@ class SglangEngine(VendorEngine[SglangCore]):
         _survive_quit_signals()
         await self._build(SglangCore.build(self._settings))
 
-    async def _read_images(self, request: GenerationRequest) -> None:
-        if request.images:
-            raise InvalidRequestError(
-                f"request {request.request_id}: {len(request.images)} images; replicas with SGLang "
-                "take text only: set actor_rollout_ref.rollout.name to vllm or torch"
-            )
+    async def _read_images(self, request: GenerationRequest) -> SglangImages | None:
+        if not request.images:
+            return None
+        reader = self._in_thread()[1].image_prompts
+        return await self._image_turn.read(
+            len(request.sample_indexes), lambda: read_images(request, reader)
+        )
 
 
 def _survive_quit_signals() -> None:

@@ -143,6 +143,7 @@ def _install_weights(rank: int, own: socket.socket) -> None:
         "sglang.srt.managers.scheduler_components.weight_updater"
     )
     outputs: Any = importlib.import_module("sglang.srt.managers.io_struct")
+    encoded: Any = importlib.import_module("sglang.srt.managers.mm_schedule")
     kind: Any = importlib.import_module("sglang.srt.managers.scheduler").Scheduler
     run = kind.run_event_loop
     workers: list[SchedulerWorker] = []
@@ -158,6 +159,8 @@ def _install_weights(rank: int, own: socket.socket) -> None:
     def update(manager: Any, asked: Any) -> Any:
         def finish() -> str | None:
             manager.record_weight_version_after_update(asked.weight_version)
+            if encoded.embedding_cache is not None:  # images that the old weights encoded
+                encoded.embedding_cache.clear()
             flushed, message = manager.flush_cache_after_weight_update(asked, True, "")
             return None if flushed else str(message)
 

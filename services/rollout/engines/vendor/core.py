@@ -21,7 +21,6 @@ from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace
 from services.rollout.engines.vendor.request import (
     ModelLimits,
-    PromptImages,
     RequestRun,
     Vendor,
     VendorSample,
@@ -103,7 +102,7 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         request: GenerationRequest,
         pace: Pace,
         stream: ChunkStream,
-        images: PromptImages | None = None,
+        images: Any = None,  # noqa: ANN401 - each vendor's own
     ) -> RequestRun:
         """Return a run for `run`."""
         return RequestRun(number, request, pace, self, stream, images)

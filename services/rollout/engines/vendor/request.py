@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -192,7 +192,7 @@ class RequestRun(EngineRun):
         pace: Pace,
         vendor: Vendor,
         stream: ChunkStream,
-        images: PromptImages | None = None,
+        images: Any = None,  # noqa: ANN401 - each vendor's own
     ) -> None:
         super().__init__(request, pace, stream, images)
         self.number = number

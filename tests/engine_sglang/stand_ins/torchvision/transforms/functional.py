@@ -16,3 +16,4 @@ class InterpolationMode(Enum):
 
 
 pil_to_tensor = None
+to_pil_image = None

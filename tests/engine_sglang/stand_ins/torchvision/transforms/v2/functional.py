@@ -1,1 +1,5 @@
-"""Nothing of it is named while SGLang is imported."""
+"""What is named while transformers' processors are imported."""
+
+from torchvision.transforms.functional import InterpolationMode
+
+__all__ = ["InterpolationMode"]
