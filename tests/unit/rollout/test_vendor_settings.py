@@ -62,7 +62,8 @@ def test_engine_kwargs_win_and_a_null_leaves_the_choice_to_the_vendor(
 _NAMES = {
     "vllm": "model load_format logprobs_mode worker_extension_cls max_num_seqs generation_config "
     "stream_interval",
-    "sglang": "model_path load_format sampling_backend max_running_requests stream_interval",
+    "sglang": "model_path load_format sampling_backend max_running_requests stream_interval "
+    "ep_size nnodes enable_memory_saver enable_dp_attention disaggregation_mode enable_lora",
 }
 _REFUSED = [
     *(

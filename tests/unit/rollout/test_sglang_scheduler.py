@@ -1,0 +1,183 @@
+"""New weights in SGLang's schedulers: calls, real transfers over Gloo, and loads in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.rollout.engines.sglang import scheduler
+from services.rollout.engines.sglang.scheduler import SchedulerModel, SchedulerWorker
+from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls, serve_calls
+from services.rollout.engines.vendor.weight_workers import WeightWorkers
+from services.rollout.engines.weight_inbox import WeightInbox
+from sluice.device.cpu import CpuDevice
+from sluice.errors import ConfigError, EngineError, WeightSyncError
+from sluice.types import TensorSpec
+from sluice.weights.sender import WeightSender
+from tests.support.weight_buffers import buffer_of
+from tests.support.weight_digest import plain_digest
+
+_WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5)}
+_TENSORS = tuple(
+    TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in _WEIGHTS.items()
+)
+_DIGEST = plain_digest(_WEIGHTS)
+_RANKS = 2
+_TIMEOUT_S = 90.0
+
+
+class _Model:
+    """Notes what it takes; `fails_at` names a tensor that it does not."""
+
+    def __init__(self, fails_at: str) -> None:
+        self.taken: dict[str, list[float]] = {}
+        self._fails_at = fails_at
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == self._fails_at:
+                raise RuntimeError("no memory left")
+            self.taken[name] = tensor.flatten().tolist()
+
+
+class _Worker(SchedulerWorker):
+    """Has a scripted loop: it loads when it is called for, as for a request of SGLang's."""
+
+    def __init__(self, rank: int, fails_at: str) -> None:
+        super().__init__(rank, SimpleNamespace(device="cpu", gpu_id=rank))
+        shapes = {spec.name: spec.shape for spec in _TENSORS}
+        self.sluice_inbox = WeightInbox(CpuDevice(), shapes)
+        self.model = _Model(fails_at)
+        self.sluice_features = self.model
+
+    def sluice_next_step(self) -> None:
+        threading.Thread(target=self.take, args=(lambda: None,), daemon=True).start()
+
+    def sluice_taken(self) -> dict[str, list[float]]:
+        return self.model.taken
+
+
+class _Replica:
+    """Two schedulers of a replica, each in a thread, and a trainer."""
+
+    def __init__(self, fails_at: tuple[str, str] = ("", "")) -> None:
+        self.calls = SchedulerCalls(_RANKS)
+        self.members = [_Worker(rank, name) for rank, name in enumerate(fails_at)]
+        self.ends = [one.dup() for one in self.calls.theirs]
+        for worker, own in zip(self.members, self.ends, strict=True):
+            threading.Thread(target=serve_calls, args=(own, worker.answer), daemon=True).start()
+        self.workers = WeightWorkers(self, "SGLang")
+        self.sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=_TIMEOUT_S)
+        self._never = threading.Event()
+
+    async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[object]:
+        if method == "sluice_apply":  # SGLang's own request reaches every rank
+            await self.calls.call("sluice_next_step", ())
+        return await self.calls.call(method, arguments)
+
+    async def stage(self) -> None:
+        spec = self.sender.form_group(1, ["replica"], _TENSORS, {"replica": _RANKS})["replica"]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.to_thread(self.sender.join, self._never))
+            tasks.create_task(self.workers.join(spec))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(
+                asyncio.to_thread(self.sender.broadcast, buffer_of(_WEIGHTS), 3, self._never)
+            )
+            staged = tasks.create_task(self.workers.stage(3))
+        assert (staged.result().version, staged.result().digest) == (3, _DIGEST)
+
+    def close(self) -> None:
+        self._never.set()
+        self.sender.close()
+        for one in self.members:
+            one.sluice_close()
+        self.calls.close()
+
+
+@pytest.fixture
+async def replica(request: pytest.FixtureRequest) -> AsyncIterator[_Replica]:
+    running = _Replica(getattr(request, "param", ("", "")))
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            await running.calls.open()
+            yield running
+    finally:
+        running.close()
+
+
+async def test_every_rank_receives_all_weights_and_all_of_them_load(
+    replica: _Replica,
+) -> None:
+    await replica.stage()
+    await replica.workers.check_staged(3, _DIGEST)
+    await replica.workers.apply(3, _DIGEST)
+    whole = {name: tensor.flatten().tolist() for name, tensor in _WEIGHTS.items()}
+    assert await replica.calls.call("sluice_taken", ()) == [whole] * _RANKS
+    with pytest.raises(WeightSyncError, match=r"worker 0 of 2: .*nothing is staged"):
+        await replica.workers.check_staged(3, _DIGEST)
+
+
+@pytest.mark.parametrize("replica", [("", "b")], indirect=True)
+async def test_a_rank_that_cannot_load_breaks_the_replica_and_is_named(replica: _Replica) -> None:
+    await replica.stage()
+    with pytest.raises(EngineError, match=r"half-way \(worker 1 of 2: .*no memory left"):
+        await replica.workers.apply(3, _DIGEST)
+
+
+async def test_the_end_of_a_ranks_process_ends_the_calls(replica: _Replica) -> None:
+    assert await replica.calls.call("sluice_taken", ()) == [{}] * _RANKS
+    replica.ends[1].shutdown(socket.SHUT_RDWR)  # as the system does when a process ends
+    with pytest.raises(ExceptionGroup) as caught:
+        await replica.calls.call("sluice_taken", ())
+    assert "the process of its rank 1 has ended" in repr(caught.value.exceptions)
+
+
+async def test_the_answer_to_a_cancelled_call_is_not_taken_for_a_later_ones() -> None:
+    calls, may_answer = SchedulerCalls(1), threading.Event()
+    (their,) = calls.theirs
+
+    def answer(method: str, _: list[object]) -> str:
+        assert may_answer.wait(_TIMEOUT_S)
+        return method
+
+    serving = threading.Thread(target=serve_calls, args=(their.dup(), answer), daemon=True)
+    serving.start()
+    await calls.open()
+    async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(calls.call("first", ()))
+            await asyncio.sleep(0.01)
+            first.cancel()
+        may_answer.set()
+        assert await calls.call("second", ()) == ["second"]
+    calls.close()
+    await asyncio.to_thread(serving.join, _TIMEOUT_S)
+    assert not serving.is_alive()
+
+
+def test_a_load_that_nothing_called_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_CALL_TIMEOUT_S", 0.01)
+    failure = _Worker(0, "").take(lambda: None)
+    assert failure is not None
+    assert "no call for new weights came" in failure
+
+
+def test_an_sglang_without_its_loaders_steps_is_refused_by_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module: Any = ModuleType("sglang.srt.model_loader.loader")
+    module.DefaultModelLoader = type("Loader", (), {"restore_weights_before_loading": None})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with pytest.raises(ConfigError, match="no load_weights_and_postprocess, model_config; install"):
+        SchedulerModel(SimpleNamespace(model=None, device="cpu"))
