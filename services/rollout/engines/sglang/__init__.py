@@ -1,3 +1,3 @@
-"""The SGLang adapter. `client` is the only module that imports SGLang. Requests and weight
-versions come in through `engine`; token chunks go out.
+"""The SGLang adapter. Only `client` and, in SGLang's own processes, `scheduler` import SGLang.
+Requests come in through `engine` and weight versions through `scheduler`; token chunks go out.
 """
