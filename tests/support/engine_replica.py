@@ -1,7 +1,7 @@
 """A whole replica with a vendor's engine: its process, its weights, and what clients get of it.
 
-Its engine is one of this environment, on a GPU if torch finds one; the trainer that it registers with is a stand-in
-that takes one replica on.
+Its engine is one of this environment, on a GPU if torch finds one; the trainer that it registers
+with is a stand-in that takes one replica on.
 """
 
 from __future__ import annotations
