@@ -118,7 +118,7 @@ gpu-smoke:  ## Try learner, engine, weights and the quickstart on one GPU, with 
 
 # An environment of its own with vLLM and torch for CUDA, unless DAY1_PYTHON names one that is there.
 DAY1_PYTHON ?= $(VENV)-cuda/bin/python
-gpu-day1:  ## Try NCCL, vLLM and the quickstart with both on 2 to 8 GPUs, in an environment of its own (10 GB)
+gpu-day1:  ## Try NCCL, vLLM and the quickstart with both on 2 to 8 GPUs, in an environment of its own (4 GB of wheels)
 	@test "$(DAY1_PYTHON)" != "$(VENV)-cuda/bin/python" || \
 		$(MAKE) --no-print-directory VENV=$(VENV)-cuda $(VENV)-cuda/.installed-vllm-cuda
 	@$(DAY1_PYTHON) -m benchmarks.gpu_smoke.day1 $(ARGS)
@@ -211,7 +211,7 @@ $(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constrain
 
 # torch comes with vLLM here: the build for CUDA, of vLLM's own choice.
 $(VENV)/.installed-vllm-cuda: $(VENV)/.created pyproject.toml constraints-vllm-cuda.txt
-	@echo "installing vLLM for CUDA, and sluice beside it (10 GB)"
+	@echo "installing vLLM for CUDA, and sluice beside it (4 GB of wheels)"
 	@$(PY) -m pip --disable-pip-version-check install -qq --constraint constraints-vllm-cuda.txt setuptools
 	@$(PY) -m pip --disable-pip-version-check install -qq --constraint constraints-vllm-cuda.txt \
 		--no-build-isolation --editable '.[vllm,train]' pytest pytest-asyncio pytest-timeout hypothesis || { \

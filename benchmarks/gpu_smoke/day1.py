@@ -34,7 +34,7 @@ _PARTS: Mapping[str, Part] = {
         (*PYTEST, _VLLM),
         # `make test-vllm` runs all of them on the CPU.
         (*PYTEST, f"{_VLLM}/test_engine_contract_vllm.py", "-k", "qwen3 and greedy"),
-        devices=1,
+        devices=2,
         package="vllm",
         environment=_EXACT,
     ),
