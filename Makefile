@@ -22,7 +22,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 quickstart: $(VENV)/.installed-train  ## Train a tiny model on this machine's CPU, from nothing, in minutes
 	@$(VENV)/bin/sluice quickstart $(ARGS)

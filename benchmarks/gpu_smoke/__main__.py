@@ -18,6 +18,7 @@ quickstart  held-out accuracy before and after, seconds
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -50,4 +51,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    # As Ctrl-C, so that the part under way ends too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
