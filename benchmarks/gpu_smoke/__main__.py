@@ -26,14 +26,14 @@ from benchmarks.gpu_smoke.parts import PYTEST, PYTHON, Part, run_trial
 
 _ENGINE = (*PYTHON, "benchmarks.engine", "--sequences", "128")
 _PARTS: Mapping[str, Part] = {
-    "rules": Part(150, (*PYTEST, "tests/gpu")),
+    "rules": Part(170, (*PYTEST, "tests/gpu")),
     "updates": Part(
-        240,
+        210,
         (*PYTHON, "benchmarks.gpu_smoke.update", "1.7b", "8b", "30b-a3b"),
         (*PYTHON, "benchmarks.gpu_smoke.update", "tiny", "tiny-experts", "--no-compile"),
     ),
     "engine": Part(
-        120,
+        110,
         (
             *_ENGINE,
             *("--device", "cuda", "--models", "0.5b", "--new-tokens", "128"),
@@ -41,7 +41,7 @@ _PARTS: Mapping[str, Part] = {
         ),
         (*_ENGINE, "--models", "tiny", "--new-tokens", "16", "--repeats", "1", "--updates", "1"),
     ),
-    "quickstart": Part(90, (*PYTHON, "benchmarks.gpu_smoke.quickstart", "one_gpu")),
+    "quickstart": Part(110, (*PYTHON, "benchmarks.gpu_smoke.quickstart", "one_gpu")),
 }
 
 
