@@ -151,6 +151,7 @@ class _SglangClient(_Client):
         priority: int,
         *,
         every_token: bool,
+        images: None,
     ) -> AsyncIterator[Delta]:
         self.one_by_one.append(every_token)
         self.sent.append(_Sent(name, list(prompt), salt, choice, priority))

@@ -15,6 +15,7 @@ import asyncio
 import base64
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -108,7 +109,8 @@ def serve_calls(own: socket.socket, answer: Callable[[str, list[object]], object
         own: of this process.
         answer: takes a method's name and arguments.
     """
-    with own, own.makefile("rwb") as stream:
+    # A replica that closes its end, or has ended, may leave calls behind.
+    with suppress(ConnectionError), own, own.makefile("rwb") as stream:
         while (line := stream.readline()).endswith(b"\n"):
             call = _read(line, _Call)
             stream.write(_line(_Answer(call.number, answer(call.method, call.arguments))))
