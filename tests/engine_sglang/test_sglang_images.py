@@ -48,7 +48,7 @@ _TAIL, _LONG = 64, 160
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl"])
 def family(request: pytest.FixtureRequest) -> str:
-    """Of a tiny Qwen3-VL, SGLang's CPU build pads layers, and its loader cannot read the weights."""
+    """SGLang's CPU build pads layers of a tiny Qwen3-VL, and its loader cannot read the weights."""
     return str(request.param)
 
 

@@ -1,7 +1,6 @@
 """A vendor's engine behind the engine Protocol, as the service's event loop sees it.
 
-Weights go straight to the workers of the vendor's engine, each of which is a rank of the transfer
-group.
+Weights go straight to the workers of the vendor's engine; each is a rank of the transfer group.
 """
 
 from __future__ import annotations
