@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.settings import SglangSettings
-from tests.engine_sglang.saved_weights import serve_saved
+from tests.engine_sglang.files_served import serve_saved
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (

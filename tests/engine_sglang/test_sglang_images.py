@@ -21,7 +21,7 @@ from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.sender import WeightSender
-from tests.engine_sglang.saved_weights import serve_saved
+from tests.engine_sglang.files_served import serve_saved
 from tests.support.causal_lms import request
 from tests.support.engine_contract_world import Trainer, chunks_of, generate, until
 from tests.support.tiny_vision import (

@@ -16,7 +16,7 @@ import pytest_asyncio
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.settings import SglangSettings
 from sluice.errors import WeightSyncError
-from tests.engine_sglang.saved_weights import serve_saved
+from tests.engine_sglang.files_served import serve_saved
 from tests.support.causal_lms import request
 from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
 from tests.support.engine_contract_world import (
