@@ -206,10 +206,9 @@ async def _inject_singly(
             await asyncio.sleep(1.0)
             seconds = _recovered_s(observer, injected, time.monotonic(), None, window_s)
             if seconds is not None:
-                load = os.getloadavg()[0]
-                back = back_s(observer, injected) or 0.0
+                back, load = back_s(observer, injected) or 0.0, os.getloadavg()[0]
                 say(
-                    f"           back after {back:.1f} s, recovered {seconds:.1f} s; load {load:.0f}"
+                    f"           back in {back:.1f} s, recovered in {seconds:.1f} s; load {load:.0f}"
                 )
                 break
         await asyncio.sleep(_WINDOWS_BEFORE * window_s)
