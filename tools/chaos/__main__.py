@@ -207,9 +207,7 @@ async def _inject_singly(
             seconds = _recovered_s(observer, injected, time.monotonic(), None, window_s)
             if seconds is not None:
                 back, load = back_s(observer, injected) or 0.0, os.getloadavg()[0]
-                say(
-                    f"           back in {back:.1f} s, recovered in {seconds:.1f} s; load {load:.0f}"
-                )
+                say(f"{'':9}  back: {back:.1f} s, full rate: {seconds:.1f} s; load {load:.0f}")
                 break
         await asyncio.sleep(_WINDOWS_BEFORE * window_s)
 

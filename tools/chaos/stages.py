@@ -75,7 +75,8 @@ STAGES: Mapping[str, tuple[Stage, ...]] = {
     "stop_trainer": (Stage("first step", STEP),),
 }
 """By kind of fault, in order; the last one's end is recovery. ``imports`` includes the reading of
-the configuration. A stage without its line is left out, and its seconds belong to the next."""
+the configuration. What was stopped or cut off may not have been dropped: then it has only the last
+stage."""
 
 
 def stage_seconds(
@@ -92,10 +93,11 @@ def stage_seconds(
     stages = STAGES[injected.fault.kind]
     if injected.target == FAR:  # which another supervisor keeps
         stages = tuple(one for one in stages if one.source != SUPERVISOR)
+    is_killed = injected.fault.kind.startswith("kill")
     for stage in stages:
         ends_s = _end_s(observer, stage, injected, last_s)
         if ends_s is None or ends_s > until_s:
-            if stage is stages[-1]:
+            if is_killed or stage is stages[-1]:
                 return None
             continue
         ends_s = max(ends_s, last_s)
