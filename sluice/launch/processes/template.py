@@ -1,5 +1,5 @@
 """A process that has imported what services need, and forks itself into them:
-`python -m sluice.launch.processes.template FD MODULE...`.
+`python -m sluice.launch.processes.template FD MODULE... ROOM`.
 
 It computes nothing and starts no thread of its own, so its forks begin as a new process does after
 its imports. Each request is one message of JSON on the socket FD, with the descriptor for output;
@@ -9,6 +9,7 @@ the kernel ends its forks with it.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -20,12 +21,14 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
-from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor
+from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor, stat_fields
 
 MESSAGE_BYTES = 1 << 20
+ROOM = " " * 4096
+"""The last argument of a template: memory of its command line, which the forks' lines replace."""
+_ARGUMENTS_FROM, _ARGUMENTS_TO = 45, 46  # in `stat_fields`: where that memory is
 _STANDARD = (0, 1, 2)
 
 
@@ -33,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """Import, then fork on request until the other end is closed."""
     end_with_supervisor()
     requests = socket.socket(fileno=int(arguments[0]))
-    for module in arguments[1:]:
+    for module in arguments[1:-1]:
         with suppress(ImportError):  # the service reports what is missing, in its own words
             importlib.import_module(module)
     gc.collect()
@@ -88,10 +91,9 @@ def _become(request: Mapping[str, object], output: int, own: Sequence[int]) -> N
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in zip((nothing, output, output), _STANDARD, strict=True):
             os.dup2(source, target)
+        _show_as(module, arguments)
         for descriptor in (nothing, output, *own):
             os.close(descriptor)
-        # The command line stays the template's.
-        Path("/proc/self/comm").write_text(str(request["name"]), encoding="utf-8")
         os.environ.clear()
         os.environ.update(environment)
         os.environ[SUPERVISOR_VARIABLE] = str(os.getppid())
@@ -108,6 +110,16 @@ def _become(request: Mapping[str, object], output: int, own: Sequence[int]) -> N
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _show_as(module: str, arguments: Sequence[str]) -> None:
+    """Change what `ps` and `pgrep -f` show of this process."""
+    words = (sys.executable, "-m", module, *arguments)
+    line = b"\0".join(map(os.fsencode, words))
+    begin, end = (int(stat_fields(os.getpid())[at]) for at in (_ARGUMENTS_FROM, _ARGUMENTS_TO))
+    room = end - begin
+    if begin and room > 0:
+        ctypes.memmove(begin, line[: room - 1].ljust(room, b"\0"), room)
 
 
 def _texts(value: object) -> list[str]:

@@ -105,6 +105,8 @@ async def test_what_takes_long_to_import_is_imported_once(
 async def test_signals_reach_a_fork_and_its_code_names_them(machine: ForkingMachine) -> None:
     asked, killed = await machine.start(forked("sleep")), await machine.start(forked("sleep", "b"))
     assert parent_of(asked.pid) == parent_of(killed.pid) != os.getpid()
+    shown = Path(f"/proc/{killed.pid}/cmdline").read_bytes().rstrip(b"\0")
+    assert tuple(os.fsdecode(shown).split("\0")) == (sys.executable, "-m", "forked", "sleep")
     asked.terminate()
     killed.kill()
     assert (await outcome(asked))[0] == -signal.SIGTERM
