@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 import tempfile
@@ -45,7 +46,7 @@ from tools.chaos.faults import (
     single_faults,
 )
 from tools.chaos.observation import Observer, Witness
-from tools.chaos.stages import back_s, stage_table, table_lines
+from tools.chaos.stages import back_s, stage_table, table_lines, with_next
 from tools.commands import started
 from tools.launched_run import (
     LOOPBACK,
@@ -291,7 +292,9 @@ def _report(
         "late_waits": len(late),
         "recovery_s": _percentiles([seconds for _, seconds in recoveries]),
         "recovery_by_kind": _by_kind(recoveries),
-        "back_s": _backs(observer, done),
+        "back_s": _backs(
+            observer, with_next(done) if options.single else [(one, math.inf) for one in done]
+        ),
         "stages_s": table,
         "trainer_stall_s": round(
             verdict.longest_pause_s(observer.steps_s, times.faults_s, times.end_s), 1
@@ -352,9 +355,13 @@ def _percentiles(found: Sequence[float | None]) -> dict[str, float | None]:
     }
 
 
-def _backs(observer: Observer, done: Iterable[Injected]) -> dict[str, dict[str, float | None]]:
-    killed = [one for one in done if one.fault.kind in _KILLED]
-    return _by_kind((_KILLED[one.fault.kind], back_s(observer, one)) for one in killed)
+def _backs(
+    observer: Observer, done: Iterable[tuple[Injected, float]]
+) -> dict[str, dict[str, float | None]]:
+    killed = [each for each in done if each[0].fault.kind in _KILLED]
+    return _by_kind(
+        (_KILLED[one.fault.kind], back_s(observer, one, end_s)) for one, end_s in killed
+    )
 
 
 def _skipped(injector: Injector) -> dict[str, str]:

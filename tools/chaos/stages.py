@@ -17,7 +17,8 @@ from tools.chaos.verdict import percentile
 
 START, GROUP, STEP = "process", "group", "step"
 SUPERVISOR = "up"
-# Files are read one after the other, so that a line may be seen before its cause.
+# Files are read one after the other, so that a line may be seen before its cause. And on a busy
+# machine the next process may have started before the tool notes the time of its kill.
 _DISORDER_S = 0.3
 _ITS_LOG = "{target}"
 
@@ -112,9 +113,14 @@ def back_s(observer: Observer, injected: Injected, until_s: float = math.inf) ->
     return None if found is None else round(sum(found.values()), 1)
 
 
+def with_next(done: Sequence[Injected]) -> list[tuple[Injected, float]]:
+    """Return faults one at a time, each with the time of the next one."""
+    return list(zip(done, (*(one.at_s for one in done[1:]), math.inf), strict=True))
+
+
 def _end_s(observer: Observer, stage: Stage, injected: Injected, after_s: float) -> float | None:
     """Return when a stage ended that began at `after_s`."""
-    from_s = max(injected.at_s, after_s - _DISORDER_S)
+    from_s = max(injected.at_s, after_s) - _DISORDER_S
     target = injected.target
     pattern = stage.pattern.replace("{target}", re.escape(target))
     match stage.source:
@@ -139,8 +145,7 @@ def stage_table(observer: Observer, done: Sequence[Injected]) -> dict[str, dict[
         done: faults one at a time, in order.
     """
     seconds: dict[str, dict[str, list[float]]] = {}
-    nexts = (*(one.at_s for one in done[1:]), math.inf)
-    for injected, until_s in zip(done, nexts, strict=True):
+    for injected, until_s in with_next(done):
         found = stage_seconds(observer, injected, until_s)
         if found is not None:
             kind = seconds.setdefault(injected.fault.kind, {})

@@ -24,7 +24,7 @@ REPLICA = {
         (104.0, "01:00:14 INFO rollout-1 sluice.rpc.server: listening on 127.0.0.1:1"),
     ],
     "trainer": [
-        (99.9, "replica rollout-1 registered at 127.0.0.1:1"),
+        (95.0, "replica rollout-1 registered at 127.0.0.1:1"),
         (103.9, "replica rollout-1 registered at 127.0.0.1:2"),
         (104.5, "replica rollout-1 serves version 7"),
     ],
@@ -78,6 +78,11 @@ def test_the_seconds_of_a_replicas_death_are_those_of_its_stages() -> None:
     table = stage_table(observer, [KILL])["kill_replica"]
     assert table["imports"] == [3.0, 3.0]
     assert list(table) == [*EXPECTED, "back"]
+
+
+def test_a_process_that_started_before_the_kill_was_noted_is_the_next_one() -> None:
+    observer = observed({**REPLICA, "up": [(99.95, REPLICA["up"][0][1])]}, of(106.0), (50.0, 99.9))
+    assert back_s(observer, KILL) == 6.0
 
 
 def test_a_killed_replica_without_all_of_its_stages_is_not_back() -> None:
