@@ -23,7 +23,7 @@ from sluice.concurrency.process import SUPERVISOR_VARIABLE
 from sluice.concurrency.waits import deadline
 from sluice.errors import DeadlineError
 from sluice.launch.processes.child import Child, LocalChild, ThisMachine, piped_output
-from sluice.launch.processes.template import MESSAGE_BYTES, ROOM
+from sluice.launch.processes.template import MESSAGE_BYTES, SPACE
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Template:
         name = "sluice.launch.processes.template"
         with its_end:
             self._process = subprocess.Popen(
-                (sys.executable, "-m", name, str(its_end.fileno()), *modules, ROOM),
+                (sys.executable, "-m", name, str(its_end.fileno()), *modules, SPACE),
                 env={**environment, "PYTHONUNBUFFERED": "1", SUPERVISOR_VARIABLE: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(its_end.fileno(),),

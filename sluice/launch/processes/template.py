@@ -1,5 +1,5 @@
 """A process that has imported what services need, and forks itself into them:
-`python -m sluice.launch.processes.template FD MODULE... ROOM`.
+`python -m sluice.launch.processes.template FD MODULE... SPACE`.
 
 It computes nothing and starts no thread of its own, so its forks begin as a new process does after
 its imports. Each request is one message of JSON on the socket FD, with the descriptor for output;
@@ -26,7 +26,7 @@ from typing import NoReturn
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor, stat_fields
 
 MESSAGE_BYTES = 1 << 20
-ROOM = " " * 4096
+SPACE = " " * 4096
 """The last argument of a template: memory of its command line, which the forks' lines replace."""
 _ARGUMENTS_FROM, _ARGUMENTS_TO = 45, 46  # in `stat_fields`: where that memory is
 _STANDARD = (0, 1, 2)
@@ -117,9 +117,9 @@ def _show_as(module: str, arguments: Sequence[str]) -> None:
     words = (sys.executable, "-m", module, *arguments)
     line = b"\0".join(map(os.fsencode, words))
     begin, end = (int(stat_fields(os.getpid())[at]) for at in (_ARGUMENTS_FROM, _ARGUMENTS_TO))
-    room = end - begin
-    if begin and room > 0:
-        ctypes.memmove(begin, line[: room - 1].ljust(room, b"\0"), room)
+    size = end - begin
+    if begin and size > 0:
+        ctypes.memmove(begin, line[: size - 1].ljust(size, b"\0"), size)
 
 
 def _texts(value: object) -> list[str]:
