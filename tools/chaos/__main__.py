@@ -269,14 +269,7 @@ def _report(
         service_lost = max(service_lost, record.accounts.get("prompts_lost", 0.0))
         accuracy = next((point.accuracy for point in reversed(record.accuracies())), None)
     full_rate = verdict.tokens_per_s(observer.groups, times.calm_s, times.faults_s)
-    window_s, done = _WINDOW_S[options.size], [one for one in injector.done if not one.skipped]
-    rate = None if options.single else full_rate
-    recoveries = [
-        (one.fault.kind, _recovered_s(observer, one, times.end_s, rate, window_s)) for one in done
-    ]
-    table = stage_table(observer, done) if options.single else {}
-    for line in table_lines(table):
-        say(line)
+    done = [one for one in injector.done if not one.skipped]
     _say_found("prompts lost", [f"{name}: {why}" for name, why in lost.items()])
     _say_found("prompts trained twice", [f"{name}: {why}" for name, why in doubled.items()])
     _say_found("digests that differ", [f"version {version}" for version in differing])
@@ -284,18 +277,13 @@ def _report(
     return {
         "minutes": options.minutes,
         "seed": options.seed,
-        "faults": dict(sorted(Counter(kind for kind, _ in recoveries).items())),
+        "faults": dict(sorted(Counter(one.fault.kind for one in done).items())),
         "skipped": _skipped(injector),
         "prompts_lost": len(lost) + int(service_lost),
         "prompts_doubled": len(doubled),
         "digest_mismatches": len(differing),
         "late_waits": len(late),
-        "recovery_s": _percentiles([seconds for _, seconds in recoveries]),
-        "recovery_by_kind": _by_kind(recoveries),
-        "back_s": _backs(
-            observer, with_next(done) if options.single else [(one, math.inf) for one in done]
-        ),
-        "stages_s": table,
+        **_recoveries(observer, done, options, full_rate, times.end_s),
         "trainer_stall_s": round(
             verdict.longest_pause_s(observer.steps_s, times.faults_s, times.end_s), 1
         ),
@@ -310,6 +298,29 @@ def _report(
         },
         "starts": {name: len(found) for name, found in sorted(observer.starts.items())},
         "tracebacks": {name: count for name, count in observer.tracebacks.items() if count},
+    }
+
+
+def _recoveries(
+    observer: Observer,
+    done: Sequence[Injected],
+    options: argparse.Namespace,
+    full_rate: float,
+    end_s: float,
+) -> dict[str, object]:
+    """Return what is known of the seconds after the faults; print their stages."""
+    window_s = _WINDOW_S[options.size]
+    rate = None if options.single else full_rate
+    found = [(one.fault.kind, _recovered_s(observer, one, end_s, rate, window_s)) for one in done]
+    table = stage_table(observer, done) if options.single else {}
+    for line in table_lines(table):
+        say(line)
+    bounded = with_next(done) if options.single else [(one, math.inf) for one in done]
+    return {
+        "recovery_s": _percentiles([seconds for _, seconds in found]),
+        "recovery_by_kind": _by_kind(found),
+        "back_s": _backs(observer, bounded),
+        "stages_s": table,
     }
 
 
