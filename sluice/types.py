@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,9 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
     return np.dtype(np.uint8) if num_experts <= _MOST_BYTE_EXPERTS else np.dtype(np.uint16)
 
 
-TOOL_FORMATS = ("hermes", "qwen3_coder", "llama3_json", "plain")
+ToolFormat = Literal["hermes", "qwen3_coder", "llama3_json", "plain"]
 """How policies write calls of tools; ``plain``: they write none."""
+TOOL_FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
 
 
 @dataclass(frozen=True, slots=True)

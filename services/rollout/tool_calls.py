@@ -56,10 +56,11 @@ def read_answer(text: str, tool_format: str, tools: Sequence[Tool] = ()) -> Answ
     reasoning, rest = _split_thoughts(text)
     try:
         content, calls = _READERS[tool_format](rest, tools)
-        if len(calls) > MAX_CALLS:
-            raise _UnreadableError(f"{len(calls)} tool calls; make at most {MAX_CALLS}")
     except _UnreadableError as error:
         return Answer(rest, reasoning, tool_error=str(error))
+    if len(calls) > MAX_CALLS:
+        error_text = f"{len(calls)} tool calls; make at most {MAX_CALLS}"
+        return Answer(rest, reasoning, tool_error=error_text)
     numbered = (
         ToolCall(call.name, call.arguments, f"call_{index}") for index, call in enumerate(calls)
     )
@@ -198,7 +199,8 @@ def _begins_call(body: str) -> bool:
 
 def _objects(body: str) -> list[str]:
     """Return the JSON objects of a text in which ``;`` separates them."""
-    decoder, found, start = json.JSONDecoder(), [], 0
+    decoder, start = json.JSONDecoder(), 0
+    found: list[str] = []
     while start < len(body):
         try:
             _, end = decoder.raw_decode(body, start)
