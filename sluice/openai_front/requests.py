@@ -184,7 +184,7 @@ class _Function(msgspec.Struct):
 
 
 class _OfferedTool(msgspec.Struct):
-    type: str
+    type: str = "function"
     function: _Function | None = None
 
 
