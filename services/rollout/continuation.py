@@ -14,6 +14,7 @@ import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -84,26 +85,30 @@ class Bridge:
     Args:
         access: renders and tokenizes.
 
-    Attributes:
-        tool_format: in which the template writes calls of tools; ``plain``: in none that is read.
-        shows_tools: it writes the offered tools into a prompt.
-        refusals: why conversations of a kind are not continued; empty: they are.
+    What it knows costs a few renderings, or for `refusals` about a hundred, when it is first used.
     """
 
     def __init__(self, access: TemplateAccess) -> None:
         self._access = access
         self._mark = f"mark{secrets.token_hex(8)}"
-        self._close = ""
-        self._num_calls, self.tool_format = 0, PLAIN
-        self.shows_tools = self._has_tools()
-        self.refusals: Mapping[History, str]
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template writes the offered tools into a prompt."""
         try:
-            self._close = self._end_of_answer()
-        except (InvalidRequestError, HistoryRewrittenError) as error:
-            self.refusals = dict.fromkeys(_KINDS, str(error))
-            return
-        self._num_calls, self.tool_format = self._how_calls_are_written()
-        self.refusals = {kind: self._refusal(kind) for kind in _KINDS}
+            return _PROBE.name in self._access.render([_QUESTION], [_PROBE])
+        except InvalidRequestError:
+            return False
+
+    @property
+    def tool_format(self) -> str:
+        """The format in which the template writes calls; ``plain``: none that is read."""
+        return self._calls[1]
+
+    @cached_property
+    def refusals(self) -> Mapping[History, str]:
+        """Why conversations of a kind are not continued; empty: they are."""
+        return {kind: self._refusal(kind) for kind in _KINDS}
 
     def continued(
         self, earlier: TokenIds, messages: Sequence[ChatMessage], tools: Sequence[Tool]
@@ -119,9 +124,8 @@ class Bridge:
             HistoryRewrittenError: the template writes earlier turns differently in history.
             InvalidRequestError: it refuses the new turns.
         """
-        thinks = END_THINK in self._access.decode(earlier)
         for role in dict.fromkeys(message.role for message in messages):
-            if reason := self.refusals[History(role, thinks)]:
+            if reason := self._reason(role, earlier):
                 raise HistoryRewrittenError(
                     f"prompt.continuation: the template rewrites history before turns of {role} "
                     f"({reason}); begin a new root: send the whole conversation as a chat"
@@ -130,14 +134,16 @@ class Bridge:
         has_ended = int(earlier[-1]) in self._access.end_tokens | {added[0]}
         return np.concatenate([earlier, np.asarray(added[has_ended:], np.uint32)])
 
-    def _has_tools(self) -> bool:
-        try:
-            return _PROBE.name in self._access.render([_QUESTION], [_PROBE])
-        except InvalidRequestError:
-            return False
+    def _reason(self, role: str, earlier: TokenIds) -> str:
+        without, with_thoughts = (self.refusals[History(role, thinks)] for thinks in (False, True))
+        # Long texts are not decoded where it makes no difference.
+        if without == with_thoughts or END_THINK not in self._access.decode(earlier):
+            return without
+        return with_thoughts
 
-    def _end_of_answer(self) -> str:
-        """Return the text of the token that the template writes after an answer."""
+    @cached_property
+    def _close(self) -> str:
+        """The text of the token that the template writes after an answer."""
         past = [_QUESTION, ChatMessage(_ASSISTANT, self._mark), _QUESTION]
         after = self._access.render(past, ()).partition(self._mark)[2]
         first = self._access.encode(after)[:1]
@@ -148,8 +154,13 @@ class Bridge:
             )
         return end
 
-    def _how_calls_are_written(self) -> tuple[int, str]:
-        """Return how many calls an answer may have, and the format that reads them back."""
+    @cached_property
+    def _calls(self) -> tuple[int, str]:
+        """How many calls an answer may have, and the format that reads them back."""
+        try:
+            close = self._close
+        except (InvalidRequestError, HistoryRewrittenError):
+            return 0, PLAIN
         for number in (2, 1):
             answer = self._calling("", [self._mark] * number)
             try:
@@ -159,7 +170,7 @@ class Bridge:
                 continue
             if self._mark not in text:
                 break
-            said = text[_num_shared(head, text) :].partition(self._close)[0]
+            said = text[_num_shared(head, text) :].partition(close)[0]
             for tool_format in TOOL_FORMATS:
                 if _same_calls(read_answer(said, tool_format, [_PROBE]).tool_calls, answer):
                     return number, tool_format
@@ -178,7 +189,7 @@ class Bridge:
     def _after_answer(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
         """Return what the template writes after an answer's end token."""
         past = ChatMessage(_ASSISTANT, self._mark)
-        if messages[0].role == TOOL and self._num_calls:
+        if messages[0].role == TOOL and self._calls[0]:
             past = self._calling("", [self._mark])
         text = self._access.render([_QUESTION, past, *messages], tools)
         _, found, added = text.partition(self._mark)[2].partition(self._close)
@@ -199,12 +210,12 @@ class Bridge:
         return ""
 
     def _prove_dialogue(self, kind: History, number: int, rng: random.Random) -> None:
-        tools = [_PROBE] if kind.role == TOOL and self._num_calls else []
+        tools = [_PROBE] if kind.role == TOOL and self._calls[0] else []
         messages = [ChatMessage(USER, _words(rng))]
         for _ in range(1 + number % _MOST_ROUNDS):
             thoughts = f"{THINK}\n{_words(rng)}\n{END_THINK}\n\n" if kind.thinks else ""
             if tools:
-                texts = [_words(rng) for _ in range(rng.randint(1, self._num_calls))]
+                texts = [_words(rng) for _ in range(rng.randint(1, self._calls[0]))]
                 answer = self._calling(thoughts, texts)
             else:
                 answer = ChatMessage(_ASSISTANT, thoughts + _words(rng))

@@ -148,11 +148,13 @@ class PromptEncoder:
         This is for the run's arguments of the template; those of a request are proved with it.
         """
         bridge = self._bridge(self._template_kwargs)
-        kinds = (
-            f"{kind.role} after {'thoughts' if kind.thinks else 'text'}: {reason or 'exact'}"
+        refused = [
+            f"turns of {kind.role} after {'thoughts' if kind.thinks else 'text'} ({reason})"
             for kind, reason in bridge.refusals.items()
-        )
-        return f"calls of tools as {self.tool_format}; new turns of {'; '.join(kinds)}"
+            if reason
+        ]
+        exact = "all conversations" if not refused else f"all but {', '.join(refused)}"
+        return f"calls of tools are {self.tool_format}; tokens are continued of {exact}"
 
     def read_answer(
         self,

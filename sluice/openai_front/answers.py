@@ -189,7 +189,9 @@ class AnswerBuilder:
             return [*whole, self._chunk(last)]
         if self._asked.reads_answer:
             return []
-        content = {"delta": {"content": event.text}} if self._is_chat else {"text": event.text}
+        content: JsonObject = {"text": event.text}
+        if self._is_chat:
+            content = {"delta": {"content": event.text}}
         index = event.sample_index
         offset = len(self._choices[index].text) - len(event.text)
         return [self._chunk(self._choice(index, content, self._tokens(event), offset))]

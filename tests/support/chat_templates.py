@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from sluice.quickstart.tokenizer import save_tokenizer, train_on_texts
+from sluice.quickstart.tokenizer import CHAT_TEMPLATE, save_tokenizer, train_on_texts
 
 _TOOLS_IN_SYSTEM = (
     "{%- if tools %}{{- '<|im_start|>system\\n' }}"
@@ -168,6 +168,7 @@ FAMILIES = {
     ),
     "phi": Family(PHI, ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>"), end_strips=True),
     "gemma": Family(GEMMA, ("<end_of_turn>", "<start_of_turn>")),
+    "chatml": Family(CHAT_TEMPLATE, _CHATML),
     "reversed": Family(REVERSED, _CHATML),
     "no end": Family(NO_END, _CHATML),
 }

@@ -35,11 +35,12 @@ FORMATS = {
     "llama3": "llama3_json",
     "phi": "plain",
     "gemma": "plain",
+    "chatml": "plain",
     "reversed": "plain",
     "no end": "plain",
 }
 WITH_TOOLS = ("qwen2.5", "qwen3", "qwen3_coder", "llama3")
-WITH_BRIDGES = (*WITH_TOOLS, "phi", "gemma")
+WITH_BRIDGES = (*WITH_TOOLS, "phi", "gemma", "chatml")
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,7 @@ def test_several_results_are_one_turn_where_the_template_has_it_so(
         ("llama3", (("tool", True),)),
         ("phi", (("tool", False), ("tool", True))),
         ("gemma", (("tool", False), ("tool", True))),
+        ("chatml", ()),
         ("reversed", (("user", False), ("user", True), ("tool", False), ("tool", True))),
         ("no end", (("user", False), ("user", True), ("tool", False), ("tool", True))),
     ],
@@ -191,11 +193,32 @@ def test_another_end_token_of_the_model_ends_a_response_as_well(tmp_path: Path) 
     assert ids[len(begun) + len(called)] != end
 
 
+def test_a_tokenizer_without_a_template_continues_nothing_and_reads_plain_answers(
+    tmp_path: Path,
+) -> None:
+    folder = save_family("qwen3", tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    encoder = PromptEncoder(folder)
+    assert encoder.read_answer(encoder.encode_text("6")) == Answer("6")
+    assert "calls of tools are plain" in encoder.prove_continuations()
+    with pytest.raises(HistoryRewrittenError):
+        continued(encoder, [5], ChatMessage("user", "And D?"))
+
+
 def test_without_new_turns_the_tokens_are_the_prompt(encoders: dict[str, PromptEncoder]) -> None:
     assert continued(encoders["reversed"], [5, 6, 7]) == [5, 6, 7]
 
 
-@pytest.mark.parametrize("family", ["phi", "gemma"])
+def test_results_continue_where_the_template_writes_no_calls(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    encoder, said = encoders["chatml"], "look C"
+    ids = joined(encoder.encode_chat([QUESTION]), sampled(encoder, "chatml", said))
+    history = [QUESTION, ChatMessage("assistant", said), RESULT]
+    assert continued(encoder, ids, RESULT) == joined(encoder.encode_chat(history))
+
+
+@pytest.mark.parametrize("family", ["phi", "gemma", "chatml"])
 def test_tools_that_a_template_would_drop_without_a_word_are_refused(
     encoders: dict[str, PromptEncoder], family: str
 ) -> None:

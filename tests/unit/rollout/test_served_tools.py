@@ -78,10 +78,13 @@ async def test_a_history_that_the_template_rewrites_fails_by_its_name(tmp_path: 
     async with scripted_policy("qwen3", tmp_path, looks_first) as (address, _):
         first = await asked(address, [QUESTION], tools=(LOOK,))
         so_far = [*first.prompt_token_ids, *first.rollouts[0].token_ids]
-        with pytest.raises(HistoryRewrittenError, match="the template rewrites history.*new root"):
+        with pytest.raises(HistoryRewrittenError, match=r"the template rewrites history.*new root"):
             await asked(address, Continuation(so_far, (ChatMessage("user", "And D?"),)))
         for prompt, reported in (
-            (Continuation([], (QUESTION,)), r"continuation\.token_ids_u32: send 1 or more ids"),
+            (
+                Continuation(NO_TOKENS, (QUESTION,)),
+                r"continuation\.token_ids_u32: send 1 or more ids",
+            ),
             (Continuation([1 << 20], (QUESTION,)), "ids below 1024"),
             (Continuation([1] * 5000, (QUESTION,)), "5000 tokens; the model's context of 4096"),
             (
