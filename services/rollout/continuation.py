@@ -251,10 +251,15 @@ class Bridge:
         if not answer.tool_calls:
             return said == answer.content
         if self.tool_format == PLAIN:  # nothing here reads its calls
-            return said.startswith(answer.content)
+            text = json.loads(answer.tool_calls[-1].arguments)["text"]
+            after = said.rpartition(text)[2]
+            return said.startswith(answer.content) and not any(
+                token in after for token in self._access.control_tokens.values()
+            )
         found = read_answer(said, self.tool_format, tools)
         thoughts = read_answer(answer.content, PLAIN).reasoning
-        return found.reasoning == thoughts and _same_calls(found.tool_calls, answer)
+        is_alone = not found.content and found.reasoning == thoughts
+        return is_alone and _same_calls(found.tool_calls, answer)
 
 
 def _num_shared(head: str, text: str) -> int:

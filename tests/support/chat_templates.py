@@ -134,9 +134,19 @@ REVERSED = (
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+COUNTED = "{{- messages | length }}" + CHAT_TEMPLATE
 NO_END = (
     "{%- for message in messages %}{{- message.role + ': ' + message.content + '\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
+)
+# Calls in no format that is read here, with an end token of their own.
+OTHER_CALLS = (
+    "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
+    "{%- if message.tool_calls %}{%- for call in message.tool_calls %}"
+    "{{- 'to=' + call.function.name }}{{- call.function.arguments | tojson }}{%- endfor %}"
+    "{{- '<|call|>' }}{%- else %}{{- '<|im_end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
 
@@ -170,6 +180,9 @@ FAMILIES = {
     "gemma": Family(GEMMA, ("<end_of_turn>", "<start_of_turn>")),
     "chatml": Family(CHAT_TEMPLATE, _CHATML),
     "reversed": Family(REVERSED, _CHATML),
+    "counted": Family(COUNTED, _CHATML),
+    "other calls": Family(OTHER_CALLS, (*_CHATML, "<|call|>")),
+    "other calls, one end": Family(OTHER_CALLS.replace("<|call|>", "<|im_end|>"), _CHATML),
     "no end": Family(NO_END, _CHATML),
 }
 

@@ -37,8 +37,12 @@ FORMATS = {
     "gemma": "plain",
     "chatml": "plain",
     "reversed": "plain",
+    "counted": "plain",
     "no end": "plain",
+    "other calls": "plain",
+    "other calls, one end": "plain",
 }
+ALL = (("user", False), ("user", True), ("tool", False), ("tool", True))
 WITH_TOOLS = ("qwen2.5", "qwen3", "qwen3_coder", "llama3")
 WITH_BRIDGES = (*WITH_TOOLS, "phi", "gemma", "chatml")
 
@@ -133,8 +137,11 @@ def test_several_results_are_one_turn_where_the_template_has_it_so(
         ("phi", (("tool", False), ("tool", True))),
         ("gemma", (("tool", False), ("tool", True))),
         ("chatml", ()),
-        ("reversed", (("user", False), ("user", True), ("tool", False), ("tool", True))),
-        ("no end", (("user", False), ("user", True), ("tool", False), ("tool", True))),
+        ("reversed", ALL),
+        ("counted", ALL),
+        ("no end", ALL),
+        ("other calls", (("tool", False), ("tool", True))),
+        ("other calls, one end", ()),
     ],
 )
 def test_what_a_template_rewrites_is_known_before_anyone_asks(
