@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from services.rollout.tool_calls import END_THINK, THINK, read_answer
-from sluice.codec.fields import shortened
 from sluice.errors import HistoryRewrittenError, InvalidRequestError
+from sluice.json_objects import shown
 from sluice.types import TOOL_FORMATS, ChatMessage, TokenIds, Tool, ToolCall
 
 USER, TOOL, PLAIN = "user", "tool", "plain"
@@ -149,9 +149,7 @@ class Bridge:
         first = self._access.encode(after)[:1]
         end = self._access.control_tokens.get(first[0], "") if first else ""
         if not end or not after.startswith(end):
-            raise HistoryRewrittenError(
-                f"no end token follows an answer, but {shortened(after[:20])}"
-            )
+            raise HistoryRewrittenError(f"no end token follows an answer, but {shown(after[:20])}")
         return end
 
     @cached_property
@@ -240,7 +238,7 @@ class Bridge:
             raise HistoryRewrittenError("new turns are not always written alike")
         if not self._is_verbatim(said, answer, tools):
             given = answer.content or answer.tool_calls[0].arguments
-            raise HistoryRewrittenError(f"{shortened(given)} becomes {shortened(said)}")
+            raise HistoryRewrittenError(f"{shown(given)} becomes {shown(said)}")
         if any(message.content not in added for message in new):
             raise HistoryRewrittenError(f"turns of {new[0].role} are left out or changed")
         encode = self._access.encode

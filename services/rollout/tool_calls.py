@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from sluice.codec.fields import shortened
-from sluice.codec.tools import (
+from sluice.json_objects import (
     MAX_ARGUMENTS_BYTES,
     MAX_CALLS,
     MAX_TOOL_NAME_BYTES,
-    check_json_object,
+    problem_of_object,
+    shown,
 )
-from sluice.errors import InvalidRequestError
 from sluice.types import Answer, Tool, ToolCall
 
 THINK, END_THINK = "<think>", "</think>"
@@ -106,7 +105,7 @@ def _json_call(body: str, number: int) -> ToolCall:
         call = msgspec.json.decode(body, type=_Call)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise _UnreadableError(
-            f"tool call {number}: {shortened(body)} is not read ({str(error)[:100]}); write "
+            f"tool call {number}: {shown(body)} is not read ({str(error)[:100]}); write "
             '{"name": ..., "arguments": {...}}'
         ) from error
     text = (bytes(call.arguments) or bytes(call.parameters)).decode() or "{}"
@@ -118,12 +117,10 @@ def _json_call(body: str, number: int) -> ToolCall:
 def _checked(name: str, arguments: str, number: int) -> ToolCall:
     if not name or len(name.encode(errors="replace")) > MAX_TOOL_NAME_BYTES:
         raise _UnreadableError(
-            f"tool call {number}: {shortened(name)} is no name of a tool; write one of those given"
+            f"tool call {number}: {shown(name)} is no name of a tool; write one of those given"
         )
-    try:
-        check_json_object(f"tool call {number}: arguments", arguments, MAX_ARGUMENTS_BYTES)
-    except (InvalidRequestError, UnicodeEncodeError) as error:
-        raise _UnreadableError(str(error)) from error
+    if problem := problem_of_object(arguments, MAX_ARGUMENTS_BYTES):
+        raise _UnreadableError(f"tool call {number}: arguments: {problem}")
     return ToolCall(name, arguments)
 
 
@@ -138,7 +135,7 @@ def _xml_call(body: str, types: Mapping[str, Mapping[str, object]], number: int)
     inside, ended, _ = rest.partition(END_FUNCTION)
     if not body.startswith(FUNCTION) or not closed or not ended:
         raise _UnreadableError(
-            f"tool call {number}: {shortened(body)} is not read; write {FUNCTION}NAME>, "
+            f"tool call {number}: {shown(body)} is not read; write {FUNCTION}NAME>, "
             f"parameters, and {END_FUNCTION}"
         )
     _, *parts = inside.split(PARAMETER)
@@ -148,7 +145,7 @@ def _xml_call(body: str, types: Mapping[str, Mapping[str, object]], number: int)
         value, ended, _ = rest.partition(END_PARAMETER)
         if not closed or not ended:
             raise _UnreadableError(
-                f"tool call {number}: {shortened(part)} is not read; write {PARAMETER}KEY>, the "
+                f"tool call {number}: {shown(part)} is not read; write {PARAMETER}KEY>, the "
                 f"value, and {END_PARAMETER}"
             )
         declared = types.get(name, {}).get(key)
@@ -207,7 +204,7 @@ def _objects(body: str) -> list[str]:
         except (ValueError, RecursionError) as error:
             number = len(found) + 1
             raise _UnreadableError(
-                f"tool call {number}: {shortened(body[start : start + 100])} is not read "
+                f"tool call {number}: {shown(body[start : start + 100])} is not read "
                 f'({str(error)[:100]}); write {{"name": ..., "parameters": {{...}}}}'
             ) from error
         found.append(body[start:end])

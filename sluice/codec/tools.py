@@ -5,54 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.codec.fields import MAX_NAME_BYTES, check_count, check_text, shortened
 from sluice.errors import InvalidRequestError
+from sluice.json_objects import (
+    MAX_ARGUMENTS_BYTES,
+    MAX_CALLS,
+    MAX_TOOL_NAME_BYTES,
+    problem_of_object,
+)
 from sluice.types import TOOL_FORMATS, Answer, ChatMessage, Tool, ToolCall
 
-MAX_TOOLS = MAX_CALLS = 128
-MAX_TOOL_NAME_BYTES = 64
-MAX_JSON_LEVELS = 32
+MAX_TOOLS = 128
 _MAX_DESCRIPTION_BYTES, _MAX_PARAMETERS_BYTES = 1 << 14, 1 << 16
-MAX_ARGUMENTS_BYTES = 1 << 20
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
-def check_json_object(field: str, text: str, max_bytes: int) -> None:
-    """Check that a text is a JSON object, not large and not nested deep.
-
-    Raises:
-        InvalidRequestError: names the field.
-    """
-    check_text(field, text, max_bytes)
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise InvalidRequestError(
-            f"{field}: {shortened(text)} is not JSON ({str(error)[:100]}); send the text of an "
-            "object"
-        ) from error
-    if not isinstance(value, dict):
-        raise InvalidRequestError(
-            f"{field}: {shortened(text)} is no object; send one, such as {{}}"
-        )
-    # Level by level: no text can exhaust the stack.
-    level: list[object] = [value]
-    for _ in range(MAX_JSON_LEVELS + 1):
-        level = [inner for each in level for inner in _inner(each)]
-        if not level:
-            return
-    raise InvalidRequestError(
-        f"{field}: {shortened(text)} is more than {MAX_JSON_LEVELS} levels deep; flatten it"
-    )
-
-
-def _inner(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+def _check_object(field: str, text: str, max_bytes: int) -> None:
+    if problem := problem_of_object(text, max_bytes):
+        raise InvalidRequestError(f"{field}: {problem}")
 
 
 def check_tools(field: str, tools: Sequence[common.Tool]) -> None:
@@ -72,7 +43,7 @@ def check_tools(field: str, tools: Sequence[common.Tool]) -> None:
         check_text(f"{field}[{index}].description", tool.description, _MAX_DESCRIPTION_BYTES)
         if tool.parameters_json:
             parameters = f"{field}[{index}].parameters_json"
-            check_json_object(parameters, tool.parameters_json, _MAX_PARAMETERS_BYTES)
+            _check_object(parameters, tool.parameters_json, _MAX_PARAMETERS_BYTES)
 
 
 def check_calls(field: str, turn: common.ChatMessage) -> None:
@@ -95,7 +66,7 @@ def check_calls(field: str, turn: common.ChatMessage) -> None:
         check_text(f"{place}.name", call.name, MAX_TOOL_NAME_BYTES)
         if not call.name:
             raise InvalidRequestError(f"{place}.name: empty; name the tool")
-        check_json_object(f"{place}.arguments_json", call.arguments_json, MAX_ARGUMENTS_BYTES)
+        _check_object(f"{place}.arguments_json", call.arguments_json, MAX_ARGUMENTS_BYTES)
 
 
 def check_no_calls(field: str, turns: Sequence[common.ChatMessage]) -> None:
