@@ -352,9 +352,7 @@ def _publisher(
         probe_timeout_s=weights.probe_timeout_s,
         sends_changes=sends_changes,
         counts=observed.sync,
-        swaps_at_once=partial(
-            swaps_at_once, max_staleness=config.sluice.asynchrony.max_staleness
-        ),
+        swaps_at_once=partial(swaps_at_once, max_staleness=config.sluice.asynchrony.max_staleness),
     )
 
 

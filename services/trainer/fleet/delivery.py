@@ -2,8 +2,9 @@
 
 Consumes: a snapshot and the replicas that need it.
 Waits for: an answer of each member before a group is formed, then formation, staging and commit;
-    each has a deadline. Members may commit in turns, so that the others sample meanwhile. A member that neither answers nor shows another sign of life is left out of
-    the group, since the others would wait for it as long as a formation may take.
+    each has a deadline. A member that neither answers nor shows another sign of life is left out of
+    the group, since the others would wait for it as long as a formation may take. Members may
+    commit in turns, so that the others sample meanwhile.
 Unblocked by: answers, deadlines, and at the first failure by leaving the epoch on both sides.
 Produces: the replicas that serve the version, proven by a digest equal to ours, and those that must
     be dropped. The version that all members of the group serve is the base of the next update: if
