@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 
 from benchmarks.reporting import print_line
@@ -41,13 +42,15 @@ from tests.support.scripted_rollout import (
     scripted_replicas,
 )
 
+_Context = grpc.aio.ServicerContext[Any, Any]
+
 KEYS = ("overlap_speedup", "staleness_exceeded", "fleet_capacity_min")
 MOST: Mapping[str, float] = {"staleness_exceeded": 0.0}
 
 _STALENESS = (1, 2, 4)
 _SCALE = 4.0
 _TRAIN_S, _TRANSFER_S = 4.0 / _SCALE, 2.0 / _SCALE
-_GROUPS, _STEPS = 8, 12
+_GROUPS, _STEPS = 8, 20
 _SWAPPING, _SWAP_S = 8, 1.0
 
 
@@ -80,7 +83,7 @@ class _Engine(ScriptedReplica):
     speed: _Speed = _SPEEDS["trainer"]
     free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
-    async def _answer(self, call: Call, context: Any) -> None:
+    async def _answer(self, call: Call, context: _Context) -> None:
         async with self.free:
             began = self.version
             accepted = rollout_pb2.PromptAccepted(

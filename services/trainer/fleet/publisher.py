@@ -53,11 +53,13 @@ class PublishReport:
     dense_bytes: int = 0
 
     @property
-    def traffic(self) -> dict[str, float]:
-        """Return metrics of the bytes on the wire, if they were sent in one broadcast."""
+    def metrics(self) -> dict[str, float]:
+        """Return its seconds, and the bytes on the wire if they were sent in one broadcast."""
+        times = {"weights/stall_s": self.stall_s, "weights/delivery_s": self.seconds}
         if not self.dense_bytes:
-            return {}
+            return times
         return {
+            **times,
             "weights/bytes_sent": float(self.sent_bytes),
             "weights/bytes_share": self.sent_bytes / self.dense_bytes,
         }
