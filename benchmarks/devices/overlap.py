@@ -62,7 +62,7 @@ class _Speed:
     group_s: float
 
 
-_SPEEDS = {"generation": _Speed(8, 8.0 / _SCALE), "trainer": _Speed(16, 1.0 / _SCALE)}
+_SPEEDS = {"generation": _Speed(4, 4.0 / _SCALE), "trainer": _Speed(16, 1.0 / _SCALE)}
 """A batch of groups takes 8 s, or half a second."""
 
 LEAST: Mapping[str, float] = {
@@ -101,7 +101,7 @@ class _Engine(ScriptedReplica):
 
 
 def _sampled(text: str, index: int, began: int, ended: int) -> Rollout:
-    spans = (VersionSpan(began, 0, 8),)
+    spans: tuple[VersionSpan, ...] = (VersionSpan(began, 0, 8),)
     if ended != began:
         spans = (VersionSpan(began, 0, 4), VersionSpan(ended, 4, 8))
     tokens, logprobs = np.arange(8, dtype=np.uint32), np.full(8, -0.5, np.float32)
@@ -189,7 +189,7 @@ async def _compare(staleness: int) -> tuple[dict[str, float], int]:
     with tempfile.TemporaryDirectory() as root:
         # Together, so that what else the machine does slows all of them.
         async with asyncio.TaskGroup() as tasks:
-            runs = {}
+            runs: dict[str, list[asyncio.Task[_Run]]] = {}
             for bound, overlaps in itertools.product(_SPEEDS, (False, may_overlap(staleness))):
                 folder = Path(tempfile.mkdtemp(dir=root))
                 running = _trained(folder, staleness, bound, overlaps=overlaps)
