@@ -5,6 +5,10 @@ Parts, and the keys of the JSON object that is printed last; those of other part
 engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM over that of an earlier
             commit; vllm_overhead: tokens/s at 128 sequences over vLLM alone; with --vllm-python
             only
+overlap     overlap_speedup: trained samples/s with the transfer of a version beside the next step
+            over awaited, by what the run waits for and its staleness; staleness_exceeded: samples
+            beyond the bound; fleet_capacity_min: least share of eight replicas that sample while
+            all swap, 1 s each
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
@@ -21,13 +25,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.devices import engines, recovery, wire
+from benchmarks.devices import engines, overlap, recovery, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-KEYS = (*wire.KEYS, *engines.KEYS, *recovery.KEYS)
-MOST: Mapping[str, float] = {**wire.MOST, **engines.MOST}
-LEAST: Mapping[str, float] = {**engines.LEAST}
+KEYS = (*overlap.KEYS, *wire.KEYS, *engines.KEYS, *recovery.KEYS)
+MOST: Mapping[str, float] = {**overlap.MOST, **wire.MOST, **engines.MOST}
+LEAST: Mapping[str, float] = {**overlap.LEAST, **engines.LEAST}
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -38,6 +42,7 @@ def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
 
 
 PARTS: Mapping[str, Part] = {
+    "overlap": lambda _: overlap.measure(),
     "wire": lambda _: wire.measure(),
     "engines": _engines,
     "recovery": lambda _: recovery.measure(),
