@@ -5,6 +5,9 @@ Parts, and the keys of the JSON object that is printed last; those of other part
 engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM over that of an earlier
             commit; vllm_overhead: tokens/s at 128 sequences over vLLM alone; with --vllm-python
             only
+launches    launches_placed: published launches whose processes have the devices of their split, on
+            Ray clusters with pretended devices; launch_splits: what each says; with --ray-python
+            only
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
@@ -19,13 +22,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.devices import engines, wire
+from benchmarks.devices import engines, launches, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-KEYS = (*wire.KEYS, *engines.KEYS)
+KEYS = (*wire.KEYS, *launches.KEYS, *engines.KEYS)
 MOST: Mapping[str, float] = {**wire.MOST, **engines.MOST}
-LEAST: Mapping[str, float] = {**engines.LEAST}
+LEAST: Mapping[str, float] = {**launches.LEAST, **engines.LEAST}
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -35,8 +38,16 @@ def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
     return engines.measure(parsed.vllm_python)
 
 
+def _launches(parsed: argparse.Namespace) -> Mapping[str, object]:
+    if parsed.ray_python is None:
+        print_line("launches: left out, there is no --ray-python")
+        return {}
+    return launches.measure(parsed.ray_python)
+
+
 PARTS: Mapping[str, Part] = {
     "wire": lambda _: wire.measure(),
+    "launches": _launches,
     "engines": _engines,
 }
 
@@ -44,6 +55,7 @@ PARTS: Mapping[str, Part] = {
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = parts_parser(__doc__, "python -m benchmarks.devices --parts wire", PARTS)
+    parser.add_argument("--ray-python", help="of an environment with Ray and sluice")
     parsed = parser.parse_args(arguments)
     return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
 

@@ -148,8 +148,11 @@ def _whole_replicas(config: RunConfig) -> Iterator[DeviceSplit]:
     each, replaces = replica_devices(config), config.sluice.placement != "auto"
     for trainer in range(1, devices):
         is_even = trainer <= per_node or trainer % per_node == 0
-        if is_even and (devices - trainer) % each == 0:
-            nodes = max(1, trainer // per_node)
+        nodes = max(1, trainer // per_node)
+        # A replica is on one machine.
+        beside = max(0, per_node - trainer) // each
+        most = beside + (config.trainer.nnodes - nodes) * (per_node // each)
+        if is_even and (devices - trainer) % each == 0 and (devices - trainer) // each <= most:
             yield DeviceSplit(trainer, devices - trainer, nodes, each, replaces)
 
 
@@ -178,8 +181,9 @@ def _why_none(config: RunConfig) -> str:
     found = [split.trainer for split in _whole_replicas(config)]
     if not found:
         return (
-            f"{pool} do not divide into replicas of {each} and a trainer that is a part of a "
-            f"machine, or whole machines of {config.trainer.n_gpus_per_node}; change the devices "
+            f"{pool} do not divide into replicas of {each}, each on one machine, and a trainer "
+            f"that is a part of a machine, or whole machines of {config.trainer.n_gpus_per_node}; "
+            "change the devices "
             "of a replica (tensor_model_parallel_size * data_parallel_size)"
         )
     return (

@@ -48,11 +48,13 @@ class FoundDevices:
         kind: ``GPU`` or ``NPU``.
         count: how many there are.
         are_elsewhere: they are a cluster's, which may grow; this host's driver does not know them.
+        by_node: how many each machine has; empty: they are all on one.
     """
 
     kind: str
     count: int
     are_elsewhere: bool = False
+    by_node: tuple[int, ...] = ()
 
     @property
     def gib(self) -> float | None:
@@ -62,6 +64,15 @@ class FoundDevices:
     def each(self) -> DeviceKind:
         """Return one of them, by its memory."""
         return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
+
+    def pool(self) -> tuple[str, ...]:
+        """Return overrides for one pool of as many of them on each machine as all machines have."""
+        each = min(self.by_node, default=max(self.count, 1))
+        return (
+            f"trainer.nnodes={max(len(self.by_node), 1)}",
+            f"trainer.n_gpus_per_node={each}",
+            f"{PLACEMENT_KEY}=auto",
+        )
 
 
 _ONE_GPU = FoundDevices("GPU", 1)
@@ -166,7 +177,7 @@ def _shared(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> 
     """
     backend, replicas = config.sluice.weights.backend, config.sluice.rollout.replicas
     takes = (world_size(config), replica_devices(config), min(replicas, 1))
-    one = replace(devices, are_elsewhere=False) == _ONE_GPU
+    one = replace(devices, are_elsewhere=False, by_node=()) == _ONE_GPU
     if not one or takes != (1, 1, 1) or backend not in (None, "gloo"):
         return None
     if backend is None and devices.are_elsewhere:
@@ -201,13 +212,8 @@ def _remedy(
     config: RunConfig, shape: ModelShape | None, devices: FoundDevices
 ) -> tuple[tuple[str, ...], str]:
     """Return overrides for the devices that are there, and advice that names them."""
-    pool = (
-        "trainer.nnodes=1",
-        f"trainer.n_gpus_per_node={max(devices.count, 1)}",
-        f"{PLACEMENT_KEY}=auto",
-    )
     try:
-        split = auto_split(changed(config, pool), shape, devices.each())
+        split = auto_split(changed(config, devices.pool()), shape, devices.each())
     except ConfigError:
         each = replica_devices(config)
         if devices == _ONE_GPU and each == 1:
@@ -216,7 +222,8 @@ def _remedy(
         may_share = devices.kind == "GPU" and not devices.are_elsewhere and each == 1
         least = 1 if may_share else each + 1
         return (), f"a trainer and a replica of {each} take at least {least}"
-    return split.overrides, f"{devices.count} would do with {' '.join(split.overrides)}"
+    enough = split.trainer + split.rollout
+    return split.overrides, f"{enough} would do with {' '.join(split.overrides)}"
 
 
 def _grounds(shape: ModelShape | None, each: DeviceKind) -> str:

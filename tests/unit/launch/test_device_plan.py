@@ -23,7 +23,7 @@ from sluice.config.run import RunConfig
 from sluice.device.host import gpu_gib
 from sluice.doctor.finding import examined_of
 from sluice.doctor.machine import check_gpus
-from sluice.launch.cluster.placement import PlacementPlan, plans
+from sluice.launch.cluster.placement import NodeCapacity, PlacementPlan, plans
 from sluice.launch.cluster.ray_run import RayOptions, on_devices
 from sluice.launch.device_plan import DevicePlan, FoundDevices, device_plan, local_devices
 from sluice.launch.service_spec import local_services, with_ports
@@ -113,6 +113,10 @@ def test_a_published_launch_has_its_devices_on_one_machine(
     assert sorted(int(number) for one in seen for number in one) == list(range(count))
 
 
+def capacities(nodes: list[dict[str, float]]) -> list[NodeCapacity]:
+    return [NodeCapacity(f"10.0.0.{n}", dict(one), dict(one)) for n, one in enumerate(nodes)]
+
+
 def bundles_on_nodes(groups: Sequence[PlacementPlan], free: list[dict[str, float]]) -> None:
     """Take each bundle from a node as Ray does; fail if none has the resources."""
     for group in groups:
@@ -136,10 +140,12 @@ def test_a_published_launch_has_its_devices_on_a_cluster(name: str) -> None:
     kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
     nodes = run.config.trainer.nnodes
     total = {"CPU": 64.0 * nodes, kind: float(count)}
-    config, extra = on_devices(run.config, RayOptions(keys=run.keys), total)
+    free = [{"CPU": 64.0, kind: count / nodes} for _ in range(nodes)]
+    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    config = plan.config
+    assert not plan.lack
     ranks, replicas = sizes(config)
     assert ranks + replicas * replica_devices(config) == count
-    free = [{"CPU": 64.0, kind: count / nodes} for _ in range(nodes)]
     bundles_on_nodes(plans(config, total, extra), free)
     assert all(node[kind] == 0 for node in free)
 
@@ -185,8 +191,9 @@ def test_a_known_shape_gives_the_split_of_the_plan_command(tmp_path: Path) -> No
 
 def test_a_cluster_of_one_gpu_that_may_grow_is_not_shared_by_default() -> None:
     run = read_run(None, [])
-    config, extra = on_devices(run.config, RayOptions(keys=run.keys), {"CPU": 8.0, "GPU": 1.0})
-    assert config is run.config
+    total = {"CPU": 8.0, "GPU": 1.0}
+    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
+    assert plan.config is run.config
     assert extra == RayOptions().extra
 
 
@@ -217,6 +224,39 @@ def test_too_few_devices_are_an_error_with_what_would_do() -> None:
     assert "; 4 would do with trainer.nnodes=1 trainer.n_gpus_per_node=2" in plan.lack
     assert plan.lack.endswith(f"or make more visible ({GPUS})")
     assert not planned(4, POOL, VLLM, tp, *plan.remedy).lack
+
+
+@pytest.mark.parametrize("name", ["dapo-qwen3-32b-fsdp2-npu", "dapo-qwen3-235b-megatron"])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_cluster_that_is_too_small_is_named_a_split_that_fits_its_nodes(
+    name: str, nodes: int
+) -> None:
+    file = LAUNCHES / f"{name}.overrides"
+    run = read_run(file, [])
+    kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
+    free = [{"CPU": 64.0, kind: 16.0} for _ in range(nodes)]
+    total = {"CPU": 64.0 * nodes, kind: 16.0 * nodes}
+    plan, _ = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    assert f"{16 * nodes} are there; {16 * nodes} would do with trainer.nnodes=" in plan.lack
+    again = read_run(file, plan.remedy)
+    mended, extra = on_devices(again.config, RayOptions(keys=again.keys), total, capacities(free))
+    assert not mended.lack
+    bundles_on_nodes(plans(mended.config, total, extra), free)
+    assert all(node[kind] == 0 for node in free)
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("cuda", GPUS), ("npu", NPUS)])
+def test_too_few_devices_of_this_machine_are_one_error(
+    kind: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.device.host.has_torch_npu", lambda: variable == NPUS)
+    device = (f"trainer.device={kind}", f"sluice.rollout.device={kind}")
+    run = read_run(None, [POOL, *device])
+    found = [*check_gpus(examined_of(run, {GPUS: "", NPUS: "", variable: numbers(3)}))]
+    (one,) = found
+    assert one.what.startswith("the launch takes 8 ")
+    assert one.remedy.startswith("3 would do with trainer.nnodes=1 trainer.n_gpus_per_node=")
+    assert one.remedy.endswith(f"make more visible ({variable})")
 
 
 @pytest.mark.parametrize(
@@ -300,9 +340,9 @@ def test_one_npu_is_not_shared() -> None:
 
 def test_a_shared_gpu_of_a_cluster_is_taken_by_halves() -> None:
     run, total = read_run(None, ["sluice.weights.backend=gloo"]), {"CPU": 8.0, "GPU": 1.0}
-    config, extra = on_devices(run.config, RayOptions(keys=run.keys), total)
-    assert config.sluice.weights.backend == "gloo"
-    bundles_on_nodes(plans(config, total, extra), [{"CPU": 8.0, "GPU": 1.0}])
+    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
+    assert plan.config.sluice.weights.backend == "gloo"
+    bundles_on_nodes(plans(plan.config, total, extra), [{"CPU": 8.0, "GPU": 1.0}])
 
 
 @pytest.mark.parametrize(("count", "replicas"), [(0, 2), (1, 1), (2, 1), (3, 2), (8, 2)])
