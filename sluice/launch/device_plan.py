@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sluice.config.derived import replica_devices, world_size
+from sluice.config.derived import replica_devices, sleeps_while_training, world_size
 from sluice.config.device_split import (
     PLACEMENT_KEY,
     auto_split,
@@ -19,8 +19,10 @@ from sluice.config.device_split import (
 )
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind, device_kind
+from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.published import published_name, published_shape
 from sluice.config.memory.shape import ModelShape, find_shape
+from sluice.config.memory.training import guessed_memory
 from sluice.config.run import RunConfig, changed
 from sluice.device import host
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
@@ -30,7 +32,8 @@ from sluice.launch.device_share import device_share, gpu_share
 _BACKEND_KEY = "sluice.weights.backend"
 _UTILIZATION_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _SHARED_UTILIZATION = 0.5
-"""Most of a shared GPU's memory that the engine takes."""
+"""Most of a shared GPU's memory that the engine takes, if nobody knows what the trainer takes."""
+_LEAST_UTILIZATION = 0.1
 _USUAL_GIB = {"GPU": 80.0, "NPU": 64.0}
 """Memory of a device where no driver reports it."""
 _SEVERAL_HOSTS = (
@@ -143,7 +146,8 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
         how = f"{PLACEMENT_KEY}={config.sluice.placement}"
         if config.sluice.placement == "auto":
             how += f", {_grounds(shape, each)}"
-            how += " assumed" if shape is not None and devices.gib is None else ""
+            if shape is not None and devices.gib is None:
+                how += " assumed; sluice plan counts whether they suffice"
         config = changed(config, split.overrides)
     elif (shared := _shared(config, settings, devices)) is not None:
         return shared
@@ -186,26 +190,34 @@ def _shared(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> 
     given, asked = rollout.gpu_memory_utilization, replicas
     if backend is None:  # else a user, or a start before this one, has set all of them
         replicas = 1
-        utilization = min(given, _SHARED_UTILIZATION)
-        config = changed(
-            config,
-            (
-                "sluice.rollout.replicas=1",
-                f"{_BACKEND_KEY}=gloo",
-                "sluice.trainer.min_replicas=1",
-                f"{_UTILIZATION_KEY}={utilization}",
-            ),
-        )
+        one_replica = ("sluice.rollout.replicas=1", "sluice.trainer.min_replicas=1")
+        config = changed(config, (*one_replica, f"{_BACKEND_KEY}=gloo"))
+        utilization = min(given, _beside_trainer(config, devices.each()))
+        config = changed(config, (f"{_UTILIZATION_KEY}={utilization:.2f}",))
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     memory = "" if rollout.name == "torch" else f", {share:.0%} of its memory for the engine"
     if memory and share < given and settings.is_set(_UTILIZATION_KEY):
         memory += f" instead of {given:.0%}"
+    memory += " while the trainer does not train" if sleeps_while_training(config) else ""
     lowered = f", replicas {asked} -> {replicas}" if asked != replicas else ""
     line = (
         f"devices: the trainer and {replicas} replica{'' if replicas == 1 else 's'} share one GPU "
         f"({_BACKEND_KEY}=gloo{memory}{lowered})"
     )
     return DevicePlan(config, line, is_shared=True)
+
+
+def _beside_trainer(config: RunConfig, device: DeviceKind) -> float:
+    """Return the share of a device's memory that a trainer leaves to an engine, by a guess.
+
+    Beside an engine that sleeps in an update, the trainer holds weights, gradients and moments.
+    """
+    shape = _shape(config)
+    if shape is None:
+        return _SHARED_UTILIZATION
+    guess = guessed_memory(shape, training_layout(config))
+    held = guess.state if sleeps_while_training(config) else guess.peak
+    return max(_LEAST_UTILIZATION, (device.usable_bytes - held) / device.size)
 
 
 def _remedy(

@@ -18,7 +18,9 @@ from sluice.config.check import check_report
 from sluice.config.derived import replica_devices, world_size
 from sluice.config.loading.loader import ReadRun, load_config, read_run
 from sluice.config.loading.yaml_text import write_config
-from sluice.config.memory.published import published_model
+from sluice.config.memory.layouts import training_layout
+from sluice.config.memory.published import published_model, published_shape
+from sluice.config.memory.training import guessed_memory
 from sluice.config.run import RunConfig
 from sluice.device.host import gpu_gib
 from sluice.doctor.finding import examined_of
@@ -28,6 +30,7 @@ from sluice.launch.cluster.ray_run import RayOptions, on_devices
 from sluice.launch.device_plan import DevicePlan, FoundDevices, device_plan, local_devices
 from sluice.launch.service_spec import local_services, with_ports
 from tests.support.doctor_findings import run_of, severities
+from tests.support.source_tree import ROOT
 
 LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
 DEVICES = json.loads((LAUNCHES / "devices.json").read_text(encoding="utf-8"))
@@ -35,6 +38,7 @@ GPUS, NPUS = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"{ROLLOUT}.name=vllm"
 POOL = "trainer.n_gpus_per_node=8"
+MODEL = "actor_rollout_ref.model.path=Qwen/{}"
 
 
 @pytest.fixture(autouse=True)
@@ -319,10 +323,33 @@ def test_one_gpu_is_shared_with_a_share_of_its_memory_for_the_engine(given: floa
     assert rollout.gpu_memory_utilization == min(given, 0.5)
     share = f"{min(given, 0.5):.0%} of its memory for the engine"
     lowered = " instead of 80%" if given > 0.5 else ""
+    lowered += " while the trainer does not train"
     assert plan.line == (
         "devices: the trainer and 1 replica share one GPU "
         f"(sluice.weights.backend=gloo, {share}{lowered}, replicas 3 -> 1)"
     )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_engine_gets_what_the_trainer_of_a_known_model_leaves_while_it_is_awake(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.device.host.gpu_gib", lambda: 80.0)
+    asked = (
+        VLLM,
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B",
+        f"sluice.asynchrony.max_staleness={staleness}",
+        "algorithm.rollout_correction.rollout_is=token",
+        f"{ROLLOUT}.gpu_memory_utilization=0.9",
+    )
+    plan = planned(1, *asked)
+    share = plan.config.actor_rollout_ref.rollout.gpu_memory_utilization
+    shape = published_shape("Qwen2.5-1.5B")
+    guess = guessed_memory(shape, training_layout(plan.config))
+    held = guess.peak if staleness else guess.state
+    assert share == pytest.approx((72 * 2**30 - held) / (80 * 2**30), abs=0.01)
+    assert ("while the trainer does not train" in plan.line) == (staleness == 0)
+    assert planned(1, *asked[:-1]).config.actor_rollout_ref.rollout.gpu_memory_utilization <= share
 
 
 def test_a_gpu_that_is_shared_by_hand_stays_as_it_was_set() -> None:
@@ -400,3 +427,18 @@ def test_a_check_where_no_gpu_is_notes_it(monkeypatch: pytest.MonkeyPatch) -> No
     report = with_preflight(check_report(run.config, run.settings), run, examined_of(run))
     assert any("this host has no GPU" in note.text for note in report.notes)
     assert not any("no device of its own" in one.text for one in report.problems)
+
+
+def test_the_page_about_ray_has_the_splits_that_launches_say() -> None:
+    page = (ROOT / "docs" / "deployment" / "ray.md").read_text(encoding="utf-8")
+    for name, row in DEVICES.items():
+        run = read_run(LAUNCHES / f"{name}.overrides", [MODEL.format(row["model"])])
+        kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
+        found = FoundDevices(kind, row["devices"], are_elsewhere=True)
+        plan = device_plan(run.config, run.keys, found).config
+        ranks, replicas = sizes(plan)
+        nodes = run.config.trainer.nnodes
+        assert (
+            f"| {name} | {nodes} × {row['devices'] // nodes} {kind} | {ranks} | "  # noqa: RUF001
+            f"{replicas} × {replica_devices(plan)} |"  # noqa: RUF001
+        ) in page

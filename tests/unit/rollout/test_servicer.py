@@ -426,3 +426,14 @@ async def test_images_that_a_client_has_under_way_are_bounded() -> None:
     await call(service, request("<image>", image))
     await call(service, request("<image>", image))  # what ended counts no more
     assert len(recorder.requests) == 2
+
+
+@pytest.mark.parametrize("can_sleep", [True, False])
+async def test_a_caller_hears_whether_the_engine_sleeps(can_sleep: bool) -> None:
+    class Sleeper:
+        async def sleep(self) -> bool:
+            return can_sleep
+
+    service = WeightSyncServicer(cast("Any", Sleeper()))
+    answer = await service.Sleep(weights.SleepRequest(), cast("Any", Context()))
+    assert answer.asleep == can_sleep
