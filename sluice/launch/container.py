@@ -110,8 +110,8 @@ def services_of(
         given = shared_environment(os.environ, config.trainer.device)
         if given is not None:
             _refuse_too_few(config_file, given)
-        before = run.checkpoints_before()
-        specs = trainer_services(config, config_file, before, given or os.environ)
+        mark = run.checkpoints_before()
+        specs = trainer_services(config, config_file, mark, given or os.environ)
     before = run.count_start(specs[0].name)
     if before:
         logger.warning("%s: its launcher was started %d times before", specs[0].name, before)

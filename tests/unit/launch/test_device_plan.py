@@ -439,6 +439,6 @@ def test_the_page_about_ray_has_the_splits_that_launches_say() -> None:
         ranks, replicas = sizes(plan)
         nodes = run.config.trainer.nnodes
         assert (
-            f"| {name} | {nodes} × {row['devices'] // nodes} {kind} | {ranks} | "  # noqa: RUF001
-            f"{replicas} × {replica_devices(plan)} |"  # noqa: RUF001
+            f"| {name} | {nodes} × {row['devices'] // nodes} {kind} | {ranks} | "
+            f"{replicas} × {replica_devices(plan)} |"
         ) in page

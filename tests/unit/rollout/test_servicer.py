@@ -14,10 +14,16 @@ import pytest
 
 from services.rollout.engines.protocol import EngineLoad, GenerationRequest
 from services.rollout.generation import GenerationEvent, GenerationRunner
-from services.rollout.servicer import ImageRules, ReplicaIdentity, RolloutServicer
+from services.rollout.servicer import (
+    ImageRules,
+    ReplicaIdentity,
+    RolloutServicer,
+    WeightSyncServicer,
+)
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
+from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.fields import token_ids_to_bytes
 from sluice.config.schema.limits import LimitsConfig
 from sluice.errors import ExhaustedError, InvalidRequestError
