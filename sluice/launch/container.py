@@ -137,14 +137,18 @@ def _replica_devices(
     is_by_hand = config.sluice.weights.backend == "gloo"
     if shared is None or found is None or (is_by_hand and not found.beside_trainer()):
         return launch_environment(config, service.device, service.endpoint, given)
-    number = run.claim_replica(found.beside_trainer())
+    most = found.beside_trainer()
+    number = run.claim_replica(most)
     if number is None:
+        remedy = (
+            f", which have claimed them; start fewer (docker compose up --scale rollout={most})"
+            if most
+            else "; give the containers more devices, or lower trainer.n_gpus_per_node"
+        )
         raise ConfigError(
             f"{SHARED_DEVICES_VARIABLE}={given[SHARED_DEVICES_VARIABLE]}: beside "
             f"{found.trainer_ranks} trainer rank(s) {len(found.numbers)} device(s) have place for "
-            f"{found.beside_trainer()} replica(s) of {found.devices_per_replica}, which have "
-            f"claimed them; start fewer (docker compose up --scale rollout="
-            f"{found.beside_trainer()})"
+            f"{most} replica(s) of {found.devices_per_replica}{remedy}"
         )
     return replica_environment(config, number, shared)
 

@@ -118,6 +118,8 @@ def test_too_few_devices_end_the_trainer_with_those_that_would_do(
     run = machine(*on("cuda", 4))
     with pytest.raises(ConfigError, match=r"takes 5 GPUs .*; 4 would do with trainer\.nnodes=1"):
         run.start("trainer")
+    with pytest.raises(ConfigError, match=r"have place for 0 replica\(s\) of 1; give .* more"):
+        run.start("rollout")
 
 
 def test_a_gpu_that_is_shared_by_hand_is_seen_by_all(
