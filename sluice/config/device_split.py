@@ -28,6 +28,8 @@ _TRAINING_SHARE = 0.4
 """Share of a device's floating-point operations that training reaches."""
 _READING_SHARE = 0.6
 """Share of a device's memory rate that decoding reaches."""
+_GUESS_MARGIN = 1.05
+"""A count of the trainer's bytes may exceed the guess by so much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,8 @@ def by_speed(
     def rank(split: DeviceSplit) -> tuple[float, float]:
         shard = split.trainer if layout.shard == layout.world else min(layout.shard, split.trainer)
         other = replace(layout, world=split.trainer, shard=shard)
-        missing = max(0.0, guessed_memory(shape, other).peak - device.usable_bytes)
+        guess = guessed_memory(shape, other).peak * _GUESS_MARGIN
+        missing = max(0.0, guess - device.usable_bytes)
         return missing, max(train / split.trainer, generate / split.rollout)
 
     return sorted(possible, key=rank)
