@@ -9,6 +9,9 @@ overlap     overlap_speedup: trained samples/s with the transfer of a version be
             over awaited, by what the run waits for and its staleness; staleness_exceeded: samples
             beyond the bound; fleet_capacity_min: least share of eight replicas that sample while
             all swap, 1 s each
+launches    launches_placed: published launches whose processes have the devices of their split, on
+            Ray clusters with pretended devices; launch_splits: what each says; with --ray-python
+            only
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
@@ -25,13 +28,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.devices import engines, overlap, recovery, wire
+from benchmarks.devices import engines, launches, overlap, recovery, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-KEYS = (*overlap.KEYS, *wire.KEYS, *engines.KEYS, *recovery.KEYS)
+KEYS = (*overlap.KEYS, *wire.KEYS, *launches.KEYS, *engines.KEYS, *recovery.KEYS)
 MOST: Mapping[str, float] = {**overlap.MOST, **wire.MOST, **engines.MOST}
-LEAST: Mapping[str, float] = {**overlap.LEAST, **engines.LEAST}
+LEAST: Mapping[str, float] = {**overlap.LEAST, **launches.LEAST, **engines.LEAST}
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -41,9 +44,17 @@ def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
     return engines.measure(parsed.vllm_python)
 
 
+def _launches(parsed: argparse.Namespace) -> Mapping[str, object]:
+    if parsed.ray_python is None:
+        print_line("launches: left out, there is no --ray-python")
+        return {}
+    return launches.measure(parsed.ray_python)
+
+
 PARTS: Mapping[str, Part] = {
     "overlap": lambda _: overlap.measure(),
     "wire": lambda _: wire.measure(),
+    "launches": _launches,
     "engines": _engines,
     "recovery": lambda _: recovery.measure(),
 }
@@ -56,6 +67,7 @@ def _missed(report: Mapping[str, Any]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = parts_parser(__doc__, "python -m benchmarks.devices --parts wire", PARTS)
+    parser.add_argument("--ray-python", help="of an environment with Ray and sluice")
     parsed = parser.parse_args(arguments)
     return run_parts(parsed, PARTS, KEYS, _missed)
 

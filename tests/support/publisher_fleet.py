@@ -69,6 +69,10 @@ class Replica:
     async def probe(self, timeout_s: float) -> None:
         await self._enter("probe")
 
+    async def sleep(self) -> bool:
+        await self._enter("sleep")
+        return True
+
     async def close(self) -> None:
         self.calls.append("close")
 

@@ -61,6 +61,21 @@ async def test_a_published_version_is_served_by_all_with_the_same_bytes(trainer:
     assert held(second, 0)
 
 
+async def test_all_that_serve_are_let_sleep_and_one_that_fails_stays_a_member(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = trainer.add("a"), trainer.add("b")
+    await trainer.publisher.let_sleep()  # nobody serves yet
+    assert "sleep" not in first.calls
+    await trainer.publish(0)
+    second.faults["sleep"] = raising(PeerError("b", "falling asleep", "UNAVAILABLE"))
+    await trainer.publisher.let_sleep()
+    assert "sleep" in first.calls
+    assert "b does not sleep and may keep its memory" in caplog.text
+    await trainer.publish(1)
+    assert trainer.serving() == {"a": 1, "b": 1}
+
+
 async def test_an_unchanged_fleet_stays_in_its_epoch(trainer: Trainer) -> None:
     replica = trainer.add("a")
     for version in range(3):
