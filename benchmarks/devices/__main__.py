@@ -9,6 +9,11 @@ wire        batch_bytes_ratio: bytes into a trainer rank over those of its sampl
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
 
+fleet       fleet_samples_per_s: samples that the reward service's process took to their grades, while
+            50,000 grow on 512 replicas (--concurrent: fewer of both); fleet_lost: prompts, samples
+            and tokens without a place afterwards; reward_memory_ratio: memory of the service, less
+            300 MB, over the bytes of the tokens and texts that it held
+
 missed names the keys that miss their bars; the exit code is then 1.
 """
 
@@ -19,13 +24,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.devices import engines, wire
+from benchmarks.devices import engines, fleet, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-KEYS = (*wire.KEYS, *engines.KEYS)
-MOST: Mapping[str, float] = {**wire.MOST, **engines.MOST}
-LEAST: Mapping[str, float] = {**engines.LEAST}
+KEYS = (*wire.KEYS, *engines.KEYS, *fleet.KEYS)
+MOST: Mapping[str, float] = {**wire.MOST, **engines.MOST, **fleet.MOST}
+LEAST: Mapping[str, float] = {**engines.LEAST, **fleet.LEAST}
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -38,12 +43,16 @@ def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
 PARTS: Mapping[str, Part] = {
     "wire": lambda _: wire.measure(),
     "engines": _engines,
+    "fleet": lambda parsed: fleet.measure(fleet.Scale(parsed.concurrent)),
 }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = parts_parser(__doc__, "python -m benchmarks.devices --parts wire", PARTS)
+    parser.add_argument(
+        "--concurrent", type=int, default=fleet.CONCURRENT, help="samples of the part fleet"
+    )
     parsed = parser.parse_args(arguments)
     return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
 
