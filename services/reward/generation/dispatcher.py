@@ -221,7 +221,7 @@ class GroupDispatcher:
             if watch.member.removed:
                 watch.reschedule()
         self._rates.retain({replica.info.name for replica in replicas})
-        await self._client.retain({replica.info.address for replica in replicas})
+        await self._client.announced([replica.info for replica in replicas])
 
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None

@@ -104,7 +104,7 @@ class Parts:
             else:
                 yield item
 
-    async def retain(self, addresses: Collection[str]) -> None:
+    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
 
 
