@@ -137,6 +137,7 @@ class _Measurement:
     scale: Scale
     peers: list[PeerProcess]
     sizes: dict[str, int] = field(default_factory=dict)  # of the largest messages, bytes
+    is_over: bool = False
     num_steps: int = 0
     num_missing: int = 0  # samples of batches
     trained_tokens: int = 0
@@ -151,15 +152,16 @@ class _Measurement:
             began_s = time.monotonic()
             await self._publish(service, 0)
             async with asyncio.TaskGroup() as tasks:
-                training = tasks.create_task(self._train(service))
+                tasks.create_task(self._train(service))
                 filled_s = await self._filled(began_s)
+                filled_mb = service.rss_mb()
                 await asyncio.sleep(self.scale.warm_s)
                 before = await self._mark(service)
                 await asyncio.sleep(self.scale.window_s)
                 after = await self._mark(service)
-                training.cancel()
+                self.is_over = True
             lost = await self._lost(service)
-        self._print("reward service, MB: idle", {"mb": round(idle_mb)})
+        self._print("memory, MB", {"idle": round(idle_mb), "filled": round(filled_mb)})
         self._print("fill", {"s": round(filled_s, 1), "batches_s": self.fill_s[-5:]})
         self._print("largest messages, bytes", self.sizes)
         return self._figures(before, after) | {"fleet_lost": lost}
@@ -202,7 +204,7 @@ class _Measurement:
         await service.stub.AnnouncePolicy(request, timeout=60)
 
     async def _train(self, service: RewardProcess) -> None:
-        while True:
+        while not self.is_over:
             step = self.num_steps + 1
             batch = await self._take(service, step)
             async with asyncio.TaskGroup() as tasks:

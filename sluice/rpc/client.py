@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
@@ -235,7 +235,7 @@ class UnaryMethod(Protocol[RequestT, ResponseT]):
 
 
 class StreamCall(Protocol[ResponseT]):
-    def __aiter__(self) -> AsyncIterator[ResponseT]: ...
+    def read(self) -> Awaitable[object | ResponseT]: ...  # grpc.aio.EOF after the last message
     def cancel(self) -> bool: ...
 
 
@@ -299,9 +299,12 @@ async def stream_call(
     call = method(request, timeout=seconds, **call_options(traceparent))
     try:
         with waiting_for(peer, phase) as wait:
-            async for message in call:
+            # Not "async for": its iterator holds a message until the next one comes, and so would
+            # this variable. A reward service waits in thousands of streams.
+            while (message := await call.read()) is not grpc.aio.EOF:
                 wait.restart()
-                yield message
+                yield cast("ResponseT", message)
+                del message
                 wait.restart()
     except grpc.aio.AioRpcError as error:
         RPC_ERRORS.add("client", name, error.code().name)

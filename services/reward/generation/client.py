@@ -83,11 +83,11 @@ class RolloutClient:
         partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream the samples of one group as they come; leaving early cancels the call."""
-        message = self._message(request, sample_indexes, partials)
+        asked = self._message(request, sample_indexes, partials)
         channel = self._channels.acquire(replica.address)
         messages = stream_call(
             rollout_stub(channel).Generate,
-            message,
+            asked,
             name="RolloutService/Generate",
             peer=replica.name,
             phase=PHASE,
@@ -95,8 +95,9 @@ class RolloutClient:
         )
         try:
             async with aclosing(messages):
-                async for event in messages:
-                    yield _decode(event, replica.name)
+                async for message in messages:
+                    yield _decode(message, replica.name)
+                    del message  # see `stream_call`
         finally:
             await self._channels.release(replica.address)
 

@@ -335,6 +335,7 @@ class GroupDispatcher:
                     with self._registered(watch), progress.observed(watch.reschedule):
                         async for event in events:
                             self._store(reservation, watch, collected, event)
+                            del event  # its memory: the next one may take long
                             if (end := self._reason_to_end(watch, collected)) is not None:
                                 return self._ended(end, watch, collected)
             except TimeoutError:

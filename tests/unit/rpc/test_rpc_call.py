@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from contextlib import aclosing
 from typing import Any
 
@@ -161,6 +162,44 @@ def watch(channel: Any) -> Any:
         peer="trainer",
         phase="watching steps",
     )
+
+
+class Message:
+    """Unlike a protobuf message it can be watched."""
+
+
+class OneMessage:
+    """A call with one message; the next never comes."""
+
+    def __init__(self) -> None:
+        self.messages = [Message()]
+
+    async def read(self) -> object:
+        if not self.messages:
+            await asyncio.Event().wait()
+        return self.messages.pop()
+
+    def cancel(self) -> bool:
+        return True
+
+
+async def test_a_stream_that_waits_does_not_keep_its_last_message() -> None:
+    stream: Any = stream_call(
+        lambda *_, **__: OneMessage(),
+        trainer_pb2.WatchStepsRequest(),
+        name="TrainerService/WatchSteps",
+        peer="trainer",
+        phase="watching steps",
+    )
+    async with aclosing(stream):
+        message = await anext(stream)
+        kept = weakref.ref(message)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        del message
+        assert kept() is None
+        waiting.cancel()
+        await asyncio.wait([waiting])
 
 
 async def test_leaving_a_stream_early_ends_its_handler() -> None:
