@@ -9,10 +9,10 @@ wire        batch_bytes_ratio: bytes into a trainer rank over those of its sampl
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
 
-fleet       fleet_samples_per_s: samples that the reward service's process took to their grades, while
-            50,000 grow on 512 replicas (--concurrent: fewer of both); fleet_lost: prompts, samples
-            and tokens without a place afterwards; reward_memory_ratio: memory of the service, less
-            300 MB, over the bytes of the tokens and texts that it held
+fleet       fleet_samples_per_s: samples that the reward service's process grades, while 50,000
+            grow on 512 replicas (--concurrent: fewer of both); fleet_lost: prompts, samples and
+            tokens without a place afterwards; reward_memory_ratio: memory of the service, less
+            300 MB, over the bytes of the tokens and texts that it holds
 
 missed names the keys that miss their bars; the exit code is then 1.
 """

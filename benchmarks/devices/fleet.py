@@ -6,6 +6,8 @@ its way holds 2,700 on average, and so does a finished one that waits for its gr
 takes batches, reads their samples as its ranks do, sleeps and acknowledges.
 """
 
+# ruff: noqa: ANN401 - messages and calls of gRPC
+
 from __future__ import annotations
 
 import asyncio
@@ -40,7 +42,7 @@ _FREE_SHARE = 0.075
 """Slots of a replica that are free on average: a group starts when all of its samples fit."""
 _STALENESS = 16
 """A batch takes about 14 s, and the longest sample ten times that."""
-_RANKS, _STEP_S = 4, 2.0
+_RANKS, _STEP_S, _SCORERS = 4, 2.0, 8
 _FILL_S, _QUIET_S, _POLL_S = 120.0, 60.0, 15.0
 _SPARE_MB = 300.0
 _TOKEN_BYTES, _TEXT_BYTES = 8, 4
@@ -107,6 +109,9 @@ def _config(folder: Path, scale: Scale) -> Path:
             "actor_rollout_ref": {"rollout": {"n": _GROUP}},
             "algorithm": {"filter_groups": {"enable": True, "metric": "acc"}},
             "trainer": {"total_epochs": 1000},
+            # A group costs one exchange with a scorer; 31 a second are many for one process that
+            # shares two cores.
+            "reward": {"scorer_pool": {"num_workers": _SCORERS}},
             "sluice": {
                 "run_dir": str(folder / "run"),
                 "asynchrony": {"max_staleness": _STALENESS},
@@ -138,6 +143,7 @@ class _Measurement:
     peers: list[PeerProcess]
     sizes: dict[str, int] = field(default_factory=dict)  # of the largest messages, bytes
     is_over: bool = False
+    slowest_s: dict[str, float] = field(default_factory=dict)
     num_steps: int = 0
     num_missing: int = 0  # samples of batches
     trained_tokens: int = 0
@@ -160,11 +166,14 @@ class _Measurement:
                 await asyncio.sleep(self.scale.window_s)
                 after = await self._mark(service)
                 self.is_over = True
+                found = self._figures(before, after)
             lost = await self._lost(service)
         self._print("memory, MB", {"idle": round(idle_mb), "filled": round(filled_mb)})
         self._print("fill", {"s": round(filled_s, 1), "batches_s": self.fill_s[-5:]})
         self._print("largest messages, bytes", self.sizes)
-        return self._figures(before, after) | {"fleet_lost": lost}
+        slowest = {name: round(seconds, 2) for name, seconds in self.slowest_s.items()}
+        self._print("slowest calls, s", slowest)
+        return found | {"fleet_lost": lost}
 
     async def _start_fleet(self) -> None:
         share = self.scale.replicas // _PROCESSES
@@ -200,8 +209,7 @@ class _Measurement:
             policy_version=version,
             replicas=[replica_to_proto(replica, version) for replica in self.replicas],
         )
-        self._note_size(request)
-        await service.stub.AnnouncePolicy(request, timeout=60)
+        await self._call(service.stub.AnnouncePolicy, request)
 
     async def _train(self, service: RewardProcess) -> None:
         while not self.is_over:
@@ -217,9 +225,8 @@ class _Measurement:
                     tasks.create_task(self._read(service, batch.batch_id, rows))
             self.num_missing += len(batch.groups) * _GROUP - num_rows
             await asyncio.sleep(_STEP_S)
-            await service.stub.AcknowledgeBatch(
-                reward_pb2.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=step), timeout=60
-            )
+            trained = reward_pb2.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=step)
+            await self._call(service.stub.AcknowledgeBatch, trained)
             self.num_steps = step
             self.trained_tokens += sum(
                 rollout.num_tokens for group in batch.groups for rollout in group.rollouts
@@ -241,6 +248,12 @@ class _Measurement:
             self._note_size(answer)
             num_samples += answer.HasField("sample")
         self.num_missing += len(rows) - num_samples
+
+    async def _call(self, method: Any, request: Any) -> None:
+        began_s, name = time.monotonic(), type(request).__name__
+        await method(request, timeout=60)
+        self._note_size(request)
+        self.slowest_s[name] = max(self.slowest_s.get(name, 0.0), time.monotonic() - began_s)
 
     def _note_size(self, message: Any) -> None:
         name = type(message).__name__
@@ -331,6 +344,7 @@ class _Measurement:
             {
                 "running": after.sent["running"],
                 "groups_generating": after.status.groups_generating,
+                "groups_grading": after.status.groups_grading,
                 "kept": after.status.groups_kept,
                 "steps": self.num_steps,
                 "messages_per_s": round(

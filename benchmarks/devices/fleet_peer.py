@@ -4,6 +4,8 @@
 long array, chosen by the request's seed, so every replica continues a sample of another one.
 """
 
+# ruff: noqa: ANN401 - messages and contexts of gRPC
+
 from __future__ import annotations
 
 import asyncio
@@ -141,6 +143,10 @@ class ClockReplica(rollout_pb2_grpc.RolloutServiceServicer):
         port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
         return f"127.0.0.1:{port}"
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        """Return the load of the process."""
+        return rollout_pb2.GetStatusResponse(slots_busy=self.fleet.sent.running)
 
     async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Send the prompt's tokens, then samples and the tokens of unfinished ones."""

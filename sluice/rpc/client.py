@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
@@ -235,7 +235,8 @@ class UnaryMethod(Protocol[RequestT, ResponseT]):
 
 
 class StreamCall(Protocol[ResponseT]):
-    def read(self) -> Awaitable[object | ResponseT]: ...  # grpc.aio.EOF after the last message
+    def __aiter__(self) -> AsyncIterator[ResponseT]: ...
+    def read(self) -> Awaitable[object]: ...  # the next message, at the end grpc.aio.EOF
     def cancel(self) -> bool: ...
 
 

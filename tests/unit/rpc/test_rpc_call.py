@@ -184,22 +184,23 @@ class OneMessage:
 
 
 async def test_a_stream_that_waits_does_not_keep_its_last_message() -> None:
+    method: Any = lambda *_, **__: OneMessage()  # noqa: E731
     stream: Any = stream_call(
-        lambda *_, **__: OneMessage(),
+        method,
         trainer_pb2.WatchStepsRequest(),
         name="TrainerService/WatchSteps",
         peer="trainer",
         phase="watching steps",
     )
-    async with aclosing(stream):
-        message = await anext(stream)
-        kept = weakref.ref(message)
-        waiting = asyncio.ensure_future(anext(stream))
+    message = await anext(stream)
+    kept = weakref.ref(message)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(anext(stream))
         await asyncio.sleep(0)
         del message
         assert kept() is None
         waiting.cancel()
-        await asyncio.wait([waiting])
+    await stream.aclose()
 
 
 async def test_leaving_a_stream_early_ends_its_handler() -> None:
