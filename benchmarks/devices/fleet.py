@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.peers import PeerProcess
 from benchmarks.reporting import print_line
+from sluice.algorithm.groups.stragglers import partial_interval_ms
 from sluice.api.reward.v1 import reward_pb2
 from sluice.codec.messages import replica_to_proto
 from sluice.types import ReplicaInfo
@@ -45,6 +46,7 @@ _STALENESS = 16
 _RANKS, _STEP_S, _SCORERS = 4, 2.0, 8
 _FILL_S, _QUIET_S, _POLL_S = 120.0, 60.0, 15.0
 _SPARE_MB = 300.0
+_INTERVAL_MS = partial_interval_ms(500, round(CONCURRENT / (1 - _FREE_SHARE)), 7500.0)
 _TOKEN_BYTES, _TEXT_BYTES = 8, 4
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -55,13 +57,13 @@ class Scale:
 
     Attributes:
         concurrent: samples that grow at the same time; the rate is in proportion.
-        warm_s: seconds after the fill before anything is counted.
+        warm_s: seconds after the fill before anything is counted; the longest sample takes 160.
         window_s: seconds counted.
     """
 
     concurrent: int = CONCURRENT
-    warm_s: float = 120.0
-    window_s: float = 120.0
+    warm_s: float = 170.0
+    window_s: float = 90.0
 
     @property
     def part(self) -> float:
@@ -84,7 +86,7 @@ class Scale:
         return _MEAN_TOKENS * _OFFERED_PER_S / CONCURRENT
 
 
-def measure(scale: Scale, overrides: Sequence[str] = ()) -> Mapping[str, Any]:
+def measure(scale: Scale) -> Mapping[str, Any]:
     """Run the reward service, the fleet and the trainer; see the module's description."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -92,7 +94,7 @@ def measure(scale: Scale, overrides: Sequence[str] = ()) -> Mapping[str, Any]:
             stack.enter_context(closing(PeerProcess("benchmarks.devices.fleet_peer")))
             for _ in range(_PROCESSES)
         ]
-        return asyncio.run(_Measurement(scale, peers).run(_config(folder, scale), overrides))
+        return asyncio.run(_Measurement(scale, peers).run(_config(folder, scale)))
 
 
 def _config(folder: Path, scale: Scale) -> Path:
@@ -115,7 +117,8 @@ def _config(folder: Path, scale: Scale) -> Path:
             "sluice": {
                 "run_dir": str(folder / "run"),
                 "asynchrony": {"max_staleness": _STALENESS},
-                "reward": {"inflight_slack": 1.0},
+                # At every scale that of the whole fleet, so that a sample costs the same.
+                "reward": {"inflight_slack": 1.0, "partial_interval_ms": _INTERVAL_MS},
             },
         },
     )
@@ -150,10 +153,10 @@ class _Measurement:
     fill_s: list[float] = field(default_factory=list)  # of batches
     replicas: list[ReplicaInfo] = field(default_factory=list)
 
-    async def run(self, config: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    async def run(self, config: Path) -> dict[str, Any]:
         """Return the figures."""
         await self._start_fleet()
-        async with reward_process(config, *overrides) as service:
+        async with reward_process(config) as service:
             idle_mb = service.rss_mb()
             began_s = time.monotonic()
             await self._publish(service, 0)
