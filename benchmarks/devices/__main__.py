@@ -5,10 +5,15 @@ Parts, and the keys of the JSON object that is printed last; those of other part
 engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM over that of an earlier
             commit; vllm_overhead: tokens/s at 128 sequences over vLLM alone; with --vllm-python
             only
+overlap     overlap_speedup: trained samples/s with the transfer of a version beside the next step
+            over awaited, by what the run waits for and its staleness; staleness_exceeded: samples
+            beyond the bound; fleet_capacity_min: least share of eight replicas that sample while
+            all swap, 1 s each
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
-
+recovery    recovery_s: p95 of the seconds from the kill of a replica, the reward service or the
+            trainer until it works again, by name
 fleet       fleet_samples_per_s: samples that the reward service's process grades, while 50,000
             grow on 512 replicas (--concurrent: fewer of both); fleet_lost: prompts, samples and
             tokens without a place afterwards; reward_memory_ratio: memory of the service, less
@@ -22,15 +27,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
+from typing import Any
 
-from benchmarks.devices import engines, fleet, wire
+from benchmarks.devices import engines, fleet, overlap, recovery, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-KEYS = (*wire.KEYS, *engines.KEYS, *fleet.KEYS)
-MOST: Mapping[str, float] = {**wire.MOST, **engines.MOST, **fleet.MOST}
-LEAST: Mapping[str, float] = {**engines.LEAST, **fleet.LEAST}
+KEYS = (*overlap.KEYS, *wire.KEYS, *engines.KEYS, *recovery.KEYS, *fleet.KEYS)
+MOST: Mapping[str, float] = {**overlap.MOST, **wire.MOST, **engines.MOST, **fleet.MOST}
+LEAST: Mapping[str, float] = {**overlap.LEAST, **engines.LEAST, **fleet.LEAST}
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -41,10 +46,16 @@ def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
 
 
 PARTS: Mapping[str, Part] = {
+    "overlap": lambda _: overlap.measure(),
     "wire": lambda _: wire.measure(),
     "engines": _engines,
     "fleet": lambda parsed: fleet.measure(fleet.Scale(parsed.concurrent)),
+    "recovery": lambda _: recovery.measure(),
 }
+
+
+def _missed(report: Mapping[str, Any]) -> list[str]:
+    return missed(report, most=MOST, least=LEAST) + recovery.missed(report)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         "--concurrent", type=int, default=fleet.CONCURRENT, help="samples of the part fleet"
     )
     parsed = parser.parse_args(arguments)
-    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
+    return run_parts(parsed, PARTS, KEYS, _missed)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ from services.trainer.telemetry import (
     exported,
     watching,
 )
+from sluice.algorithm.publishing import swaps_at_once
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.concurrency.process import exempt_start_up, process_age_s, stop_on_signals
@@ -65,6 +66,7 @@ from sluice.config.derived import (
     message_mb,
     needs_greedy_baseline,
     needs_whole_groups,
+    overlaps_transfers,
     total_training_steps,
     world_size,
 )
@@ -350,6 +352,7 @@ def _publisher(
         probe_timeout_s=weights.probe_timeout_s,
         sends_changes=sends_changes,
         counts=observed.sync,
+        swaps_at_once=partial(swaps_at_once, max_staleness=config.sluice.asynchrony.max_staleness),
     )
 
 
@@ -364,6 +367,7 @@ def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
         min_replicas=service.min_replicas,
         replica_wait_timeout_s=replica_wait_timeout_s(config),
         examples=max(_NUM_EXAMPLES, config.trainer.log_val_generations),
+        overlaps=overlaps_transfers(config),
         scale=RunScale(world_size(config), dataset_rows),
         terms=BatchTerms(
             config.data.train_batch_size,

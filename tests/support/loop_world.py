@@ -38,6 +38,7 @@ SETTINGS = LoopSettings(
     min_replicas=1,
     replica_wait_timeout_s=5.0,
     examples=3,
+    overlaps=False,
     scale=RunScale(ranks=1, dataset_rows=20),
     terms=BatchTerms(num_groups=1, samples_per_group=1, max_staleness=0),
 )

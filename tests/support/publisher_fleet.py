@@ -109,6 +109,7 @@ class Trainer:
         sends_changes: bool = True,
         specs: tuple[TensorSpec, ...] | None = None,
         constant: frozenset[str] = frozenset(),
+        swaps_at_once: Callable[[int], int] = int,
     ) -> None:
         self.fleet = Fleet(LAYOUT, 1e9)
         self.replicas: dict[str, Replica] = {}
@@ -128,6 +129,7 @@ class Trainer:
             timeout_s=5.0,
             probe_timeout_s=1.0,
             sends_changes=sends_changes,
+            swaps_at_once=swaps_at_once,
         )
 
     def add(self, name: str, instance_id: str = "1") -> Replica:

@@ -53,11 +53,13 @@ class PublishReport:
     dense_bytes: int = 0
 
     @property
-    def traffic(self) -> dict[str, float]:
-        """Return metrics of the bytes on the wire, if they were sent in one broadcast."""
+    def metrics(self) -> dict[str, float]:
+        """Return its seconds, and the bytes on the wire if they were sent in one broadcast."""
+        times = {"weights/stall_s": self.stall_s, "weights/delivery_s": self.seconds}
         if not self.dense_bytes:
-            return {}
+            return times
         return {
+            **times,
             "weights/bytes_sent": float(self.sent_bytes),
             "weights/bytes_share": self.sent_bytes / self.dense_bytes,
         }
@@ -73,6 +75,8 @@ class WeightPublisher:
         timeout_s: seconds that the trainer's part of a collective has to end after a failure.
         probe_timeout_s: seconds that a replica has to answer a probe.
         sends_changes: whether an update may consist of the changes since the last one.
+        swaps_at_once: returns how many of a number of replicas swap at the same time; by default
+            all of them. Replicas that serve nothing yet always swap together.
     """
 
     def __init__(  # noqa: PLR0913 - everything that a session needs
@@ -87,6 +91,7 @@ class WeightPublisher:
         probe_timeout_s: float,
         sends_changes: bool = True,
         counts: SyncCounts | None = None,
+        swaps_at_once: Callable[[int], int] = int,
     ) -> None:
         self._counts = counts or SyncCounts()
         self._sends_changes = sends_changes
@@ -98,7 +103,8 @@ class WeightPublisher:
         self._timeout_s = timeout_s
         self._probe_timeout_s = probe_timeout_s
         self._epochs = itertools.count(1)
-        self._main = self._new_session()
+        self._swaps_at_once = swaps_at_once
+        self._main = self._new_session(self._in_a_turn)
         # Instance ids of replicas in a running delivery: a replica is in one group at a time.
         self._busy: set[str] = set()
 
@@ -149,7 +155,9 @@ class WeightPublisher:
         """Leave the group and close all control calls."""
         await self._main.close()
 
-    def _new_session(self) -> TransferSession:
+    def _new_session(
+        self, swaps_at_once: Callable[[Sequence[ReplicaInfo]], int] = len
+    ) -> TransferSession:
         return TransferSession(
             self._make_sender(),
             self._connect,
@@ -160,7 +168,15 @@ class WeightPublisher:
             signs_of_life=self._signs_of_life,
             read_again=self._snapshots.read_again if self._sends_changes else None,
             counts=self._counts,
+            swaps_at_once=swaps_at_once,
         )
+
+    def _in_a_turn(self, members: Sequence[ReplicaInfo]) -> int:
+        """Return how many of `members` swap at the same time."""
+        serving = set(self._fleet.in_state(MemberState.SERVING))
+        if serving.isdisjoint(members):
+            return len(members)
+        return self._swaps_at_once(len(members))
 
     def _signs_of_life(self) -> dict[str, float]:
         return {member.info.instance_id: member.last_seen_s for member in self._fleet.members()}

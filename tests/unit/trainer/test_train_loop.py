@@ -55,7 +55,7 @@ async def test_the_record_holds_every_step_and_the_accounts(world: World) -> Non
     metrics = world.recorded["step 2"]
     assert metrics["actor/pg_loss"] == 0.5
     assert metrics["training/global_step"] == 2
-    assert metrics["weights/stall_s"] == 0.01
+    assert (metrics["weights/stall_s"], metrics["weights/delivery_s"]) == (0.01, 0.1)
     accounts = world.recorded["accounts"]
     assert accounts["submitted"] == 9.0
     assert {"trainer_s/training", "trainer_s/waiting_for_batch"} <= accounts.keys()
