@@ -17,6 +17,10 @@ wire        batch_bytes_ratio: bytes into a trainer rank over those of its sampl
             512 x 16 samples of 20,000 tokens
 recovery    recovery_s: p95 of the seconds from the kill of a replica, the reward service or the
             trainer until it works again, by name
+fleet       fleet_samples_per_s: samples that the reward service's process grades, while 50,000
+            grow on 512 replicas (--concurrent: fewer of both); fleet_lost: prompts, samples and
+            tokens without a place afterwards; reward_memory_ratio: memory of the service, less
+            300 MB, over the bytes of the tokens and texts that it holds
 
 missed names the keys that miss their bars; the exit code is then 1.
 """
@@ -28,13 +32,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.devices import engines, launches, overlap, recovery, wire
+from benchmarks.devices import engines, fleet, launches, overlap, recovery, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-KEYS = (*overlap.KEYS, *wire.KEYS, *launches.KEYS, *engines.KEYS, *recovery.KEYS)
-MOST: Mapping[str, float] = {**overlap.MOST, **wire.MOST, **engines.MOST}
-LEAST: Mapping[str, float] = {**overlap.LEAST, **launches.LEAST, **engines.LEAST}
+_MODULES = (overlap, wire, launches, engines, fleet, recovery)
+KEYS = tuple(key for module in _MODULES for key in module.KEYS)
+MOST: Mapping[str, float] = {**overlap.MOST, **wire.MOST, **engines.MOST, **fleet.MOST}
+LEAST: Mapping[str, float] = {**overlap.LEAST, **launches.LEAST, **engines.LEAST, **fleet.LEAST}
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -56,6 +61,7 @@ PARTS: Mapping[str, Part] = {
     "wire": lambda _: wire.measure(),
     "launches": _launches,
     "engines": _engines,
+    "fleet": lambda parsed: fleet.measure(fleet.Scale(parsed.concurrent)),
     "recovery": lambda _: recovery.measure(),
 }
 
@@ -68,6 +74,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = parts_parser(__doc__, "python -m benchmarks.devices --parts wire", PARTS)
     parser.add_argument("--ray-python", help="of an environment with Ray and sluice")
+    parser.add_argument(
+        "--concurrent", type=int, default=fleet.CONCURRENT, help="samples of the part fleet"
+    )
     parsed = parser.parse_args(arguments)
     return run_parts(parsed, PARTS, KEYS, _missed)
 
