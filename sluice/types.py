@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -470,6 +470,42 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of one dimension of a tensor that a worker takes.
+
+    `ranges` are (start, length) in elements, rising, with something between two of them.
+    """
+
+    dimension: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShare:
+    """The part of the weights that one worker of a replica computes with.
+
+    `cuts` are by tensor, in order of name, each with rising dimensions. A tensor takes what all its
+    cuts have in common; one that is not named is taken whole.
+    """
+
+    cuts: tuple[tuple[str, tuple[Cut, ...]], ...] = ()
+
+
+WHOLE = WeightShare()
+"""All weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """A worker's place in an epoch: the group of all workers with its share, and its rank there."""
+
+    group: int
+    rank: int
+    world_size: int
+    plan_digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class TransferCertificates:
     """Certificates in PEM of a process that reaches, or serves, a rendezvous store by TLS.
 
@@ -493,8 +529,9 @@ class TransferGroupSpec:
     `rank` 0 is the trainer (sender). `bucket_bytes` bounds one collective; `timeout_s` bounds the
     formation and each collective. `store_key` is the epoch's secret, for the rendezvous store at
     `host` and `port`; empty for a store that is open to all. `ranks` are the member's from `rank`
-    on, one for each of its devices. `certificates` are each process's own and never travel to
-    another machine; without them the store is reached without TLS.
+    on, one for each of its devices; if these are not all in group 0, `places` has each one's place.
+    `certificates` are each process's own and never travel to another machine; without them the
+    store is reached without TLS.
     """
 
     epoch: int
@@ -510,13 +547,22 @@ class TransferGroupSpec:
     store_key: bytes = field(default=b"", repr=False)
     ranks: int = 1
     certificates: TransferCertificates | None = field(default=None, repr=False)
+    group: int = 0
+    places: tuple[WorkerPlace, ...] = ()
+
+    def of_worker(self, worker: int) -> TransferGroupSpec:
+        """Return the spec of one of the member's workers, 0 to `ranks` - 1."""
+        if not self.places:
+            return replace(self, rank=self.rank + worker, ranks=1)
+        return replace(self, ranks=1, places=(), **asdict(self.places[worker]))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
     """A rollout replica as the trainer knows it. `instance_id` is new at each process start.
 
-    `ranks` are those it takes in a transfer group: one for each of its devices.
+    `ranks` are those it takes in a transfer group: one for each of its devices. `shares` are the
+    weights of each; none: every rank takes all of them.
     """
 
     name: str
@@ -524,6 +570,12 @@ class ReplicaInfo:
     address: str
     slots: int
     ranks: int = 1
+    shares: tuple[WeightShare, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def rank_shares(self) -> tuple[WeightShare, ...]:
+        """Return the weights of each rank."""
+        return self.shares or (WHOLE,) * self.ranks
 
 
 def layout_digest(tensors: Iterable[TensorSpec]) -> str:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from services.rollout.engines.protocol import Engine, EngineLoad, GenerationRequest, SampleChunk
 from sluice.device.cpu import CpuDevice
-from sluice.types import SamplingParams, TransferGroupSpec
+from sluice.types import WHOLE, SamplingParams, TransferGroupSpec
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import (
     EOS,
@@ -103,7 +103,12 @@ class Trainer:
         """Begins the next epoch."""
         self.epoch += 1
         layout = tuple(self.engine.weight_layout)
-        specs = self.sender.form_group(self.epoch, ["replica"], layout, {"replica": self.ranks})
+        specs = self.sender.form_group(
+            self.epoch,
+            ["replica"],
+            layout,
+            {"replica": self.engine.weight_shares or (WHOLE,) * self.ranks},
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(asyncio.to_thread(self.sender.join, self._never))
             joined = tasks.create_task(self.engine.join_group(specs["replica"]))
