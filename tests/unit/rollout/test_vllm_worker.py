@@ -129,7 +129,7 @@ async def test_a_receiver_of_one_rank_refuses_several(sender: WeightSender) -> N
     inbox.close()
 
 
-TENSORS = {"a": torch.ones(2)}
+TENSORS = {"a": _WEIGHTS["a"]}
 
 
 class FakeNpu:
