@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from sluice.device.protocol import Device
@@ -226,7 +227,7 @@ class WeightSender:
             DeadlineError: members did not come in time; names them.
             WeightSyncError: the formation failed or was stopped.
         """
-        self._for_each([lambda one=one: one.group.form(should_stop) for one in self._current()])
+        self._for_each([partial(one.group.form, should_stop) for one in self._current()])
 
     def encode_update(
         self,
@@ -283,9 +284,7 @@ class WeightSender:
         started = time.monotonic()
         found = self._for_each(
             [
-                lambda one=one, change=change: self._send(
-                    one, weights, version, should_stop, change
-                )
+                partial(self._send, one, weights, version, should_stop, change)
                 for one, change in zip(classes, changes, strict=True)
             ]
         )

@@ -80,7 +80,9 @@ class ShareLoading:
         for file_name, one in self._as_in_files(wholes).items():
             name = names.get(one.untyped_storage()._cdata)
             if name is not None and one.dtype == wholes[name].dtype:
-                view = _FileTensor(file_name, tuple(one.shape), one.stride(), one.storage_offset())
+                view = _FileTensor(
+                    file_name, tuple(one.shape), one.stride(), int(one.storage_offset())
+                )
                 views.setdefault(name, []).append(view)
         return views, [name for name in wholes if name not in views]
 

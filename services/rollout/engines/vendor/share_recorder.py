@@ -91,7 +91,7 @@ class _Reads(TorchDispatchMode):
     """Notes the parts of `tensors` that operations read, and lets nothing write to real memory."""
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tensors = {
             spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
             for spec in tensors
@@ -132,7 +132,8 @@ class _Reads(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _box(view: torch.Tensor, shape: tuple[int, ...]) -> Box | None:
