@@ -94,13 +94,15 @@ class _Worker:
         return {"share": msgspec.to_builtins(share)}
 
     async def rest(self) -> dict[str, int]:
-        """Answer the process's memory in bytes; the peak begins here."""
+        """Answer the process's memory in bytes, without files that are mapped to it; the peak
+        begins here.
+        """
         _forget_peak()
-        return {"bytes": _status("VmRSS")}
+        return {"bytes": _status("VmRSS") - _status("RssFile")}
 
     async def peak(self) -> dict[str, int]:
-        """Answer the most memory in bytes since `rest`."""
-        return {"bytes": _status("VmHWM")}
+        """Answer the most memory in bytes since `rest`; pages of code come late and count not."""
+        return {"bytes": _status("VmHWM") - _status("RssFile")}
 
     async def join(self, spec: dict[str, Any]) -> dict[str, str]:
         """Join an epoch."""
