@@ -144,12 +144,12 @@ class Fleet:
                 f"replica {info.name}: its weights have other names, dtypes or shapes than the "
                 "trainer's; use the same model path and rollout.dtype for both"
             )
+        for worker, share in enumerate(info.shares):
+            check_share(share, self._weights, f"replica {info.name}, share of worker {worker}")
         known = self._members.get(info.name)
         if known is not None and known.info.instance_id == info.instance_id:
             self._members[info.name] = replace(known, info=info, last_seen_s=now_s)
             return
-        for worker, share in enumerate(info.shares):
-            check_share(share, self._weights, f"replica {info.name}, share of worker {worker}")
         if known is None and len(self._members) >= MAX_MEMBERS:
             raise InvalidRequestError(
                 f"replica {info.name}: {MAX_MEMBERS} replicas are registered, which is the limit"

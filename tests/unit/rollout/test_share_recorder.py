@@ -151,11 +151,15 @@ def test_the_loader_gets_whole_tensors_with_its_share_at_its_place(adapted: bool
     weights = {spec.name: torch.randn(spec.shape) for spec in _SPECS}
     del weights["experts"]
     weights[_EXPERTS] = torch.randn(4, 8, 3)
+    weights["d.weight"] = torch.randn(6, 4)
     specs = tensor_specs(weights.items())
     if adapted:
+        weights["d" + A_SUFFIX] = torch.randn(2, 4)
+        weights["d" + B_SUFFIX] = torch.randn(6, 2)
         weights["x.experts.each.up_proj" + A_SUFFIX] = torch.randn(4, 2, 3)
         weights["x.experts.each.up_proj" + B_SUFFIX] = torch.randn(4, 4, 2)
     cuts = {
+        "d.weight": (Cut(0, ((1, 2), (4, 1))),),
         "w": (Cut(1, ((2, 3),)),),
         _EXPERTS: (Cut(0, ((1, 2),)), Cut(1, ((1, 2), (5, 2)))),
     }
@@ -171,6 +175,8 @@ def test_the_loader_gets_whole_tensors_with_its_share_at_its_place(adapted: bool
     assert found.keys() == expected.keys()
     assert torch.equal(found["model.w"][:, 2:5], expected["model.w"][:, 2:5])
     assert torch.equal(found["doubled"], expected["doubled"])
+    for rows in (slice(1, 3), slice(4, 5)):
+        assert torch.allclose(found["model.d.weight"][rows], expected["model.d.weight"][rows])
     for name in ("experts.1", "experts.2"):
         for rows in (slice(1, 3), slice(5, 7)):
             assert torch.allclose(found[name][rows], expected[name][rows])
