@@ -18,11 +18,11 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 
 .PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
 	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-telemetry \
-	gpu-smoke fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
+	gpu-smoke gpu-day1 fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 quickstart: $(VENV)/.installed-train  ## Train a tiny model on this machine's CPU, from nothing, in minutes
 	@$(VENV)/bin/sluice quickstart $(ARGS)
@@ -116,6 +116,13 @@ GPU_PYTHON ?= python3
 gpu-smoke:  ## Try learner, engine, weights and the quickstart on one GPU, with GPU_PYTHON's torch
 	@$(GPU_PYTHON) -m benchmarks.gpu_smoke $(ARGS)
 
+# An environment of its own with vLLM and torch for CUDA, unless DAY1_PYTHON names one that is there.
+DAY1_PYTHON ?= $(VENV)-cuda/bin/python
+gpu-day1:  ## Try NCCL, vLLM and the quickstart with both on 2 to 8 GPUs, in an environment of its own (4 GB of wheels)
+	@test "$(DAY1_PYTHON)" != "$(VENV)-cuda/bin/python" || \
+		$(MAKE) --no-print-directory VENV=$(VENV)-cuda $(VENV)-cuda/.installed-vllm-cuda
+	@$(DAY1_PYTHON) -m benchmarks.gpu_smoke.day1 $(ARGS)
+
 bench-telemetry: $(VENV)/.installed-dev  ## Measure what traces and metrics cost a run that trains
 	@$(PY) -m benchmarks.telemetry $(ARGS)
 
@@ -200,6 +207,16 @@ $(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constrain
 	@$(EXACT_PIP) --requirement constraints-sglang.txt && \
 		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-sglang.txt)" >&2; exit 1; }
+	@touch $@
+
+# torch comes with vLLM here: the build for CUDA, of vLLM's own choice.
+$(VENV)/.installed-vllm-cuda: $(VENV)/.created pyproject.toml constraints-vllm-cuda.txt
+	@echo "installing vLLM for CUDA, and sluice beside it (4 GB of wheels)"
+	@$(PY) -m pip --disable-pip-version-check install -qq --constraint constraints-vllm-cuda.txt setuptools
+	@$(PY) -m pip --disable-pip-version-check install -qq --constraint constraints-vllm-cuda.txt \
+		--no-build-isolation --editable '.[vllm,train]' pytest pytest-asyncio pytest-timeout hypothesis || { \
+		echo "installation failed: pip needs its package index (or PIP_FIND_LINKS with the wheels" \
+		"of constraints-vllm-cuda.txt)" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-baseline: $(VENV)/.created benchmarks/quickstart/trl_requirements.txt

@@ -1,8 +1,9 @@
-"""Write an image's requirements for pip: `image_requirements.py EXTRAS OUTPUT [WITHOUT]`.
+"""Write an image's requirements for pip: `image_requirements.py EXTRAS OUTPUT [WITHOUT [PINS]]`.
 
 EXTRAS are those of pyproject.toml, separated by commas; extras that name others of the project are
 resolved here, since the project itself is installed later. WITHOUT are packages that the base image
-brings (torch of a vendor's build): neither asked for nor pinned. Needs no package.
+brings (torch of a vendor's build): neither asked for nor pinned. PINS is constraints.txt unless
+given. Needs no package.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def requirements(project: dict[str, Any], extras: list[str]) -> Iterator[str]:
                 yield one
 
 
-def main(extras: str, output: str, without: str = "") -> None:
+def main(extras: str, output: str, without: str = "", pinned: str = "constraints.txt") -> None:
     """Write OUTPUT/requirements.txt and OUTPUT/constraints.txt."""
     document = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
     left_out = {_key(name) for name in without.split(",") if name}
@@ -38,7 +39,7 @@ def main(extras: str, output: str, without: str = "") -> None:
         *document["build-system"]["requires"],
         *requirements(document["project"], [name for name in extras.split(",") if name]),
     ]
-    pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = Path(pinned).read_text(encoding="utf-8").splitlines()
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in (("requirements.txt", wanted), ("constraints.txt", pins)):

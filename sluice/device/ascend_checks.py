@@ -64,11 +64,13 @@ class AscendDemand:
         num_devices: NPUs.
         collectives_on_device: whether weights or gradients travel by HCCL.
         runs_vllm: whether a replica uses one with vLLM.
+        captures_graphs: whether that vLLM captures graphs.
     """
 
     num_devices: int
     collectives_on_device: bool
     runs_vllm: bool = False
+    captures_graphs: bool = False
 
 
 def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[AscendFinding, ...]:
@@ -77,6 +79,8 @@ def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[AscendFindi
     found += _ranges(host.environment)
     if demand.runs_vllm:
         found += vllm_findings(host)
+    if demand.captures_graphs:
+        found += _queue(host.environment)
     if demand.collectives_on_device:
         found += [*_network(host), *_watchdog(host.environment)]
     return tuple(sorted(found, key=lambda finding: not finding.is_fatal))
@@ -175,6 +179,16 @@ def _ranges(environment: Mapping[str, str]) -> Iterator[AscendFinding]:
                 "correct it, or leave it out: it then follows from the configuration",
                 is_fatal=True,
             )
+
+
+def _queue(environment: Mapping[str, str]) -> Iterator[AscendFinding]:
+    if environment.get(variables.QUEUE_VARIABLE) == "2":
+        yield AscendFinding(
+            f"{variables.QUEUE_VARIABLE}=2, with which torch_npu captures no graph, and vLLM is to "
+            "capture some",
+            "set it to 1, leave it out, or set actor_rollout_ref.rollout.enforce_eager=true",
+            is_fatal=True,
+        )
 
 
 def _network(host: AscendHost) -> Iterator[AscendFinding]:

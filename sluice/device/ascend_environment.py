@@ -25,6 +25,7 @@ EXEC_VARIABLE = "HCCL_EXEC_TIMEOUT"
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 HOST_ADDRESS_VARIABLE = "HCCL_IF_IP"
 HOST_INTERFACE_VARIABLE = "HCCL_SOCKET_IFNAME"
+QUEUE_VARIABLE = "TASK_QUEUE_ENABLE"
 VISIBLE_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 WHITELIST_VARIABLE = "HCCL_WHITELIST_DISABLE"
 WHITELIST_FILE_VARIABLE = "HCCL_WHITELIST_FILE"
@@ -80,6 +81,19 @@ def hccl_environment(settings: HcclSettings, given: Mapping[str, str]) -> dict[s
         wanted[WHITELIST_VARIABLE] = "1"
     wanted |= _host_network(settings.own_host, given)
     return {name: value for name, value in wanted.items() if name not in given}
+
+
+def queue_environment(*, captures_graphs: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Return how torch_npu queues operators in a process that computes on an NPU.
+
+    Level 2 hides more of the host's work, and torch_npu refuses to capture graphs with it. Without
+    the variable it is 1.
+
+    Args:
+        captures_graphs: whether vLLM does in this process or those that it starts.
+        given: the environment; none of its variables is in the result.
+    """
+    return {} if captures_graphs or QUEUE_VARIABLE in given else {QUEUE_VARIABLE: "2"}
 
 
 def import_environment(*, has_torch_npu: bool, given: Mapping[str, str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from sluice.device.ascend_environment import (
     hccl_environment,
     hccl_settings,
     import_environment,
+    queue_environment,
 )
 from sluice.errors import ConfigError
 
@@ -108,7 +109,7 @@ def prepare_process(
     runs_vllm: bool = False,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Set what HCCL will read in this process, and check the host if an NPU is configured.
+    """Set what CANN will read in this process, and check the host if an NPU is configured.
 
     Do nothing for other devices. With ``auto`` nothing is fatal: detection may skip the NPU and
     logs why; findings about vLLM are logged too.
@@ -119,8 +120,10 @@ def prepare_process(
     if not wants_npu(device, environment):
         return
     environment.update(hccl_environment(hccl_settings(config, endpoint), environment))
+    captures_graphs = runs_vllm and not config.actor_rollout_ref.rollout.enforce_eager
+    environment.update(queue_environment(captures_graphs=captures_graphs, given=environment))
     if device is not None and device != "auto":
-        demand = AscendDemand(1, collectives_on_device, runs_vllm)
+        demand = AscendDemand(1, collectives_on_device, runs_vllm, captures_graphs)
         findings = ascend_findings(ascend_host(environment), demand)
         _warn(finding for finding in findings if not finding.is_fatal)
         if fatal := [str(finding) for finding in findings if finding.is_fatal]:

@@ -94,17 +94,19 @@ def part_name(name: str, cuts: Cuts) -> str:
 
 def pack(tensor: Tensor, cuts: Cuts) -> Tensor:
     """Return a part of a tensor, packed; a view of it if that is possible."""
-    import torch
-
-    for cut in cuts:
-        ranges = [tensor.narrow(cut.dimension, *one) for one in cut.ranges]
-        tensor = ranges[0] if len(ranges) == 1 else torch.cat(ranges, cut.dimension)
-    return tensor
+    if all(len(cut.ranges) == 1 for cut in cuts):
+        for cut in cuts:
+            tensor = tensor.narrow(cut.dimension, *cut.ranges[0])
+        return tensor
+    part = tensor.new_empty(part_shape(tensor.shape, cuts))
+    for whole, packed in places(tensor.shape, cuts):
+        part[packed].copy_(tensor[whole])
+    return part
 
 
 def unpack(part: Tensor, cuts: Cuts, tensor: Tensor) -> None:
     """Write a packed part to its place in the whole tensor."""
-    for whole, packed in places(tuple(tensor.shape), cuts):
+    for whole, packed in places(tensor.shape, cuts):
         tensor[whole].copy_(part[packed])
 
 

@@ -1,4 +1,4 @@
-"""The engine contract, kept by vLLM on the CPU; `make test-vllm`."""
+"""The engine contract, kept by vLLM: on the CPU `make test-vllm`, on GPUs `make gpu-day1`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest_asyncio
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from tests.engine_vllm.saved_weights import serve_saved
+from tests.engine_vllm.shared_gpu import BACKEND, MEMORY
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (
@@ -38,7 +39,8 @@ def _make(folder: Path, **more: object) -> VllmEngine:
             slots=SLOTS,
             max_model_len=MAX_MODEL_LEN,
             recompute_kv=True,
-            arguments=arguments | more,
+            weights_backend=BACKEND,
+            arguments=MEMORY | arguments | more,
         )
     )
 

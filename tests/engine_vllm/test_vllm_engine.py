@@ -19,6 +19,7 @@ from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import ConfigError, EngineError
 from sluice.types import SamplingParams
+from tests.engine_vllm.shared_gpu import BACKEND, MEMORY
 from tests.support.causal_lms import expected_logprobs, request
 from tests.support.engine_contract_world import (
     TIED,
@@ -45,7 +46,11 @@ from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 
 async def main():
-    engine = VllmEngine(VllmSettings(sys.argv[1], slots=4, max_model_len=128))
+    engine = VllmEngine(
+        VllmSettings(
+            sys.argv[1], slots=4, max_model_len=128, arguments={"gpu_memory_utilization": 0.2}
+        )
+    )
     await engine.start()
     print("processes", *await engine.processes(), flush=True)
     await asyncio.Event().wait()
@@ -60,7 +65,8 @@ def _settings(folder: Path, **arguments: object) -> VllmSettings:
         str(folder),
         slots=16,
         max_model_len=512,
-        arguments={"enable_prefix_caching": True, **arguments},
+        weights_backend=BACKEND,
+        arguments={**MEMORY, "enable_prefix_caching": True, **arguments},
     )
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from tests.engine_vllm.saved_weights import serve_saved
+from tests.engine_vllm.shared_gpu import BACKEND, MEMORY
 from tests.support.causal_lms import EOS, VOCABULARY, reference_model, request
 from tests.support.engine_contract_weights import UpdateContract
 from tests.support.engine_contract_world import (
@@ -70,7 +71,8 @@ def _make(folder: Path, workers: int, **more: object) -> VllmEngine:
             slots=16,
             max_model_len=MAX_MODEL_LEN,
             recompute_kv=True,
-            arguments=arguments | more,
+            weights_backend=BACKEND,
+            arguments=MEMORY | arguments | more,
         )
     )
 

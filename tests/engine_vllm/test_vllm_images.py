@@ -22,6 +22,7 @@ from sluice.errors import InvalidRequestError
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.sender import WeightSender
 from tests.engine_vllm.saved_weights import serve_saved
+from tests.engine_vllm.shared_gpu import BACKEND, MEMORY
 from tests.support.causal_lms import request
 from tests.support.engine_contract_world import Trainer, chunks_of, generate, until
 from tests.support.tiny_vision import (
@@ -81,7 +82,8 @@ async def _running(
             slots=slots,
             max_model_len=256,
             recompute_kv=recompute_kv,
-            arguments=arguments,
+            weights_backend=BACKEND,
+            arguments=MEMORY | arguments,
         )
     )
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=30.0)

@@ -15,6 +15,7 @@ from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import WeightSyncError
 from sluice.weights.share import cuts_by_name, part_shape, unpack
 from tests.engine_vllm.saved_weights import serve_saved
+from tests.engine_vllm.shared_gpu import BACKEND, MEMORY
 from tests.support.causal_lms import request
 from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
 from tests.support.engine_contract_world import (
@@ -49,7 +50,8 @@ def _make(folder: Path, **more: object) -> VllmEngine:
             slots=16,
             max_model_len=MAX_MODEL_LEN,
             recompute_kv=True,
-            arguments=arguments | more,
+            weights_backend=BACKEND,
+            arguments=MEMORY | arguments | more,
         )
     )
 

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
+from tests.support.accelerator import accelerator
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_world import (
     MAX_MODEL_LEN,
@@ -26,7 +27,7 @@ def _make(folder: Path) -> EmbeddedEngine:
     return EmbeddedEngine(
         EmbeddedEngineSettings(
             str(folder),
-            device="cuda",
+            device=accelerator(),
             slots=SLOTS,
             max_model_len=MAX_MODEL_LEN,
             recompute_kv=True,

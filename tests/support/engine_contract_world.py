@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from services.rollout.engines.protocol import Engine, EngineLoad, GenerationRequest, SampleChunk
-from sluice.device.cpu import CpuDevice
+from sluice.device.select import select_device
 from sluice.types import WHOLE, SamplingParams, TransferGroupSpec
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import (
@@ -176,10 +176,14 @@ async def contract_world(
     serve_saved: SavedWeights | None = None,
     *,
     ranks: int = 1,
+    sender: str = "cpu",
 ) -> AsyncIterator[ContractWorld]:
-    """A started engine without weights, of so many devices, for the configuration in `folder`."""
+    """A started engine without weights, of so many devices, for the configuration in `folder`.
+
+    Its weights come from the device called `sender`.
+    """
     engine = make_engine(folder)
-    sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=30.0)
+    source = WeightSender(device=select_device(sender), bucket_bytes=1 << 16, timeout_s=30.0)
     await engine.start()
     try:
         yield ContractWorld(
@@ -187,13 +191,13 @@ async def contract_world(
             engine,
             reference_model(folder, seed=1),
             reference_model(folder, seed=2),
-            Trainer(engine, sender, ranks),
+            Trainer(engine, source, ranks),
             look_into(engine),
             serve_saved,
         )
     finally:
         await engine.stop()
-        sender.close()
+        source.close()
 
 
 TOLERANCE = 1e-4

@@ -1,7 +1,7 @@
 """A whole replica with a vendor's engine: its process, its weights, and what clients get of it.
 
-Its engine is one of this environment, on the CPU; the trainer that it registers with is a stand-in
-that takes one replica on.
+Its engine is one of this environment, on a GPU if torch finds one; the trainer that it registers
+with is a stand-in that takes one replica on.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ async def _replica(
         "actor_rollout_ref.rollout.max_num_seqs": 8,
         "data.max_prompt_length": 64,
         "data.max_response_length": 128,
-        "sluice.rollout.device": "cpu",
+        "sluice.rollout.device": "cuda" if torch.cuda.is_available() else "cpu",
         "sluice.trainer.endpoint.host": "127.0.0.1",
         "sluice.trainer.endpoint.port": trainer_port,
         "sluice.weights.backend": "gloo",

@@ -58,6 +58,7 @@ from tests.support.tiny_policy import (
     freezing,
     make_batch,
     make_config,
+    on_device,
     recomputing,
     routed,
     skipping,
@@ -258,6 +259,7 @@ def run(
     actor: dict[str, object],
     frozen: str | None = None,
     *,
+    device: str = "cpu",
     skips: bool = False,
     recomputes: bool = False,
     adapters: dict[str, object] | None = None,
@@ -269,13 +271,14 @@ def run(
         hold(Path(holds))
     parallel: DataParallel = DataParallel()
     if os.environ["WORLD_SIZE"] != "1":
-        parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
+        parallel = TorchDistributed(select_device(device), timeout_s, forming_timeout_s)
     if refuses is not None and parallel.rank == refuses[0]:
         refuse(refuses[1])
     for module, name in ((learner_module, "stream_rows"), (trained_model, "write_model")):
         small = partial(getattr(module, name), bucket_bytes=BUCKET_BYTES)
         mock.patch.object(module, name, small).start()
-    config = adapting(make_config(model, NUM_GROUPS, **actor), **(adapters or {}))
+    config = on_device(make_config(model, NUM_GROUPS, **actor), device)
+    config = adapting(config, **(adapters or {}))
     if frozen is not None:
         config = with_critic(config)
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()

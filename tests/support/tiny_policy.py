@@ -134,6 +134,11 @@ def adapting(config: RunConfig, **keys: object) -> RunConfig:
     return structs.replace(config, actor_rollout_ref=structs.replace(policy, model=model))
 
 
+def on_device(config: RunConfig, device: str) -> RunConfig:
+    """The same run, trained on another device."""
+    return structs.replace(config, trainer=structs.replace(config.trainer, device=device))
+
+
 def skipping(config: RunConfig) -> RunConfig:
     """The same run; samples without an advantage are skipped."""
     trainer = structs.replace(config.sluice.trainer, skip_zero_advantage=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,12 +33,19 @@ class Rank:
     ) -> None:
         self.name = f"rank {rank}"
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-        self.process = PreloadedProcess(
-            module,
-            [json.dumps(arguments)],
-            {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-            | {name: str(value) for name, value in place.items()},
-        )
+        variables = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+        variables |= {name: str(value) for name, value in place.items()}
+        self.process: Any
+        if arguments.get("device", "cpu") == "cpu":
+            self.process = PreloadedProcess(module, [json.dumps(arguments)], variables)
+        else:  # a fork of a process that has looked at the driver could not use it
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(arguments)],
+                env=os.environ | variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -91,6 +101,7 @@ def trainer(
     timeout_s: float = LONG_S,
     frozen: str | None = None,
     *,
+    device: str = "cpu",
     skips: bool = False,
     recomputes: bool = False,
     adapters: dict[str, Any] | None = None,
@@ -105,6 +116,7 @@ def trainer(
         "forming_timeout_s": LONG_S,
         "actor": actor,
         "frozen": frozen,
+        "device": device,
         "skips": skips,
         "recomputes": recomputes,
         "adapters": adapters,

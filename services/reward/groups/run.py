@@ -165,23 +165,22 @@ class GroupRun:
     async def _graded_and_filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
         """Return the graded samples and the filter's decision, perhaps after the probes alone."""
         num_samples, first = self._settings.samples_per_group, group.attempt.first_samples
+        new = range(num_samples)
         if first >= num_samples:
-            graded = await self._sampled_and_graded(
-                group, range(num_samples), self._settings.greedy
-            )
+            graded = await self._sampled_and_graded(group, new, self._settings.greedy)
         else:
             graded, rest = await self._staged(group, range(first))
             if rest is None:
-                graded = await self._regenerated(group, graded)
+                graded = await self._regenerated(group, graded, range(first))
                 decision = self._after_probes(group, graded)
                 if decision is not None:
                     return graded, decision
                 # If the group is over, no replica gets this request: its samples return aborted.
                 self._groups.continued(group, is_sure=samples_differ(graded.scored, self._metric))
-                others = range(first, num_samples)
-                rest = await self._sampled_and_graded(group, others, self._settings.greedy)
+                new = range(first, num_samples)
+                rest = await self._sampled_and_graded(group, new, self._settings.greedy)
             graded = joined(graded, rest)
-        graded = await self._regenerated(group, graded)
+        graded = await self._regenerated(group, graded, new)
         with TRACER.span(SpanName.FILTER) as span:
             decision = filter_group(graded, metric=self._metric, needs=self._settings.needs)
             span.set({Key.PROMPT_END: decision.end.value if decision.end else "none"})
@@ -255,15 +254,24 @@ class GroupRun:
         generated = await self._generated(group, indexes, greedy, regeneration)
         return await self._graded(group, generated)
 
-    async def _regenerated(self, group: Group, graded: GradedGroup) -> GradedGroup:
+    async def _regenerated(self, group: Group, graded: GradedGroup, new: range) -> GradedGroup:
         """Return the group with new samples for those that the policy generates again.
 
         Each regeneration has its own seed: with the same seed the same samples would come again.
+
+        Args:
+            group: the group.
+            graded: all of its samples so far.
+            new: indexes of the samples that no earlier call has generated again.
         """
         policy, done = self._settings.needs.policy, 0
-        while again := policy.to_repeat(graded.outcomes, done + 1, OutcomeAction.GENERATE_AGAIN):
+        while True:
             done += 1
+            again = policy.to_repeat(graded.outcomes, done, OutcomeAction.GENERATE_AGAIN)
             replaced = [graded.group.rollouts[index] for index in again]
+            replaced = [rollout for rollout in replaced if rollout.sample_index in new]
+            if not replaced:
+                return graded
             self._groups.continued(
                 group, is_sure=samples_differ(graded.scored, self._metric), replaced=replaced
             )
@@ -271,7 +279,6 @@ class GroupRun:
             graded = joined(
                 graded, await self._sampled_and_graded(group, indexes, regeneration=done)
             )
-        return graded
 
     async def _generated(
         self,

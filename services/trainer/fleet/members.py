@@ -108,7 +108,7 @@ class Fleet:
         layout_digest: a replica with other names, dtypes or shapes of weights is refused.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
         stall_s: seconds with work and without a token after which a replica is stalled.
-        weights: of which replicas may take shares.
+        weights: the trainer's; replicas may take shares of them.
     """
 
     def __init__(

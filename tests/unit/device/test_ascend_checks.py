@@ -158,6 +158,57 @@ def test_a_process_configured_for_an_npu_begins_with_all_faults(
     assert environment["HCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "runs_vllm", "level"),
+    [
+        ([], False, "2"),
+        ([], True, None),
+        (["actor_rollout_ref.rollout.enforce_eager=true"], True, "2"),
+    ],
+    ids=["no vLLM", "vLLM with graphs", "vLLM without graphs"],
+)
+def test_a_process_without_graphs_queues_operators_at_the_second_level(
+    overrides: list[str], runs_vllm: bool, level: str | None, devices: Path
+) -> None:
+    config = load_config(None, overrides)
+    endpoint = config.sluice.trainer.endpoint
+    for given in ({}, {"TASK_QUEUE_ENABLE": "0", "HCCL_CONNECT_TIMEOUT": "5400"}):
+        environment = {"ASCEND_RT_VISIBLE_DEVICES": "0", **given}
+        prepare_process(
+            config,
+            "auto",
+            endpoint,
+            collectives_on_device=True,
+            runs_vllm=runs_vllm,
+            environment=environment,
+        )
+        assert environment.get("TASK_QUEUE_ENABLE") == given.get("TASK_QUEUE_ENABLE", level)
+        assert environment["HCCL_CONNECT_TIMEOUT"] == given.get("HCCL_CONNECT_TIMEOUT", "120")
+
+
+def test_a_process_on_another_device_gets_no_variable_of_cann(
+    config: RunConfig, devices: Path
+) -> None:
+    environment: dict[str, str] = {}
+    for device in ("cpu", "cuda", "cuda:1"):
+        prepare_process(
+            config,
+            device,
+            config.sluice.trainer.endpoint,
+            collectives_on_device=True,
+            environment=environment,
+        )
+    assert environment == {}
+
+
+def test_a_queue_with_which_no_graph_is_captured_is_refused_where_vllm_captures_some() -> None:
+    host = replace(_GOOD, environment={**_GOOD.environment, "TASK_QUEUE_ENABLE": "2"})
+    (found,) = ascend_findings(host, replace(_DEMAND, captures_graphs=True))
+    assert found.is_fatal
+    assert "enforce_eager=true" in str(found)
+    assert ascend_findings(host, _DEMAND) == ()
+
+
 def prepare_vllm(device: str | None, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host with an NPU, torch_npu and without vllm_ascend."""
     monkeypatch.setattr(ascend_host, "_version", lambda _: None)

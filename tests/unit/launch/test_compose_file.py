@@ -47,6 +47,7 @@ from tests.unit.cli.test_prepare_command import model_and_data
 FILES = sorted(ROOT.glob("compose*.yaml"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 # Tried with docker-compose 1.29.2 and the schema of Compose v2.
+TARGETS = ("reward", "compute", "cuda", "ascend")
 TOP_KEYS = {"services", "volumes", "networks"}
 SERVICE_KEYS = {
     "build", "cap_drop", "command", "depends_on", "deploy", "devices", "entrypoint", "environment",
@@ -106,7 +107,7 @@ def test_an_overlay_changes_services_that_are_there_or_adds_tools_beside_them(fi
 def test_every_service_runs_its_launcher_with_the_one_configuration() -> None:
     assert set(services()) == {"prepare", *KINDS}
     assert find_spec("sluice.launch.container") is not None
-    assert DOCKERFILE.count(f"ENTRYPOINT {json.dumps(LAUNCHER)}") == 2
+    assert DOCKERFILE.count(f"ENTRYPOINT {json.dumps(LAUNCHER)}") == len(TARGETS)
     for kind in KINDS:
         layout = container_layout(kind)
         assert layout.entrypoint == LAUNCHER
@@ -237,7 +238,7 @@ def test_no_process_of_the_npu_variant_has_torch_load_torch_npu_by_itself() -> N
 
 
 def test_images_run_as_nobody_in_particular_and_own_the_runs_folder() -> None:
-    for target in ("reward", "compute"):
+    for target in TARGETS:
         stage = DOCKERFILE.split(f" AS {target}\n")[1].split("\nFROM ")[0]
         assert "\nUSER sluice\n" in stage
         assert f"--uid {USER_ID} " in stage
@@ -278,6 +279,28 @@ def test_what_a_vendors_image_brings_is_neither_asked_for_nor_pinned(tmp_path: P
     assert "numpy" not in names
     assert "\ntorch==" not in pins
     assert "\ntransformers==" in pins
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_image_for_cuda_has_an_engine_with_the_packages_that_it_was_resolved_with(
+    engine: str, tmp_path: Path
+) -> None:
+    file = f"constraints-{engine}-cuda.txt"
+    assert f"!{file}" in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    names, pins = wanted(tmp_path, f"{engine},train", "", file)
+    assert {engine, "torch", "transformers", "tensorboard"} <= set(names)
+    assert f"\n{engine}==" in pins
+    assert "wheelhouse" not in DOCKERFILE.split(" AS cuda\n")[1]
+
+
+def test_the_image_for_npus_keeps_the_torch_of_its_base(tmp_path: Path) -> None:
+    without = re.search(r"/wanted/ascend (\S+)", DOCKERFILE)
+    assert without is not None
+    names, _ = wanted(tmp_path, "train", without[1])
+    assert not {"torch", "transformers", "torch-npu", "vllm"} & set(names)
+    stage = DOCKERFILE.split(" AS ascend\n")[1]
+    assert "--system-site-packages" in stage
+    assert "-c constraints" not in stage
 
 
 def test_compose_builds_with_the_defaults_of_the_dockerfile() -> None:

@@ -47,6 +47,30 @@ def test_processes_on_npus_are_reported_hccls_variables_and_the_reward_service_i
     assert not any(name.startswith("HCCL") for name in specs["reward"].environment)
 
 
+def test_a_variable_that_the_user_has_set_reaches_processes_on_npus_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {
+        "HCCL_CONNECT_TIMEOUT": "5400",
+        "HCCL_ASYNC_ERROR_HANDLING": "1",
+        "HCCL_IF_IP": "10.0.0.1",
+    }
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    for spec in _services(*_ON_NPUS).values():
+        assert not own.keys() & spec.environment.keys(), "a process inherits what it is not given"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_process_beside_those_on_npus_gets_none_of_their_variables(device: str) -> None:
+    specs = _services("trainer.device=npu", f"sluice.rollout.device={device}")
+    assert "HCCL_CONNECT_TIMEOUT" in specs["trainer"].environment
+    for name in ("reward", "rollout-0", "rollout-1"):
+        if name in specs:
+            given = specs[name].environment
+            assert not any(one.startswith(("HCCL_", "ASCEND_", "TASK_")) for one in given), name
+
+
 def test_a_replica_that_joins_later_gets_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_VISIBLE, "4,6,7")
     config = load_config(None, _ON_NPUS)

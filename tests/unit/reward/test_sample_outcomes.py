@@ -146,6 +146,16 @@ async def test_a_sample_drawn_again_comes_from_another_seed_and_takes_its_place(
     assert sum(tokens.values()) == received
 
 
+async def test_a_probe_is_not_generated_more_often_than_its_rule_says() -> None:
+    rules = config(
+        {"unscorable": {"action": "generate_again", "max_attempts": 2}},
+        sampling={"strategy": "staged", "probe_samples": 2, "coverage_guard": False},
+    )
+    texts, _, asked = await first_group(rules, of_sample(0, UNSCORABLE, 99))
+    assert [text.split("\n")[0] for text in texts] == [f"p0 sample {i} draw 1" for i in (1, 2, 3)]
+    assert sum(count for text, count in asked.items() if text.startswith("p0 sample 0 ")) == 2
+
+
 async def test_a_group_is_dropped_for_a_failure_that_costs_it() -> None:
     rules = config({"unscorable": {"action": "drop_group"}})
     texts, statistics, _ = await first_group(rules, of_sample(3, UNSCORABLE, 1))
