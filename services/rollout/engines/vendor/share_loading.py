@@ -1,8 +1,8 @@
 """The weights for a vendor's loader, one after the other, from the packed share of a worker.
 
-The loader expects whole tensors, of which it reads the worker's part. So each tensor that came in
-part, or with an adapter, is put into memory of the whole tensor. Only the part that is written takes
-space there.
+The loader expects whole tensors and reads the worker's part of them. So each tensor that came in
+part, or with an adapter, is put into memory of the whole tensor, where only what is written takes
+space.
 """
 
 from __future__ import annotations
