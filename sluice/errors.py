@@ -40,6 +40,10 @@ class PromptTooLongError(InvalidRequestError):
         )
 
 
+class HistoryRewrittenError(SluiceError):
+    """The chat template writes earlier turns differently, so exact tokens cannot be continued."""
+
+
 class AccessDeniedError(SluiceError):
     """A peer does not accept this process's token, or not for this call."""
 

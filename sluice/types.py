@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +36,56 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
     return np.dtype(np.uint8) if num_experts <= _MOST_BYTE_EXPERTS else np.dtype(np.uint16)
 
 
+ToolFormat = Literal["hermes", "qwen3_coder", "llama3_json", "plain"]
+"""How policies write calls of tools; ``plain``: they write none."""
+TOOL_FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; `arguments` is the text of a JSON object, as the policy sampled it."""
+
+    name: str
+    arguments: str
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the policy may call; `parameters` is a JSON Schema, as text; empty: none."""
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a chat prompt; `role` is ``system``, ``user`` or ``assistant``."""
+    """One turn of a chat prompt; `role` is ``system``, ``user``, ``assistant`` or ``tool``.
+
+    An assistant's turn may have `tool_calls`, and `reasoning` apart from its content. A tool's turn
+    answers the call `tool_call_id`.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a finished response says.
+
+    `content` has neither thoughts nor calls. `tool_error`: what is wrong with a call that cannot be
+    read; then there are no `tool_calls`, and the content has their text.
+    """
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_error: str = ""
 
 
 class PromptOrigin(StrEnum):
@@ -144,6 +189,7 @@ class Turn:
     finish_reason: FinishReason
     text: str
     routing: RoutedExperts | None = None
+    answer: Answer | None = None  # only where the request asks to read it
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.behavior_logprobs.shape or self.token_ids.ndim != 1:
@@ -193,6 +239,7 @@ class Rollout:
         finish_reason: FinishReason,
         text: str,
         routing: RoutedExperts | None = None,
+        answer: Answer | None = None,
     ) -> Rollout:
         """Return a sample of one turn; see `Turn` for the arguments.
 
@@ -200,7 +247,9 @@ class Rollout:
             ValueError: names the sample; see `Turn`.
         """
         try:
-            turn = Turn(token_ids, behavior_logprobs, version_spans, finish_reason, text, routing)
+            turn = Turn(
+                token_ids, behavior_logprobs, version_spans, finish_reason, text, routing, answer
+            )
         except ValueError as error:
             raise ValueError(f"rollout {sample_index}: {error}") from error
         return cls(sample_index, (turn,))
@@ -269,6 +318,11 @@ class Rollout:
             return replace(self, turns=(replace(turn, routing=routing),))
         except ValueError as error:
             raise ValueError(f"rollout {self.sample_index}: {error}") from error
+
+    @property
+    def answer(self) -> Answer | None:
+        """What the last turn says, where the request asks to read it."""
+        return self.turns[-1].answer
 
     @property
     def text(self) -> str:

@@ -110,6 +110,7 @@ async def _run_replica(config: RunConfig, name: str) -> None:
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
         logger.info("loading the model from %s into %s", model.path, rollout.name)
         await engine.start()
+        logger.info("the chat template: %s", encoder.prove_continuations())
         try:
             server = _server(config, engine, encoder, identity, credentials)
             await server.start()
@@ -134,6 +135,7 @@ def _encoder(config: RunConfig) -> PromptEncoder:
         Path(model.path),
         template_kwargs=config.data.apply_chat_template_kwargs,
         trust_remote_code=model.trust_remote_code,
+        tool_format=config.actor_rollout_ref.rollout.multi_turn.format or "",
     )
 
 

@@ -19,7 +19,7 @@ from services.rollout.engines.protocol import Engine, GenerationRequest, SampleC
 from services.rollout.engines.text import Decode, IncrementalDetokenizer, before_stop, stable_prefix
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
-from sluice.types import FinishReason, Rollout
+from sluice.types import Answer, FinishReason, Rollout, TokenIds
 
 # An engine's chunks at intervals may come a little late, so one interval is no sign of a problem.
 SIGN_OF_LIFE_INTERVALS = 2
@@ -79,6 +79,8 @@ class GenerationEvent:
 
 
 Send = Callable[[GenerationEvent], Awaitable[None]]
+ReadAnswer = Callable[[TokenIds], Answer]
+"""Returns what a finished response says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,13 @@ class StreamSettings:
             unless every token is. If nothing came for twice as long while samples wait for a slot,
             a sign is sent that the engine works. ``None``: never.
         linger_s: finished samples wait this long for others to travel with.
+        read_answer: finished samples come with what it returns; ``None``: without.
     """
 
     every_token: bool = False
     partial_interval_s: float | None = None
     linger_s: float = 0.0
+    read_answer: ReadAnswer | None = None
 
     @property
     def sends_tokens(self) -> bool:
@@ -265,13 +269,11 @@ class GenerationRunner:
             new_text = "" if sample.text is None else sample.text.push(chunk.token_ids.tolist())
             sample.num_held += int(chunk.token_ids.size)
             if chunk.finish_reason is not None:
-                text = before_stop(self._decode(sample.grown.token_ids()), stops)
-                rollouts.append(
-                    sample.grown.rollout(index, chunk.finish_reason, text, chunk.routing)
-                )
+                ended = self._finished(chunk, sample, options, stops)
+                rollouts.append(ended)
                 # What an aborted sample held back is sent where it is continued, if at all.
                 if sample.text is not None and chunk.finish_reason is not FinishReason.ABORTED:
-                    new_text += sample.text.rest_of(text)
+                    new_text += sample.text.rest_of(ended.text)
                 del growing[index]
             is_sent = sample.text is not None or (options.sends_tokens and index not in finished)
             if is_sent and (new_text or chunk.token_ids.size):
@@ -280,6 +282,21 @@ class GenerationRunner:
                 new_tokens += sample.num_held
                 sample.num_held = 0
         return GenerationEvent(tuple(deltas), tuple(rollouts), new_tokens)
+
+    def _finished(
+        self,
+        chunk: SampleChunk,
+        sample: _StreamedSample,
+        options: StreamSettings,
+        stops: Sequence[str],
+    ) -> Rollout:
+        ids, reason = sample.grown.token_ids(), chunk.finish_reason
+        assert reason is not None
+        answer = None
+        if options.read_answer is not None and reason is not FinishReason.ABORTED:
+            answer = options.read_answer(ids)
+        text = before_stop(self._decode(ids), stops)
+        return sample.grown.rollout(chunk.sample_index, reason, text, chunk.routing, answer)
 
 
 async def _linger(ended: asyncio.Event, seconds: float) -> None:

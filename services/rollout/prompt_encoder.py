@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
+from services.rollout.continuation import Bridge, TemplateAccess
+from services.rollout.engines.text import before_stop
+from services.rollout.tool_calls import MARKS, read_answer
 from sluice.errors import ConfigError, InvalidRequestError
-from sluice.types import IMAGE_MARK, ChatMessage, TokenIds
+from sluice.types import IMAGE_MARK, Answer, ChatMessage, TokenIds, Tool
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
 from sluice.vision.vision_shape import FAMILIES
 
@@ -27,6 +34,7 @@ OWN_ARGUMENTS = frozenset(
     )
 )
 """Arguments of the template that the encoder itself sets."""
+_MOST_BRIDGES = 16
 NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -37,6 +45,7 @@ class PromptEncoder:
         model_path: directory with the tokenizer.
         template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
         trust_remote_code: run tokenizer code of the checkpoint.
+        tool_format: how the policy writes calls of tools; empty: as the chat template does.
 
     Raises:
         ConfigError: the directory holds no tokenizer, or `template_kwargs` names an argument that
@@ -49,6 +58,7 @@ class PromptEncoder:
         *,
         template_kwargs: Mapping[str, object] = NO_KWARGS,
         trust_remote_code: bool = False,
+        tool_format: str = "",
     ) -> None:
         self._template_kwargs = _checked(template_kwargs)
         self._tokenizer = _load_tokenizer(model_path, trust_remote_code=trust_remote_code)
@@ -59,6 +69,9 @@ class PromptEncoder:
             self._fast.no_truncation()
             self._fast.no_padding()
         self._images = _image_prompts(model_path, trust_remote_code=trust_remote_code)
+        self._tool_format = tool_format
+        self._end_tokens = _end_tokens(model_path)
+        self._bridges: OrderedDict[str, Bridge] = OrderedDict()  # by arguments of the template
 
     def encode_chat(
         self,
@@ -67,6 +80,7 @@ class PromptEncoder:
         *,
         template_kwargs: Mapping[str, object] = NO_KWARGS,
         add_special_tokens: bool = False,
+        tools: Sequence[Tool] = (),
     ) -> TokenIds:
         """Render the chat template with a generation prompt, and tokenise it: [prompt tokens].
 
@@ -77,19 +91,132 @@ class PromptEncoder:
             template_kwargs: override the encoder's.
             add_special_tokens: add those that the tokenizer begins or ends texts with, although the
                 template writes its own.
+            tools: the template shows them to the policy.
 
         Raises:
-            InvalidRequestError: the template refuses the turns or an argument; the images do not
-                fit the model, the texts or the template; or one of them cannot be read.
+            InvalidRequestError: the template refuses the turns or an argument, or shows no tools;
+                the images do not fit the model, the texts or the template; or one of them cannot be
+                read.
         """
-        self._check_size(sum(len(m.role) + len(m.content) for m in messages))
+        self._check_size(_num_characters(messages, tools))
         arguments = self._template_arguments(template_kwargs)
+        if tools:
+            self._check_shown(arguments)
         if images:
             self._check_images(messages, images)
         turn = _turn_with_images if images else _turn
-        text = self._rendered([turn(message) for message in messages], arguments)
+        text = self._rendered([turn(message) for message in messages], tools, arguments)
         ids = self._tokens(text, add_special_tokens=add_special_tokens)
         return self._images.expand(ids, images) if images and self._images else _some(ids)
+
+    def encode_continuation(
+        self,
+        earlier: TokenIds,
+        messages: Sequence[ChatMessage],
+        *,
+        template_kwargs: Mapping[str, object] = NO_KWARGS,
+        tools: Sequence[Tool] = (),
+    ) -> TokenIds:
+        """Return `earlier`, then the tokens of new turns and a generation prompt.
+
+        Args:
+            earlier: [tokens] of the conversation so far, with its last response; at least one.
+            messages: turns of the roles ``user`` and ``tool``; none: nothing is added.
+            template_kwargs: override the encoder's.
+            tools: as in the prompt that the conversation began with.
+
+        Raises:
+            HistoryRewrittenError: the template writes earlier turns differently in history.
+            InvalidRequestError: the template refuses the turns or an argument, or shows no tools.
+        """
+        self._check_size(_num_characters(messages, tools))
+        arguments = self._template_arguments(template_kwargs)
+        if not messages:
+            return earlier
+        if tools:
+            self._check_shown(arguments)
+        return self._bridge(arguments).continued(earlier, messages, tools)
+
+    @property
+    def tool_format(self) -> str:
+        """How the policy writes calls of tools."""
+        return self._tool_format or self._bridge(self._template_kwargs).tool_format
+
+    def prove_continuations(self) -> str:
+        """Prove on generated dialogues which conversations can be continued; return it as a line.
+
+        This is for the run's arguments of the template; those of a request are proved with it.
+        """
+        bridge = self._bridge(self._template_kwargs)
+        refused = [
+            f"turns of {kind.role} after {'thoughts' if kind.thinks else 'text'} ({reason})"
+            for kind, reason in bridge.refusals.items()
+            if reason
+        ]
+        exact = "all conversations" if not refused else f"all but {', '.join(refused)}"
+        return f"calls of tools are {self.tool_format}; tokens are continued of {exact}"
+
+    def read_answer(
+        self,
+        token_ids: TokenIds,
+        stops: Sequence[str] = (),
+        *,
+        tool_format: str = "",
+        tools: Sequence[Tool] = (),
+    ) -> Answer:
+        """Return what a finished response says.
+
+        Args:
+            token_ids: [tokens] of the response.
+            stops: it ends before the first of these texts.
+            tool_format: how calls of tools are written; empty: see the property of that name.
+            tools: those that were offered.
+        """
+        text = before_stop(self._with_marks(token_ids), stops)
+        return read_answer(text, tool_format or self.tool_format, tools)
+
+    def _with_marks(self, token_ids: TokenIds) -> str:
+        """Return the text of tokens, without special tokens but those that `read_answer` reads."""
+        ids = [token for token in token_ids.tolist() if token not in self._hidden_tokens]
+        decoder = self._tokenizer if self._fast is None else self._fast
+        return str(decoder.decode(ids, skip_special_tokens=False))
+
+    @functools.cached_property
+    def _control_tokens(self) -> Mapping[int, str]:
+        """Texts of the tokenizer's special tokens, by id."""
+        added = self._tokenizer.added_tokens_decoder
+        return {number: token.content for number, token in added.items() if token.special}
+
+    @functools.cached_property
+    def _hidden_tokens(self) -> frozenset[int]:
+        return frozenset(n for n, text in self._control_tokens.items() if text not in MARKS)
+
+    def _bridge(self, arguments: Mapping[str, Any]) -> Bridge:
+        """Return the bridge for arguments of the template; a few are kept."""
+        key = json.dumps(arguments, sort_keys=True, default=str)
+        if key not in self._bridges:
+            self._bridges[key] = Bridge(
+                TemplateAccess(
+                    lambda messages, tools: self._rendered(
+                        [_turn(message) for message in messages], tools, arguments
+                    ),
+                    lambda text: self._tokens(text, add_special_tokens=False).tolist(),
+                    self._with_marks,
+                    self._control_tokens,
+                    self._end_tokens,
+                )
+            )
+            while len(self._bridges) > _MOST_BRIDGES:
+                self._bridges.popitem(last=False)
+        self._bridges.move_to_end(key)
+        return self._bridges[key]
+
+    def _check_shown(self, arguments: Mapping[str, Any]) -> None:
+        if not self._bridge(arguments).shows_tools:
+            raise InvalidRequestError(
+                "tools: the model's chat template shows none; describe them in a message, or serve "
+                "a model whose template does (actor_rollout_ref.model.path)"
+            )
 
     def _check_images(self, messages: Sequence[ChatMessage], images: Sequence[bytes]) -> None:
         if self._images is None:
@@ -112,7 +239,14 @@ class PromptEncoder:
             )
         return {**self._template_kwargs, **given}
 
-    def _rendered(self, turns: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+    def _rendered(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Sequence[Tool],
+        arguments: Mapping[str, Any],
+    ) -> str:
+        if tools:
+            arguments = {**arguments, "tools": [_function(tool) for tool in tools]}
         try:
             text = self._tokenizer.apply_chat_template(
                 turns, add_generation_prompt=True, tokenize=False, **arguments
@@ -163,22 +297,70 @@ def _some(ids: TokenIds) -> TokenIds:
     return ids
 
 
+def _num_characters(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
+    of_turns = sum(
+        len(message.role)
+        + len(message.content)
+        + len(message.reasoning)
+        + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+        for message in messages
+    )
+    of_tools = sum(len(t.name) + len(t.description) + len(t.parameters) for t in tools)
+    return of_turns + of_tools
+
+
 def _turn(message: ChatMessage) -> dict[str, Any]:
-    return {"role": message.role, "content": message.content}
+    """Return a turn as templates read it; they ask whether a key is there."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.call_id,
+                # Templates write arguments as JSON, so that a text would be quoted twice.
+                "function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        turn["reasoning_content"] = message.reasoning
+    return turn
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    if tool.parameters:
+        function["parameters"] = msgspec.json.decode(tool.parameters)
+    return {"type": "function", "function": function}
+
+
+def _end_tokens(model_path: Path) -> frozenset[int]:
+    """Return the tokens that end a response, by the model's files."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            config = msgspec.json.decode((model_path / name).read_bytes())
+            found = config.get("eos_token_id")
+        except (OSError, msgspec.DecodeError, AttributeError):
+            continue
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()
 
 
 def _turn_with_images(message: ChatMessage) -> dict[str, Any]:
     """Return the text in parts, as templates of vision-language models expect it."""
-    texts = message.content.split(IMAGE_MARK)
+    turn, texts = _turn(message), message.content.split(IMAGE_MARK)
     if len(texts) == 1:
-        return _turn(message)
+        return turn
     parts: list[dict[str, str]] = []
     for number, text in enumerate(texts):
         if number:
             parts.append({"type": "image"})
         if text:
             parts.append({"type": "text", "text": text})
-    return {"role": message.role, "content": parts}
+    return {**turn, "content": parts}
 
 
 def _image_prompts(model_path: Path, *, trust_remote_code: bool) -> ImagePromptReader | None:

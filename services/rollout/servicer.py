@@ -36,11 +36,13 @@ from sluice.codec.rollout import (
     check_client_priority,
     check_generate,
     check_partials,
+    new_messages_from_proto,
     rollout_from_proto,
     rollout_to_proto,
     sampling_from_proto,
     within_budget,
 )
+from sluice.codec.tools import tools_from_proto
 from sluice.codec.weights import (
     check_join,
     group_spec_from_proto,
@@ -53,7 +55,7 @@ from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import caller_of, is_service_of_run, served
 from sluice.security.token_file import TokenSource
 from sluice.telemetry.tracing import Key, SpanName
-from sluice.types import ChatMessage, Rollout, TokenIds, TransferCertificates
+from sluice.types import Answer, ChatMessage, Rollout, TokenIds, Tool, TransferCertificates
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 if TYPE_CHECKING:
@@ -80,8 +82,31 @@ class Encoder(Protocol):
         *,
         template_kwargs: Mapping[str, object],
         add_special_tokens: bool,
+        tools: Sequence[Tool],
     ) -> TokenIds:
         """Return the tokens of a conversation, with those that the model reads each image by."""
+        ...
+
+    def encode_continuation(
+        self,
+        earlier: TokenIds,
+        messages: Sequence[ChatMessage],
+        *,
+        template_kwargs: Mapping[str, object],
+        tools: Sequence[Tool],
+    ) -> TokenIds:
+        """Return earlier tokens, then those of new turns."""
+        ...
+
+    def read_answer(
+        self,
+        token_ids: TokenIds,
+        stops: Sequence[str],
+        *,
+        tool_format: str,
+        tools: Sequence[Tool],
+    ) -> Answer:
+        """Return what a finished response says."""
         ...
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> TokenIds:
@@ -183,7 +208,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     for message in _messages(event):
                         await context.write(message)
 
-            await self._generation.run(decoded, partials, _stream_options(request), send)
+            await self._generation.run(decoded, partials, self._stream_settings(request), send)
 
     async def GetStatus(
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -248,7 +273,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _prompt_tokens(self, prompt: common.PromptInput, *, is_own: bool) -> TokenIds:
         """Return the whole prompt; a longer one of the run's own services may be cut."""
         ids = await self._encoded(prompt)
-        if is_own and self._training_prompts is not None and not prompt.HasField("tokens"):
+        is_rendered = prompt.WhichOneof("input") in ("chat", "text")
+        if is_own and self._training_prompts is not None and is_rendered:
             ids = self._training_prompts.fit(ids, has_images=bool(prompt.chat.images))
         check_context(ids.size, self._engine.max_model_len)
         return ids
@@ -261,11 +287,28 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 adds = not prompt.HasField("add_special_tokens") or prompt.add_special_tokens
                 return self._encoder.encode_text(prompt.text, add_special_tokens=adds)
             case "tokens":
+                field = "prompt.token_ids_u32"
                 return self._known_tokens(
-                    token_ids_from_bytes(prompt.tokens.token_ids_u32, "prompt.token_ids_u32")
+                    token_ids_from_bytes(prompt.tokens.token_ids_u32, field), field
                 )
+            case "continuation":
+                return self._continued(prompt.continuation)
             case _:
-                raise InvalidRequestError("prompt: not set; send chat, text or tokens")
+                raise InvalidRequestError(
+                    "prompt: not set; send chat, text, tokens or a continuation"
+                )
+
+    def _continued(self, prompt: common.Continuation) -> TokenIds:
+        field = "prompt.continuation.token_ids_u32"
+        earlier = self._known_tokens(token_ids_from_bytes(prompt.token_ids_u32, field), field)
+        # Before anything is rendered for tokens that are too many already.
+        check_context(earlier.size, self._engine.max_model_len)
+        return self._encoder.encode_continuation(
+            earlier,
+            new_messages_from_proto(prompt.messages),
+            template_kwargs=template_kwargs_from_proto(prompt),
+            tools=tools_from_proto(prompt.tools),
+        )
 
     async def _chat_tokens(self, prompt: common.PromptInput) -> TokenIds:
         """Render a chat; with images in a thread, since measuring them is slow, one at a time."""
@@ -275,18 +318,37 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             tuple(prompt.chat.images),
             template_kwargs=template_kwargs_from_proto(prompt.chat),
             add_special_tokens=prompt.add_special_tokens,
+            tools=tools_from_proto(prompt.chat.tools),
         )
         if not prompt.chat.images:
             return encode()
         async with self._measuring_images:
             return await asyncio.to_thread(encode)
 
-    def _known_tokens(self, ids: TokenIds) -> TokenIds:
+    def _known_tokens(self, ids: TokenIds, field: str) -> TokenIds:
         if ids.size == 0 or int(ids.max()) >= self._engine.vocab_size:
             raise InvalidRequestError(
-                f"prompt.token_ids_u32: send 1 or more ids below {self._engine.vocab_size}"
+                f"{field}: send 1 or more ids below {self._engine.vocab_size}"
             )
         return ids
+
+    def _stream_settings(self, request: rollout.GenerateRequest) -> StreamSettings:
+        interval_s = request.partial_interval_ms / 1000
+        offered = request.prompt.chat.tools or request.prompt.continuation.tools
+        read = None
+        if offered or request.tool_format:
+            read = functools.partial(
+                self._encoder.read_answer,
+                stops=tuple(request.sampling.stop),
+                tool_format=request.tool_format,
+                tools=tools_from_proto(offered),
+            )
+        return StreamSettings(
+            every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,
+            partial_interval_s=interval_s if interval_s > 0 else None,
+            linger_s=request.linger_ms / 1000,
+            read_answer=read,
+        )
 
 
 def _held(
@@ -299,15 +361,6 @@ def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:
     if load.version is not None:
         return ()
     return (Waiting("trainer", "sending the first weights", process_age_s()),)
-
-
-def _stream_options(request: rollout.GenerateRequest) -> StreamSettings:
-    interval_s = request.partial_interval_ms / 1000
-    return StreamSettings(
-        every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,
-        partial_interval_s=interval_s if interval_s > 0 else None,
-        linger_s=request.linger_ms / 1000,
-    )
 
 
 def _messages(event: GenerationEvent) -> Iterator[rollout.GenerateResponse]:

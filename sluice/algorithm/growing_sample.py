@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sluice.types import (
+    Answer,
     FinishReason,
     Logprobs,
     Rollout,
@@ -86,6 +87,7 @@ class GrowingSample:
         finish_reason: FinishReason = FinishReason.ABORTED,
         text: str = "",
         routing: RoutedExperts | None = None,
+        answer: Answer | None = None,
     ) -> Rollout:
         """Return the sample so far; by default as aborted and without text."""
         return Rollout.of_one_turn(
@@ -96,4 +98,5 @@ class GrowingSample:
             finish_reason,
             text,
             routing,
+            answer,
         )

@@ -7,6 +7,7 @@ with `AsyncClient` or `Client`; docs/clients.md shows them at work.
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
     ChatWithImages,
+    Continuation,
     GenerateOptions,
     Generation,
     GenerationEvent,
@@ -21,13 +22,15 @@ from sluice.client.run_address import RunAddress, address_of_run, credentials_fr
 from sluice.client.scoring import ScoreItem
 from sluice.client.sync_client import Client
 from sluice.rpc.retries import RetryPolicy
-from sluice.types import ChatMessage
+from sluice.types import Answer, ChatMessage, Tool, ToolCall
 
 __all__ = [
+    "Answer",
     "AsyncClient",
     "ChatMessage",
     "ChatWithImages",
     "Client",
+    "Continuation",
     "GenerateOptions",
     "Generation",
     "GenerationEvent",
@@ -41,6 +44,8 @@ __all__ = [
     "SampleFinished",
     "Sampling",
     "ScoreItem",
+    "Tool",
+    "ToolCall",
     "address_of_run",
     "credentials_from_environment",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 
@@ -17,6 +17,7 @@ from sluice.client.channels import ServiceChannels
 from sluice.client.fleet import ClientFleet
 from sluice.client.generation_types import (
     ChatWithImages,
+    Continuation,
     GenerateOptions,
     GenerationEvent,
     GenerationStarted,
@@ -30,6 +31,7 @@ from sluice.codec.fields import shortened, token_ids_from_bytes, token_ids_to_by
 from sluice.codec.messages import template_kwargs_to_proto
 from sluice.codec.rollout import (
     chat_prompt_to_proto,
+    continuation_to_proto,
     new_tokens_from_proto,
     rollout_from_proto,
     rollout_to_proto,
@@ -45,7 +47,7 @@ from sluice.errors import (
 )
 from sluice.rpc.client import rollout_stub, stream_call
 from sluice.rpc.retries import Retries, RetryPolicy
-from sluice.types import ChatMessage, FinishReason, Rollout, SamplingParams, TokenIds
+from sluice.types import ChatMessage, FinishReason, Rollout, SamplingParams, TokenIds, Tool
 
 _SEED_BITS = 63
 # A failed replica costs at most the tokens of this interval.
@@ -122,6 +124,7 @@ class GenerationProgress:
             priority=options.priority,
             # Each sample keeps its share of the first request.
             token_budget=options.token_budget // options.n * self.num_open,
+            tool_format=options.tool_format,
         )
 
     def take(
@@ -151,12 +154,13 @@ class GenerationProgress:
         self, accepted: rollout.PromptAccepted, replica: str, moved_because: str
     ) -> GenerationStarted:
         self._is_accepted = True
+        ids = token_ids_from_bytes(accepted.prompt_token_ids_u32, "accepted.prompt_token_ids_u32")
         if not self._prompt.chat.images:
             # The next replica continues these tokens, however it would tokenize the text.
-            self._prompt = common.PromptInput(
-                tokens=common.TokenPrompt(token_ids_u32=accepted.prompt_token_ids_u32)
+            tools = self._options.tools
+            self._prompt = (
+                continuation_to_proto(ids, tools=tools) if tools else _tokens_to_proto(ids)
             )
-        ids = token_ids_from_bytes(accepted.prompt_token_ids_u32, "accepted.prompt_token_ids_u32")
         return GenerationStarted(ids, accepted.policy_version, replica, moved_because)
 
     def _grow(self, delta: rollout.TokenDelta) -> Iterator[SampleDelta]:
@@ -195,33 +199,44 @@ def _text_alone(ended: Rollout, text: str) -> SampleDelta:
 
 
 def _prompt_to_proto(prompt: Prompt, options: GenerateOptions) -> common.PromptInput:
-    message = _input_to_proto(prompt)
+    message = _input_to_proto(prompt, options.tools)
     if options.add_special_tokens is not None:
         message.add_special_tokens = options.add_special_tokens
     arguments = template_kwargs_to_proto(options.chat_template_kwargs)
-    if arguments is not None:
-        if not message.HasField("chat"):
+    kind = message.WhichOneof("input")
+    if kind in ("chat", "continuation"):
+        if arguments is not None:
+            getattr(message, kind).template_kwargs.CopyFrom(arguments)
+        return message
+    for name, value in (
+        ("chat_template_kwargs", dict(options.chat_template_kwargs)),
+        ("tools", options.tools),
+    ):
+        if value:
             raise InvalidRequestError(
-                f"chat_template_kwargs: {shortened(dict(options.chat_template_kwargs))} for a "
-                f"prompt of {message.WhichOneof('input')}; send turns, or leave it out"
+                f"{name}: {shortened(value)} for a prompt of {kind}; send turns, or leave it out"
             )
-        message.chat.template_kwargs.CopyFrom(arguments)
     return message
 
 
-def _input_to_proto(prompt: Prompt) -> common.PromptInput:
+def _input_to_proto(prompt: Prompt, tools: Sequence[Tool]) -> common.PromptInput:
     try:
         if isinstance(prompt, str):
             return common.PromptInput(text=prompt)
         if isinstance(prompt, ChatWithImages):
-            return chat_prompt_to_proto(prompt.messages, encoded_images("prompt", prompt))
+            return chat_prompt_to_proto(prompt.messages, encoded_images("prompt", prompt), tools)
+        if isinstance(prompt, Continuation):
+            return continuation_to_proto(_token_ids(prompt.token_ids), prompt.messages, tools)
         if is_conversation(prompt):
-            return chat_prompt_to_proto([turn for turn in prompt if isinstance(turn, ChatMessage)])
+            turns = [turn for turn in prompt if isinstance(turn, ChatMessage)]
+            return chat_prompt_to_proto(turns, tools=tools)
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"prompt: not valid Unicode: {error}") from error
-    return common.PromptInput(
-        tokens=common.TokenPrompt(token_ids_u32=token_ids_to_bytes(_token_ids(prompt)))
-    )
+    return _tokens_to_proto(_token_ids(prompt))
+
+
+def _tokens_to_proto(ids: TokenIds) -> common.PromptInput:
+    return common.PromptInput(tokens=common.TokenPrompt(token_ids_u32=token_ids_to_bytes(ids)))
 
 
 def _token_ids(prompt: Prompt) -> TokenIds:

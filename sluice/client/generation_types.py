@@ -12,10 +12,11 @@ import numpy as np
 from sluice.codec.bounds import MAX_PRIORITY, MAX_SAMPLE_INDEX
 from sluice.codec.fields import check_range
 from sluice.codec.rollout import check_sampling, check_stops
+from sluice.codec.tools import check_tool_format, check_tools, tools_to_proto
 from sluice.data.image_sources import read_image
 from sluice.errors import InvalidRequestError
 from sluice.telemetry.tracing import parse_traceparent
-from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds
+from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds, Tool
 from sluice.vision.image_header import read_image_header
 from sluice.vision.image_limits import check_marks
 
@@ -38,6 +39,23 @@ class ChatWithImages:
 
     messages: Sequence[ChatMessage]
     images: Sequence[Image]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Continuation:
+    """A conversation's exact tokens, and the turns that follow them.
+
+    The prompt begins with exactly these tokens, and only the turns are rendered. A replica refuses
+    it with HistoryRewrittenError if the chat template writes earlier turns differently in history;
+    then send the whole conversation.
+
+    Args:
+        token_ids: [tokens] of the prompt as `GenerationStarted` has it, then of the response.
+        messages: new turns of the roles ``user`` and ``tool``; none: the prompt is the tokens.
+    """
+
+    token_ids: Sequence[int] | TokenIds
+    messages: Sequence[ChatMessage] = ()
 
 
 def encoded_images(owner: str, chat: ChatWithImages) -> list[bytes]:
@@ -63,8 +81,8 @@ def _encoded(field: str, image: Image) -> bytes:
     return data
 
 
-Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages
-"""A text to continue, a conversation (with or without images), or token ids."""
+Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages | Continuation
+"""A text to continue, a conversation (with or without images), token ids, or these and turns."""
 
 
 def check_traceparent(value: str) -> None:
@@ -141,6 +159,9 @@ class GenerateOptions:
             on token ids.
         chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
             Each replaces the same one of the run's configuration. For conversations only.
+        tools: the policy may call them. Samples then have an `answer`. For conversations only.
+        tool_format: how the policy writes calls, one of `TOOL_FORMATS`. Samples then have an
+            `answer`. Empty: with tools, the run's format; without, none is read.
 
     Raises:
         InvalidRequestError: a value is out of its range; names it.
@@ -156,9 +177,13 @@ class GenerateOptions:
     traceparent: str = ""
     add_special_tokens: bool | None = None
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
+    tool_format: str = ""
 
     def __post_init__(self) -> None:
         check_traceparent(self.traceparent)
+        _check_tools(self.tools)
+        check_tool_format(self.tool_format)
         if self.n < 1 or self.first_sample < 0 or self.first_sample + self.n > MAX_SAMPLES:
             raise InvalidRequestError(
                 f"n: {self.n} samples from {self.first_sample} on; indexes are in "
@@ -234,13 +259,20 @@ def _check_stop(stops: Sequence[str]) -> None:
         raise InvalidRequestError(f"stop: not valid Unicode: {error}") from error
 
 
+def _check_tools(tools: Sequence[Tool]) -> None:
+    try:
+        check_tools("tools", tools_to_proto(tools))
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"tools: not valid Unicode: {error}") from error
+
+
 def is_conversation(prompt: Prompt) -> bool:
     """Return whether a prompt consists of turns.
 
     Raises:
         InvalidRequestError: it is empty, or neither text, turns nor token ids.
     """
-    if isinstance(prompt, ChatWithImages):
+    if isinstance(prompt, ChatWithImages | Continuation):
         return True
     if isinstance(prompt, str | np.ndarray):
         return False

@@ -174,7 +174,7 @@ def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
     return struct
 
 
-def template_kwargs_from_proto(chat: common.ChatPrompt) -> dict[str, Any]:
+def template_kwargs_from_proto(chat: common.ChatPrompt | common.Continuation) -> dict[str, Any]:
     """Decode the arguments of a conversation. Whole numbers become integers, 1.0 like 1.
 
     Raises:

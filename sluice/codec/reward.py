@@ -13,6 +13,7 @@ from sluice.codec.fields import (
 )
 from sluice.codec.messages import check_replicas, struct_from_proto
 from sluice.codec.rollout import check_turns
+from sluice.codec.tools import check_no_calls
 from sluice.errors import InvalidRequestError
 from sluice.types import DataProgress, PromptEnd, Scored
 
@@ -61,6 +62,7 @@ def extra_info_of(struct: Struct, field: str, max_bytes: int) -> dict[str, Any]:
 def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:
     """Check turns, roles, the name of the data source, and the prompt's id."""
     check_turns("messages", request.messages, max_turns)
+    check_no_calls("messages", request.messages)
     check_fields(request)
     if request.prompt_id and not request.prompt_id.isprintable():
         check_name("prompt_id", request.prompt_id)

@@ -20,11 +20,30 @@ from sluice.codec.fields import (
     logprobs_to_bytes,
     routing_from_proto,
     routing_to_proto,
+    shortened,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
+from sluice.codec.tools import (
+    answer_from_proto,
+    answer_to_proto,
+    check_calls,
+    check_tool_format,
+    check_tools,
+    message_from_proto,
+    message_to_proto,
+    tools_to_proto,
+)
 from sluice.errors import InvalidRequestError
-from sluice.types import ChatMessage, FinishReason, Rollout, SamplingParams, VersionSpan
+from sluice.types import (
+    ChatMessage,
+    FinishReason,
+    Rollout,
+    SamplingParams,
+    TokenIds,
+    Tool,
+    VersionSpan,
+)
 
 _FINISH_TO_PROTO = {
     FinishReason.STOP: common.FINISH_REASON_STOP,
@@ -36,6 +55,9 @@ _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 # Bounds on what one request may cost a replica before it generates anything.
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
 MAX_STOPS, MAX_STOP_BYTES = 16, 128
+
+CONTINUING_ROLES = frozenset(("user", "tool"))
+"""Roles of the turns that a continuation adds."""
 
 
 def rollout_to_proto(rollout: Rollout) -> common.Rollout:
@@ -49,6 +71,7 @@ def rollout_to_proto(rollout: Rollout) -> common.Rollout:
         finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
         text=rollout.text,
         routing=None if routing is None else routing_to_proto(routing),
+        answer=None if rollout.answer is None else answer_to_proto(rollout.answer),
     )
 
 
@@ -102,6 +125,7 @@ def rollout_from_proto(message: common.Rollout) -> Rollout:
                 if message.HasField("routing")
                 else None
             ),
+            answer=answer_from_proto(message.answer) if message.HasField("answer") else None,
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
@@ -211,11 +235,26 @@ def within_budget(sampling: SamplingParams, token_budget: int, num_samples: int)
 
 
 def chat_prompt_to_proto(
-    messages: Sequence[ChatMessage], images: Sequence[bytes] = ()
+    messages: Sequence[ChatMessage], images: Sequence[bytes] = (), tools: Sequence[Tool] = ()
 ) -> common.PromptInput:
     """Encode a conversation, with its image files in order, as a prompt."""
-    turns = [common.ChatMessage(role=m.role, content=m.content) for m in messages]
-    return common.PromptInput(chat=common.ChatPrompt(messages=turns, images=images))
+    turns = [message_to_proto(message) for message in messages]
+    return common.PromptInput(
+        chat=common.ChatPrompt(messages=turns, images=images, tools=tools_to_proto(tools))
+    )
+
+
+def continuation_to_proto(
+    token_ids: TokenIds, messages: Sequence[ChatMessage] = (), tools: Sequence[Tool] = ()
+) -> common.PromptInput:
+    """Encode tokens, and the turns that follow them, as a prompt."""
+    return common.PromptInput(
+        continuation=common.Continuation(
+            token_ids_u32=token_ids_to_bytes(token_ids),
+            messages=[message_to_proto(message) for message in messages],
+            tools=tools_to_proto(tools),
+        )
+    )
 
 
 def chat_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[ChatMessage, ...]:
@@ -229,13 +268,34 @@ def chat_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[Ch
     for index, message in enumerate(messages):
         if not message.role:
             raise InvalidRequestError(f"messages[{index}].role: empty; use system, user, assistant")
-    return tuple(ChatMessage(m.role, m.content) for m in messages)
+    return tuple(map(message_from_proto, messages))
+
+
+def new_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Decode the turns of a continuation; there may be none.
+
+    Raises:
+        InvalidRequestError: a turn of another role than user and tool.
+    """
+    for index, message in enumerate(messages):
+        if message.role not in CONTINUING_ROLES:
+            raise InvalidRequestError(
+                f"prompt.continuation.messages[{index}].role: {shortened(message.role)}; only "
+                "turns of user and tool continue; send other conversations as a chat"
+            )
+    return tuple(map(message_from_proto, messages))
 
 
 def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
     """Check names, indexes, turns and times. Raise InvalidRequestError."""
     check_fields(request)
-    check_turns("prompt.chat.messages", request.prompt.chat.messages, MAX_TURNS)
+    for kind in ("chat", "continuation"):
+        prompt = getattr(request.prompt, kind)
+        check_turns(f"prompt.{kind}.messages", prompt.messages, MAX_TURNS)
+        for index, turn in enumerate(prompt.messages):
+            check_calls(f"prompt.{kind}.messages[{index}]", turn)
+        check_tools(f"prompt.{kind}.tools", prompt.tools)
+    check_tool_format(request.tool_format)
     indexes = request.sample_indexes
     if not 1 <= len(indexes) <= max_n or len(set(indexes)) != len(indexes):
         raise InvalidRequestError(

@@ -20,7 +20,7 @@ from sluice.client.generation_types import (
     SampleFinished,
 )
 from sluice.openai_front.requests import ParsedRequest
-from sluice.types import Rollout
+from sluice.types import Answer, Rollout
 
 # What a run accepts unless it lowers `sluice.rollout.max_n`.
 _MOST_PER_CALL = 256
@@ -78,6 +78,7 @@ class _Choice:
     num_tokens: int = 0
     tokens: list[_AnswerToken] = field(default_factory=list)  # only if the request wants them
     reason: str | None = None
+    answer: Answer | None = None
 
 
 class AnswerBuilder:
@@ -109,7 +110,10 @@ class AnswerBuilder:
             case SampleFinished(rollout):
                 if not self._asked.every_token:
                     self._grow(rollout.sample_index, rollout)
-                self._choices[rollout.sample_index].reason = rollout.finish_reason.value
+                choice = self._choices[rollout.sample_index]
+                choice.reason, choice.answer = rollout.finish_reason.value, rollout.answer
+                if rollout.answer is not None and rollout.answer.tool_calls:
+                    choice.reason = "tool_calls"
 
     def _grow(self, index: int, grown: SampleDelta | Rollout) -> None:
         choice = self._choices[index]
@@ -132,16 +136,39 @@ class AnswerBuilder:
     def whole(self) -> JsonObject:
         """Return the answer to a request without streaming."""
         choices = [
-            self._choice(index, self._message(each.text), each.tokens, 0, each.reason)
+            self._choice(index, self._message(index), each.tokens, 0, each.reason)
             for index, each in enumerate(self._choices)
         ]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._object(kind, choices) | {"usage": self._usage()}
 
-    def _message(self, text: str) -> JsonObject:
+    def _message(self, index: int) -> JsonObject:
         if not self._is_chat:
-            return {"text": text}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+            return {"text": self._choices[index].text}
+        said = self._said(index)
+        return {"message": {"role": "assistant", "content": None, "refusal": None, **said}}
+
+    def _said(self, index: int) -> JsonObject:
+        """Return the text of a finished choice; where they were read, thoughts and calls apart."""
+        answer = self._choices[index].answer
+        if answer is None:
+            return {"content": self._choices[index].text}
+        said: JsonObject = {}
+        if answer.content or not answer.tool_calls:
+            said["content"] = answer.content
+        if answer.reasoning:
+            said["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            said["tool_calls"] = [
+                {
+                    # Unique beyond this answer, since clients look up calls by it.
+                    "id": f"call_{self._id.rpartition('-')[2][:16]}_{index}_{number}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(answer.tool_calls)
+            ]
+        return said
 
     def first_chunk(self, index: int) -> JsonObject | None:
         """Return the first chunk of a choice: in a chat its role, otherwise ``None``."""
@@ -149,16 +176,32 @@ class AnswerBuilder:
             return None
         return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}))
 
-    def chunk(self, event: SampleDelta | SampleFinished) -> JsonObject:
-        """Return the chunk of the event added last."""
+    def chunks(self, event: SampleDelta | SampleFinished) -> list[JsonObject]:
+        """Return the chunks of the event added last.
+
+        Where thoughts and calls are read, all of a choice comes once its sample has ended.
+        """
         if isinstance(event, SampleFinished):
-            content: JsonObject = {"delta": {}} if self._is_chat else {"text": ""}
-            reason = event.rollout.finish_reason.value
-            return self._chunk(self._choice(event.rollout.sample_index, content, reason=reason))
-        content = {"delta": {"content": event.text}} if self._is_chat else {"text": event.text}
+            index = event.rollout.sample_index
+            end: JsonObject = {"delta": {}} if self._is_chat else {"text": ""}
+            last = self._choice(index, end, reason=self._choices[index].reason)
+            whole = [self._whole_chunk(index)] if self._asked.reads_answer else []
+            return [*whole, self._chunk(last)]
+        if self._asked.reads_answer:
+            return []
+        content: JsonObject = {"text": event.text}
+        if self._is_chat:
+            content = {"delta": {"content": event.text}}
         index = event.sample_index
         offset = len(self._choices[index].text) - len(event.text)
-        return self._chunk(self._choice(index, content, self._tokens(event), offset))
+        return [self._chunk(self._choice(index, content, self._tokens(event), offset))]
+
+    def _whole_chunk(self, index: int) -> JsonObject:
+        said = self._said(index)
+        calls = said.get("tool_calls")
+        if isinstance(calls, list):
+            said["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        return self._chunk(self._choice(index, {"delta": said}, self._choices[index].tokens))
 
     def usage_chunk(self) -> JsonObject:
         """Return the chunk that ends a stream if the request asked for the usage."""

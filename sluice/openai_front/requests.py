@@ -23,7 +23,7 @@ from sluice.codec.fields import shortened
 from sluice.data.image_sources import DATA_URI, image_of_uri
 from sluice.errors import InvalidRequestError
 from sluice.openai_front.errors import RefusedError
-from sluice.types import IMAGE_MARK, ChatMessage
+from sluice.types import IMAGE_MARK, ChatMessage, Tool, ToolCall
 from sluice.vision.image_header import FORMATS, read_image_header
 
 Kind = Literal["chat", "completion"]
@@ -33,12 +33,11 @@ _COMPLETION_TOKENS = 16  # the dialect's default for a completion without max_to
 _SEED_BITS = 63
 _TEXT, _IMAGE = "text", "image_url"
 
-_NO_TOOLS = "functions are not called; describe them in a message"
+_SEND_TOOLS = "send tools"
 _NO_PROMPT_LOGPROBS = "logprobs of prompts are not known"
 _SEND_MAX_TOKENS = "send max_tokens"
 _ONLY_TEXT = "only text is offered"
 _SET_TEMPLATE = "set chat_template_kwargs as the model's template has it"
-_ANSWER_IS_WHOLE = "an answer holds all text, with the model's thoughts"
 
 # Names of fields, neutral values, remedy.
 _Row = tuple[str, tuple[object, ...], str]
@@ -77,15 +76,16 @@ _OF_BOTH: tuple[_Row, ...] = (
     ("truncate_prompt_tokens", (), "prompts are never cut; send a shorter one"),
 )
 _OF_CHAT: tuple[_Row, ...] = (
-    ("tools functions", ([],), _NO_TOOLS),
-    ("tool_choice function_call", ("none", "auto"), "functions are not called"),
+    ("functions", ([],), _SEND_TOOLS),
+    ("function_call", ("none", "auto"), _SEND_TOOLS),
+    ("tool_choice", ("auto", "none"), "calls are sampled, never forced"),
+    ("parallel_tool_calls", (True,), "an answer may have several calls"),
     ("documents", ([],), "write them into a message"),
     ("chat_template", (), "the model's own renders the messages"),
     ("add_generation_prompt", (True,), ""),
     ("continue_final_message", (False,), "render the text, and send it as a completion"),
     ("reasoning_effort enable_thinking thinking thinking_budget reasoning", (), _SET_TEMPLATE),
-    ("include_reasoning", (True,), _ANSWER_IS_WHOLE),
-    ("separate_reasoning", (False,), _ANSWER_IS_WHOLE),
+    ("include_reasoning", (True,), "thoughts are always in the answer"),
     ("modalities", (["text"],), _ONLY_TEXT),
     ("audio", (), _ONLY_TEXT),
     ("verbosity", ("medium",), "ask for it in a message"),
@@ -157,9 +157,35 @@ class _Part(msgspec.Struct):
     image_url: _ImageUrl | None = None
 
 
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class _TurnCall(msgspec.Struct):
+    function: _CalledFunction
+    id: str = ""
+
+
 class _ChatTurn(msgspec.Struct):
     role: str
     content: str | list[_Part] | None = None
+    tool_calls: list[_TurnCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Function(msgspec.Struct):
+    """A function; the schema of its parameters keeps the order of its keys."""
+
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+
+class _OfferedTool(msgspec.Struct):
+    type: str = "function"
+    function: _Function | None = None
 
 
 class _StreamOptions(msgspec.Struct):
@@ -196,6 +222,9 @@ class ChatRequest(_RequestFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[_OfferedTool] | None = None
+    tool_choice: object = None
+    separate_reasoning: bool | None = None
 
 
 class CompletionRequest(_RequestFields):
@@ -246,9 +275,14 @@ class ParsedRequest:
         return len(self.prompts) * self.options.n
 
     @property
+    def reads_answer(self) -> bool:
+        """Return whether thoughts and calls are apart from the text, once a sample has ended."""
+        return bool(self.options.tools or self.options.tool_format)
+
+    @property
     def every_token(self) -> bool:
         """Return whether tokens are needed as they come: each one's text is known only then."""
-        return self.stream or self.logprobs
+        return self.logprobs or (self.stream and not self.reads_answer)
 
 
 def decode(body: bytes, kind: type[RequestT]) -> RequestT:
@@ -368,7 +402,8 @@ def _options(
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or ()
     priority = min(0, bounds.max_priority) if request.priority is None else request.priority
     deadlines = [each for each in (request.deadline_s, bounds.deadline_s) if each is not None]
-    template_kwargs = request.chat_template_kwargs if isinstance(request, ChatRequest) else None
+    chat = request if isinstance(request, ChatRequest) else None
+    tools = _tools(chat) if chat else ()
     return GenerateOptions(
         n=1 if request.n is None else request.n,
         sampling=Sampling(
@@ -386,8 +421,23 @@ def _options(
         deadline_s=min(deadlines, default=None),
         token_budget=(request.token_budget or 0) // num_prompts,
         add_special_tokens=request.add_special_tokens,
-        chat_template_kwargs=template_kwargs or {},
+        chat_template_kwargs=(chat.chat_template_kwargs if chat else None) or {},
+        tools=tools,
+        # With tools the run's format decides.
+        tool_format="plain" if chat and chat.separate_reasoning and not tools else "",
     )
+
+
+def _tools(request: ChatRequest) -> tuple[Tool, ...]:
+    """Return the tools that the policy may call."""
+    tools: list[Tool] = []
+    for index, tool in enumerate(request.tools or ()):
+        if tool.type != "function" or tool.function is None:
+            raise _refused("tools", f"[{index}] is of type {shortened(tool.type)}; send functions")
+        schema = bytes(tool.function.parameters).decode()
+        parameters = "" if schema == "null" else schema
+        tools.append(Tool(tool.function.name, tool.function.description or "", parameters))
+    return () if request.tool_choice == "none" else tuple(tools)
 
 
 def _max_tokens(request: _RequestFields, field: str, bounds: Bounds) -> int | None:
@@ -437,8 +487,22 @@ def _conversation(turns: Sequence[_ChatTurn]) -> Prompt:
 
 
 def _message(turn: _ChatTurn, index: int, images: list[bytes]) -> ChatMessage:
+    calls = tuple(
+        ToolCall(call.function.name, call.function.arguments or "{}", call.id)
+        for call in turn.tool_calls or ()
+    )
+    return ChatMessage(
+        turn.role,
+        _text(turn, index, images),
+        calls,
+        turn.tool_call_id or "",
+        turn.reasoning_content or "",
+    )
+
+
+def _text(turn: _ChatTurn, index: int, images: list[bytes]) -> str:
     if turn.content is None or isinstance(turn.content, str):
-        return ChatMessage(turn.role, turn.content or "")
+        return turn.content or ""
     field = f"messages[{index}].content"
     texts: list[str] = []
     for number, part in enumerate(turn.content):
@@ -449,7 +513,7 @@ def _message(turn: _ChatTurn, index: int, images: list[bytes]) -> ChatMessage:
             texts.append(part.text)
         else:
             raise _refused(field, f"{shortened(part.type)} is not offered; send text or image_url")
-    return ChatMessage(turn.role, "".join(texts))
+    return "".join(texts)
 
 
 def _image(part: _Part, field: str) -> bytes:

@@ -276,14 +276,15 @@ class _EventStream:
         self._answer.take(prompt_index, event)
         if isinstance(event, GenerationStarted):
             return
-        chunk = self._answer.chunk(event)  # before any other event is added
+        chunks = self._answer.chunks(event)  # before any other event is added
         sample = event if isinstance(event, SampleDelta) else event.rollout
         index = sample.sample_index
-        if index not in self._begun:
+        if chunks and index not in self._begun:
             self._begun.add(index)
             if (first := self._answer.first_chunk(index)) is not None:
                 await self._send(first)
-        await self._send(chunk)
+        for chunk in chunks:
+            await self._send(chunk)
 
     async def _send(self, chunk: dict[str, object]) -> None:
         await self._write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")

@@ -45,6 +45,7 @@ _LONGEST_DETAILS_BYTES = 2000
 _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.PromptTooLongError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.HistoryRewrittenError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.AccessDeniedError, grpc.StatusCode.UNAUTHENTICATED),
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
     (errors.NotReadyError, grpc.StatusCode.UNAVAILABLE),

@@ -81,5 +81,5 @@ def test_a_changed_type_is_refused_before_and_after_it_is_committed(repository: 
 
 def test_an_added_field_passes(repository: Path) -> None:
     commit(repository)
-    edit(repository, "string content = 2;", "string content = 2;\n  // New.\n  string name = 3;")
+    edit(repository, "string content = 2;", "string content = 2;\n  // New.\n  string name = 99;")
     assert check(repository).returncode == 0

@@ -13,6 +13,7 @@ from sluice.config.schema.section import (
     PositiveShare,
     Section,
 )
+from sluice.types import ToolFormat
 
 ENGINES = ("torch", "vllm", "sglang")
 """Engines that replicas can run (`rollout.name`)."""
@@ -32,6 +33,13 @@ class ValKwargs(Section, frozen=True):
 
     top_k: int = -1
     """Number of the most probable tokens that are kept; -1: off."""
+
+
+class MultiTurnConfig(Section, frozen=True):
+    """Conversations with tools."""
+
+    format: ToolFormat | None = None
+    """How the policy writes calls of tools; none: as the model's chat template does."""
 
 
 class RolloutConfig(Section, frozen=True):
@@ -101,3 +109,5 @@ class RolloutConfig(Section, frozen=True):
     """Arguments that are passed to the engine, below its name (vllm, sglang)."""
 
     val_kwargs: ValKwargs = ValKwargs()
+
+    multi_turn: MultiTurnConfig = MultiTurnConfig()

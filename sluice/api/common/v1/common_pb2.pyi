@@ -49,6 +49,62 @@ FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
 global___FinishReason = FinishReason
 
 @typing.final
+class ToolCall(google.protobuf.message.Message):
+    """A call of a tool by the policy."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """Tells the calls of a conversation apart; at most 128 bytes. May be empty."""
+    name: builtins.str
+    """The tool's name, 1 to 64 bytes, printable."""
+    arguments_json: builtins.str
+    """The text of a JSON object, at most 1 MiB and 32 levels deep. In an answer: as the policy sampled
+    it, or with the format qwen3_coder the object that its parameters make.
+    """
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]) -> None: ...
+
+global___ToolCall = ToolCall
+
+@typing.final
+class Tool(google.protobuf.message.Message):
+    """A function that the policy may call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    PARAMETERS_JSON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """1 to 64 of A-Z, a-z, 0-9, "_", "-", "." and ":"; unique in a request."""
+    description: builtins.str
+    """What it does, for the policy; at most 16 KiB. May be empty."""
+    parameters_json: builtins.str
+    """JSON Schema of its arguments: the text of a JSON object, at most 64 KiB and 32 levels deep. Its
+    keys reach the template in their order. Empty: no arguments.
+    """
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        description: builtins.str = ...,
+        parameters_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json"]) -> None: ...
+
+global___Tool = Tool
+
+@typing.final
 class ChatMessage(google.protobuf.message.Message):
     """One turn of a chat prompt."""
 
@@ -56,17 +112,35 @@ class ChatMessage(google.protobuf.message.Message):
 
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """"system", "user" or "assistant". Required."""
+    """"system", "user", "assistant" or "tool". Required."""
     content: builtins.str
     """The turn's text, UTF-8. May be empty."""
+    tool_call_id: builtins.str
+    """Of a tool's turn: the call that it answers, at most 128 bytes. May be empty. Refused in prompts
+    to train on.
+    """
+    reasoning: builtins.str
+    """Of an assistant's turn: thoughts apart from its content; the template may leave them out.
+    Refused in prompts to train on.
+    """
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToolCall]:
+        """Of an assistant's turn: its calls, at most 128. Refused in prompts to train on."""
+
     def __init__(
         self,
         *,
         role: builtins.str = ...,
         content: builtins.str = ...,
+        tool_calls: collections.abc.Iterable[global___ToolCall] | None = ...,
+        tool_call_id: builtins.str = ...,
+        reasoning: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 global___ChatMessage = ChatMessage
 
@@ -79,6 +153,7 @@ class ChatPrompt(google.protobuf.message.Message):
     MESSAGES_FIELD_NUMBER: builtins.int
     IMAGES_FIELD_NUMBER: builtins.int
     TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
         """Turns in order. At least one."""
@@ -97,17 +172,64 @@ class ChatPrompt(google.protobuf.message.Message):
         none.
         """
 
+    @property
+    def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tool]:
+        """Tools that the policy may call, at most 128. INVALID_ARGUMENT if the template shows none."""
+
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
         images: collections.abc.Iterable[builtins.bytes] | None = ...,
         template_kwargs: google.protobuf.struct_pb2.Struct | None = ...,
+        tools: collections.abc.Iterable[global___Tool] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["template_kwargs", b"template_kwargs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["images", b"images", "messages", b"messages", "template_kwargs", b"template_kwargs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["images", b"images", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]) -> None: ...
 
 global___ChatPrompt = ChatPrompt
+
+@typing.final
+class Continuation(google.protobuf.message.Message):
+    """Tokens that the policy has read and sampled, and the turns that follow them. The prompt begins
+    with exactly these tokens; only the turns are rendered. FAILED_PRECONDITION if the template writes
+    the turns before them differently once they are history: then render the conversation as a chat.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_U32_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
+    token_ids_u32: builtins.bytes
+    """The tokens of all earlier turns, little-endian uint32: the prompt as `PromptAccepted` returned
+    it, and the response. A missing end token of the response is added. At least one token.
+    """
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
+        """New turns of the roles "user" and "tool". None: the prompt is these tokens, unchanged."""
+
+    @property
+    def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tool]:
+        """As in ChatPrompt; send those of the first prompt again."""
+
+    @property
+    def template_kwargs(self) -> google.protobuf.struct_pb2.Struct:
+        """As in ChatPrompt; send those of the first prompt again."""
+
+    def __init__(
+        self,
+        *,
+        token_ids_u32: builtins.bytes = ...,
+        messages: collections.abc.Iterable[global___ChatMessage] | None = ...,
+        tools: collections.abc.Iterable[global___Tool] | None = ...,
+        template_kwargs: google.protobuf.struct_pb2.Struct | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["template_kwargs", b"template_kwargs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages", "template_kwargs", b"template_kwargs", "token_ids_u32", b"token_ids_u32", "tools", b"tools"]) -> None: ...
+
+global___Continuation = Continuation
 
 @typing.final
 class TokenPrompt(google.protobuf.message.Message):
@@ -136,6 +258,7 @@ class PromptInput(google.protobuf.message.Message):
     CHAT_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    CONTINUATION_FIELD_NUMBER: builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     text: builtins.str
     """Tokenized without a chat template."""
@@ -151,20 +274,25 @@ class PromptInput(google.protobuf.message.Message):
     def tokens(self) -> global___TokenPrompt:
         """Used unchanged."""
 
+    @property
+    def continuation(self) -> global___Continuation:
+        """Rendered only from the new turns on, with a generation prompt."""
+
     def __init__(
         self,
         *,
         chat: global___ChatPrompt | None = ...,
         text: builtins.str = ...,
         tokens: global___TokenPrompt | None = ...,
+        continuation: global___Continuation | None = ...,
         add_special_tokens: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "continuation", b"continuation", "input", b"input", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "continuation", b"continuation", "input", b"input", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_add_special_tokens", b"_add_special_tokens"]) -> typing.Literal["add_special_tokens"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["chat", "text", "tokens"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["chat", "text", "tokens", "continuation"] | None: ...
 
 global___PromptInput = PromptInput
 
@@ -290,6 +418,38 @@ class RoutedExperts(google.protobuf.message.Message):
 global___RoutedExperts = RoutedExperts
 
 @typing.final
+class Answer(google.protobuf.message.Message):
+    """What a finished response says."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    TOOL_ERROR_FIELD_NUMBER: builtins.int
+    content: builtins.str
+    """Its text without thoughts and calls; with `tool_error`, without thoughts."""
+    reasoning: builtins.str
+    """The text of its thoughts. Empty without any."""
+    tool_error: builtins.str
+    """What is wrong with a call that cannot be read, for the policy. Empty: nothing."""
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToolCall]:
+        """Its calls, in order. None with `tool_error`."""
+
+    def __init__(
+        self,
+        *,
+        content: builtins.str = ...,
+        reasoning: builtins.str = ...,
+        tool_calls: collections.abc.Iterable[global___ToolCall] | None = ...,
+        tool_error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "reasoning", b"reasoning", "tool_calls", b"tool_calls", "tool_error", b"tool_error"]) -> None: ...
+
+global___Answer = Answer
+
+@typing.final
 class Rollout(google.protobuf.message.Message):
     """One sampled response."""
 
@@ -304,6 +464,7 @@ class Rollout(google.protobuf.message.Message):
     ROUTING_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     HAS_ROUTING_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     sample_index: builtins.int
     """Index within the group, 0-based."""
     token_ids_u32: builtins.bytes
@@ -330,6 +491,10 @@ class Rollout(google.protobuf.message.Message):
         for this sample. Absent in answers of TakeBatch: TakeSamples sends them.
         """
 
+    @property
+    def answer(self) -> global___Answer:
+        """What it says, if the request has tools or a `tool_format`. Absent in unfinished samples."""
+
     def __init__(
         self,
         *,
@@ -342,9 +507,10 @@ class Rollout(google.protobuf.message.Message):
         routing: global___RoutedExperts | None = ...,
         num_tokens: builtins.int = ...,
         has_routing: builtins.bool = ...,
+        answer: global___Answer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["routing", b"routing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["behavior_logprobs_f32", b"behavior_logprobs_f32", "finish_reason", b"finish_reason", "has_routing", b"has_routing", "num_tokens", b"num_tokens", "routing", b"routing", "sample_index", b"sample_index", "text", b"text", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer", b"answer", "routing", b"routing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "behavior_logprobs_f32", b"behavior_logprobs_f32", "finish_reason", b"finish_reason", "has_routing", b"has_routing", "num_tokens", b"num_tokens", "routing", b"routing", "sample_index", b"sample_index", "text", b"text", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]) -> None: ...
 
 global___Rollout = Rollout
 

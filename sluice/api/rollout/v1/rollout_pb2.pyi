@@ -61,6 +61,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     TOKEN_BUDGET_FIELD_NUMBER: builtins.int
     WITH_ROUTING_FIELD_NUMBER: builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the caller for logs and traces; at most 128 bytes. May be empty."""
     stream_mode: global___StreamMode.ValueType
@@ -84,6 +85,11 @@ class GenerateRequest(google.protobuf.message.Message):
     with_routing: builtins.bool
     """True: finished samples come with the engine's experts, each in a message of its own. Only in
     runs with routing replay (R3), whose engines note them. Absent: false.
+    """
+    tool_format: builtins.str
+    """How the policy writes calls of tools: "hermes", "qwen3_coder", "llama3_json", or "plain" for no
+    calls. Finished samples then have an `answer`. Empty: with tools, the run's format; without,
+    none is read.
     """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:
@@ -117,9 +123,10 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         token_budget: builtins.int = ...,
         with_routing: builtins.bool = ...,
+        tool_format: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["linger_ms", b"linger_ms", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode", "token_budget", b"token_budget", "with_routing", b"with_routing"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["linger_ms", b"linger_ms", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode", "token_budget", b"token_budget", "tool_format", b"tool_format", "with_routing", b"with_routing"]) -> None: ...
 
 global___GenerateRequest = GenerateRequest
 

@@ -1,0 +1,287 @@
+"""Continue a conversation from its exact tokens: render only what follows them.
+
+A chat template renders whole conversations. The bridge finds out once what it writes after an
+answer: the end token, and all that follows it, such as a newline that no policy samples. It proves
+on generated dialogues that this equals a full rendering. A template that writes an answer
+differently once it is history, as those that leave out thoughts, fails the proof: its conversations
+are not continued.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from services.rollout.tool_calls import END_THINK, THINK, read_answer
+from sluice.errors import HistoryRewrittenError, InvalidRequestError
+from sluice.json_objects import shown
+from sluice.types import TOOL_FORMATS, ChatMessage, TokenIds, Tool, ToolCall
+
+USER, TOOL, PLAIN = "user", "tool", "plain"
+_ASSISTANT = "assistant"
+_DIALOGUES, _MOST_ROUNDS = 5, 3
+_QUESTION = ChatMessage(USER, "What is 2 + 2?")
+_PROBE = Tool(
+    "sluice_probe",
+    "Echo a text.",
+    '{"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}',
+)
+_WORDS = (
+    "jar",
+    "7",
+    "sum = 12",
+    "été",
+    "日本",
+    "x < y",
+    "a\nb",
+    "{}",
+    '"q"',
+    "…",
+    "ok.",
+    "print(1)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateAccess:
+    """What the bridge uses of a tokenizer.
+
+    Args:
+        render: returns turns and tools as the template writes them, with a generation prompt.
+            Raises InvalidRequestError if the template refuses them.
+        encode: returns the tokens of a text without adding any.
+        decode: returns the text of tokens, with those of thoughts.
+        control_tokens: texts of the tokens that no plain text has, by id.
+        end_tokens: tokens that end a response.
+    """
+
+    render: Callable[[Sequence[ChatMessage], Sequence[Tool]], str]
+    encode: Callable[[str], list[int]]
+    decode: Callable[[TokenIds], str]
+    control_tokens: Mapping[int, str]
+    end_tokens: frozenset[int]
+
+
+class History(NamedTuple):
+    """A kind of conversations: the role of the new turns, and whether earlier answers think."""
+
+    role: str
+    thinks: bool
+
+
+_KINDS = tuple(History(role, thinks) for role in (USER, TOOL) for thinks in (False, True))
+
+
+class Bridge:
+    """What one template writes after an answer.
+
+    Args:
+        access: renders and tokenizes.
+
+    What it knows costs a few renderings, or for `refusals` about a hundred, when it is first used.
+    """
+
+    def __init__(self, access: TemplateAccess) -> None:
+        self._access = access
+        self._mark = f"mark{secrets.token_hex(8)}"
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template writes the offered tools into a prompt."""
+        try:
+            return _PROBE.name in self._access.render([_QUESTION], [_PROBE])
+        except InvalidRequestError:
+            return False
+
+    @property
+    def tool_format(self) -> str:
+        """The format in which the template writes calls; ``plain``: none that is read."""
+        return self._calls[1]
+
+    @cached_property
+    def refusals(self) -> Mapping[History, str]:
+        """Why conversations of a kind are not continued; empty: they are."""
+        return {kind: self._refusal(kind) for kind in _KINDS}
+
+    def continued(
+        self, earlier: TokenIds, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    ) -> TokenIds:
+        """Return the earlier tokens, then those of new turns and of the generation prompt.
+
+        Args:
+            earlier: [tokens] of the conversation so far, at least one.
+            messages: new turns of users and tools, at least one.
+            tools: the offered tools.
+
+        Raises:
+            HistoryRewrittenError: the template writes earlier turns differently in history.
+            InvalidRequestError: it refuses the new turns.
+        """
+        for role in dict.fromkeys(message.role for message in messages):
+            if reason := self._reason(role, earlier):
+                raise HistoryRewrittenError(
+                    f"prompt.continuation: the template rewrites history before turns of {role} "
+                    f"({reason}); begin a new root: send the whole conversation as a chat"
+                )
+        added = self._access.encode(self._close + self._after_answer(messages, tools))
+        has_ended = int(earlier[-1]) in self._access.end_tokens | {added[0]}
+        return np.concatenate([earlier, np.asarray(added[has_ended:], np.uint32)])
+
+    def _reason(self, role: str, earlier: TokenIds) -> str:
+        without, with_thoughts = (self.refusals[History(role, thinks)] for thinks in (False, True))
+        # Long texts are not decoded where it makes no difference.
+        if without == with_thoughts or END_THINK not in self._access.decode(earlier):
+            return without
+        return with_thoughts
+
+    @cached_property
+    def _close(self) -> str:
+        """The text of the token that the template writes after an answer."""
+        past = [_QUESTION, ChatMessage(_ASSISTANT, self._mark), _QUESTION]
+        after = self._access.render(past, ()).partition(self._mark)[2]
+        first = self._access.encode(after)[:1]
+        end = self._access.control_tokens.get(first[0], "") if first else ""
+        if not end or not after.startswith(end):
+            raise HistoryRewrittenError(f"no end token follows an answer, but {shown(after[:20])}")
+        return end
+
+    @cached_property
+    def _calls(self) -> tuple[int, str]:
+        """How many calls an answer may have, and the format that reads them back."""
+        try:
+            close = self._close
+        except (InvalidRequestError, HistoryRewrittenError):
+            return 0, PLAIN
+        for number in (2, 1):
+            answer = self._calling("", [self._mark] * number)
+            try:
+                head = self._access.render([_QUESTION], [_PROBE])
+                text = self._access.render([_QUESTION, answer, *_results(answer)], [_PROBE])
+            except InvalidRequestError:
+                continue
+            if self._mark not in text:
+                break
+            said = text[_num_shared(head, text) :].partition(close)[0]
+            for tool_format in TOOL_FORMATS:
+                if _same_calls(read_answer(said, tool_format, [_PROBE]).tool_calls, answer):
+                    return number, tool_format
+            return number, PLAIN
+        return 0, PLAIN
+
+    def _calling(self, content: str, texts: Sequence[str]) -> ChatMessage:
+        calls = tuple(
+            ToolCall(
+                _PROBE.name, json.dumps({"text": text}, ensure_ascii=False), f"call{number:05}"
+            )
+            for number, text in enumerate(texts)
+        )
+        return ChatMessage(_ASSISTANT, content, calls)
+
+    def _after_answer(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
+        """Return what the template writes after an answer's end token."""
+        past = ChatMessage(_ASSISTANT, self._mark)
+        if messages[0].role == TOOL and self._calls[0]:
+            past = self._calling("", [self._mark])
+        text = self._access.render([_QUESTION, past, *messages], tools)
+        _, found, added = text.partition(self._mark)[2].partition(self._close)
+        if not found:
+            raise HistoryRewrittenError(
+                "prompt.continuation: the template leaves out answers; begin a new root: send the "
+                "conversation as a chat"
+            )
+        return added
+
+    def _refusal(self, kind: History) -> str:
+        """Return why the bridge is not what a full rendering has; empty: it is."""
+        try:
+            for number in range(_DIALOGUES):
+                self._prove_dialogue(kind, number, random.Random(number))
+        except (InvalidRequestError, HistoryRewrittenError) as error:
+            return str(error)
+        return ""
+
+    def _prove_dialogue(self, kind: History, number: int, rng: random.Random) -> None:
+        tools = [_PROBE] if kind.role == TOOL and self._calls[0] else []
+        messages = [ChatMessage(USER, _words(rng))]
+        for _ in range(1 + number % _MOST_ROUNDS):
+            thoughts = f"{THINK}\n{_words(rng)}\n{END_THINK}\n\n" if kind.thinks else ""
+            if tools:
+                texts = [_words(rng) for _ in range(rng.randint(1, self._calls[0]))]
+                answer = self._calling(thoughts, texts)
+            else:
+                answer = ChatMessage(_ASSISTANT, thoughts + _words(rng))
+            new = _results(answer) or [ChatMessage(kind.role, _words(rng))]
+            self._prove_turn(messages, answer, new, tools)
+            messages += [answer, *new]
+
+    def _prove_turn(
+        self,
+        before: Sequence[ChatMessage],
+        answer: ChatMessage,
+        new: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+    ) -> None:
+        head = self._access.render(before, tools)
+        full = self._access.render([*before, answer, *new], tools)
+        added = self._close + self._after_answer(new, tools)
+        said = full[len(head) :].removesuffix(added)
+        if not full.startswith(head):
+            raise HistoryRewrittenError("what comes before an answer changes once it is history")
+        if len(head) + len(said) + len(added) != len(full):
+            raise HistoryRewrittenError("new turns are not always written alike")
+        if not self._is_verbatim(said, answer, tools):
+            given = answer.content or answer.tool_calls[0].arguments
+            raise HistoryRewrittenError(f"{shown(given)} becomes {shown(said)}")
+        if any(message.content not in added for message in new):
+            raise HistoryRewrittenError(f"turns of {new[0].role} are left out or changed")
+        encode = self._access.encode
+        if encode(full) != encode(head + said) + encode(added):
+            raise HistoryRewrittenError("new turns share tokens with what is before")
+
+    def _is_verbatim(self, said: str, answer: ChatMessage, tools: Sequence[Tool]) -> bool:
+        if not answer.tool_calls:
+            return said == answer.content
+        if self.tool_format == PLAIN:  # nothing here reads its calls
+            text = json.loads(answer.tool_calls[-1].arguments)["text"]
+            after = said.rpartition(text)[2]
+            return said.startswith(answer.content) and not any(
+                token in after for token in self._access.control_tokens.values()
+            )
+        found = read_answer(said, self.tool_format, tools)
+        thoughts = read_answer(answer.content, PLAIN).reasoning
+        is_alone = not found.content and found.reasoning == thoughts
+        return is_alone and _same_calls(found.tool_calls, answer)
+
+
+def _num_shared(head: str, text: str) -> int:
+    """Return where a text leaves a generation prompt: at a line, such as one of empty thoughts."""
+    start = 0
+    for line in head.splitlines(keepends=True):
+        if not text.startswith(line, start):
+            break
+        start += len(line)
+    return start
+
+
+def _same_calls(calls: Sequence[ToolCall], answer: ChatMessage) -> bool:
+    return [(call.name, json.loads(call.arguments)) for call in calls] == [
+        (call.name, json.loads(call.arguments)) for call in answer.tool_calls
+    ]
+
+
+def _results(answer: ChatMessage) -> list[ChatMessage]:
+    return [
+        ChatMessage(TOOL, f"result {number}", tool_call_id=call.call_id)
+        for number, call in enumerate(answer.tool_calls)
+    ]
+
+
+def _words(rng: random.Random) -> str:
+    return " ".join(rng.choices(_WORDS, k=rng.randint(1, 6))).strip()

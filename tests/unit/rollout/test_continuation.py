@@ -1,0 +1,252 @@
+"""Conversations go on from their exact tokens, with what the template writes between turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.continuation import History
+from services.rollout.prompt_encoder import PromptEncoder
+from sluice.errors import HistoryRewrittenError, InvalidRequestError
+from sluice.types import Answer, ChatMessage, TokenIds, Tool, ToolCall
+from tests.support.chat_templates import FAMILIES, save_family
+
+LOOK = Tool(
+    "look", "Look into a jar.", '{"type": "object", "properties": {"jar": {"type": "string"}}}'
+)
+QUESTION = ChatMessage("user", "What is in jar C?")
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "look", "arguments": {"jar": "C"}}\n</tool_call>',
+    "qwen3_coder": (
+        "<tool_call>\n<function=look>\n<parameter=jar>\nC\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "llama3_json": '{"name": "look", "parameters": {"jar": "C"}}',
+}
+CALL = ChatMessage("assistant", "", (ToolCall("look", '{"jar": "C"}', "c0"),))
+RESULT = ChatMessage("tool", "6", tool_call_id="c0")
+FORMATS = {
+    "qwen2.5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_coder": "qwen3_coder",
+    "llama3": "llama3_json",
+    "phi": "plain",
+    "gemma": "plain",
+    "chatml": "plain",
+    "reversed": "plain",
+    "counted": "plain",
+    "no end": "plain",
+    "other calls": "plain",
+    "other calls, one end": "plain",
+}
+ALL = (("user", False), ("user", True), ("tool", False), ("tool", True))
+WITH_TOOLS = ("qwen2.5", "qwen3", "qwen3_coder", "llama3")
+WITH_BRIDGES = (*WITH_TOOLS, "phi", "gemma", "chatml")
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptEncoder]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: PromptEncoder(save_family(name, root / name)) for name in FAMILIES}
+
+
+def sampled(encoder: PromptEncoder, family: str, text: str) -> TokenIds:
+    """The tokens of a response that ended."""
+    return encoder.encode_text(text + FAMILIES[family].control[0], add_special_tokens=False)
+
+
+def joined(*parts: TokenIds | Sequence[int]) -> list[int]:
+    return [int(token) for part in parts for token in part]
+
+
+def continued(
+    encoder: PromptEncoder, earlier: Sequence[int], *new: ChatMessage, tools: Sequence[Tool] = ()
+) -> list[int]:
+    ids = encoder.encode_continuation(np.asarray(earlier, np.uint32), new, tools=tools)
+    assert ids.dtype == np.uint32
+    assert ids[: len(earlier)].tolist() == list(earlier)
+    return ids.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_are_read_as_the_template_writes_them(
+    encoders: dict[str, PromptEncoder], family: str
+) -> None:
+    assert encoders[family].tool_format == FORMATS[family]
+
+
+@pytest.mark.parametrize("family", WITH_BRIDGES)
+def test_turns_of_users_continue_as_a_full_rendering_has_them(
+    encoders: dict[str, PromptEncoder], family: str
+) -> None:
+    encoder = encoders[family]
+    history: list[ChatMessage] = [QUESTION]
+    ids = joined(encoder.encode_chat(history))
+    # An end token in a text, and lines around it, must not mislead.
+    for text in ("And D?", "\n  twice\n", f"What is {FAMILIES[family].control[0]} now?"):
+        new = ChatMessage("user", text)
+        ids = continued(encoder, joined(ids, sampled(encoder, family, "It holds 6.")), new)
+        history += [ChatMessage("assistant", "It holds 6."), new]
+        assert ids == joined(encoder.encode_chat(history))
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_results_of_tools_continue_as_a_full_rendering_has_them(
+    encoders: dict[str, PromptEncoder], family: str
+) -> None:
+    encoder = encoders[family]
+    history: list[ChatMessage] = [ChatMessage("system", "Be brief."), QUESTION]
+    ids = joined(encoder.encode_chat(history, tools=[LOOK]))
+    call = CALLS[FORMATS[family]]
+    for _ in range(3):
+        response = sampled(encoder, family, call)
+        assert encoder.read_answer(response, tools=[LOOK]) == Answer(
+            "", "", (ToolCall("look", '{"jar": "C"}', "call_0"),)
+        )
+        ids = continued(encoder, joined(ids, response), RESULT, tools=[LOOK])
+        history += [CALL, RESULT]
+        assert ids == joined(encoder.encode_chat(history, tools=[LOOK]))
+
+
+def test_several_results_are_one_turn_where_the_template_has_it_so(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    encoder, call = encoders["qwen2.5"], CALLS["hermes"]
+    begun = joined(encoder.encode_chat([QUESTION], tools=[LOOK]))
+    ids = continued(
+        encoder,
+        joined(begun, sampled(encoder, "qwen2.5", f"{call}\n{call}")),
+        RESULT,
+        RESULT,
+        tools=[LOOK],
+    )
+    twice = ChatMessage("assistant", "", CALL.tool_calls * 2)
+    assert ids == joined(encoder.encode_chat([QUESTION, twice, RESULT, RESULT], tools=[LOOK]))
+
+
+@pytest.mark.parametrize(
+    ("family", "refused"),
+    [
+        ("qwen2.5", ()),
+        ("qwen3", (("user", True),)),
+        ("qwen3_coder", ()),
+        ("llama3", (("tool", True),)),
+        ("phi", (("tool", False), ("tool", True))),
+        ("gemma", (("tool", False), ("tool", True))),
+        ("chatml", ()),
+        ("reversed", ALL),
+        ("counted", ALL),
+        ("no end", ALL),
+        ("other calls", (("tool", False), ("tool", True))),
+        ("other calls, one end", ()),
+    ],
+)
+def test_what_a_template_rewrites_is_known_before_anyone_asks(
+    encoders: dict[str, PromptEncoder], family: str, refused: tuple[tuple[str, bool], ...]
+) -> None:
+    refusals = encoders[family]._bridge({}).refusals
+    found = {kind for kind, reason in refusals.items() if reason}
+    assert found == {History(*kind) for kind in refused}
+
+
+def test_thoughts_that_history_leaves_out_are_refused_and_others_continue(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    encoder, begun = encoders["qwen3"], encoders["qwen3"].encode_chat([QUESTION])
+    new, thoughts = ChatMessage("user", "And D?"), "<think>\nhm\n</think>\n\n"
+    earlier = joined(begun, sampled(encoder, "qwen3", f"{thoughts}6"))
+    with pytest.raises(HistoryRewrittenError, match=r"rewrites history before turns of user.*root"):
+        continued(encoder, earlier, new)
+    assert continued(encoder, joined(begun, sampled(encoder, "qwen3", "6")), new)
+    # Within one question's tool calls the thoughts stay.
+    call = sampled(encoder, "qwen3", thoughts + CALLS["hermes"])
+    ids = continued(encoder, joined(begun, call), RESULT)
+    thinking = ChatMessage("assistant", thoughts, CALL.tool_calls)
+    assert ids == joined(encoder.encode_chat([QUESTION, thinking, RESULT]))
+
+
+def test_arguments_of_the_template_decide_too(encoders: dict[str, PromptEncoder]) -> None:
+    # Empty thoughts of the generation prompt are not in the history.
+    encoder, without = encoders["qwen3"], {"enable_thinking": False}
+    begun = encoder.encode_chat([QUESTION], template_kwargs=without)
+    earlier = np.asarray(joined(begun, sampled(encoder, "qwen3", "6")), np.uint32)
+    with pytest.raises(HistoryRewrittenError):
+        encoder.encode_continuation(
+            earlier, [ChatMessage("user", "And D?")], template_kwargs=without
+        )
+
+
+def test_a_response_that_was_cut_gets_the_end_that_it_lacks(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    encoder, new = encoders["qwen2.5"], ChatMessage("user", "Go on.")
+    begun, whole = encoder.encode_chat([QUESTION]), sampled(encoder, "qwen2.5", "It holds")
+    cut = continued(encoder, joined(begun, whole[:-1]), new)
+    assert cut == continued(encoder, joined(begun, whole), new)
+
+
+def test_another_end_token_of_the_model_ends_a_response_as_well(tmp_path: Path) -> None:
+    folder = save_family("llama3", tmp_path)
+    (eom,) = PromptEncoder(folder).encode_text("<|eom_id|>", add_special_tokens=False).tolist()
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{eom}]}}', encoding="utf-8")
+    encoder = PromptEncoder(folder)
+    begun = encoder.encode_chat([QUESTION], tools=[LOOK])
+    called = encoder.encode_text(CALLS["llama3_json"] + "<|eom_id|>", add_special_tokens=False)
+    ids = continued(encoder, joined(begun, called), RESULT, tools=[LOOK])
+    end = encoder.encode_text("<|eot_id|>", add_special_tokens=False)[0]
+    assert ids[len(begun) + len(called)] != end
+
+
+def test_a_tokenizer_without_a_template_continues_nothing_and_reads_plain_answers(
+    tmp_path: Path,
+) -> None:
+    folder = save_family("qwen3", tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    encoder = PromptEncoder(folder)
+    assert encoder.read_answer(encoder.encode_text("6")) == Answer("6")
+    assert "calls of tools are plain" in encoder.prove_continuations()
+    with pytest.raises(HistoryRewrittenError):
+        continued(encoder, [5], ChatMessage("user", "And D?"))
+
+
+def test_without_new_turns_the_tokens_are_the_prompt(encoders: dict[str, PromptEncoder]) -> None:
+    assert continued(encoders["reversed"], [5, 6, 7]) == [5, 6, 7]
+
+
+def test_results_continue_where_the_template_writes_no_calls(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    encoder, said = encoders["chatml"], "look C"
+    ids = joined(encoder.encode_chat([QUESTION]), sampled(encoder, "chatml", said))
+    history = [QUESTION, ChatMessage("assistant", said), RESULT]
+    assert continued(encoder, ids, RESULT) == joined(encoder.encode_chat(history))
+
+
+@pytest.mark.parametrize("family", ["phi", "gemma", "chatml"])
+def test_tools_that_a_template_would_drop_without_a_word_are_refused(
+    encoders: dict[str, PromptEncoder], family: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match="tools: the model's chat template shows none"):
+        encoders[family].encode_chat([QUESTION], tools=[LOOK])
+
+
+def test_a_schemas_keys_reach_the_template_in_their_order(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    schema = '{"type": "object", "properties": {"z": {}, "a": {}}, "required": ["z"]}'
+    ids = encoders["qwen2.5"].encode_chat([QUESTION], tools=[Tool("look", "", schema)])
+    assert f'"parameters": {schema}' in encoders["qwen2.5"].decode(ids)
+
+
+def test_marks_that_are_special_tokens_are_read_and_others_are_not_in_the_text(
+    encoders: dict[str, PromptEncoder], tmp_path: Path
+) -> None:
+    text = f"<|python_tag|>{CALLS['llama3_json']}"
+    encoder: Any = PromptEncoder(save_family("llama3", tmp_path))
+    encoder._fast.add_special_tokens(["<|python_tag|>"])
+    ids = encoder.encode_text(f"{text}<|eot_id|>", add_special_tokens=False)
+    assert "python_tag" not in encoder.decode(ids)
+    assert [call.name for call in encoder.read_answer(ids).tool_calls] == ["look"]
