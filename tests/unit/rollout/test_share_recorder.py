@@ -137,7 +137,10 @@ def _split(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if name == _EXPERTS:
-            found |= {f"experts.{index}": one for index, one in enumerate(tensor.unbind())}
+            halves = [half.contiguous() for half in tensor.chunk(2, 1)]
+            for index in range(len(tensor)):
+                found[f"experts.{index}.gate"] = halves[0][index]
+                found[f"experts.{index}.up"] = halves[1][index]
         elif name == "norm":
             found["doubled"] = 2 * tensor
         else:
@@ -178,6 +181,26 @@ def test_the_loader_gets_whole_tensors_with_its_share_at_its_place(adapted: bool
     for rows in (slice(1, 3), slice(4, 5)):
         assert torch.allclose(found["model.d.weight"][rows], expected["model.d.weight"][rows])
     for name in ("experts.1", "experts.2"):
-        for rows in (slice(1, 3), slice(5, 7)):
-            assert torch.allclose(found[name][rows], expected[name][rows])
+        for half in (".gate", ".up"):
+            assert torch.allclose(found[name + half][1:3], expected[name + half][1:3])
+    assert not adapted or not torch.equal(found["experts.1.up"][1:3], weights[_EXPERTS][1, 5:7])
     assert all(torch.equal(before[name], part) for name, part in buffer.tensors.items())
+
+
+def test_copies_that_files_are_made_of_are_views_unless_they_are_written_to() -> None:
+    spec = TensorSpec(_EXPERTS, "float32", (4, 8, 3))
+
+    def load(weights: Named) -> None:
+        for _, tensor in weights:
+            torch.empty(2, 3).copy_(tensor[:2])
+
+    share = recorded_share(load, [spec], _split)
+    assert cuts_by_name(share)[_EXPERTS] == (Cut(1, ((0, 2), (4, 2))),)
+
+    def changed(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {"doubled": weights[_EXPERTS].clone().mul_(2.0)}
+
+    assert recorded_share(load, [spec], changed) == WHOLE
+    weights = {_EXPERTS: torch.randn(4, 8, 3)}
+    found = dict(ShareLoading([spec], WHOLE, changed).tensors(weights))
+    assert torch.equal(found["doubled"], 2 * weights[_EXPERTS])

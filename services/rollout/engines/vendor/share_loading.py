@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.rollout.engines.vendor.share_recorder import AsInFiles
+from services.rollout.engines.vendor.share_recorder import AsInFiles, file_views
 from sluice.types import TensorSpec, WeightShare
 from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, adapted_part, merge_part
 from sluice.weights.plan import torch_dtype
@@ -77,7 +77,7 @@ class ShareLoading:
         }
         names = {one.untyped_storage()._cdata: name for name, one in wholes.items()}
         views: dict[str, list[_FileTensor]] = {}
-        for file_name, one in self._as_in_files(wholes).items():
+        for file_name, one in file_views(self._as_in_files, wholes).items():
             name = names.get(one.untyped_storage()._cdata)
             if name is not None and one.dtype == wholes[name].dtype:
                 view = _FileTensor(

@@ -80,11 +80,43 @@ def recorded_share(
     reads = _Reads(tensors)
     try:
         with torch.inference_mode(), reads:
-            load(iter(as_in_files(reads.tensors).items()))
+            load(iter(file_views(as_in_files, reads.tensors).items()))
     except Exception as error:  # noqa: BLE001 - a vendor's loader, which may do anything
         _log.warning("this worker takes all weights: its loader was not understood (%r)", error)
         return WHOLE
     return reads.share()
+
+
+def file_views(
+    as_in_files: AsInFiles, wholes: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Return weights without memory as files have them, as views wherever that is possible.
+
+    Transformers makes contiguous copies of parts. Their place in the whole is what counts here.
+    """
+    try:
+        with _WithoutCopies():
+            return as_in_files(wholes)
+    except _WrittenError:  # a copy was made to be changed
+        return as_in_files(wholes)
+
+
+class _WrittenError(RuntimeError):
+    """Something writes to a tensor."""
+
+
+class _WithoutCopies(TorchDispatchMode):
+    """Gives the tensor itself in place of its copy, as long as nothing is written."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = _in_parts(self, func, args, kwargs or {})
+        if parts is not NotImplemented:
+            return parts
+        if func is torch.ops.aten.clone.default:
+            return args[0]
+        if func._schema.is_mutable:
+            raise _WrittenError(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class _Reads(TorchDispatchMode):
@@ -110,6 +142,9 @@ class _Reads(TorchDispatchMode):
         return WeightShare(tuple((name, cuts) for name, cuts in sorted(found.items()) if cuts))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = _in_parts(self, func, args, kwargs or {})
+        if parts is not NotImplemented:
+            return parts
         given = tree_leaves((args, kwargs or {}))
         tensors = [one for one in given if isinstance(one, torch.Tensor)]
         if not func.is_view:
@@ -129,6 +164,15 @@ class _Reads(TorchDispatchMode):
             self._whole.add(name)
         else:
             self._boxes.setdefault(name, set()).add(box)
+
+
+def _in_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return an operation's result if it consists of others, which `mode` then sees one by one.
+
+    In inference mode torch does not take such operations apart: `contiguous` would hide a copy.
+    """
+    with mode:
+        return func.decompose(*args, **kwargs)
 
 
 def _storage(tensor: torch.Tensor) -> int:
