@@ -95,7 +95,7 @@ def file_views(
     Transformers makes contiguous copies of parts. Their place in the whole is what counts here.
     """
     try:
-        with _WithoutCopies():
+        with _WithoutCopies():  # type: ignore[no-untyped-call]
             return as_in_files(wholes)
     except _WrittenError:  # a copy was made to be changed
         return as_in_files(wholes)
