@@ -35,8 +35,14 @@ def parts_parser(
 def missed(
     report: Mapping[str, Any], most: Mapping[str, float], least: Mapping[str, float] = NO_BARS
 ) -> list[str]:
-    """Return the keys whose figures miss their bars; a key without a figure misses none."""
+    """Return the keys whose figures miss their bars; a key without a figure misses none.
+
+    The bars of a key with several figures by name have both names: ``key.name``.
+    """
     found = {key: each for key, each in report.items() if isinstance(each, int | float)}
+    for key, figures in report.items():
+        if isinstance(figures, Mapping):
+            found |= {f"{key}.{name}": each for name, each in figures.items()}
     # "not <=" and not ">", so that nan misses every bar.
     keys = [key for key, bar in most.items() if key in found and not found[key] <= bar]
     return keys + [key for key, bar in least.items() if key in found and not found[key] >= bar]

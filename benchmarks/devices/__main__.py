@@ -5,12 +5,21 @@ Parts, and the keys of the JSON object that is printed last; those of other part
 engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM over that of an earlier
             commit; vllm_overhead: tokens/s at 128 sequences over vLLM alone; with --vllm-python
             only
+overlap     overlap_speedup: trained samples/s with the transfer of a version beside the next step
+            over awaited, by what the run waits for and its staleness; staleness_exceeded: samples
+            beyond the bound; fleet_capacity_min: least share of eight replicas that sample while
+            all swap, 1 s each
+launches    launches_placed: published launches whose processes have the devices of their split, on
+            Ray clusters with pretended devices; launch_splits: what each says; with --ray-python
+            only
 shares      bytes_share_ratio: bytes into a worker of a replica of four over a quarter of the model,
             the worst; host_share_ratio: its host memory for weights over its share, the most
             during three updates
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
+recovery    recovery_s: p95 of the seconds from the kill of a replica, the reward service or the
+            trainer until it works again, by name
 
 missed names the keys that miss their bars; the exit code is then 1.
 """
@@ -20,15 +29,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
+from typing import Any
 
-from benchmarks.devices import engines, shares, wire
+from benchmarks.devices import engines, launches, overlap, recovery, shares, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-KEYS = (*wire.KEYS, *shares.KEYS, *engines.KEYS)
-MOST: Mapping[str, float] = {**wire.MOST, **shares.MOST, **engines.MOST}
-LEAST: Mapping[str, float] = {**engines.LEAST}
+KEYS = (*overlap.KEYS, *wire.KEYS, *shares.KEYS, *launches.KEYS, *engines.KEYS, *recovery.KEYS)
+MOST: Mapping[str, float] = {**overlap.MOST, **wire.MOST, **shares.MOST, **engines.MOST}
+LEAST: Mapping[str, float] = {**overlap.LEAST, **launches.LEAST, **engines.LEAST}
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -38,18 +47,33 @@ def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
     return engines.measure(parsed.vllm_python)
 
 
+def _launches(parsed: argparse.Namespace) -> Mapping[str, object]:
+    if parsed.ray_python is None:
+        print_line("launches: left out, there is no --ray-python")
+        return {}
+    return launches.measure(parsed.ray_python)
+
+
 PARTS: Mapping[str, Part] = {
+    "overlap": lambda _: overlap.measure(),
     "wire": lambda _: wire.measure(),
     "shares": lambda _: shares.measure(),
+    "launches": _launches,
     "engines": _engines,
+    "recovery": lambda _: recovery.measure(),
 }
+
+
+def _missed(report: Mapping[str, Any]) -> list[str]:
+    return missed(report, most=MOST, least=LEAST) + recovery.missed(report)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = parts_parser(__doc__, "python -m benchmarks.devices --parts wire", PARTS)
+    parser.add_argument("--ray-python", help="of an environment with Ray and sluice")
     parsed = parser.parse_args(arguments)
-    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
+    return run_parts(parsed, PARTS, KEYS, _missed)
 
 
 if __name__ == "__main__":

@@ -146,10 +146,14 @@ def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
 
 
 def _trainer(record: RunRecord) -> TrainerSettings:
-    """Fit the times of a step: what is neither waiting nor training counts as publication."""
+    """Fit the times of a step: what is neither waiting nor training counts as publication.
+
+    Where publications overlap steps, their own time counts.
+    """
     train = [row.get("timing_s/train") or 0.0 for row in record.steps]
     step, wait = record.total("timing_s/step"), record.total("timing_s/wait_batch")
-    publish_s = max(0.0, (step - wait) / len(train) - fmean(train))
+    delivery_s = record.total("weights/delivery_s") / len(train)
+    publish_s = max(0.0, (step - wait) / len(train) - fmean(train), delivery_s)
     stall_s = min(record.total("weights/stall_s") / len(train), publish_s)
     return TrainerSettings(fmean(train), pstdev(train), publish_s, stall_s, _handover_s(record))
 

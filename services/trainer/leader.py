@@ -51,6 +51,7 @@ from services.trainer.telemetry import (
     exported,
     watching,
 )
+from sluice.algorithm.publishing import swaps_at_once
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.concurrency.process import exempt_start_up, process_age_s, stop_on_signals
@@ -65,6 +66,8 @@ from sluice.config.derived import (
     message_mb,
     needs_greedy_baseline,
     needs_whole_groups,
+    overlaps_transfers,
+    sleeps_while_training,
     total_training_steps,
     world_size,
 )
@@ -300,7 +303,14 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     tensors = tensor_specs(learner.named_weights(), wire_dtype)
     snapshots = SnapshotBuffers(tensors, learner.frozen_names)
-    thread = LearnerThread(leader, snapshots, store, config.sluice.weights.timeout_s, learner.peaks)
+    thread = LearnerThread(
+        leader,
+        snapshots,
+        store,
+        config.sluice.weights.timeout_s,
+        learner.peaks,
+        gives_back=sleeps_while_training(config),
+    )
     return _Trained(thread, snapshots, tensors, total_steps, start)
 
 
@@ -350,6 +360,7 @@ def _publisher(
         probe_timeout_s=weights.probe_timeout_s,
         sends_changes=sends_changes,
         counts=observed.sync,
+        swaps_at_once=partial(swaps_at_once, max_staleness=config.sluice.asynchrony.max_staleness),
     )
 
 
@@ -364,6 +375,7 @@ def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
         min_replicas=service.min_replicas,
         replica_wait_timeout_s=replica_wait_timeout_s(config),
         examples=max(_NUM_EXAMPLES, config.trainer.log_val_generations),
+        overlaps=overlaps_transfers(config),
         scale=RunScale(world_size(config), dataset_rows),
         terms=BatchTerms(
             config.data.train_batch_size,
@@ -373,4 +385,5 @@ def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
             with_baselines=needs_greedy_baseline(config),
             least_share=config.sluice.reward.outcomes.min_share,
         ),
+        engines_sleep=sleeps_while_training(config),
     )

@@ -23,6 +23,8 @@ from typing import NoReturn
 from sluice.errors import MissingPackageError, SluiceError, leaves
 from sluice.safe_text import printable
 
+logger = logging.getLogger(__name__)
+
 EXIT_MISSING_PACKAGE = 78
 """The exit code where a package is not installed: no restart helps."""
 SUPERVISOR_VARIABLE = "SLUICE_SUPERVISOR_PID"
@@ -52,13 +54,15 @@ def end_with_supervisor() -> None:
 def exempt_start_up() -> None:
     """Exempt what this process holds by now from garbage collection; call it once it is up.
 
-    An object that is dropped later is freed as usual, unless a cycle keeps it.
+    An object that is dropped later is freed as usual, unless a cycle keeps it. It also logs what
+    the start took.
     """
     # A full collection walks every container of the process. With torch and transformers loaded
     # these are 370,000, and it stops all threads for 0.2 to 0.3 s (measured 2026-11-23), a
     # replica's decode steps among them, although it frees next to nothing.
     gc.collect()
     gc.freeze()
+    logger.info("up after %.1f s, %.1f s of CPU time", process_age_s(), time.process_time())
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from sluice.algorithm.publishing import may_overlap
 from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
 from sluice.algorithm.sampling.rules import OnPolicyFill
@@ -91,6 +92,22 @@ def loss_scale_factor(config: RunConfig) -> int:
 def is_synchronous(config: RunConfig) -> bool:
     """Return whether the version that a batch updates sampled all of its tokens."""
     return config.sluice.asynchrony.max_staleness == 0
+
+
+def overlaps_transfers(config: RunConfig) -> bool:
+    """Return whether the transfer of a version runs beside the next step."""
+    allowed = config.sluice.weights.overlap == "auto"
+    return allowed and may_overlap(config.sluice.asynchrony.max_staleness)
+
+
+def sleeps_while_training(config: RunConfig) -> bool:
+    """Return whether engines that share the trainer's device sleep while it trains.
+
+    NCCL takes a device for one rank only, so that weights travel by gloo wherever they share one.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    shares = config.sluice.weights.backend == "gloo" and rollout.name == "vllm"
+    return shares and rollout.free_cache_engine and is_synchronous(config)
 
 
 def batch_invariant(config: RunConfig) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +14,9 @@ import msgspec
 from sluice.config.run import RunConfig
 from sluice.config.schema.section import Section
 from sluice.config.schema.security import FILE_FIELDS
+from sluice.device.host import device_numbers, gpu_numbers
 from sluice.launch.processes.child import ProcessHost, ThisMachine
+from sluice.launch.processes.forking import ForkingMachine
 from sluice.launch.service_spec import ServiceSpec, local_services, rollout_service
 
 PartT = TypeVar("PartT", bound=Section)
@@ -29,6 +33,13 @@ _PATHS = (
     "trainer.validation_data_dir",
     "sluice.run_dir",
     *(f"sluice.security.{name}" for name in FILE_FIELDS),
+)
+# What takes long to import of a trainer and of a replica with the embedded engine.
+_FORKED = ("services.trainer", "services.rollout")
+_IMPORTS = (
+    "services.trainer.leader",
+    "services.rollout.__main__",
+    "services.rollout.engines.embedded.engine",
 )
 _PACKAGE, _FILE = "pkg://", "file://"
 
@@ -86,5 +97,14 @@ def local_plan(config: RunConfig, config_file: Path) -> LaunchPlan:
         config,
         local_services(config, config_file),
         lambda number: rollout_service(config, config_file, number),
-        ThisMachine(),
+        this_machine(config),
     )
+
+
+def this_machine(config: RunConfig, environment: Mapping[str, str] = os.environ) -> ProcessHost:
+    """Return what starts the processes: by forks, where all compute on the CPU with torch."""
+    has_devices = gpu_numbers(environment) or device_numbers(environment)
+    is_embedded = config.actor_rollout_ref.rollout.name == "torch"
+    if has_devices or not is_embedded or not sys.platform.startswith("linux"):
+        return ThisMachine()
+    return ForkingMachine(_FORKED, _IMPORTS, config.sluice.trainer.torch_threads)

@@ -196,10 +196,15 @@ class SimulatedFleet:
         """Return how many sequences could start now, less those that wait for a replica already."""
         return self._routing.num_free(lowest_version, self._events.now) - self._num_waiting
 
-    def swap(self, version: int, stall_s: float) -> None:
-        """Let replicas take on a version."""
-        for number, replica in enumerate(self._replicas):
-            replica.swap(self._events.now, version, stall_s)
+    @property
+    def size(self) -> int:
+        """Replicas."""
+        return len(self._replicas)
+
+    def swap(self, version: int, stall_s: float, replicas: range) -> None:
+        """Let some of the replicas take on a version."""
+        for number in replicas:
+            self._replicas[number].swap(self._events.now, version, stall_s)
             self._plan(number)
 
     def announce(self, version: int) -> None:
@@ -219,7 +224,7 @@ class SimulatedFleet:
         """Give capacity to waiting groups, in order."""
         while self._waiting:
             _, _, num_samples, group = self._waiting[0]
-            # Any version will do: all replicas swap at once, and versions only grow.
+            # Any version will do: no replica is behind the announced one, and versions only grow.
             member = self._routing.choose(ReplicaRequirement(num_samples, 0), self._events.now)
             if member is None:
                 return

@@ -2,7 +2,8 @@
 
 It decides with the same functions, in the same order, as the reward service: `SamplingStrategy`
 for what to start, `ReplicaRouter` for where, `filter_values` for what to keep, `staleness` for when
-a batch may be formed and what to break off, `YieldFloor` for when to give up. Only the waiting is
+a batch may be formed and what to break off, `publishing` for what a transfer runs beside and how
+many replicas swap at once, `YieldFloor` for when to give up. Only the waiting is
 replaced by a queue of events.
 """
 
@@ -16,6 +17,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges, OnStale, reserves_slot
+from sluice.algorithm.publishing import may_overlap, swaps_at_once
 from sluice.algorithm.sampling.admission import (
     LastGroups,
     YieldEstimate,
@@ -232,8 +234,12 @@ class SimulatedLoop:
         self._sure: set[int] = set()  # of those, which have a place as if they were kept
         self._preemptions = _Preemptions(rules.train_batch_size)
         self._train_times = np.random.default_rng([settings.seed, 3])
-        self._version = 0
+        self._version = 0  # announced
+        self._trained = 0  # versions that the trainer has made
         self._asked_s: float | None = 0.0
+        self._overlaps = settings.trainer.overlaps and may_overlap(rules.max_staleness)
+        self._is_publishing = False
+        self._waiting: tuple[float, float, float] | None = None  # for the publication before
         self._trainer_wait_s = 0.0
         self._last_groups = LastGroups()
         self._floor = settings.yield_floor
@@ -461,7 +467,7 @@ class SimulatedLoop:
         if not self._strategy.may_form(self._load(0)):
             self._check_yield()
             return
-        decision = self._batching.decide(self._version, self._strategy.estimate)
+        decision = self._batching.decide(self._trained, self._strategy.estimate)
         chosen = self._batching.kept_groups(decision.chosen)
         for group in self._batching.kept_groups(decision.dropped):
             self._discard(group, TokenCause.STALE)
@@ -478,22 +484,19 @@ class SimulatedLoop:
 
     def _lease(self, groups: list[SimulatedGroup], asked_s: float) -> None:
         now, trainer = self._events.now, self._settings.trainer
-        self._batching.lease(groups, self._version)
+        self._batching.lease(groups, self._trained)
         self._strategy.batch_formed()
         if self._strategy.discards_surplus:
             for group in self._batching.kept:
                 self._discard(group, TokenCause.SURPLUS)
         leased_s = now + trainer.handover_s
         self._trainer_wait_s += leased_s - asked_s
-        self._recorder.leased(groups, self._version, now)
+        self._recorder.leased(groups, self._trained, now)
         self._recorder.marks.append(self._mark(now))
         self._asked_s = None
         self._has_changed = True
         trained_s = leased_s + self._train_s(len(self._recorder.marks) - 1)
-        swap_s = trained_s + trainer.publish_s - trainer.stall_s
-        self._events.at(swap_s, self._swap)
-        published = partial(self._published, asked_s, leased_s, trained_s)
-        self._events.at(swap_s + trainer.stall_s, published)
+        self._events.at(trained_s, partial(self._end_step, asked_s, leased_s, trained_s))
         if self._on_step is not None:
             self._on_step(len(self._recorder.marks))
 
@@ -504,8 +507,30 @@ class SimulatedLoop:
         spread = trainer.spread_s * float(self._train_times.standard_normal())
         return max(0.0, trainer.train_s + spread)
 
-    def _swap(self) -> None:
-        self._fleet.swap(self._version + 1, self._settings.trainer.stall_s)
+    def _end_step(self, asked_s: float, leased_s: float, trained_s: float) -> None:
+        if self._is_publishing:
+            self._waiting = asked_s, leased_s, trained_s
+        else:
+            self._publish(asked_s, leased_s, trained_s)
+
+    def _publish(self, asked_s: float, leased_s: float, trained_s: float) -> None:
+        """Send the trained version: the replicas swap in turns at the end of it."""
+        trainer, now, num_replicas = self._settings.trainer, self._events.now, self._fleet.size
+        self._is_publishing = True
+        self._trained += 1
+        at_once = swaps_at_once(num_replicas, self._rules.max_staleness)
+        turns = range(0, num_replicas, at_once)
+        swap_s = now + max(0.0, trainer.publish_s - len(turns) * trainer.stall_s)
+        for first in turns:
+            swapping = range(first, min(first + at_once, num_replicas))
+            self._events.at(swap_s, partial(self._swap, self._trained, swapping))
+            swap_s += trainer.stall_s
+        self._events.at(swap_s, partial(self._published, asked_s, leased_s, trained_s))
+        if self._overlaps and self._trained < self._settings.num_steps:
+            self._asked_s, self._has_changed = now, True
+
+    def _swap(self, version: int, replicas: range) -> None:
+        self._fleet.swap(version, self._settings.trainer.stall_s, replicas)
 
     def _published(self, asked_s: float, leased_s: float, trained_s: float) -> None:
         generated, busy_s, _ = self._fleet.totals
@@ -520,7 +545,12 @@ class SimulatedLoop:
         self._strategy.forecast.announced(now)
         self._batching.published(self._version)
         self._fleet.announce(self._version)
-        self._asked_s, self._has_changed = now, not self._is_over
+        self._is_publishing, self._has_changed = False, not self._is_over
+        if not self._overlaps:
+            self._asked_s = now
+        elif self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            self._publish(*waiting)
 
     def _mark(self, now: float) -> LeaseMark:
         generated, busy_s, slot_s = self._fleet.totals

@@ -59,9 +59,12 @@ class TrainerSettings:
     Args:
         train_s: mean time from a leased batch to its trained weights.
         spread_s: standard deviation of `train_s` (normal, never below 0).
-        publish_s: from trained weights to the announcement; the stall is the end of it.
-        stall_s: how long replicas stand still to swap weights.
+        publish_s: from trained weights to the announcement; at the end of it the replicas swap, in
+            turns unless the run is synchronous. It lasts at least as long as their turns.
+        stall_s: how long a replica stands still to swap weights.
         handover_s: from a formed batch until the trainer has it, which it waits for.
+        overlaps: whether a publication runs beside the next step where staleness leaves it places
+            (``sluice.weights.overlap``).
         recorded_s: `train_s` of the first steps, in their order; those after them are random.
     """
 
@@ -70,6 +73,7 @@ class TrainerSettings:
     publish_s: float = 2.0
     stall_s: float = 0.5
     handover_s: float = 0.0
+    overlaps: bool = True
     recorded_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.support.small_run import Assets, LiveRun, run_to_end
 
 STEPS = 40
@@ -16,8 +18,9 @@ async def kill_in_the_middle(run: LiveRun) -> None:
     run.send("reward", signal.SIGKILL)
 
 
+@pytest.mark.parametrize("max_staleness", [1, 2])  # from 2 on transfers overlap steps
 def test_a_killed_reward_service_is_started_again_and_nothing_is_lost(
-    small_assets: Assets, tmp_path: Path
+    small_assets: Assets, tmp_path: Path, max_staleness: int
 ) -> None:
     record = run_to_end(
         small_assets,
@@ -25,7 +28,7 @@ def test_a_killed_reward_service_is_started_again_and_nothing_is_lost(
         [
             f"trainer.total_training_steps={STEPS}",
             "trainer.test_freq=10",
-            "sluice.asynchrony.max_staleness=1",
+            f"sluice.asynchrony.max_staleness={max_staleness}",
         ],
         kill_in_the_middle,
     )

@@ -18,6 +18,7 @@ from tests.support.small_run import ENDLESS, GROUPS, WAIT_S, Assets, LiveRun, Re
 
 SAVE_FREQ, KILL_AT = 2, 3
 REPLICAS = ("rollout-0", "rollout-1")
+OVERLAPPED = ("trainer.logger=[jsonl,tensorboard]", "sluice.asynchrony.max_staleness=2")
 ONE_REPLICA = ("sluice.rollout.replicas=1", "sluice.trainer.min_replicas=1")
 
 
@@ -101,7 +102,8 @@ def overrides(*further: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def killed(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Pids]:
-    """A run in a folder with a checkpoint of another run; its trainer is killed after step 3."""
+    """A run in a folder with a checkpoint of another run; its trainer is killed after step 3, while
+    transfers overlap steps."""
     pids, run_dir = Pids(), tmp_path_factory.mktemp("killed") / "run"
     stranger = run_dir / "checkpoints"
     stranger.mkdir(parents=True)
@@ -114,9 +116,7 @@ def killed(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> tu
         run.send("trainer", signal.SIGKILL)
         await end_after_restart(run, pids, instance_id)
 
-    return run_to_end(
-        small_assets, run_dir, overrides("trainer.logger=[jsonl,tensorboard]"), kill
-    ), pids
+    return run_to_end(small_assets, run_dir, overrides(*OVERLAPPED), kill), pids
 
 
 def test_a_killed_trainer_goes_on_from_its_runs_last_checkpoint_to_the_end(

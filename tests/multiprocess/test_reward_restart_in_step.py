@@ -81,3 +81,57 @@ async def test_a_trainer_that_dies_in_that_step_gets_its_prompts_again_after_its
     assert positions([again]) == positions([in_hand])
     assert positions([*before, again, *after]) == list(range(4 * BATCH))
     assert status.statistics["reward/prompts_lost"] == 0
+
+
+@pytest.mark.parametrize("phase", ["frozen", "acknowledged", "next batch in hand"])
+async def test_a_death_during_an_overlapped_transfer_loses_and_doubles_no_prompt(
+    configure: Callable[..., Path], phase: str
+) -> None:
+    replica = ScriptedReplica()
+    config = configure(mixed(64), data__shuffle=False, sluice__asynchrony__max_staleness=2)
+    async with scripted_replicas(replica):
+        async with reward_process(config) as service:
+            await service.announce(0, [replica])
+            batches = await trained(service, replica, 1, 1)
+            batches.append(await service.take(2, 1))  # its version 2 is on its way from here on
+            if phase != "frozen":
+                await service.acknowledge(batches[-1], 2)
+            if phase == "next batch in hand":
+                batches.append(await service.take(3, 2))
+            service.process.kill()
+            await service.wait()
+        async with reward_process(config) as service:
+            # The replicas serve version 1 still.
+            await service.announce(1, [replica], resume_from=batches[-1].progress)
+            if phase == "frozen":
+                await service.acknowledge(batches[1], 2)
+            if phase != "next batch in hand":
+                batches.append(await service.take(3, 2))
+            await service.announce(2, [replica], resume_from=batches[-1].progress)
+            await service.acknowledge(batches[2], 3)
+            await service.announce(3, [replica], resume_from=batches[-1].progress)
+            batches += await trained(service, replica, 4, 5)
+            await service.status()
+    assert positions(batches) == list(range(8 * BATCH))  # all that there are
+    for step, batch in enumerate(batches, 1):
+        versions = [r.oldest_version for group in batch.groups for r in group.rollouts]
+        assert all(v is not None and 0 <= step - 1 - v <= 2 for v in versions)
+
+
+async def test_a_trainer_that_dies_during_an_overlapped_transfer_resumes_from_its_checkpoint(
+    configure: Callable[..., Path],
+) -> None:
+    replica = ScriptedReplica()
+    config = configure(mixed(64), data__shuffle=False, sluice__asynchrony__max_staleness=2)
+    async with scripted_replicas(replica), reward_process(config) as service:
+        await service.announce(0, [replica])
+        before = await trained(service, replica, 1, 1)
+        saved = await service.take(2, 1)
+        await service.acknowledge(saved, 2)  # and saved, but no replica serves its version
+        lost = await service.take(3, 2)
+        progress = saved.progress
+        await service.announce(2, [replica], instance_id="trainer-2", resume_from=progress)
+        again = await service.take(3, 2)
+        await service.status()
+    assert positions([again]) == positions([lost])
+    assert positions([*before, saved, again]) == list(range(3 * BATCH))

@@ -1,7 +1,8 @@
 """Every fault of a replica in every phase of a weight update, with real processes and sockets.
 
 Whatever happens to one replica, the update ends by its deadlines and names it with the phase and,
-where there is one, the tensor; the other replica serves the version, and nobody a mixture.
+where there is one, the tensor; the other replica serves the version, and nobody a mixture. So it is
+too if the update runs beside a train step, and the run ends after its last one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from sluice.types import TensorSpec
+from services.trainer.fleet.publisher import PublishReport
+from sluice.types import TensorSpec, TrainBatch
 from sluice.weights.plan import WeightBuffer, plan_transfer
+from tests.support.loop_world import World, run, until
 from tests.support.weight_digest import plain_digest
-from tests.support.weight_fault_fleet import FaultFleet, Replica, fault_fleet
+from tests.support.weight_fault_fleet import TIMEOUT_S, FaultFleet, Replica, fault_fleet
 from tests.support.weight_fleet import PeerProcess, peer_processes
 
 _SPECS = (
@@ -125,6 +128,53 @@ async def _assert_serves(replica: Replica, number: int) -> None:
     assert await replica.held() == (number, plain_digest(_weights(number)))
 
 
+class _BesideSteps(World):
+    """A run of three steps with overlap. Step v + 1 trains from the start to the end of the
+    transfer of version v, and `spoil` runs in front of that of version 2."""
+
+    def __init__(self, to: FaultFleet, spoil: Callable[[], None]) -> None:
+        super().__init__(steps=3)
+        self._to, self._spoil, self.fleet = to, spoil, to.fleet
+
+    async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
+        self.events.append(f"train {step}")
+        await until(lambda: f"published {step - 1}" in self.events)
+        return {}
+
+    async def freeze(self, version: int) -> None:
+        self._to.snapshots.write(_weights(version).items(), version, TIMEOUT_S)
+
+    async def publish(self, version: int) -> PublishReport:
+        if 0 < version < 3:
+            await until(lambda: f"train {version + 1}" in self.events)
+        if version == 2:
+            self._spoil()
+        report = await self._to.publisher.publish(version)
+        self.events.append(f"published {version}")
+        return report
+
+    async def seed_newcomers(self) -> None:
+        await self._to.publisher.seed_newcomers()
+
+
+async def _check_beside_steps(fleet: FaultFleet, fault: _Fault) -> None:
+    victim, other = fleet.replicas["victim"], fleet.replicas["other"]
+
+    def spoil() -> None:
+        assert fleet.serving() == {"victim": 1, "other": 1}
+        victim.faults[fault.phase] = dict(fault.how)
+        if fault.phase == "join":
+            fleet.publisher._main._members = ()  # the next version begins an epoch
+
+    world = _BesideSteps(fleet, spoil)
+    await run(world.loop(overlaps=True))
+    assert world.state.step == world.state.version == 3
+    await _assert_serves(other, 3)
+    assert fleet.serving() == ({"other": 3} if fault.is_lost else {"victim": 3, "other": 3})
+    if not fault.is_lost:
+        await _assert_serves(victim, 3)
+
+
 async def _check(fleet: FaultFleet, fault: _Fault) -> None:
     victim, other = fleet.replicas["victim"], fleet.replicas["other"]
     both = {"victim": 1, "other": 1}
@@ -142,11 +192,16 @@ async def _check(fleet: FaultFleet, fault: _Fault) -> None:
         await _assert_serves(victim, 2)
 
 
-@pytest.mark.parametrize("sends_changes", [False, True], ids=["whole", "changes"])
+@pytest.mark.parametrize(
+    ("sends_changes", "check"),
+    [(False, _check), (True, _check), (True, _check_beside_steps)],
+    ids=["whole", "changes", "beside a step"],
+)
 @pytest.mark.parametrize("name", _FAULTS)
 async def test_a_fault_costs_at_most_the_replica_that_has_it(
     name: str,
     sends_changes: bool,
+    check: Callable[[FaultFleet, _Fault], Awaitable[None]],
     processes: _Processes,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -154,7 +209,7 @@ async def test_a_fault_costs_at_most_the_replica_that_has_it(
     fault = _FAULTS[name]
     victim, other = peers = processes.take(["victim", "other"])
     async with fault_fleet(peers, _SPECS, sends_changes=sends_changes) as fleet:
-        await _check(fleet, fault)
+        await check(fleet, fault)
     said = " ".join(record.getMessage() for record in caplog.records)
     if fault.said:
         assert _matches(fault.said, said), said

@@ -98,7 +98,6 @@ def test_a_whole_step_equals_the_sample_logs() -> None:
         StepTimes(1315.245, 303.9206, 0.0, 0.0, 1738.0275),
         FleetInterval(0, 0.0, 8),
         scale=RunScale(ranks=RANKS, dataset_rows=17917),
-        stall_s=0.0,
     )
     assert found["perf/total_num_tokens"] == TOTAL_TOKENS
     assert found["perf/throughput"] == pytest.approx(69.3939, abs=1e-4)

@@ -38,6 +38,7 @@ SETTINGS = LoopSettings(
     min_replicas=1,
     replica_wait_timeout_s=5.0,
     examples=3,
+    overlaps=False,
     scale=RunScale(ranks=1, dataset_rows=20),
     terms=BatchTerms(num_groups=1, samples_per_group=1, max_staleness=0),
 )
@@ -189,6 +190,9 @@ class World:
         return self.loads.get(replica.name, ReplicaCounters())
 
     # the publisher
+
+    async def let_sleep(self) -> None:
+        await self.happens("sleep")
 
     async def publish(self, version: int) -> PublishReport:
         await self.happens(f"publish {version}")

@@ -69,6 +69,10 @@ class Replica:
     async def probe(self, timeout_s: float) -> None:
         await self._enter("probe")
 
+    async def sleep(self) -> bool:
+        await self._enter("sleep")
+        return True
+
     async def close(self) -> None:
         self.calls.append("close")
 
@@ -109,6 +113,7 @@ class Trainer:
         sends_changes: bool = True,
         specs: tuple[TensorSpec, ...] | None = None,
         constant: frozenset[str] = frozenset(),
+        swaps_at_once: Callable[[int], int] = int,
     ) -> None:
         specs = specs or tensor_specs(weights(0).items())
         self.fleet = Fleet(LAYOUT, 1e9, weights=specs)
@@ -128,6 +133,7 @@ class Trainer:
             timeout_s=5.0,
             probe_timeout_s=1.0,
             sends_changes=sends_changes,
+            swaps_at_once=swaps_at_once,
         )
 
     def add(self, name: str, instance_id: str = "1", share: WeightShare = WHOLE) -> Replica:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import torch
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import WeightPublisher
+from sluice.algorithm.publishing import swaps_at_once
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, InvalidRequestError, SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
@@ -126,6 +128,7 @@ class FaultFleet:
             timeout_s=2 * TIMEOUT_S,
             probe_timeout_s=PROBE_S,
             sends_changes=sends_changes,
+            swaps_at_once=partial(swaps_at_once, max_staleness=2),
         )
 
     def register(self, replica: Replica) -> None:

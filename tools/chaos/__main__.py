@@ -4,8 +4,8 @@ The last line printed is one JSON object: `minutes`, `faults` by kind, `prompts_
 `prompts_doubled`, `digest_mismatches`, `late_waits` (all four have to be 0), `recovery_s`,
 `final_accuracy` and more. With ``--single`` the next fault waits until throughput is back;
 without it `recovery_by_kind` includes what other faults cost. `back_s` are the seconds from a kill
-until the replica serves, a group ends, a step ends. Exit code 0: the zeros are zeros and the run
-ended with code 0.
+until what was killed works again, `stages_s` what they are. Exit code 0: the zeros are zeros and
+the run ended with code 0.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -37,12 +39,14 @@ from tools.chaos.cable import Cable, cable
 from tools.chaos.faults import (
     FAR,
     REPLICAS,
+    SINGLE,
     Injected,
     Injector,
     make_schedule,
     single_faults,
 )
 from tools.chaos.observation import Observer, Witness
+from tools.chaos.stages import back_s, stage_table, table_lines, with_next
 from tools.commands import started
 from tools.launched_run import (
     LOOPBACK,
@@ -57,8 +61,12 @@ from tools.phases import PhaseError, say, tool_parser
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
 _START_S, _STEP_S, _END_S = 240.0, 120.0, 20.0
 _RECOVERY_S = 120.0
-_READ_S = 1.0  # what was written before a fault has been read so long after it
+# The rate before a fault is that of so many windows. None of them was chosen for its rate: a run
+# that takes the window in which it found recovery compares with a high one, and then a higher one.
+_WINDOWS_BEFORE = 2
 _NUM_QUESTIONS, _NUM_EXAMPLES = 1000, 3
+# A policy that learns changes how many groups are trained, and with it the rate.
+_STEADY = ("actor_rollout_ref.actor.optim.lr=0.000001",)
 _KILLED = {"kill_replica": "replica", "kill_reward": "reward", "kill_trainer": "trainer"}
 _WINDOW_S = {"tiny": 4.0, "stretch": 10.0}
 
@@ -91,9 +99,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of faults, model, data and sampling")
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between faults")
     parser.add_argument("--single", action="store_true", help="one fault at a time")
+    parser.add_argument(
+        "--kinds", type=_kinds, default=SINGLE, help=f"with --single: some of {','.join(SINGLE)}"
+    )
+    parser.add_argument("--each", type=int, help="with --single: so many faults of each kind")
     parser.add_argument("--size", choices=sorted(SIZES), default="stretch")
     parser.add_argument("--folder", type=Path, help="an empty one: keep everything written here")
     return parser.parse_args(arguments)
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    kinds = tuple(text.split(","))
+    if unknown := [kind for kind in kinds if kind not in SINGLE]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: give some of {','.join(SINGLE)}")
+    return kinds
 
 
 async def _run(
@@ -101,10 +120,11 @@ async def _run(
 ) -> dict[str, object]:
     """Run all of it; raise PhaseError if the run did not even start.
 
-    A seventh of the time is calm before the faults, a sixth is quiet after them.
+    A seventh of the time is calm before the faults. A sixth is quiet after them, if they overlap.
     """
     seconds = 60 * options.minutes
-    calm_s, quiet_s = min(_LONGEST_CALM_S, seconds / 7), min(_LONGEST_QUIET_S, seconds / 6)
+    calm_s = min(_LONGEST_CALM_S, seconds / 7)
+    quiet_s = 0.0 if options.single else min(_LONGEST_QUIET_S, seconds / 6)
     faults_s = seconds - calm_s - quiet_s
     schedule = make_schedule(options.seed, faults_s, options.interval)
     for fault in () if options.single else schedule:
@@ -120,6 +140,7 @@ async def _run(
             SHORT_DEADLINES,
             f"sluice.rollout.replicas={REPLICAS}",
             f"trainer.rollout_data_dir={(folder / 'dumps').absolute()}",
+            *(_STEADY if options.single else ()),
         ),
         seed=options.seed,
         host=LOOPBACK if isinstance(plugged, str) else plugged.near,
@@ -177,21 +198,24 @@ async def _go(
 async def _inject_singly(
     injector: Injector, observer: Observer, options: argparse.Namespace, seconds: float
 ) -> None:
-    """Inject one fault after the other for so many seconds."""
-    now_s, window_s = time.monotonic(), _WINDOW_S[options.size]
-    calm_s = min(_LONGEST_CALM_S, 60 * options.minutes / 7)
-    full_rate = verdict.tokens_per_s(observer.groups, now_s - calm_s, now_s)
+    """Inject one fault after the other for so many seconds, or `--each` times of each kind."""
+    window_s = _WINDOW_S[options.size]
 
     async def recover(injected: Injected) -> None:
         until_s = injected.over_s + _RECOVERY_S
         while time.monotonic() < until_s:
             await asyncio.sleep(1.0)
-            found = _recovered_s(observer, injected, time.monotonic(), full_rate, window_s)
-            is_back = injected.fault.kind not in _KILLED or _back_s(observer, injected) is not None
-            if found is not None and is_back:
-                return
+            seconds = _recovered_s(observer, injected, time.monotonic(), None, window_s)
+            if seconds is not None:
+                back, load = back_s(observer, injected) or 0.0, os.getloadavg()[0]
+                say(f"{'':9}  back: {back:.1f} s, full rate: {seconds:.1f} s; load {load:.0f}")
+                break
+        await asyncio.sleep(_WINDOWS_BEFORE * window_s)
 
-    await injector.follow_singly(single_faults(options.seed), recover, until_s=now_s + seconds)
+    faults = single_faults(options.seed, options.kinds)
+    if options.each is not None:
+        faults = islice(faults, options.each * len(options.kinds))
+    await injector.follow_singly(faults, recover, until_s=time.monotonic() + seconds)
 
 
 async def _keep_far(injector: Injector, plugged: Cable, config_file: Path) -> None:
@@ -245,11 +269,7 @@ def _report(
         service_lost = max(service_lost, record.accounts.get("prompts_lost", 0.0))
         accuracy = next((point.accuracy for point in reversed(record.accuracies())), None)
     full_rate = verdict.tokens_per_s(observer.groups, times.calm_s, times.faults_s)
-    window_s, done = _WINDOW_S[options.size], [one for one in injector.done if not one.skipped]
-    recoveries = [
-        (one.fault.kind, _recovered_s(observer, one, times.end_s, full_rate, window_s))
-        for one in done
-    ]
+    done = [one for one in injector.done if not one.skipped]
     _say_found("prompts lost", [f"{name}: {why}" for name, why in lost.items()])
     _say_found("prompts trained twice", [f"{name}: {why}" for name, why in doubled.items()])
     _say_found("digests that differ", [f"version {version}" for version in differing])
@@ -257,15 +277,13 @@ def _report(
     return {
         "minutes": options.minutes,
         "seed": options.seed,
-        "faults": dict(sorted(Counter(kind for kind, _ in recoveries).items())),
+        "faults": dict(sorted(Counter(one.fault.kind for one in done).items())),
         "skipped": _skipped(injector),
         "prompts_lost": len(lost) + int(service_lost),
         "prompts_doubled": len(doubled),
         "digest_mismatches": len(differing),
         "late_waits": len(late),
-        "recovery_s": _percentiles([seconds for _, seconds in recoveries]),
-        "recovery_by_kind": _by_kind(recoveries),
-        "back_s": _backs(observer, done),
+        **_recoveries(observer, done, options, full_rate, times.end_s),
         "trainer_stall_s": round(
             verdict.longest_pause_s(observer.steps_s, times.faults_s, times.end_s), 1
         ),
@@ -283,13 +301,52 @@ def _report(
     }
 
 
+def _recoveries(
+    observer: Observer,
+    done: Sequence[Injected],
+    options: argparse.Namespace,
+    full_rate: float,
+    end_s: float,
+) -> dict[str, object]:
+    """Return what is known of the seconds after the faults; print their stages."""
+    window_s = _WINDOW_S[options.size]
+    rate = None if options.single else full_rate
+    found = [(one.fault.kind, _recovered_s(observer, one, end_s, rate, window_s)) for one in done]
+    table = stage_table(observer, done) if options.single else {}
+    for line in table_lines(table):
+        say(line)
+    bounded = with_next(done) if options.single else [(one, math.inf) for one in done]
+    return {
+        "recovery_s": _percentiles([seconds for _, seconds in found]),
+        "recovery_by_kind": _by_kind(found),
+        "back_s": _backs(observer, bounded),
+        "stages_s": table,
+    }
+
+
 def _recovered_s(
-    observer: Observer, injected: Injected, now_s: float, full_rate: float, window_s: float
+    observer: Observer,
+    injected: Injected,
+    now_s: float,
+    full_rate: float | None,
+    window_s: float,
 ) -> float | None:
-    """Return the seconds from a fault's end to full throughput, None before that."""
-    return verdict.recovery_s(
-        observer.groups, injected.over_s, full_rate=full_rate, window_s=window_s, end_s=now_s
+    """Return the seconds from a fault's end to full throughput, None before that.
+
+    Without `full_rate` it is the rate before this fault, and what was hit has to work again, too.
+    """
+    from_s = injected.over_s
+    if full_rate is None:
+        found_s = back_s(observer, injected)
+        if found_s is None:
+            return None
+        from_s += found_s
+        before_s = injected.at_s - _WINDOWS_BEFORE * window_s
+        full_rate = verdict.tokens_per_s(observer.groups, before_s, injected.at_s)
+    recovered_s = verdict.recovered_s(
+        observer.groups, from_s, full_rate=full_rate, window_s=window_s, end_s=now_s
     )
+    return None if recovered_s is None else recovered_s - injected.over_s
 
 
 def _by_kind(found: Iterable[tuple[str, float | None]]) -> dict[str, dict[str, float | None]]:
@@ -309,21 +366,13 @@ def _percentiles(found: Sequence[float | None]) -> dict[str, float | None]:
     }
 
 
-def _backs(observer: Observer, done: Iterable[Injected]) -> dict[str, dict[str, float | None]]:
-    killed = [one for one in done if one.fault.kind in _KILLED]
-    return _by_kind((_KILLED[one.fault.kind], _back_s(observer, one)) for one in killed)
-
-
-def _back_s(observer: Observer, injected: Injected) -> float | None:
-    """Return the seconds until what was killed works again, None if that was not seen."""
-    served = (s for (name, _), s in observer.served_s.items() if name == injected.target)
-    signs = {
-        "kill_replica": served,
-        "kill_reward": (one.at_s for one in observer.groups),
-        "kill_trainer": iter(observer.steps_s),
-    }[injected.fault.kind]
-    later = min((at_s for at_s in signs if at_s > injected.at_s + _READ_S), default=None)
-    return None if later is None else round(later - injected.at_s, 1)
+def _backs(
+    observer: Observer, done: Iterable[tuple[Injected, float]]
+) -> dict[str, dict[str, float | None]]:
+    killed = [each for each in done if each[0].fault.kind in _KILLED]
+    return _by_kind(
+        (_KILLED[one.fault.kind], back_s(observer, one, end_s)) for one, end_s in killed
+    )
 
 
 def _skipped(injector: Injector) -> dict[str, str]:

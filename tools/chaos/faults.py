@@ -99,11 +99,11 @@ def make_schedule(seed: int, seconds: float, interval_s: float) -> tuple[Fault, 
     return tuple(faults)
 
 
-def single_faults(seed: int) -> Iterator[Fault]:
-    """Yield faults of the kinds `SINGLE` without end, of mean length; each round is shuffled."""
+def single_faults(seed: int, kinds: Sequence[str] = SINGLE) -> Iterator[Fault]:
+    """Yield faults of `kinds` without end, of mean length; each round is shuffled."""
     rng = random.Random(seed)
     while True:
-        for kind in rng.sample(SINGLE, len(SINGLE)):
+        for kind in rng.sample(kinds, len(kinds)):
             _, shortest_s, longest_s = KINDS[kind]
             yield Fault(0.0, kind, rng.random(), (shortest_s + longest_s) / 2)
 

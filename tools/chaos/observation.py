@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,16 @@ from tools.chaos.verdict import ObservedWait, TrainerRestart, Yield
 
 _LOOK_S, _TAIL_S, _ANSWER_S = 1.0, 0.2, 2.0
 _SESSION_S, _PAUSE_S, _MOST_OPEN = 3.0, 0.5, 8
+_LINE_CHARS = 200
 _RESUMED = re.compile(r"the run continues from step (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLine:
+    """The beginning of a line of a log, and when it was seen."""
+
+    at_s: float
+    text: str
 
 
 class Observer:
@@ -44,7 +55,7 @@ class Observer:
         steps_s: the end of each step, also of those that were trained again.
         groups: all groups that ended: trained, filtered or dropped.
         restarts: of the trainer.
-        served_s: when an instance of a replica was first seen serving.
+        lines: of the logs, by service; `up` is the launcher's output.
         digests: of serving replicas' weights, by trainer and version.
         waits: as the services reported them.
         starts: processes that were seen, by service.
@@ -58,7 +69,7 @@ class Observer:
         self.steps_s: list[float] = []
         self.groups: list[Yield] = []
         self.restarts: list[TrainerRestart] = []
-        self.served_s: dict[tuple[str, str], float] = {}
+        self.lines: dict[str, list[SeenLine]] = defaultdict(list)
         self.digests: dict[tuple[str, int], set[str]] = defaultdict(set)
         self.waits: list[ObservedWait] = []
         self.starts: dict[str, set[tuple[int, int]]] = defaultdict(set)
@@ -84,12 +95,21 @@ class Observer:
                 self.steps_s.append(time.monotonic())
                 self.last_step = int(row["training/global_step"])
         for line in self._lines(self._run_dir / "groups.jsonl"):
-            self.groups.append(Yield(time.monotonic(), sum(json.loads(line)["tokens"])))
-        for file in (*(self._run_dir / "logs").glob("*.log"), *self._folder.glob("rollout*.log")):
+            row = json.loads(line)
+            replicas = tuple(row["replicas"])
+            self.groups.append(Yield(time.monotonic(), sum(row["tokens"]), replicas))
+        for file in (*(self._run_dir / "logs").glob("*.log"), *self._folder.glob("*.log")):
             for line in self._lines(file):
+                self.lines[file.stem].append(SeenLine(time.monotonic(), line[:_LINE_CHARS]))
                 self.tracebacks[file.stem] += "Traceback (most recent call last)" in line
                 if file.stem == "trainer" and (match := _RESUMED.search(line)) is not None:
                     self.restarts.append(TrainerRestart(time.time(), int(match[1])))
+
+    def started_s(self, service: str) -> list[float]:
+        """Return when the processes of a service that were seen started."""
+        since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+        ticks = os.sysconf("SC_CLK_TCK")
+        return sorted(started / ticks - since_boot_s for _, started in self.starts[service])
 
     def _lines(self, file: Path) -> list[str]:
         """Return the whole lines since the last time."""
@@ -133,8 +153,6 @@ class Observer:
         self._note_waits("trainer", status)
         serving = [one.replica for one in status.replicas if one.state == "serving"]
         self.serving = len(serving)
-        for one in serving:
-            self.served_s.setdefault((one.name, one.instance_id), time.monotonic())
         async with asyncio.TaskGroup() as tasks:
             for replica in serving:
                 tasks.create_task(self._query_replica(status.instance_id, replica))

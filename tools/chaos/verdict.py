@@ -190,10 +190,11 @@ def late_waits(
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """Response tokens of a group that ended: when it was seen, and how many."""
+    """A group that ended: when it was seen, its response tokens, and the replicas it was on."""
 
     at_s: float
     tokens: float
+    replicas: tuple[str, ...] = ()
 
 
 def tokens_per_s(yields: Sequence[Yield], from_s: float, to_s: float) -> float:
@@ -203,19 +204,20 @@ def tokens_per_s(yields: Sequence[Yield], from_s: float, to_s: float) -> float:
     return math.fsum(each.tokens for each in within) / (to_s - from_s)
 
 
-def recovery_s(
-    yields: Sequence[Yield], fault_s: float, *, full_rate: float, window_s: float, end_s: float
+def recovered_s(
+    yields: Sequence[Yield], from_s: float, *, full_rate: float, window_s: float, end_s: float
 ) -> float | None:
-    """Return the seconds from a fault to the first window with 95 % of `full_rate`.
+    """Return when the first window since `from_s` with 95 % of `full_rate` begins.
 
     It includes faults that happen meanwhile, so it is an upper bound. None: no such window before
     `end_s`.
     """
-    for start_s in (fault_s, *(each.at_s for each in yields if each.at_s > fault_s)):
+    first = bisect_left(yields, from_s, key=lambda each: each.at_s)
+    for start_s in (from_s, *(each.at_s for each in yields[first:])):
         if start_s + window_s > end_s:
             return None
         if tokens_per_s(yields, start_s, start_s + window_s) >= _FULL_SHARE * full_rate:
-            return start_s - fault_s
+            return start_s
     return None
 
 

@@ -313,6 +313,16 @@ class Engine(Protocol):
         """Discard the staged weights and leave the group. Idempotent."""
         ...
 
+    async def sleep(self) -> bool:
+        """Free memory of the device until the next `join_group` or `stage`; sample nothing then.
+
+        The weights stay, and samples continue afterwards. Idempotent.
+
+        Returns:
+            whether it sleeps; an engine that cannot does nothing.
+        """
+        ...
+
 
 # Every slot holds as many as the longest list of any request, hence a limit.
 MAX_STOP_TOKEN_IDS = 64

@@ -431,6 +431,10 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         thread, core = self._in_thread()
         await thread.call(core.resume(), "resuming after a pause")
 
+    async def sleep(self) -> bool:
+        """Do nothing: this engine cannot sleep."""
+        return False
+
     async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
         """Swap the staged version in between two decode steps. Idempotent."""
         thread, core = self._in_thread()

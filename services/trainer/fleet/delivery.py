@@ -3,7 +3,8 @@
 Consumes: a snapshot and the replicas that need it.
 Waits for: an answer of each member before a group is formed, then formation, staging and commit;
     each has a deadline. A member that neither answers nor shows another sign of life is left out of
-    the group, since the others would wait for it as long as a formation may take.
+    the group, since the others would wait for it as long as a formation may take. Members may
+    commit in turns, so that the others sample meanwhile.
 Unblocked by: answers, deadlines, and at the first failure by leaving the epoch on both sides.
 Produces: the replicas that serve the version, proven by a digest equal to ours, and those that must
     be dropped. The version that all members of the group serve is the base of the next update: if
@@ -209,6 +210,8 @@ class TransferSession:
         signs_of_life: heartbeats of the replicas; ``None``: only answers count.
         read_again: opens earlier snapshots; ``None``: all weights are sent every time.
         counts: shared by all sessions.
+        swaps_at_once: returns how many of the members swap at the same time, at least 1; by
+            default all of them.
     """
 
     def __init__(  # noqa: PLR0913 - everything that a delivery touches
@@ -223,8 +226,10 @@ class TransferSession:
         signs_of_life: SignsOfLife | None = None,
         read_again: ReadAgain | None = None,
         counts: SyncCounts | None = None,
+        swaps_at_once: Callable[[Sequence[ReplicaInfo]], int] = len,
     ) -> None:
         self._counts = counts or SyncCounts()
+        self._swaps_at_once = swaps_at_once
         self._signs_of_life = signs_of_life or dict
         self._read_again = read_again
         self._held: _Held | None = None
@@ -365,12 +370,16 @@ class TransferSession:
         self, report: BroadcastReport, snapshot: Snapshot, delivery: DeliveryResult
     ) -> None:
         version, digests = report.version, report.digests
-        answers = await fan_out(
-            self._members,
-            lambda member: self._clients[member].commit(
-                self._epoch, version, digests[_key(member)]
-            ),
-        )
+        # A replica whose turn comes late serves the version before meanwhile. One that dies in its
+        # turn ends it by the deadline of its call.
+        turns = asyncio.Semaphore(self._swaps_at_once(self._members))
+
+        async def swap(member: ReplicaInfo) -> float:
+            async with turns:
+                digest = digests[_key(member)]
+                return await self._clients[member].commit(self._epoch, version, digest)
+
+        answers = await fan_out(self._members, swap)
         delivery.lost.update({member: str(error) for member, error in answers.failed.items()})
         delivery.served, delivery.is_complete = answers.answered, True
         # A delta needs the same base on all members; after a failed commit one may differ.

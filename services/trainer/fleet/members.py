@@ -241,7 +241,10 @@ class Fleet:
         member = self._members.get(info.name)
         if member is None or member.info.instance_id != info.instance_id:
             return
-        state = MemberState.SERVING if member.state is MemberState.PENDING else member.state
+        state = member.state
+        if state is MemberState.PENDING:
+            state = MemberState.SERVING
+            logger.info("replica %s serves version %d", info.name, version)
         self._members[info.name] = replace(member, state=state, version=version)
         self.changed.set()
 

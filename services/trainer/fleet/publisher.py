@@ -12,6 +12,7 @@ On shutdown: `close` leaves the group.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -26,7 +27,7 @@ from services.trainer.fleet.delivery import (
 )
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.replica_client import ReplicaClient
-from sluice.errors import WeightSyncError
+from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
@@ -53,11 +54,13 @@ class PublishReport:
     dense_bytes: int = 0
 
     @property
-    def traffic(self) -> dict[str, float]:
-        """Return metrics of the bytes on the wire, if they were sent in one broadcast."""
+    def metrics(self) -> dict[str, float]:
+        """Return its seconds, and the bytes on the wire if they were sent in one broadcast."""
+        times = {"weights/stall_s": self.stall_s, "weights/delivery_s": self.seconds}
         if not self.dense_bytes:
-            return {}
+            return times
         return {
+            **times,
             "weights/bytes_sent": float(self.sent_bytes),
             "weights/bytes_share": self.sent_bytes / self.dense_bytes,
         }
@@ -73,6 +76,8 @@ class WeightPublisher:
         timeout_s: seconds that the trainer's part of a collective has to end after a failure.
         probe_timeout_s: seconds that a replica has to answer a probe.
         sends_changes: whether an update may consist of the changes since the last one.
+        swaps_at_once: returns how many of a number of replicas swap at the same time; by default
+            all of them. Replicas that serve nothing yet always swap together.
     """
 
     def __init__(  # noqa: PLR0913 - everything that a session needs
@@ -87,6 +92,7 @@ class WeightPublisher:
         probe_timeout_s: float,
         sends_changes: bool = True,
         counts: SyncCounts | None = None,
+        swaps_at_once: Callable[[int], int] = int,
     ) -> None:
         self._counts = counts or SyncCounts()
         self._sends_changes = sends_changes
@@ -98,7 +104,8 @@ class WeightPublisher:
         self._timeout_s = timeout_s
         self._probe_timeout_s = probe_timeout_s
         self._epochs = itertools.count(1)
-        self._main = self._new_session()
+        self._swaps_at_once = swaps_at_once
+        self._main = self._new_session(self._in_a_turn)
         # Instance ids of replicas in a running delivery: a replica is in one group at a time.
         self._busy: set[str] = set()
 
@@ -145,11 +152,32 @@ class WeightPublisher:
         for info in set(newcomers) & set(self._free(MemberState.PENDING)):
             self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
 
+    async def let_sleep(self) -> None:
+        """Let all replicas free the memory of devices that they share, until the next version.
+
+        One that does not is no error: the next delivery finds out whether it still answers.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for info in self._free(MemberState.SERVING):
+                tasks.create_task(self._sleep(info), name=f"sleep of {info.name}")
+
+    async def _sleep(self, info: ReplicaInfo) -> None:
+        client = self._connect(info)
+        try:
+            if not await client.sleep():
+                logger.warning("%s: its engine cannot sleep and keeps its memory", info.name)
+        except SluiceError as error:
+            logger.warning("%s does not sleep and may keep its memory: %s", info.name, error)
+        finally:
+            await client.close()
+
     async def close(self) -> None:
         """Leave the group and close all control calls."""
         await self._main.close()
 
-    def _new_session(self) -> TransferSession:
+    def _new_session(
+        self, swaps_at_once: Callable[[Sequence[ReplicaInfo]], int] = len
+    ) -> TransferSession:
         return TransferSession(
             self._make_sender(),
             self._connect,
@@ -160,7 +188,15 @@ class WeightPublisher:
             signs_of_life=self._signs_of_life,
             read_again=self._snapshots.read_again if self._sends_changes else None,
             counts=self._counts,
+            swaps_at_once=swaps_at_once,
         )
+
+    def _in_a_turn(self, members: Sequence[ReplicaInfo]) -> int:
+        """Return how many of `members` swap at the same time."""
+        serving = set(self._fleet.in_state(MemberState.SERVING))
+        if serving.isdisjoint(members):
+            return len(members)
+        return self._swaps_at_once(len(members))
 
     def _signs_of_life(self) -> dict[str, float]:
         return {member.info.instance_id: member.last_seen_s for member in self._fleet.members()}

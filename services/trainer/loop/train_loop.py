@@ -10,6 +10,11 @@ Consumes: train batches from the reward service, one at a time.
 Waits for: replicas (before the first step), a batch, the learner, the weight transfer, and a
     validation. A validation must see one version only: it runs while the next batch trains, and the
     loop awaits it before it publishes the next version.
+With `overlaps` the transfer of a version runs beside the next step. The batch is acknowledged when
+    its version is frozen, since only one batch is leased at a time; a checkpoint may hold a version
+    that no replica serves yet. The version is announced once the replicas serve it, as without
+    `overlaps`. The loop awaits the transfer before it freezes the next version, before a validation
+    of the version, before a pause and at the end.
 Unblocked by: a registration; the reward service's answer or its deadline; the learner's thread;
     the transfer's deadlines. During the waits for replicas and for a batch the loop obeys `Stop`,
     `Pause` and `SaveCheckpoint`; after an interrupted wait it requests the same batch again.
@@ -79,6 +84,7 @@ CurrentProgress: TypeAlias = Callable[[], DataProgress | None]
 class LoopSettings:
     """When the loop validates and saves, and what it waits for.
 
+    `overlaps`: a version is sent to the replicas while the next batch is taken and trained.
     Frequencies are in steps; 0 or less is never. With `val_only` the run ends after the validation
     of its first weights.
     """
@@ -91,8 +97,11 @@ class LoopSettings:
     min_replicas: int
     replica_wait_timeout_s: float
     examples: int
+    overlaps: bool
     scale: RunScale
     terms: BatchTerms
+    engines_sleep: bool = False
+    """Engines share devices with the trainer and sleep while it trains."""
 
 
 class TrainLoop:
@@ -129,6 +138,8 @@ class TrainLoop:
         self._progress = resume_from
         self._progress_in_hand = resume_from
         self._announcer = PolicyAnnouncer(reward, fleet, state, lambda: self._progress_in_hand)
+        self._delivery: asyncio.Task[None] | None = None
+        self._delivered = PublishReport(-1, 0, 0, 0.0, 0.0)
         self._validation: asyncio.Task[None] | None = None
         self._validation_error: SluiceError | None = None
         self._saved_step = state.step
@@ -165,7 +176,8 @@ class TrainLoop:
                 watcher.cancel()
 
     async def _begin(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
-        await self._publish(self._state.step)
+        await self._freeze(self._state.step)
+        await self._deliver(self._state.step)
         await self._announcer.announce()
         # Only now: the announcement makes the reward service settle the batches of an earlier
         # trainer, which do not count as this one's.
@@ -178,6 +190,7 @@ class TrainLoop:
     async def _is_over(self) -> bool:
         """Return whether no step follows. While the run is paused, wait and save on request."""
         while self._state.is_paused and not self._state.is_over:
+            await self._await_delivery()
             if self._state.is_save_wanted:
                 await self._save_now()
                 continue
@@ -196,6 +209,9 @@ class TrainLoop:
         taken_s = time.monotonic()
         # Concurrent with training, so that a step does not wait for the answers.
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
+        if self._settings.engines_sleep:
+            await self._await_validation()  # it samples
+            await self._publisher.let_sleep()
         self._state.enter(RunPhase.TRAINING)
         with trace.span(SpanName.TRAIN_STEP):
             learned = await self._learner.train(batch, step)
@@ -203,11 +219,7 @@ class TrainLoop:
         # A running validation must end first: publishing changes the version that replicas serve.
         await self._await_validation()
         published_from_s = time.monotonic()
-        with trace.span(SpanName.PUBLISH):
-            report = await self._publish(step)
-        # The announcer's lock covers both: no other announcement of the new version may come before
-        # the acknowledgement of the batch that made it.
-        await self._announcer.announce(after=lambda: self._acknowledge(batch, step))
+        await self._publish(tasks, batch, step, trace)
         published_s = time.monotonic()
         await self._save_if_due(step)
         ended_s = time.monotonic()
@@ -226,9 +238,8 @@ class TrainLoop:
                 times,
                 self._fleet_interval(fleet_began),
                 scale=self._settings.scale,
-                stall_s=report.stall_s,
             ),
-            **report.traffic,
+            **self._delivered.metrics,
             **self._learner.take_memory_metrics(),
             **host_memory_metrics(),
             **account_metrics(await accounting),
@@ -291,12 +302,48 @@ class TrainLoop:
                 self._fleet.changed.clear()
                 await self._fleet.changed.wait()
 
-    async def _publish(self, version: int) -> PublishReport:
+    async def _publish(
+        self, tasks: asyncio.TaskGroup, batch: TrainBatch, step: int, trace: StepTrace
+    ) -> None:
+        """Make the version of `step` known; its batch is acknowledged before."""
+        if not self._settings.overlaps:
+            with trace.span(SpanName.PUBLISH):
+                await self._freeze(step)
+                await self._deliver(step)
+            # The announcer's lock covers both: no other announcement of the new version may come
+            # before the acknowledgement of the batch that made it.
+            await self._announcer.announce(after=lambda: self._acknowledge(batch, step))
+            return
+        await self._await_delivery()
+        await self._freeze(step)
+        # The next batch can be leased only then. A trainer that dies before the replicas serve the
+        # version loses what one that dies before its checkpoint does: the step.
+        await self._acknowledge(batch, step)
+        self._delivery = tasks.create_task(
+            self._deliver_and_announce(step, trace), name=f"delivery-{step}"
+        )
+
+    async def _freeze(self, version: int) -> None:
         self._state.enter(RunPhase.PUBLISHING)
         await self._learner.freeze(version)
-        report = await self._publisher.publish(version)
+
+    async def _deliver(self, version: int) -> None:
+        self._delivered = await self._publisher.publish(version)
         self._state.version = version
-        return report
+
+    async def _deliver_and_announce(self, version: int, trace: StepTrace) -> None:
+        with trace.span(SpanName.PUBLISH):
+            await self._deliver(version)
+        await self._announcer.announce()
+
+    async def _await_delivery(self) -> None:
+        """Wait until the replicas serve the last version and it is announced.
+
+        An error of the delivery ends the run through the group of its task.
+        """
+        if self._delivery is not None and not self._delivery.done():
+            self._state.enter(RunPhase.PUBLISHING)
+            await asyncio.wait([self._delivery])
 
     async def _watch_fleet(self) -> None:
         """Seed newcomers and notify the reward service whenever the fleet has changed."""
@@ -315,6 +362,8 @@ class TrainLoop:
         self._validation = tasks.create_task(self._validate(step), name=f"validation-{step}")
 
     async def _validate(self, step: int) -> None:
+        if self._delivery is not None:  # of `step`: the next one begins after this validation
+            await asyncio.wait([self._delivery])
         began_s = time.monotonic()
         self._validation_error = None
         try:
@@ -360,6 +409,7 @@ class TrainLoop:
         self._state.answer_saves(step, path)
 
     async def _finish(self, tasks: asyncio.TaskGroup) -> None:
+        await self._await_delivery()
         await self._await_validation()
         step = self._state.step
         validates = self._settings.validates and self._settings.test_freq > 0

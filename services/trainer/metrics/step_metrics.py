@@ -67,7 +67,6 @@ def step_metrics(
     fleet: FleetInterval,
     *,
     scale: RunScale,
-    stall_s: float,
 ) -> dict[str, float]:
     """Return all metrics of one step; `docs/metrics.md` defines each name.
 
@@ -89,7 +88,6 @@ def step_metrics(
         "rollout/idle_share": min(1.0, max(0.0, 1.0 - fleet.busy_s / replica_s)),
         "rollout/tokens_per_s": fleet.generated_tokens / step_s,
         "rollout/replicas": float(fleet.replicas),
-        "weights/stall_s": stall_s,
     }
 
 

@@ -338,6 +338,11 @@ class WeightsConfig(Section, frozen=True):
     off: always send all weights.
     """
 
+    overlap: Literal["auto", "off"] = "auto"
+    """auto: if sluice.asynchrony.max_staleness is 2 or more, the trainer takes and trains the next
+    batch while a version is sent; off: it waits until the replicas serve the version.
+    """
+
     recompute_kv: bool = False
     """After a swap, recompute running samples' KV cache; false: keep the old cache."""
 

@@ -91,6 +91,28 @@ class Child(ABC):
         return True
 
 
+class Process(Protocol):
+    """The part of `asyncio.subprocess.Process` that a child needs."""
+
+    @property
+    def pid(self) -> int:
+        """Return its id."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Return the exit code, once it is known."""
+        ...
+
+    async def wait(self) -> int:
+        """Return the exit code."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal."""
+        ...
+
+
 class LocalChild(Child):
     """A process of this machine that leads its own session, so that Ctrl-C reaches its parent only.
 
@@ -101,7 +123,7 @@ class LocalChild(Child):
     def __init__(
         self,
         name: str,
-        process: asyncio.subprocess.Process,
+        process: Process,
         output: asyncio.StreamReader,
         pipe: asyncio.BaseTransport,
     ) -> None:
@@ -142,6 +164,20 @@ class LocalChild(Child):
         return killed
 
 
+async def piped_output() -> tuple[asyncio.StreamReader, asyncio.BaseTransport, int]:
+    """Return a reader, what closes it, and the descriptor that a process writes to; close both."""
+    read_end, write_end = os.pipe()
+    output = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
+    try:
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read_end, "rb", 0)
+        )
+    except BaseException:  # the loop has closed the reading end
+        os.close(write_end)
+        raise
+    return output, pipe, write_end
+
+
 async def start_child(spec: ServiceSpec) -> LocalChild:
     """Start a process.
 
@@ -150,13 +186,8 @@ async def start_child(spec: ServiceSpec) -> LocalChild:
     """
     environment = {**os.environ, **spec.environment, "PYTHONUNBUFFERED": "1"}
     environment[SUPERVISOR_VARIABLE] = str(os.getpid())
-    read_end, write_end = os.pipe()
-    output = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
-    pipe: asyncio.BaseTransport | None = None
+    output, pipe, write_end = await piped_output()
     try:
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read_end, "rb", 0)
-        )
         process = await asyncio.create_subprocess_exec(
             *spec.command,
             env=environment,
@@ -166,8 +197,7 @@ async def start_child(spec: ServiceSpec) -> LocalChild:
             start_new_session=True,
         )
     except (OSError, asyncio.CancelledError) as error:
-        if pipe is not None:  # else the loop has closed it
-            pipe.close()
+        pipe.close()
         if isinstance(error, OSError):
             raise ConfigError(
                 f"{spec.name}: {spec.command[0]} cannot be started ({error.strerror})"

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-_FIRST_PAUSE_S = 0.5
+_FIRST_PAUSE_S = 0.5  # from one start to the next: who lived longer starts again at once
 # A process that ran this long was not in a crash loop: its restarts count from 0 again.
 _STABLE_S = 120.0
 
@@ -217,9 +217,10 @@ class Supervisor:
             if crew.is_dismissed or end.cause.code == 0 or _was_asked_to_leave(end):
                 self._note_end(crew, end)
                 return
-            if time.monotonic() - began_s > _STABLE_S:
+            lived_s = time.monotonic() - began_s
+            if lived_s > _STABLE_S:
                 crew.restarts = 0
-            if not await self._may_restart(crew, end):
+            if not await self._may_restart(crew, end, lived_s):
                 return
 
     def _note_end(self, crew: Crew, end: CrewEnd) -> None:
@@ -242,7 +243,7 @@ class Supervisor:
             if each.code not in (0, -signal.SIGTERM, -signal.SIGKILL)
         )
 
-    async def _may_restart(self, crew: Crew, end: CrewEnd) -> bool:
+    async def _may_restart(self, crew: Crew, end: CrewEnd, lived_s: float) -> bool:
         spec, code = end.cause.spec, end.cause.code
         if self._interrupted.is_set() and spec.ends_run:  # a new one would not know of the end
             self._fail(crew.diagnosis(end.cause))
@@ -257,10 +258,11 @@ class Supervisor:
         if is_refusal or crew.restarts >= spec.restarts.max_restarts:
             self._fail(crew.diagnosis(end.cause))
             return False
-        pause_s = _FIRST_PAUSE_S * 2**crew.restarts
+        pause_s = max(0.0, _FIRST_PAUSE_S * 2**crew.restarts - lived_s)
         crew.restarts += 1
         name = spec.name if len(crew.specs) == 1 else f"{spec.name}, with all of {crew.name},"
-        logger.warning("%s ended with %s; starting again in %g s", name, ending_text(code), pause_s)
+        when = f"in {pause_s:.1f} s" if pause_s else "at once"
+        logger.warning("%s ended with %s; starting again %s", name, ending_text(code), when)
         if not await _is_set_within(crew.released, pause_s):
             return True
         if crew.is_dismissed:

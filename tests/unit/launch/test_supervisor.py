@@ -192,6 +192,24 @@ async def test_a_process_that_lived_long_enough_is_no_crash_loop(
     assert (end.exit_code, end.failures) == (130, ())
 
 
+async def test_a_process_that_lived_longer_than_the_pause_is_started_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pause is from start to start: it slows down a crash loop, and no recovery."""
+    dies = "import sys; sys.exit(9)"
+    for first_pause_s, said in ((1e-9, "starting again at once"), (600.0, "starting again in ")):
+        monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", first_pause_s)
+        caplog.clear()
+        run = Supervised(tmp_path, spec("rollout-0", dies, max_restarts=1), polite("reward"))
+        async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as tasks:
+            tasks.create_task(run.supervisor.run())
+            await run.until(lambda run=run: bool(run.said("reward")))  # type: ignore[misc]
+            while "starting again" not in caplog.text:
+                await asyncio.sleep(0.01)
+            run.supervisor.end()
+        assert said in caplog.text
+
+
 async def test_a_signal_that_ended_a_process_is_named(tmp_path: Path) -> None:
     dies = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     end = await Supervised(tmp_path, spec("trainer", dies)).run()

@@ -315,3 +315,27 @@ async def test_at_shutdown_streams_are_cancelled_and_prompts_stay_pending() -> N
     assert sorted(client.cancelled) == ["p0", "p1"]
     assert app.ledger.num_pending == 2
     assert app.ledger.by_end[PromptEnd.DROPPED_FAILED] == 0
+
+
+async def test_places_are_counted_from_the_announced_version_while_a_later_one_is_on_its_way() -> (
+    None
+):
+    client = ScriptedClient()
+    async with running_app(config(max_staleness=2), client) as app:
+        submit(app, [MIXED] * 20)
+        await publish(app, client, 0)
+        first = await app.loop.batches.take(1, 0, 5)
+        app.loop.batches.acknowledge(first.batch_id, 1)
+        second = await app.loop.batches.take(2, 1, 5)  # version 0 serves still
+        app.loop.batches.acknowledge(second.batch_id, 2)
+        await turns(200)
+        # The batches of versions 0, 1 and 2 are all that groups of version 0 have.
+        assert len(client.calls) == 3 * 2
+        await publish(app, client, 1)
+        await settled(lambda: len(client.calls) == 4 * 2)
+        third = await app.loop.batches.take(3, 2, 5)
+        assert third.statistics["train/staleness_max"] == 2
+        assert [g.prompt_id for g in third.groups] == ["p4", "p5"]
+        await turns(200)
+        assert len(client.calls) == 4 * 2
+    assert "dropped_stale" not in ends(app)

@@ -133,9 +133,10 @@ class RecordedRun:
     def _rows(self, num_replicas: int, stall_s: float, handover_s: float) -> list[dict[str, float]]:
         rows, generated, busy_s = [], 0.0, 0.0
         pairs = zip(self.recorder.steps, self.recorder.marks, strict=True)
-        generated_at_lease = trained_at_lease = 0.0
+        generated_at_lease = trained_at_lease = ended_s = 0.0
         for number, (step, mark) in enumerate(pairs, 1):
-            step_s = step.published_s - step.asked_s
+            # Where publications overlap steps, this is as long as from request to request.
+            step_s = step.published_s - ended_s
             wait_s, train_s = step.leased_s - step.asked_s, step.trained_s - step.leased_s
             rows.append(
                 {
@@ -147,6 +148,7 @@ class RecordedRun:
                     "timing_s/wait_groups": wait_s - handover_s,
                     "timing_s/update_weights": step_s - wait_s - train_s,
                     "weights/stall_s": stall_s,
+                    "weights/delivery_s": step.published_s - step.trained_s,
                     "rollout/replicas": num_replicas,
                     "rollout/idle_share": 1.0 - (step.busy_s - busy_s) / (step_s * num_replicas),
                     "rollout/tokens_per_s": (step.generated - generated) / step_s,
@@ -154,6 +156,6 @@ class RecordedRun:
                     "train/trained_tokens": mark.trained - trained_at_lease,
                 }
             )
-            generated, busy_s = step.generated, step.busy_s
+            generated, busy_s, ended_s = step.generated, step.busy_s, step.published_s
             generated_at_lease, trained_at_lease = mark.generated, mark.trained
         return rows

@@ -170,10 +170,16 @@ def test_replicas_twice_as_fast_halve_the_time_of_a_synchronous_batch(
     assert simulate(fast, SmallWorkload(seed)).step_s == pytest.approx(slow_s / 2)
 
 
-def test_more_replicas_do_not_slow_a_batch() -> None:
+def test_more_replicas_do_not_slow_a_batch_as_long_as_their_swaps_fit_a_publication() -> None:
+    trainer = TrainerSettings(2.0, publish_s=0.5, stall_s=0.05)
     times = [
         simulate(
-            small(max_staleness=2, num_steps=40, fleet=replace(FLEET, num_replicas=number)),
+            small(
+                max_staleness=2,
+                num_steps=40,
+                fleet=replace(FLEET, num_replicas=number),
+                trainer=trainer,
+            ),
             SmallWorkload(),
         ).step_s
         for number in (1, 2, 4, 8)
@@ -269,3 +275,32 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         TrainerSettings(1.0, 0.0, 1.0, 2.0)
     with pytest.raises(ConfigError, match="warm up"):
         small(num_steps=3, warmup_steps=2)
+
+
+def _trainer_bound(max_staleness: int, *, overlaps: bool) -> float:
+    """Return seconds of a step that trains for 20 s and publishes for 10 s."""
+    trainer = TrainerSettings(20.0, publish_s=10.0, stall_s=0.1, overlaps=overlaps)
+    chosen = small(max_staleness=max_staleness, num_steps=12, trainer=trainer)
+    return simulate(chosen, SmallWorkload()).step_s
+
+
+@pytest.mark.parametrize("max_staleness", [2, 3])
+def test_a_step_does_not_wait_for_a_publication_that_staleness_leaves_places(
+    max_staleness: int,
+) -> None:
+    assert _trainer_bound(max_staleness, overlaps=False) == pytest.approx(30.0)
+    assert _trainer_bound(max_staleness, overlaps=True) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_publication_that_staleness_leaves_no_places_is_awaited(max_staleness: int) -> None:
+    steps_s = [_trainer_bound(max_staleness, overlaps=overlaps) for overlaps in (False, True)]
+    assert steps_s[0] == steps_s[1] >= 30.0
+
+
+def test_a_publication_waits_for_the_one_before() -> None:
+    trainer = TrainerSettings(1.0, publish_s=10.0, stall_s=0.1)
+    recorder = SimulationRecorder()
+    simulate(small(max_staleness=3, trainer=trainer), SmallWorkload(), recorder)
+    for before, after in pairwise(recorder.steps):
+        assert after.published_s >= before.published_s + 10.0 - 1e-9

@@ -13,6 +13,7 @@ import pytest
 
 from services.reward.records.statistics import SAMPLE_OUTCOMES, TokenUse
 from services.rollout.engines.threaded_engine import EngineState
+from services.trainer.fleet.publisher import PublishReport
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.loop.run_state import RunPhase
@@ -158,11 +159,11 @@ def test_every_name_of_a_step_has_a_row(tmp_path: Path) -> None:
         {
             **learner,
             **host_memory_metrics(),
+            **PublishReport(1, 2, 1, 0.5, 0.1, 10, 100).metrics,
         },
         StepTimes(1.0, 2.0, 0.5, 0.25, 4.0),
         FleetInterval(400, 6.0, 2),
         scale=RunScale(ranks=1, dataset_rows=8),
-        stall_s=0.1,
     )
     assert len(emitted) > 60
     assert without_row(emitted) == []

@@ -23,7 +23,7 @@ from tools.chaos.verdict import (
     lost_prompts,
     read_dumps,
     read_ledger,
-    recovery_s,
+    recovered_s,
     surviving_steps,
 )
 
@@ -109,9 +109,9 @@ def test_throughput_recovers_at_the_first_window_with_nearly_the_full_rate() -> 
 
     def found(end_s: float) -> float | None:
         yields = [*slow, *fast]
-        return recovery_s(yields, 0.5, full_rate=100.0, window_s=2.0, end_s=end_s)
+        return recovered_s(yields, 0.5, full_rate=100.0, window_s=2.0, end_s=end_s)
 
-    assert found(8.0) == 3.5
+    assert found(8.0) == 4.0
     assert found(5.5) is None
 
 
@@ -119,6 +119,12 @@ def test_single_faults_are_of_every_kind_in_each_round() -> None:
     kinds = [fault.kind for fault in islice(single_faults(3), 2 * len(SINGLE))]
     assert sorted(kinds[: len(SINGLE)]) == sorted(kinds[len(SINGLE) :]) == sorted(SINGLE)
     assert [one.kind for one in islice(single_faults(3), 16)] == kinds
+
+
+def test_single_faults_are_of_the_chosen_kinds() -> None:
+    kinds = ("kill_reward", "kill_trainer")
+    found = [fault.kind for fault in islice(single_faults(3, kinds), 4)]
+    assert sorted(found[:2]) == sorted(found[2:]) == sorted(kinds)
 
 
 def test_a_single_fault_waits_for_the_recovery_from_the_one_before() -> None:

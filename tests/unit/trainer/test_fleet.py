@@ -38,10 +38,15 @@ def states(fleet: Fleet) -> dict[str, MemberState]:
     return {member.info.name: member.state for member in fleet.members()}
 
 
-def test_a_replica_is_pending_until_it_has_proven_the_weights(fleet: Fleet) -> None:
+def test_a_replica_is_pending_until_it_has_proven_the_weights(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     fleet.register(replica(), LAYOUT, 0.0)
     assert states(fleet) == {"a": MemberState.PENDING}
     fleet.mark_serving(replica(), 3)
+    fleet.mark_serving(replica(), 3)  # an update, which is not worth a line
+    assert caplog.text.count("replica a serves version 3") == 1
     assert states(fleet) == {"a": MemberState.SERVING}
     assert fleet.members()[0].version == 3
 

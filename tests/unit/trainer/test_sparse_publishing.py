@@ -47,7 +47,9 @@ async def _publish(trainer: Trainer, number: int) -> tuple[bool, int]:
     assert 0 < report.sent_bytes <= report.dense_bytes
     share = report.sent_bytes / report.dense_bytes
     assert share == 1 or share < 0.1
-    assert report.traffic == {
+    assert report.metrics == {
+        "weights/stall_s": report.stall_s,
+        "weights/delivery_s": report.seconds,
         "weights/bytes_sent": report.sent_bytes,
         "weights/bytes_share": share,
     }

@@ -68,7 +68,6 @@ def metrics(
         times,
         fleet,
         scale=RunScale(ranks=2, dataset_rows=dataset_rows),
-        stall_s=0.125,
     )
 
 
@@ -110,7 +109,6 @@ def test_every_part_of_the_step_has_its_time() -> None:
     assert found["timing_s/train"] == 2.0
     assert found["timing_s/update_weights"] == 0.5
     assert found["timing_s/save_checkpoint"] == 0.25
-    assert found["weights/stall_s"] == 0.125
 
 
 def test_what_the_trainer_waits_for_a_batch_is_its_time_of_generation() -> None:

@@ -81,6 +81,21 @@ async def test_replicas_that_divide_the_weights_in_different_ways_serve_in_one_e
     assert trainer.serving() == {"a": 3}, "another digest than its own version's is not served"
 
 
+async def test_all_that_serve_are_let_sleep_and_one_that_fails_stays_a_member(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = trainer.add("a"), trainer.add("b")
+    await trainer.publisher.let_sleep()  # nobody serves yet
+    assert "sleep" not in first.calls
+    await trainer.publish(0)
+    second.faults["sleep"] = raising(PeerError("b", "falling asleep", "UNAVAILABLE"))
+    await trainer.publisher.let_sleep()
+    assert "sleep" in first.calls
+    assert "b does not sleep and may keep its memory" in caplog.text
+    await trainer.publish(1)
+    assert trainer.serving() == {"a": 1, "b": 1}
+
+
 async def test_an_unchanged_fleet_stays_in_its_epoch(trainer: Trainer) -> None:
     replica = trainer.add("a")
     for version in range(3):

@@ -86,13 +86,20 @@ class VllmEngine(ThreadedEngine[VllmCore]):
         """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         thread, core = self._in_thread()
         self._epoch = spec.epoch
+        await thread.call(core.wake(), f"waking for epoch {spec.epoch}")
         return await thread.call(core.workers.join(spec), f"joining epoch {spec.epoch}")
+
+    async def sleep(self) -> bool:
+        """Free memory of the device until the next weights; see the protocol."""
+        thread, core = self._in_thread()
+        return await thread.call(core.sleep(), "falling asleep")
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
         """Receive one version into staging memory while sampling continues."""
         thread, core = self._in_thread()
         phase = f"staging version {version}"
         check_epoch(epoch, self._epoch, phase)
+        await thread.call(core.wake(), f"waking for version {version}")
         staged = await thread.call(core.workers.stage(version), phase)
         check_epoch(epoch, self._epoch, phase)
         return staged

@@ -389,6 +389,36 @@ class AbortUpdateResponse(google.protobuf.message.Message):
 global___AbortUpdateResponse = AbortUpdateResponse
 
 @typing.final
+class SleepRequest(google.protobuf.message.Message):
+    """Lets the engine sleep."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___SleepRequest = SleepRequest
+
+@typing.final
+class SleepResponse(google.protobuf.message.Message):
+    """The engine sleeps, or cannot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ASLEEP_FIELD_NUMBER: builtins.int
+    asleep: builtins.bool
+    """Whether it sleeps."""
+    def __init__(
+        self,
+        *,
+        asleep: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep", b"asleep"]) -> None: ...
+
+global___SleepResponse = SleepResponse
+
+@typing.final
 class PutKeyRequest(google.protobuf.message.Message):
     """Writes or deletes a key."""
 

@@ -1,0 +1,131 @@
+"""A process that has imported what services need, and forks itself into them:
+`python -m sluice.launch.processes.template FD MODULE... SPACE`.
+
+It computes nothing and starts no thread of its own, so its forks begin as a new process does after
+its imports. Each request is one message of JSON on the socket FD, with the descriptor for output;
+answers are the id of the process, and later its exit code. It ends with the socket's other end, and
+the kernel ends its forks with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor, stat_fields
+
+MESSAGE_BYTES = 1 << 20
+SPACE = " " * 4096
+"""The last argument of a template: memory of its command line, which the forks' lines replace."""
+_ARGUMENTS_FROM, _ARGUMENTS_TO = 45, 46  # in `stat_fields`: where that memory is
+_STANDARD = (0, 1, 2)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Import, then fork on request until the other end is closed."""
+    end_with_supervisor()
+    requests = socket.socket(fileno=int(arguments[0]))
+    for module in arguments[1:-1]:
+        with suppress(ImportError):  # the service reports what is missing, in its own words
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would otherwise copy the pages of all objects
+    _serve(requests)
+    return 0
+
+
+def _serve(requests: socket.socket) -> None:
+    # A descriptor of each fork, readable once it has ended, with its id.
+    selector = selectors.DefaultSelector()
+    selector.register(requests, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not requests:
+                selector.unregister(key.fileobj)
+                os.close(key.fd)
+                _, status = os.waitpid(key.data, 0)
+                _answer(requests, {"pid": key.data, "code": os.waitstatus_to_exitcode(status)})
+                continue
+            message, outputs, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
+            if not message:
+                return
+            request = json.loads(message)
+            leads, has_led = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                own = [each.fd for each in selector.get_map().values()]
+                selector.close()
+                os.setsid()
+                _become(request, outputs[0], (leads, has_led, *own))
+            for descriptor in (has_led, *outputs):
+                os.close(descriptor)
+            os.read(leads, 1)  # its end: signals to the group of the fork reach it from now on
+            os.close(leads)
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+            _answer(requests, {"pid": pid})
+
+
+def _answer(requests: socket.socket, answer: Mapping[str, int]) -> None:
+    with suppress(OSError):  # the other end is gone, which the next read shows
+        requests.send(json.dumps(answer).encode())
+
+
+def _become(request: Mapping[str, object], output: int, own: Sequence[int]) -> NoReturn:
+    """Run a module as `python -m` does, with the arguments, environment and output given."""
+    code = 1
+    try:
+        module, *arguments = _texts(request["command"])
+        environment = request["environment"]
+        assert isinstance(environment, dict)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in zip((nothing, output, output), _STANDARD, strict=True):
+            os.dup2(source, target)
+        _show_as(module, arguments)
+        for descriptor in (nothing, output, *own):
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.environ[SUPERVISOR_VARIABLE] = str(os.getppid())
+        sys.argv[1:] = arguments
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:  # noqa: BLE001 - as the interpreter does with what a program raises
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _show_as(module: str, arguments: Sequence[str]) -> None:
+    """Change what `ps` and `pgrep -f` show of this process."""
+    words = (sys.executable, "-m", module, *arguments)
+    line = b"\0".join(map(os.fsencode, words))
+    begin, end = (int(stat_fields(os.getpid())[at]) for at in (_ARGUMENTS_FROM, _ARGUMENTS_TO))
+    size = end - begin
+    if begin and size > 0:
+        ctypes.memmove(begin, line[: size - 1].ljust(size, b"\0"), size)
+
+
+def _texts(value: object) -> list[str]:
+    assert isinstance(value, list)
+    return [str(one) for one in value]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
