@@ -18,6 +18,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from sluice.weight_share import WeightShare, WorkerPlace
+
 TokenIds = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
 RoutedExperts = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
@@ -524,42 +526,6 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The part of one dimension of a tensor that a worker takes.
-
-    `ranges` are (start, length) in elements, rising, with something between two of them.
-    """
-
-    dimension: int
-    ranges: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightShare:
-    """The part of the weights that one worker of a replica computes with.
-
-    `cuts` are by tensor, in order of name, each with rising dimensions. A tensor takes what all its
-    cuts have in common; one that is not named is taken whole.
-    """
-
-    cuts: tuple[tuple[str, tuple[Cut, ...]], ...] = ()
-
-
-WHOLE = WeightShare()
-"""All weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """A worker's place in an epoch: the group of all workers with its share, and its rank there."""
-
-    group: int
-    rank: int
-    world_size: int
-    plan_digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class TransferCertificates:
     """Certificates in PEM of a process that reaches, or serves, a rendezvous store by TLS.
 
@@ -581,11 +547,10 @@ class TransferGroupSpec:
     """One epoch of a weight-transfer group: everything a member needs to join it.
 
     `rank` 0 is the trainer (sender). `bucket_bytes` bounds one collective; `timeout_s` bounds the
-    formation and each collective. `store_key` is the epoch's secret, for the rendezvous store at
-    `host` and `port`; empty for a store that is open to all. `ranks` are the member's from `rank`
-    on, one for each of its devices; if these are not all in group 0, `places` has each one's place.
-    `certificates` are each process's own and never travel to another machine; without them the
-    store is reached without TLS.
+    formation and each collective. `store_key` is the epoch's secret, for the store at `host` and
+    `port`; empty for a store that is open to all. `ranks` are the member's from `rank` on, one for
+    each of its devices; if these are not all in group 0, `places` has each one's place.
+    `certificates` are each process's own and never travel to another machine; none: no TLS.
     """
 
     epoch: int
@@ -606,9 +571,8 @@ class TransferGroupSpec:
 
     def of_worker(self, worker: int) -> TransferGroupSpec:
         """Return the spec of one of the member's workers, 0 to `ranks` - 1."""
-        if not self.places:
-            return replace(self, rank=self.rank + worker, ranks=1)
-        return replace(self, ranks=1, places=(), **asdict(self.places[worker]))
+        own = asdict(self.places[worker]) if self.places else {"rank": self.rank + worker}
+        return replace(self, ranks=1, places=(), **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -625,11 +589,6 @@ class ReplicaInfo:
     slots: int
     ranks: int = 1
     shares: tuple[WeightShare, ...] = field(default=(), repr=False, compare=False)
-
-    @property
-    def rank_shares(self) -> tuple[WeightShare, ...]:
-        """Return the weights of each rank."""
-        return self.shares or (WHOLE,) * self.ranks
 
 
 def layout_digest(tensors: Iterable[TensorSpec]) -> str:

@@ -14,7 +14,8 @@ import msgspec
 from benchmarks.peers import PeerProcess
 from benchmarks.reporting import print_line
 from sluice.device.cpu import CpuDevice
-from sluice.types import TensorSpec, WeightShare
+from sluice.types import TensorSpec
+from sluice.weight_share import WeightShare
 from sluice.weights.digest import combined_digest
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import BroadcastReport, WeightSender

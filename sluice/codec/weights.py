@@ -8,7 +8,8 @@ from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.bounds import check_fields
 from sluice.codec.fields import check_range, shortened
 from sluice.errors import InvalidRequestError
-from sluice.types import Cut, TensorSpec, TransferGroupSpec, WeightShare, WorkerPlace
+from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import Cut, WeightShare, WorkerPlace
 from sluice.weights.adapters import merged_shapes
 
 _TENSORS_PER_WEIGHT = 5  # with the halves of an adapter, or of two of experts'

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sluice.types import WHOLE, TensorSpec, TransferGroupSpec, WeightShare, WorkerPlace
+from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import WHOLE, WeightShare, WorkerPlace
 from sluice.weights.plan import TransferPlan, hiding_bucket_bytes, plan_transfer
 
 Worker = tuple[str, int]

@@ -20,7 +20,8 @@ from functools import cached_property
 import torch
 
 from sluice.errors import InvalidRequestError
-from sluice.types import WHOLE, TensorSpec, WeightShare
+from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.share import Cuts, cuts_by_name, pack, part_shape
 
 _WIRE_DTYPES = (

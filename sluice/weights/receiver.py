@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
-from sluice.types import WHOLE, TransferGroupSpec, WeightShare
+from sluice.types import TransferGroupSpec
+from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.adapters import merged_shapes
 from sluice.weights.digest import WeightDigests
 from sluice.weights.group import SENDER_NAME, TransferGroup

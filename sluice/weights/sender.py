@@ -22,7 +22,8 @@ from typing import TypeVar
 
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
-from sluice.types import TensorSpec, TransferCertificates, TransferGroupSpec, WeightShare
+from sluice.types import TensorSpec, TransferCertificates, TransferGroupSpec
+from sluice.weight_share import WeightShare
 from sluice.weights.classes import ShareClass, rank_names, share_classes, specs_of
 from sluice.weights.digest import WeightDigests, combined_digest
 from sluice.weights.group import SENDER_NAME, TransferGroup

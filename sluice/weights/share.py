@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sluice.errors import InvalidRequestError
-from sluice.types import Cut, TensorSpec, WeightShare
+from sluice.types import TensorSpec
+from sluice.weight_share import Cut, WeightShare
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sluice.types import (
-    Cut,
     DataProgress,
     FinishReason,
     ReplicaInfo,
@@ -24,9 +23,8 @@ from sluice.types import (
     TrainGroup,
     TransferGroupSpec,
     VersionSpan,
-    WeightShare,
-    WorkerPlace,
 )
+from sluice.weight_share import Cut, WeightShare, WorkerPlace
 
 names = st.text(min_size=1, max_size=8)
 words = st.text(max_size=12)

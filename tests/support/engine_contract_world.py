@@ -20,7 +20,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from services.rollout.engines.protocol import Engine, EngineLoad, GenerationRequest, SampleChunk
 from sluice.device.select import select_device
-from sluice.types import WHOLE, SamplingParams, TransferGroupSpec
+from sluice.types import SamplingParams, TransferGroupSpec
+from sluice.weight_share import WHOLE
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import (
     EOS,

@@ -12,7 +12,8 @@ import torch
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import WeightPublisher
 from sluice.device.cpu import CpuDevice
-from sluice.types import WHOLE, ReplicaInfo, TensorSpec, TransferGroupSpec, WeightShare
+from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender

@@ -25,8 +25,8 @@ from sluice.types import (
     TensorSpec,
     TokenIds,
     TransferGroupSpec,
-    WeightShare,
 )
+from sluice.weight_share import WeightShare
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,7 +35,8 @@ from sluice.concurrency.process import process_age_s
 from sluice.concurrency.waits import deadline, waiting_for
 from sluice.device.select import transfer_device
 from sluice.errors import EngineError, NotReadyError
-from sluice.types import TensorSpec, TransferGroupSpec, WeightShare
+from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import WeightShare
 
 _CLOSE_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 60.0

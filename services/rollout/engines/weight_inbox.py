@@ -13,7 +13,8 @@ from services.rollout.engines.protocol import StagedVersion
 from sluice.concurrency.threads import OwnerThread
 from sluice.device.protocol import Device
 from sluice.errors import WeightSyncError
-from sluice.types import WHOLE, TransferGroupSpec, WeightShare
+from sluice.types import TransferGroupSpec
+from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.adapters import merge_adapters
 from sluice.weights.delta import changed_positions
 from sluice.weights.receiver import StagedWeights, WeightReceiver

@@ -32,6 +32,7 @@ from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.concurrency.waits import deadline
 from sluice.errors import InvalidRequestError, PeerError, SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
+from sluice.weight_share import WHOLE
 from sluice.weights.plan import WeightBuffer
 from sluice.weights.sender import BroadcastReport, Changes, WeightSender
 from sluice.weights.snapshot import Snapshot
@@ -280,7 +281,7 @@ class TransferSession:
             await self._leave()
             return False
         keys = {member: _key(member) for member in members}
-        shares = {keys[member]: member.rank_shares for member in members}
+        shares = {keys[member]: member.shares or (WHOLE,) * member.ranks for member in members}
         specs = self._sender.form_group(self._epoch, list(keys.values()), self._tensors, shares)
         answers = await self._together(
             members,

@@ -27,9 +27,8 @@ from sluice.types import (
     TrainBatch,
     TrainGroup,
     TransferGroupSpec,
-    WeightShare,
-    WorkerPlace,
 )
+from sluice.weight_share import WeightShare, WorkerPlace
 from tests.support.domain_values import (
     finite,
     replicas,

@@ -19,7 +19,8 @@ from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError
-from sluice.types import WHOLE, TensorSpec, TransferGroupSpec
+from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import WHOLE
 from sluice.weights.sender import WeightSender
 
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -9,7 +9,8 @@ import torch
 
 from services.rollout.engines.vendor.share_loading import ShareLoading
 from services.rollout.engines.vendor.share_recorder import meta_copy, recorded_share
-from sluice.types import WHOLE, Cut, TensorSpec, WeightShare
+from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, Cut, WeightShare
 from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, merge_adapters
 from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
 from sluice.weights.share import cuts_by_name, pack

@@ -17,7 +17,8 @@ from services.rollout.engines.vllm.worker import WeightWorker, keep_buffers
 from services.rollout.engines.vllm.worker_features import WorkerFeatures, runner_environment
 from services.rollout.engines.vllm.workers import VllmWorkers, WorkerBegin
 from sluice.errors import ConfigError
-from sluice.types import WHOLE, Cut, TensorSpec, WeightShare
+from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, Cut, WeightShare
 
 _VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _LOADER = "vllm.model_executor.model_loader.dummy_loader"

@@ -10,7 +10,8 @@ import pytest
 from services.trainer.fleet.members import Fleet, MemberState
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import InvalidRequestError, NotFoundError
-from sluice.types import Cut, ReplicaInfo, TensorSpec, WeightShare
+from sluice.types import ReplicaInfo, TensorSpec
+from sluice.weight_share import Cut, WeightShare
 
 LAYOUT = "layout"
 TTL_S = 6.0

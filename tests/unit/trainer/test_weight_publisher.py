@@ -14,7 +14,7 @@ import torch
 from services.trainer.fleet.members import MemberState
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError, WeightSyncError
-from sluice.types import Cut, WeightShare
+from sluice.weight_share import Cut, WeightShare
 from tests.support.publisher_fleet import TIMEOUT_S, Replica, Trainer, weights
 from tests.support.weight_digest import plain_digest
 

@@ -15,7 +15,8 @@ import xxhash
 
 from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
-from sluice.types import WHOLE, Cut, TransferGroupSpec, WeightShare
+from sluice.types import TransferGroupSpec
+from sluice.weight_share import WHOLE, Cut, WeightShare
 from sluice.weights import receiver, transfer
 from sluice.weights.digest import WeightDigests, combined_digest
 from sluice.weights.group import TransferGroup

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from services.rollout.engines.vendor.share_recorder import AsInFiles, file_views
-from sluice.types import TensorSpec, WeightShare
+from sluice.types import TensorSpec
+from sluice.weight_share import WeightShare
 from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, adapted_part, merge_part
 from sluice.weights.plan import torch_dtype
 from sluice.weights.share import Cuts, cuts_by_name, unpack

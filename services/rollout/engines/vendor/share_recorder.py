@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sluice.types import WHOLE, Cut, TensorSpec, WeightShare
+from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, Cut, WeightShare
 from sluice.weights.plan import torch_dtype
 from sluice.weights.share import MAX_RANGES, Cuts
 

@@ -18,7 +18,8 @@ from services.rollout.engines.vllm.settings import VllmSettings, vllm_settings
 from services.rollout.engines.weight_inbox import check_epoch
 from sluice.config.run import RunConfig
 from sluice.errors import MissingPackageError
-from sluice.types import TransferGroupSpec, WeightShare
+from sluice.types import TransferGroupSpec
+from sluice.weight_share import WeightShare
 
 _STEP_TIMEOUT_S = 60.0
 

@@ -27,7 +27,8 @@ from services.rollout.engines.vllm.workers import WorkerBegin
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.select import transfer_device
 from sluice.errors import ConfigError, SluiceError, WeightSyncError
-from sluice.types import TransferGroupSpec, WeightShare
+from sluice.types import TransferGroupSpec
+from sluice.weight_share import WeightShare
 
 _MARK = "sluice_keeps_buffers"
 _Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]

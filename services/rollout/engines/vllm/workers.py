@@ -29,7 +29,8 @@ from sluice.errors import (
     SluiceError,
     WeightSyncError,
 )
-from sluice.types import TensorSpec, TransferGroupSpec, WeightShare
+from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import WeightShare
 from sluice.weights.digest import combined_digest
 
 Answer = dict[str, object]
