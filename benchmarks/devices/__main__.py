@@ -12,6 +12,9 @@ overlap     overlap_speedup: trained samples/s with the transfer of a version be
 launches    launches_placed: published launches whose processes have the devices of their split, on
             Ray clusters with pretended devices; launch_splits: what each says; with --ray-python
             only
+shares      bytes_share_ratio: bytes into a worker of a replica of four over a quarter of the model,
+            the worst; host_share_ratio: its host memory for weights over its share, the most
+            during three updates
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
@@ -32,13 +35,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.devices import engines, fleet, launches, overlap, recovery, wire
+from benchmarks.devices import engines, fleet, launches, overlap, recovery, shares, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-_MODULES = (overlap, wire, launches, engines, fleet, recovery)
+_MODULES = (overlap, wire, shares, launches, engines, fleet, recovery)
 KEYS = tuple(key for module in _MODULES for key in module.KEYS)
-MOST: Mapping[str, float] = {**overlap.MOST, **wire.MOST, **engines.MOST, **fleet.MOST}
+MOST: Mapping[str, float] = {
+    **overlap.MOST,
+    **wire.MOST,
+    **shares.MOST,
+    **engines.MOST,
+    **fleet.MOST,
+}
 LEAST: Mapping[str, float] = {**overlap.LEAST, **launches.LEAST, **engines.LEAST, **fleet.LEAST}
 
 
@@ -59,6 +68,7 @@ def _launches(parsed: argparse.Namespace) -> Mapping[str, object]:
 PARTS: Mapping[str, Part] = {
     "overlap": lambda _: overlap.measure(),
     "wire": lambda _: wire.measure(),
+    "shares": lambda _: shares.measure(),
     "launches": _launches,
     "engines": _engines,
     "fleet": lambda parsed: fleet.measure(fleet.Scale(parsed.concurrent)),

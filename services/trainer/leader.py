@@ -196,7 +196,7 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
     weights = [spec for spec in trained.tensors if not is_adapter(spec.name)]
     return TrainerMetrics(
         RunState(instance_id, trained.total_steps, step, process_age_s()),
-        Fleet(layout_digest(weights), service.replica_ttl_s, service.replica_stall_s),
+        Fleet(layout_digest(weights), service.replica_ttl_s, service.replica_stall_s, weights),
         RunHistory(),
         SyncCounts(),
     )

@@ -36,6 +36,7 @@ from sluice.concurrency.waits import deadline, waiting_for
 from sluice.device.select import transfer_device
 from sluice.errors import EngineError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import WeightShare
 
 _CLOSE_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 60.0
@@ -267,6 +268,11 @@ class ThreadedEngine(ABC, Generic[CoreT]):
     def weight_layout(self) -> Sequence[TensorSpec]:
         """The weights the engine expects, in the order of the wire."""
         return self._described().tensors
+
+    @property
+    def weight_shares(self) -> Sequence[WeightShare]:
+        """The weights that each of its workers takes; empty: each takes all of them."""
+        return ()
 
     @property
     def prefilled_tokens(self) -> int:

@@ -112,7 +112,7 @@ class VllmCore(VendorCore):
         begin = WorkerBegin(
             device=device.torch_device.type,
             backend=settings.weights_backend,
-            shapes={spec.name: spec.shape for spec in layout.tensors},
+            tensors=layout.tensors,
             model_path=settings.model_path,
             trust_remote_code=settings.trust_remote_code,
         )

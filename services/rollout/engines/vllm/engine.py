@@ -7,6 +7,8 @@ service's event loop sees of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.threaded_engine import ThreadedEngine
 from services.rollout.engines.vendor.request import PromptImages
@@ -17,6 +19,7 @@ from services.rollout.engines.weight_inbox import check_epoch
 from sluice.config.run import RunConfig
 from sluice.errors import MissingPackageError
 from sluice.types import TransferGroupSpec
+from sluice.weight_share import WeightShare
 
 _STEP_TIMEOUT_S = 60.0
 
@@ -52,6 +55,11 @@ class VllmEngine(ThreadedEngine[VllmCore]):
         """Return the number of samples that vLLM's workers hold since their last step."""
         thread, core = self._in_thread()
         return await thread.call(core.heartbeat(_STEP_TIMEOUT_S), "ending a step")
+
+    @property
+    def weight_shares(self) -> Sequence[WeightShare]:
+        """The weights that each of its workers takes."""
+        return self._in_thread()[1].workers.shares
 
     async def processes(self) -> tuple[int, ...]:
         """Return the ids of the processes that vLLM computes in."""
