@@ -108,8 +108,12 @@ bench-engine: $(VENV)/.installed-train  ## Measure each engine's tokens/s, again
 bench-trainer: $(VENV)/.installed-dev  ## Prove the trainer's layouts, plans and states on the CPU, and measure its speed
 	@$(PY) -m benchmarks.trainer $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(ARGS)
 
+# That of ray-test is found.
+RAY_PYTHON ?= $(wildcard $(VENV)-ray/bin/python)
+
 bench-devices: $(VENV)/.installed-dev  ## Measure on the CPU what will matter on devices: transfers, a large fleet and batch, reading vLLM, recovery, placement
-	@$(PY) -m benchmarks.devices $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(ARGS)
+	@$(PY) -m benchmarks.devices $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
+		$(if $(RAY_PYTHON),--ray-python $(RAY_PYTHON)) $(ARGS)
 
 # With the Python of a machine with a GPU, which has its torch already; see docs/benchmarks.md.
 GPU_PYTHON ?= python3

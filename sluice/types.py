@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+from sluice.weight_share import WeightShare, WorkerPlace
 
 TokenIds = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
@@ -545,10 +547,10 @@ class TransferGroupSpec:
     """One epoch of a weight-transfer group: everything a member needs to join it.
 
     `rank` 0 is the trainer (sender). `bucket_bytes` bounds one collective; `timeout_s` bounds the
-    formation and each collective. `store_key` is the epoch's secret, for the rendezvous store at
-    `host` and `port`; empty for a store that is open to all. `ranks` are the member's from `rank`
-    on, one for each of its devices. `certificates` are each process's own and never travel to
-    another machine; without them the store is reached without TLS.
+    formation and each collective. `store_key` is the epoch's secret, for the store at `host` and
+    `port`; empty for a store that is open to all. `ranks` are the member's from `rank` on, one for
+    each of its devices; if these are not all in group 0, `places` has each one's place.
+    `certificates` are each process's own and never travel to another machine; none: no TLS.
     """
 
     epoch: int
@@ -564,13 +566,21 @@ class TransferGroupSpec:
     store_key: bytes = field(default=b"", repr=False)
     ranks: int = 1
     certificates: TransferCertificates | None = field(default=None, repr=False)
+    group: int = 0
+    places: tuple[WorkerPlace, ...] = ()
+
+    def of_worker(self, worker: int) -> TransferGroupSpec:
+        """Return the spec of one of the member's workers, 0 to `ranks` - 1."""
+        own = asdict(self.places[worker]) if self.places else {"rank": self.rank + worker}
+        return replace(self, ranks=1, places=(), **own)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
     """A rollout replica as the trainer knows it. `instance_id` is new at each process start.
 
-    `ranks` are those it takes in a transfer group: one for each of its devices.
+    `ranks` are those it takes in a transfer group: one for each of its devices. `shares` are the
+    weights of each; none: every rank takes all of them.
     """
 
     name: str
@@ -578,6 +588,7 @@ class ReplicaInfo:
     address: str
     slots: int
     ranks: int = 1
+    shares: tuple[WeightShare, ...] = field(default=(), repr=False, compare=False)
 
 
 def layout_digest(tensors: Iterable[TensorSpec]) -> str:

@@ -9,11 +9,21 @@ overlap     overlap_speedup: trained samples/s with the transfer of a version be
             over awaited, by what the run waits for and its staleness; staleness_exceeded: samples
             beyond the bound; fleet_capacity_min: least share of eight replicas that sample while
             all swap, 1 s each
+launches    launches_placed: published launches whose processes have the devices of their split, on
+            Ray clusters with pretended devices; launch_splits: what each says; with --ray-python
+            only
+shares      bytes_share_ratio: bytes into a worker of a replica of four over a quarter of the model,
+            the worst; host_share_ratio: its host memory for weights over its share, the most
+            during three updates
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
 recovery    recovery_s: p95 of the seconds from the kill of a replica, the reward service or the
             trainer until it works again, by name
+fleet       fleet_samples_per_s: samples that the reward service's process grades, while 50,000
+            grow on 512 replicas (--concurrent: fewer of both); fleet_lost: prompts, samples and
+            tokens without a place afterwards; reward_memory_ratio: memory of the service, less
+            300 MB, over the bytes of the tokens and texts that it holds
 
 missed names the keys that miss their bars; the exit code is then 1.
 """
@@ -25,13 +35,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.devices import engines, overlap, recovery, wire
+from benchmarks.devices import engines, fleet, launches, overlap, recovery, shares, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-KEYS = (*overlap.KEYS, *wire.KEYS, *engines.KEYS, *recovery.KEYS)
-MOST: Mapping[str, float] = {**overlap.MOST, **wire.MOST, **engines.MOST}
-LEAST: Mapping[str, float] = {**overlap.LEAST, **engines.LEAST}
+_MODULES = (overlap, wire, shares, launches, engines, fleet, recovery)
+KEYS = tuple(key for module in _MODULES for key in module.KEYS)
+MOST: Mapping[str, float] = {
+    **overlap.MOST,
+    **wire.MOST,
+    **shares.MOST,
+    **engines.MOST,
+    **fleet.MOST,
+}
+LEAST: Mapping[str, float] = {**overlap.LEAST, **launches.LEAST, **engines.LEAST, **fleet.LEAST}
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -41,10 +58,20 @@ def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
     return engines.measure(parsed.vllm_python)
 
 
+def _launches(parsed: argparse.Namespace) -> Mapping[str, object]:
+    if parsed.ray_python is None:
+        print_line("launches: left out, there is no --ray-python")
+        return {}
+    return launches.measure(parsed.ray_python)
+
+
 PARTS: Mapping[str, Part] = {
     "overlap": lambda _: overlap.measure(),
     "wire": lambda _: wire.measure(),
+    "shares": lambda _: shares.measure(),
+    "launches": _launches,
     "engines": _engines,
+    "fleet": lambda parsed: fleet.measure(fleet.Scale(parsed.concurrent)),
     "recovery": lambda _: recovery.measure(),
 }
 
@@ -56,6 +83,10 @@ def _missed(report: Mapping[str, Any]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = parts_parser(__doc__, "python -m benchmarks.devices --parts wire", PARTS)
+    parser.add_argument("--ray-python", help="of an environment with Ray and sluice")
+    parser.add_argument(
+        "--concurrent", type=int, default=fleet.CONCURRENT, help="samples of the part fleet"
+    )
     parsed = parser.parse_args(arguments)
     return run_parts(parsed, PARTS, KEYS, _missed)
 

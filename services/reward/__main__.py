@@ -27,7 +27,7 @@ from sluice.config.deadlines import generate_timeout_s
 from sluice.config.derived import message_mb, prompt_images, replays_engine_routing
 from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
-from sluice.config.rules.sampling import strategy_problems
+from sluice.config.rules.sampling import longest_interval_ms, strategy_problems
 from sluice.config.run import RunConfig
 from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.server import RpcServer
@@ -66,6 +66,7 @@ async def _serve(config: RunConfig) -> None:
         timeout_s=generate_timeout_s(config),
         max_message_bytes=limit,
         partial_interval_ms=config.sluice.reward.partial_interval_ms,
+        longest_interval_ms=longest_interval_ms(config),
         with_routing=replays_engine_routing(config),
         credentials=credentials,
     )

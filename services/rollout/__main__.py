@@ -7,7 +7,7 @@ import asyncio
 import logging
 import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -217,6 +217,7 @@ async def _take_part(
     async with open_channel(trainer, max_message_bytes=limit, credentials=credentials) as channel:
         digest = layout_digest(engine.weight_layout)
         heartbeat = EngineHeartbeat(engine.probe)
+        replica = replace(replica, shares=tuple(engine.weight_shares))
         registration = Registration(
             trainer_stub(channel), replica, digest, engine.load, lambda: heartbeat.turns
         )

@@ -14,6 +14,7 @@ from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.messages import counters_to_fields, replica_to_proto
+from sluice.codec.weights import share_to_proto
 from sluice.concurrency.process import process_age_s
 from sluice.errors import DeadlineError, NotFoundError, PeerError
 from sluice.rpc.client import unary_call
@@ -167,6 +168,7 @@ class Registration:
             trainer.RegisterReplicaRequest(
                 replica=replica_to_proto(self._replica, 0),
                 weights_layout_digest=self._layout_digest,
+                shares=map(share_to_proto, self._replica.shares),
             ),
             peer="trainer",
             phase="registering a replica",

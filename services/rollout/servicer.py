@@ -445,3 +445,9 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         check_fields(request)
         await self._engine.abort_update(request.epoch, request.reason)
         return weights.AbortUpdateResponse(policy_version=self._engine.load().version)
+
+    async def Sleep(
+        self, request: weights.SleepRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> weights.SleepResponse:
+        """Free memory of a device that the trainer shares."""
+        return weights.SleepResponse(asleep=await self._engine.sleep())

@@ -67,6 +67,7 @@ from sluice.config.derived import (
     needs_greedy_baseline,
     needs_whole_groups,
     overlaps_transfers,
+    sleeps_while_training,
     total_training_steps,
     world_size,
 )
@@ -195,7 +196,7 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
     weights = [spec for spec in trained.tensors if not is_adapter(spec.name)]
     return TrainerMetrics(
         RunState(instance_id, trained.total_steps, step, process_age_s()),
-        Fleet(layout_digest(weights), service.replica_ttl_s, service.replica_stall_s),
+        Fleet(layout_digest(weights), service.replica_ttl_s, service.replica_stall_s, weights),
         RunHistory(),
         SyncCounts(),
     )
@@ -302,7 +303,14 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     tensors = tensor_specs(learner.named_weights(), wire_dtype)
     snapshots = SnapshotBuffers(tensors, learner.frozen_names)
-    thread = LearnerThread(leader, snapshots, store, config.sluice.weights.timeout_s, learner.peaks)
+    thread = LearnerThread(
+        leader,
+        snapshots,
+        store,
+        config.sluice.weights.timeout_s,
+        learner.peaks,
+        gives_back=sleeps_while_training(config),
+    )
     return _Trained(thread, snapshots, tensors, total_steps, start)
 
 
@@ -377,4 +385,5 @@ def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
             with_baselines=needs_greedy_baseline(config),
             least_share=config.sluice.reward.outcomes.min_share,
         ),
+        engines_sleep=sleeps_while_training(config),
     )

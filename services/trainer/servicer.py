@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from sluice.codec.trainer import (
     check_register,
     check_watchers,
 )
+from sluice.codec.weights import shares_from_proto
 from sluice.config.schema.limits import LimitsConfig
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -63,6 +65,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Add a replica to the fleet as pending."""
         check_register(request)
         replica = replica_from_proto(request.replica)
+        replica = replace(replica, shares=shares_from_proto(request.shares, replica.ranks))
         self._fleet.register(replica, request.weights_layout_digest, time.monotonic())
         return trainer.RegisterReplicaResponse(
             heartbeat_interval_seconds=self._interval_s, time_to_live_seconds=self._ttl_s

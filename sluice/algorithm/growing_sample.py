@@ -36,8 +36,10 @@ class GrowingSample:
     """
 
     num_tokens: int = 0
-    _token_ids: list[TokenIds] = field(default_factory=list)
-    _logprobs: list[Logprobs] = field(default_factory=list)
+    # Bytes, not a list of arrays: a reward service holds 50,000 of these, each of many pieces, and
+    # the objects of a piece take more memory than its tokens.
+    _token_ids: bytearray = field(default_factory=bytearray)
+    _logprobs: bytearray = field(default_factory=bytearray)
     _spans: list[VersionSpan] = field(default_factory=list)
 
     @property
@@ -56,8 +58,8 @@ class GrowingSample:
             raise ValueError(f"{logprobs.size} logprobs for {size} tokens")
         if size == 0:
             return
-        self._token_ids.append(token_ids)
-        self._logprobs.append(logprobs)
+        self._token_ids += np.asarray(token_ids, np.uint32).tobytes()
+        self._logprobs += np.asarray(logprobs, np.float32).tobytes()
         start, self.num_tokens = self.num_tokens, self.num_tokens + size
         if self._spans and self._spans[-1].version == version:
             start = self._spans.pop().start
@@ -70,16 +72,12 @@ class GrowingSample:
             self.append(partial.token_ids[part], partial.behavior_logprobs[part], span.version)
 
     def token_ids(self) -> TokenIds:
-        """Return all tokens so far."""
-        if len(self._token_ids) > 1:
-            self._token_ids = [np.concatenate(self._token_ids)]
-        return self._token_ids[0] if self._token_ids else np.empty(0, dtype=np.uint32)
+        """Return a copy of all tokens so far."""
+        return np.frombuffer(bytes(self._token_ids), np.uint32)
 
     def logprobs(self) -> Logprobs:
-        """Return their behavior logprobs."""
-        if len(self._logprobs) > 1:
-            self._logprobs = [np.concatenate(self._logprobs)]
-        return self._logprobs[0] if self._logprobs else np.empty(0, dtype=np.float32)
+        """Return a copy of their behavior logprobs."""
+        return np.frombuffer(bytes(self._logprobs), np.float32)
 
     def rollout(
         self,

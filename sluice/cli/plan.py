@@ -14,6 +14,7 @@ from sluice.config.loading.loader import read_run
 from sluice.config.memory.devices import device_kind
 from sluice.config.memory.rollout import GIB
 from sluice.errors import ConfigError
+from sluice.plan.deployment_values import Deployment, deployment_values
 from sluice.plan.launch_plan import PlannedLaunch, launch_plan, planned_model
 
 
@@ -27,6 +28,10 @@ def plan(
             help="Folder with a config.json, or the name of a published Qwen model. Default: "
             "actor_rollout_ref.model.path."
         ),
+    ] = None,
+    values: Annotated[
+        Deployment | None,
+        typer.Option(help="Print the split for an --env-file of Compose, or as values of Helm."),
     ] = None,
     trust_script: TrustScript = False,
     as_json: AsJson = False,
@@ -42,6 +47,7 @@ def plan(
     Examples:
       sluice plan run.yaml --device 80GB
       sluice plan launch.overrides --device 64GB --model Qwen3-32B
+      sluice plan run.yaml --device 80GB --values compose > gpus.env
     """
     file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
     name = model or read_run(file, overrides).config.actor_rollout_ref.model.path
@@ -50,6 +56,9 @@ def plan(
             "actor_rollout_ref.model.path is not set, so no model is known; give --model"
         )
     found = launch_plan(file, overrides, planned_model(name), device_kind(device))
+    if values is not None:  # of a launch that fits with them
+        typer.echo(deployment_values(found, values), nl=False)
+        return
     if as_json:
         print_json(plan_as_json(found))
     else:

@@ -143,6 +143,11 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "timeout_seconds": _seconds(_DAY_S),
         "store_key": _store_key,
     },
+    weights.WorkerPlace: {
+        "group": _whole(0, 65535),
+        "world_size": _whole(2, 65536),
+        "plan_digest": _NAME,
+    },
     weights.StageUpdateRequest: {"epoch": _NUMBER, "policy_version": _NUMBER},
     weights.CommitUpdateRequest: {"epoch": _NUMBER, "policy_version": _NUMBER, "digest": _NAME},
     weights.AbortUpdateRequest: {"epoch": _NUMBER, "reason": _text(4000)},

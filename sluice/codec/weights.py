@@ -9,6 +9,7 @@ from sluice.codec.bounds import check_fields
 from sluice.codec.fields import check_range, shortened
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import Cut, WeightShare, WorkerPlace
 from sluice.weights.adapters import merged_shapes
 
 _TENSORS_PER_WEIGHT = 5  # with the halves of an adapter, or of two of experts'
@@ -32,6 +33,15 @@ def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
         plan_digest=spec.plan_digest,
         store_key=spec.store_key,
         ranks=spec.ranks,
+        places=[
+            weights.WorkerPlace(
+                group=place.group,
+                rank=place.rank,
+                world_size=place.world_size,
+                plan_digest=place.plan_digest,
+            )
+            for place in spec.places
+        ],
     )
 
 
@@ -39,10 +49,12 @@ def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpe
     """Decode what a member needs to join.
 
     Raises:
-        InvalidRequestError: rank, ranks and world size do not fit together.
+        InvalidRequestError: rank, ranks, places and world size do not fit together.
     """
     ranks = message.ranks or 1
-    if not 1 <= message.rank <= message.world_size - ranks:
+    if message.places:
+        _check_places(message.places, ranks)
+    elif not 1 <= message.rank <= message.world_size - ranks:
         raise InvalidRequestError(
             f"rank {message.rank} of {message.world_size} for a receiver of {ranks}: receivers "
             "have 1 to world_size - 1"
@@ -60,7 +72,77 @@ def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpe
         plan_digest=message.plan_digest,
         store_key=message.store_key,
         ranks=ranks,
+        group=message.places[0].group if message.places else 0,
+        places=tuple(
+            WorkerPlace(place.group, place.rank, place.world_size, place.plan_digest)
+            for place in message.places
+        ),
     )
+
+
+def _check_places(places: Sequence[weights.WorkerPlace], ranks: int) -> None:
+    if len(places) != ranks:
+        raise InvalidRequestError(
+            f"places: {len(places)} for {ranks} ranks; send one for each, or none"
+        )
+    for index, place in enumerate(places):
+        check_fields(place, f"places[{index}].")
+        check_range(f"places[{index}].rank", place.rank, 1, place.world_size - 1)
+
+
+def share_to_proto(share: WeightShare) -> weights.WeightShare:
+    """Encode the weights that one worker takes."""
+    return weights.WeightShare(
+        tensors=[
+            weights.TensorCuts(
+                name=name,
+                cuts=[
+                    weights.Cut(
+                        dimension=cut.dimension,
+                        starts=[start for start, _ in cut.ranges],
+                        lengths=[length for _, length in cut.ranges],
+                    )
+                    for cut in cuts
+                ],
+            )
+            for name, cuts in share.cuts
+        ]
+    )
+
+
+def shares_from_proto(
+    messages: Sequence[weights.WeightShare], ranks: int
+) -> tuple[WeightShare, ...]:
+    """Decode the weights that each rank of a replica takes; none: all of them.
+
+    Whether they are cuts of the model's weights is checked with the model at hand; see
+    `sluice.weights.share.check_share`.
+
+    Raises:
+        InvalidRequestError: there is not one for each rank, or a cut's ranges are incomplete.
+    """
+    if len(messages) not in (0, ranks):
+        raise InvalidRequestError(
+            f"shares: {len(messages)} for {ranks} ranks; send one for each, or none"
+        )
+    return tuple(
+        WeightShare(
+            tuple(
+                (tensor.name, tuple(_cut(cut, f"shares[{rank}]") for cut in tensor.cuts))
+                for tensor in message.tensors
+            )
+        )
+        for rank, message in enumerate(messages)
+    )
+
+
+def _cut(message: weights.Cut, field: str) -> Cut:
+    if len(message.starts) != len(message.lengths):
+        raise InvalidRequestError(
+            f"{field}: a cut has {len(message.starts)} starts and {len(message.lengths)} lengths; "
+            "send as many"
+        )
+    return Cut(message.dimension, tuple(zip(message.starts, message.lengths, strict=True)))
 
 
 def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) -> None:

@@ -98,6 +98,16 @@ def overlaps_transfers(config: RunConfig) -> bool:
     return allowed and may_overlap(config.sluice.asynchrony.max_staleness)
 
 
+def sleeps_while_training(config: RunConfig) -> bool:
+    """Return whether engines that share the trainer's device sleep while it trains.
+
+    NCCL takes a device for one rank only, so that weights travel by gloo wherever they share one.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    shares = config.sluice.weights.backend == "gloo" and rollout.name == "vllm"
+    return shares and rollout.free_cache_engine and is_synchronous(config)
+
+
 def batch_invariant(config: RunConfig) -> bool:
     """Return whether a sample's tokens must not depend on what else runs.
 

@@ -28,6 +28,8 @@ _TRAINING_SHARE = 0.4
 """Share of a device's floating-point operations that training reaches."""
 _READING_SHARE = 0.6
 """Share of a device's memory rate that decoding reaches."""
+_GUESS_MARGIN = 1.05
+"""A count of the trainer's bytes may exceed the guess by so much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,11 @@ def _whole_replicas(config: RunConfig) -> Iterator[DeviceSplit]:
     each, replaces = replica_devices(config), config.sluice.placement != "auto"
     for trainer in range(1, devices):
         is_even = trainer <= per_node or trainer % per_node == 0
-        if is_even and (devices - trainer) % each == 0:
-            nodes = max(1, trainer // per_node)
+        nodes = max(1, trainer // per_node)
+        # A replica is on one machine.
+        beside = max(0, per_node - trainer) // each
+        most = beside + (config.trainer.nnodes - nodes) * (per_node // each)
+        if is_even and (devices - trainer) % each == 0 and (devices - trainer) // each <= most:
             yield DeviceSplit(trainer, devices - trainer, nodes, each, replaces)
 
 
@@ -178,8 +183,9 @@ def _why_none(config: RunConfig) -> str:
     found = [split.trainer for split in _whole_replicas(config)]
     if not found:
         return (
-            f"{pool} do not divide into replicas of {each} and a trainer that is a part of a "
-            f"machine, or whole machines of {config.trainer.n_gpus_per_node}; change the devices "
+            f"{pool} do not divide into replicas of {each}, each on one machine, and a trainer "
+            f"that is a part of a machine, or whole machines of {config.trainer.n_gpus_per_node}; "
+            "change the devices "
             "of a replica (tensor_model_parallel_size * data_parallel_size)"
         )
     return (
@@ -201,7 +207,8 @@ def by_speed(
     def rank(split: DeviceSplit) -> tuple[float, float]:
         shard = split.trainer if layout.shard == layout.world else min(layout.shard, split.trainer)
         other = replace(layout, world=split.trainer, shard=shard)
-        missing = max(0.0, guessed_memory(shape, other).peak - device.usable_bytes)
+        guess = guessed_memory(shape, other).peak * _GUESS_MARGIN
+        missing = max(0.0, guess - device.usable_bytes)
         return missing, max(train / split.trainer, generate / split.rollout)
 
     return sorted(possible, key=rank)

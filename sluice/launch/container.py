@@ -15,24 +15,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from sluice.concurrency.process import exit_status
 from sluice.config.addresses import peer_address, split_host_port
-from sluice.config.loading.loader import load_config
+from sluice.config.loading.loader import load_config, read_run
 from sluice.config.run import RunConfig
+from sluice.device.host import launch_environment
+from sluice.errors import ConfigError
+from sluice.launch.container_settings import SHARED_DEVICES_VARIABLE, shared_environment
+from sluice.launch.device_plan import local_devices
+from sluice.launch.device_share import device_share, gpu_share, replica_environment
 from sluice.launch.network_layout import KINDS, Kind, launcher_grace_s
 from sluice.launch.processes.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.launch.service_spec import (
     TRAINER,
     ServiceSpec,
     own_address,
-    replica_on_its_own,
+    replica_in_container,
     reward_service,
     trainer_services,
 )
@@ -79,8 +85,11 @@ def _keep(kind: Kind, config_file: Path) -> int:
     over = run.ending()
     if over is not None:
         return _after(over, kind)
-    specs = services_of(kind, config, config_file, run)
-    return asyncio.run(_supervise(kind, specs, config, run))
+    try:
+        specs = services_of(kind, config, config_file, run)
+        return asyncio.run(_supervise(kind, specs, config, run))
+    finally:
+        run.release()
 
 
 def services_of(
@@ -91,17 +100,57 @@ def services_of(
         host = socket.gethostname()
         trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
         address = own_address(split_host_port(trainer)[0], _TRAINER_NAMED_WITHIN_S)
+        devices = _replica_devices(config, run, os.environ)
         specs: tuple[ServiceSpec, ...] = (
-            replica_on_its_own(config, config_file, f"rollout-{host}", address),
+            replica_in_container(config, config_file, f"rollout-{host}", address, devices),
         )
     elif kind == "reward":
         specs = (reward_service(config, config_file),)
     else:
-        specs = trainer_services(config, config_file, run.checkpoints_before())
+        given = shared_environment(os.environ, config.trainer.device)
+        if given is not None:
+            _refuse_too_few(config_file, given)
+        mark = run.checkpoints_before()
+        specs = trainer_services(config, config_file, mark, given or os.environ)
     before = run.count_start(specs[0].name)
     if before:
         logger.warning("%s: its launcher was started %d times before", specs[0].name, before)
     return tuple(replace(spec, ends_run=spec is specs[0], starts_before=before) for spec in specs)
+
+
+def _refuse_too_few(config_file: Path, given: Mapping[str, str]) -> None:
+    """Refuse devices that do not suffice for the trainer and a replica, with those that would."""
+    run = read_run(config_file, ["sluice.rollout.replicas=1"])  # containers count the replicas
+    lack = local_devices(run.config, run.keys, given).lack
+    if lack:
+        raise ConfigError(f"{SHARED_DEVICES_VARIABLE}={given[SHARED_DEVICES_VARIABLE]}: {lack}")
+
+
+def _replica_devices(
+    config: RunConfig, run: SharedRun, given: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Return the variables of a replica's devices: all that it sees, or its share of them."""
+    service = config.sluice.rollout
+    shared = shared_environment(given, service.device)
+    share = device_share if (service.device or "").startswith("npu") else gpu_share
+    found = None if shared is None else share(config, shared)
+    is_by_hand = config.sluice.weights.backend == "gloo"
+    if shared is None or found is None or (is_by_hand and not found.beside_trainer()):
+        return launch_environment(config, service.device, service.endpoint, given)
+    most = found.beside_trainer()
+    number = run.claim_replica(most)
+    if number is None:
+        remedy = (
+            f", which have claimed them; start fewer (docker compose up --scale rollout={most})"
+            if most
+            else "; give the containers more devices, or lower trainer.n_gpus_per_node"
+        )
+        raise ConfigError(
+            f"{SHARED_DEVICES_VARIABLE}={given[SHARED_DEVICES_VARIABLE]}: beside "
+            f"{found.trainer_ranks} trainer rank(s) {len(found.numbers)} device(s) have place for "
+            f"{most} replica(s) of {found.devices_per_replica}{remedy}"
+        )
+    return replica_environment(config, number, shared)
 
 
 async def _supervise(

@@ -7,8 +7,11 @@ configuration. The Helm chart sets the keys, and derives the pods' time from the
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from sluice.config.run import RunConfig
+from sluice.device.ascend_environment import VISIBLE_VARIABLE
+from sluice.device.host import CUDA_VISIBLE_VARIABLE
 from sluice.errors import ConfigError
 from sluice.launch.network_layout import engine_grace_s, metrics_settings
 
@@ -23,6 +26,10 @@ COLLECTOR = "http://collector:4317"
 
 DEVICE_VARIABLE = "SLUICE_DEVICE"
 """The device that `compose.gpu.yaml` and `compose.npu.yaml` give to trainer and replicas."""
+
+SHARED_DEVICES_VARIABLE = "SLUICE_SHARED_DEVICES"
+"""Devices of this machine that the containers of a run divide, as `compose.gpu.yaml` gives them to
+trainer and replicas: numbers, or ``all``. Without it a container has all that it sees to itself."""
 
 STOP_GRACE_VARIABLE = "SLUICE_STOP_GRACE"
 """`stop_grace_period` of `compose.yaml`: the time between SIGTERM and SIGKILL."""
@@ -47,6 +54,20 @@ def device_settings(device: str) -> tuple[str, ...]:
     the device needs.
     """
     return (f"trainer.device={device}", f"sluice.rollout.device={device}")
+
+
+def shared_environment(given: Mapping[str, str], device: str | None) -> dict[str, str] | None:
+    """Return a launcher's variables with the devices that containers divide; ``None``: they do not.
+
+    Args:
+        given: variables of the container.
+        device: of the service, as configured.
+    """
+    shared = given.get(SHARED_DEVICES_VARIABLE)
+    if not shared:
+        return None
+    variable = VISIBLE_VARIABLE if (device or "").startswith("npu") else CUDA_VISIBLE_VARIABLE
+    return {**given, **({} if shared == "all" else {variable: shared})}
 
 
 def duration_s(text: str) -> float:

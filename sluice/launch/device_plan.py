@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sluice.config.derived import replica_devices, world_size
+from sluice.config.derived import replica_devices, sleeps_while_training, world_size
 from sluice.config.device_split import (
     PLACEMENT_KEY,
     auto_split,
@@ -19,8 +19,10 @@ from sluice.config.device_split import (
 )
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind, device_kind
+from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.published import published_name, published_shape
 from sluice.config.memory.shape import ModelShape, find_shape
+from sluice.config.memory.training import guessed_memory
 from sluice.config.run import RunConfig, changed
 from sluice.device import host
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
@@ -30,7 +32,8 @@ from sluice.launch.device_share import device_share, gpu_share
 _BACKEND_KEY = "sluice.weights.backend"
 _UTILIZATION_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _SHARED_UTILIZATION = 0.5
-"""Most of a shared GPU's memory that the engine takes."""
+"""Most of a shared GPU's memory that the engine takes, if nobody knows what the trainer takes."""
+_LEAST_UTILIZATION = 0.1
 _USUAL_GIB = {"GPU": 80.0, "NPU": 64.0}
 """Memory of a device where no driver reports it."""
 _SEVERAL_HOSTS = (
@@ -48,11 +51,13 @@ class FoundDevices:
         kind: ``GPU`` or ``NPU``.
         count: how many there are.
         are_elsewhere: they are a cluster's, which may grow; this host's driver does not know them.
+        by_node: how many each machine has; empty: they are all on one.
     """
 
     kind: str
     count: int
     are_elsewhere: bool = False
+    by_node: tuple[int, ...] = ()
 
     @property
     def gib(self) -> float | None:
@@ -62,6 +67,15 @@ class FoundDevices:
     def each(self) -> DeviceKind:
         """Return one of them, by its memory."""
         return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
+
+    def pool(self) -> tuple[str, ...]:
+        """Return overrides for one pool of as many of them on each machine as all machines have."""
+        each = min(self.by_node, default=max(self.count, 1))
+        return (
+            f"trainer.nnodes={max(len(self.by_node), 1)}",
+            f"trainer.n_gpus_per_node={each}",
+            f"{PLACEMENT_KEY}=auto",
+        )
 
 
 _ONE_GPU = FoundDevices("GPU", 1)
@@ -132,7 +146,8 @@ def device_plan(config: RunConfig, settings: KeySettings, devices: FoundDevices)
         how = f"{PLACEMENT_KEY}={config.sluice.placement}"
         if config.sluice.placement == "auto":
             how += f", {_grounds(shape, each)}"
-            how += " assumed" if shape is not None and devices.gib is None else ""
+            if shape is not None and devices.gib is None:
+                how += " assumed; sluice plan counts whether they suffice"
         config = changed(config, split.overrides)
     elif (shared := _shared(config, settings, devices)) is not None:
         return shared
@@ -166,7 +181,7 @@ def _shared(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> 
     """
     backend, replicas = config.sluice.weights.backend, config.sluice.rollout.replicas
     takes = (world_size(config), replica_devices(config), min(replicas, 1))
-    one = replace(devices, are_elsewhere=False) == _ONE_GPU
+    one = replace(devices, are_elsewhere=False, by_node=()) == _ONE_GPU
     if not one or takes != (1, 1, 1) or backend not in (None, "gloo"):
         return None
     if backend is None and devices.are_elsewhere:
@@ -175,20 +190,15 @@ def _shared(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> 
     given, asked = rollout.gpu_memory_utilization, replicas
     if backend is None:  # else a user, or a start before this one, has set all of them
         replicas = 1
-        utilization = min(given, _SHARED_UTILIZATION)
-        config = changed(
-            config,
-            (
-                "sluice.rollout.replicas=1",
-                f"{_BACKEND_KEY}=gloo",
-                "sluice.trainer.min_replicas=1",
-                f"{_UTILIZATION_KEY}={utilization}",
-            ),
-        )
+        one_replica = ("sluice.rollout.replicas=1", "sluice.trainer.min_replicas=1")
+        config = changed(config, (*one_replica, f"{_BACKEND_KEY}=gloo"))
+        utilization = min(given, _beside_trainer(config, devices.each()))
+        config = changed(config, (f"{_UTILIZATION_KEY}={utilization:.2f}",))
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     memory = "" if rollout.name == "torch" else f", {share:.0%} of its memory for the engine"
     if memory and share < given and settings.is_set(_UTILIZATION_KEY):
         memory += f" instead of {given:.0%}"
+    memory += " while the trainer does not train" if sleeps_while_training(config) else ""
     lowered = f", replicas {asked} -> {replicas}" if asked != replicas else ""
     line = (
         f"devices: the trainer and {replicas} replica{'' if replicas == 1 else 's'} share one GPU "
@@ -197,17 +207,25 @@ def _shared(config: RunConfig, settings: KeySettings, devices: FoundDevices) -> 
     return DevicePlan(config, line, is_shared=True)
 
 
+def _beside_trainer(config: RunConfig, device: DeviceKind) -> float:
+    """Return the share of a device's memory that a trainer leaves to an engine, by a guess.
+
+    Beside an engine that sleeps in an update, the trainer holds weights, gradients and moments.
+    """
+    shape = _shape(config)
+    if shape is None:
+        return _SHARED_UTILIZATION
+    guess = guessed_memory(shape, training_layout(config))
+    held = guess.state if sleeps_while_training(config) else guess.peak
+    return max(_LEAST_UTILIZATION, (device.usable_bytes - held) / device.size)
+
+
 def _remedy(
     config: RunConfig, shape: ModelShape | None, devices: FoundDevices
 ) -> tuple[tuple[str, ...], str]:
     """Return overrides for the devices that are there, and advice that names them."""
-    pool = (
-        "trainer.nnodes=1",
-        f"trainer.n_gpus_per_node={max(devices.count, 1)}",
-        f"{PLACEMENT_KEY}=auto",
-    )
     try:
-        split = auto_split(changed(config, pool), shape, devices.each())
+        split = auto_split(changed(config, devices.pool()), shape, devices.each())
     except ConfigError:
         each = replica_devices(config)
         if devices == _ONE_GPU and each == 1:
@@ -216,7 +234,8 @@ def _remedy(
         may_share = devices.kind == "GPU" and not devices.are_elsewhere and each == 1
         least = 1 if may_share else each + 1
         return (), f"a trainer and a replica of {each} take at least {least}"
-    return split.overrides, f"{devices.count} would do with {' '.join(split.overrides)}"
+    enough = split.trainer + split.rollout
+    return split.overrides, f"{enough} would do with {' '.join(split.overrides)}"
 
 
 def _grounds(shape: ModelShape | None, each: DeviceKind) -> str:

@@ -38,6 +38,10 @@ class DeviceShare:
         """Return the devices that all trainer ranks and so many replicas take."""
         return self.trainer_ranks + replicas * self.devices_per_replica
 
+    def beside_trainer(self) -> int:
+        """Return how many replicas have devices of their own beside the trainer."""
+        return max(0, len(self.numbers) - self.trainer_ranks) // max(self.devices_per_replica, 1)
+
     def _slice(self, first: int, count: int) -> tuple[str, ...]:
         return tuple(self.numbers[first : first + count])
 

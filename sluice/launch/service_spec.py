@@ -17,7 +17,6 @@ import msgspec
 from sluice.config.addresses import split_host_port
 from sluice.config.derived import checkpoint_folder, world_size
 from sluice.config.run import RunConfig
-from sluice.device.host import launch_environment
 from sluice.errors import ConfigError
 from sluice.launch.device_share import rank_environment, replica_environment
 from sluice.rpc.ports import bound_socket, check_bindable
@@ -205,14 +204,17 @@ def reward_service(config: RunConfig, config_file: Path) -> ServiceSpec:
 
 
 def trainer_services(
-    config: RunConfig, config_file: Path, checkpoints_before: str
+    config: RunConfig,
+    config_file: Path,
+    checkpoints_before: str,
+    given: Mapping[str, str] = os.environ,
 ) -> tuple[ServiceSpec, ...]:
     """Return all ranks of a trainer on this machine, each with its share of the devices."""
     host = split_host_port(config.sluice.trainer.endpoint.host)[0]
     port = free_ports([host], besides=_configured_ports(config))[0]
     ranks = placed_trainer(config, config_file, checkpoints_before, (host, port))
     return tuple(
-        _with_variables(spec, rank_environment(config, rank, os.environ))
+        _with_variables(spec, rank_environment(config, rank, given))
         for rank, spec in enumerate(ranks)
     )
 
@@ -281,20 +283,19 @@ def rollout_service(config: RunConfig, config_file: Path, index: int) -> Service
     return _with_variables(spec, replica_environment(config, index, os.environ))
 
 
-def replica_on_its_own(
-    config: RunConfig, config_file: Path, name: str, address: str
+def replica_in_container(
+    config: RunConfig, config_file: Path, name: str, address: str, devices: Mapping[str, str]
 ) -> ServiceSpec:
-    """Return a replica that has a host to itself, with all devices that it sees.
+    """Return a replica that has a container to itself.
 
     Args:
         config: of the run.
         config_file: where the replica reads the same configuration.
         name: unique in the fleet.
         address: its host as peers reach it.
+        devices: variables of its devices.
     """
-    service = config.sluice.rollout
     spec = _replica(config, config_file, name, f"sluice.rollout.endpoint.advertise={address}")
-    devices = launch_environment(config, service.device, service.endpoint, os.environ)
     return _with_variables(spec, devices)
 
 

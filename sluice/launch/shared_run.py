@@ -7,7 +7,9 @@ replaced as a whole, so no reader sees half of one.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +42,7 @@ class SharedRun:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / _FOLDER
+        self._claims: list[int] = []
 
     @property
     def is_active(self) -> bool:
@@ -76,6 +79,28 @@ class SharedRun:
         with file.open("ab") as starts:
             starts.write(b".")
         return before
+
+    def claim_replica(self, most: int) -> int | None:
+        """Claim a number below `most` while this process lives; ``None``: others have all.
+
+        For launchers on one machine, whose kernel releases the claim of one that dies.
+        """
+        for number in range(most):
+            file = self._folder / f"replica-{number}.claim"
+            claim = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(claim)
+                continue
+            self._claims.append(claim)
+            return number
+        return None
+
+    def release(self) -> None:
+        """Give up what this launcher has claimed."""
+        while self._claims:
+            os.close(self._claims.pop())
 
     def end(self, ending: Ending) -> None:
         """Record for all launchers that the run is over; the first end counts."""

@@ -38,8 +38,9 @@ from sluice.plan.host import (
 
 _BUCKETS = 2
 """Buckets of an update that a worker holds at once: one arrives while one is written."""
-_MODELS_ON_HOST = {"torch": 1}
-"""Models that an engine's worker holds in host memory during an update; otherwise 2."""
+_MODELS_ON_HOST = {"torch": 2, "vllm": 1}
+"""Models that an engine's workers hold together in host memory during an update: the version that
+serves and the next, in memory of their own or, with vLLM, in the same; otherwise 2 for each."""
 _SNAPSHOTS = 2
 """Copies of all weights on the host of trainer rank 0, in their wire dtype."""
 _MOMENTS_AT_ONCE = 512 * MIB
@@ -305,12 +306,12 @@ def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> Eng
     assert memory.longest_rows is not None
     staging = _BUCKETS * config.sluice.weights.bucket_mb * MIB
     generating = memory.weights + memory.activations + memory.kv_cache
-    models = _MODELS_ON_HOST.get(config.actor_rollout_ref.rollout.name, 2)
+    models = _MODELS_ON_HOST.get(config.actor_rollout_ref.rollout.name, 2 * layout.tp)
     return EnginePool(
         layout.tp,
         {"start": memory.weights, "generating": generating, "update": generating + staging},
         memory.longest_rows,
-        models * _wire_bytes(config, shape) * layout.tp,
+        models * _wire_bytes(config, shape),
         weights_fit(shape, layout, whole),
     )
 

@@ -236,6 +236,7 @@ class UnaryMethod(Protocol[RequestT, ResponseT]):
 
 class StreamCall(Protocol[ResponseT]):
     def __aiter__(self) -> AsyncIterator[ResponseT]: ...
+    def read(self) -> Awaitable[object]: ...  # the next message, at the end grpc.aio.EOF
     def cancel(self) -> bool: ...
 
 
@@ -299,9 +300,12 @@ async def stream_call(
     call = method(request, timeout=seconds, **call_options(traceparent))
     try:
         with waiting_for(peer, phase) as wait:
-            async for message in call:
+            # Not "async for": its iterator holds a message until the next one comes, and so would
+            # this variable. A reward service waits in thousands of streams.
+            while (message := await call.read()) is not grpc.aio.EOF:
                 wait.restart()
-                yield message
+                yield cast("ResponseT", message)
+                del message
                 wait.restart()
     except grpc.aio.AioRpcError as error:
         RPC_ERRORS.add("client", name, error.code().name)

@@ -39,6 +39,8 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "WeightSyncService/StageUpdate": CallPolicy(deadline_s=300.0),
     "WeightSyncService/CommitUpdate": CallPolicy(deadline_s=60.0, attempts=2),
     "WeightSyncService/AbortUpdate": CallPolicy(deadline_s=5.0),
+    # Weights move to host memory: seconds for each 100 GB.
+    "WeightSyncService/Sleep": CallPolicy(deadline_s=60.0),
     # A submission stays open until its prompts end; the SDK opens another call after a day.
     "RewardService/SubmitPrompts": CallPolicy(deadline_s=86_400.0),
     "RewardService/TakeBatch": CallPolicy(deadline_s=600.0, attempts=3),

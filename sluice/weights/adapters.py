@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sluice.weights.share import Cuts, places
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -106,6 +108,28 @@ def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         for expert, its_a, its_b in zip(part.of(weights[part.weight]), a, b, strict=True):
             expert.copy_(merged(expert, its_a, its_b))
     return weights
+
+
+def merge_part(whole: Tensor, cuts: Cuts, layer: str, a: Tensor, b: Tensor) -> None:
+    """Add B A to those places of a weight that a share has, in place.
+
+    Args:
+        whole: [out, in], or [experts, out, in]; only the places of the share are read and written.
+        cuts: of the share; none: all of it.
+        layer: the adapter's.
+        a: its A, whole.
+        b: its B, whole.
+    """
+    part = adapted_part(layer)
+    height = whole.shape[-2] // part.count
+    first = part.number * height
+    for (*experts, rows, columns), _ in places(tuple(whole.shape), cuts):
+        start, stop = max(rows.start, first), min(rows.stop, first + height)
+        for index in range(experts[0].start, experts[0].stop) if experts else (...,):
+            block = whole[index][start:stop, columns]
+            changes = a[index][:, columns], b[index][start - first : stop - first]
+            if start < stop:
+                block.copy_(merged(block, *changes))
 
 
 def merged_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

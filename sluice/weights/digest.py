@@ -1,26 +1,28 @@
 """Digests of weights: with them two processes prove that they hold the same model.
 
-A tensor's digest is XXH3-128 (the xxHash project's, seed 0, canonical big-endian bytes) over a
-header (name, dtype and shape as compact JSON, behind its length as a u64) and the tensor's bytes in
-row-major order. The digest of all weights is blake2b-128 over the (name, digest) pairs sorted by
-name, so it does not depend on the order of the wire. Both are independent of where the tensors
-live. XXH3 is faster than memory can be read and proof against faults: lost, mixed up or damaged
-bytes. It is not a signature.
+The digest of a part of a tensor is XXH3-128 (the xxHash project's, seed 0, canonical big-endian
+bytes) over a header (name, dtype and shape of the tensor and the part's cuts, none for a whole
+tensor, as compact JSON, behind its length as a u64) and the part's bytes in row-major order. The
+digest of a version is blake2b-128 over the (name, digest) pairs of its parts, sorted by name; the
+name of a part includes its place, see `sluice.weights.share.part_name`. A part that several workers
+of a replica hold counts once, so the digest depends on how a replica divides the weights, and not
+on the order of the wire or on where the tensors live. XXH3 is faster than memory can be read and
+proof against faults: lost, mixed up or damaged bytes. It is not a signature.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from sluice.types import TensorSpec
-from sluice.weights.plan import Bucket, TransferPlan
+from sluice.weights.plan import Bucket, TransferPlan, described
+from sluice.weights.share import part_name
 
 if TYPE_CHECKING:
     import torch
@@ -28,41 +30,52 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 
 
+def combined_digest(parts: Mapping[str, bytes]) -> str:
+    """Return the hex digest of a version from those of its parts, by name."""
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    named = ((name.encode(), digest) for name, digest in parts.items())
+    for name, digest in sorted(named):  # the order of the wire must not matter
+        hasher.update(len(name).to_bytes(8, "little") + name + digest)
+    return hasher.hexdigest()
+
+
 @dataclass(frozen=True)
 class WeightDigests:
-    """The digest of each tensor, `DIGEST_BYTES` long, in the order of `specs`."""
+    """The digest of each part, `DIGEST_BYTES` long, in the order of the parts' `names`."""
 
-    specs: tuple[TensorSpec, ...]
-    tensors: tuple[bytes, ...]
+    names: tuple[str, ...]
+    parts: tuple[bytes, ...]
+
+    @property
+    def by_name(self) -> dict[str, bytes]:
+        """Return the digest of each part."""
+        return dict(zip(self.names, self.parts, strict=True))
 
     @cached_property
     def combined(self) -> str:
-        """Return the hex digest of all weights."""
-        hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        named = zip((spec.name.encode() for spec in self.specs), self.tensors, strict=True)
-        for name, digest in sorted(named):  # the order of the wire must not matter
-            hasher.update(len(name).to_bytes(8, "little") + name + digest)
-        return hasher.hexdigest()
+        """Return the hex digest of all parts."""
+        return combined_digest(self.by_name)
 
     def differing(self, others: Sequence[bytes]) -> list[str]:
-        """Return the names of tensors whose digest differs in `others`, in the order of `specs`."""
+        """Return the names of parts whose digest differs in `others`, in their order."""
         return [
-            spec.name
-            for spec, ours, other in zip(self.specs, self.tensors, others, strict=True)
+            name
+            for name, ours, other in zip(self.names, self.parts, others, strict=True)
             if ours != other
         ]
 
 
 class StreamDigest:
-    """The digests of all tensors, computed from buckets as they pass.
+    """The digests of all parts, computed from buckets as they pass.
 
     Each bucket is absorbed once, in the order of the plan. Hashing one while the next is on the
     wire hides the cost.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
-        self._specs = plan.tensors
-        self._hashers = [xxhash.xxh3_128(_header(spec)) for spec in plan.tensors]
+        parts = tuple(zip(plan.tensors, plan.cuts, strict=True))
+        self._names = tuple(part_name(spec.name, cuts) for spec, cuts in parts)
+        self._hashers = [xxhash.xxh3_128(_header(described(*part))) for part in parts]
 
     def absorb(self, bucket: Bucket, content: torch.Tensor) -> None:
         """Hash one bucket; `content` is uint8 ``[bucket.num_bytes]`` on the CPU."""
@@ -73,9 +86,9 @@ class StreamDigest:
 
     def digests(self) -> WeightDigests:
         """Return the digests; they are complete once every bucket was absorbed."""
-        return WeightDigests(self._specs, tuple(hasher.digest() for hasher in self._hashers))
+        return WeightDigests(self._names, tuple(hasher.digest() for hasher in self._hashers))
 
 
-def _header(spec: TensorSpec) -> bytes:
-    text = json.dumps([spec.name, spec.dtype, list(spec.shape)], separators=(",", ":")).encode()
+def _header(part: list[object]) -> bytes:
+    text = json.dumps(part, separators=(",", ":")).encode()
     return len(text).to_bytes(8, "little") + text

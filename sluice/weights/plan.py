@@ -1,10 +1,11 @@
 """The layout of weights on the wire and in memory: one stream of bytes, cut into buckets, the
 same on both ends.
 
-The stream holds the tensors in their given order, each starting at a multiple of 64 bytes, with
-zeros between them. A bucket is one collective: a slice of the stream. Buckets end between tensors
-where they can; only a tensor larger than a bucket is split. Memory with the layout of the stream
-(`WeightBuffer`) is therefore sent and received without a copy.
+The stream holds the tensors in their given order, of each the part that a share has, packed. Each
+starts at a multiple of 64 bytes, with zeros between them. A bucket is one collective: a slice of
+the stream. Buckets end between tensors where they can; only a tensor larger than a bucket is split.
+Memory with the layout of the stream (`WeightBuffer`) is therefore received without a copy, and sent
+without one if the share is all weights. From memory of all weights `PackedShare` sends any share.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, WeightShare
+from sluice.weights.share import Cuts, cuts_by_name, pack, part_shape
 
 _WIRE_DTYPES = (
     torch.float64,
@@ -103,11 +106,14 @@ class Bucket:
 class TransferPlan:
     """The layout both ends agree on. Depends on nothing but its arguments.
 
-    `offsets` and `sizes` are in bytes of the stream, one per tensor; `total_bytes` is the
-    stream's length, padding included.
+    `tensors` are whole; `cuts` and `shapes` are those of their parts in the stream. `offsets` and
+    `sizes` are in bytes of the stream, one per tensor; `total_bytes` is the stream's length,
+    padding included.
     """
 
     tensors: tuple[TensorSpec, ...]
+    cuts: tuple[Cuts, ...]
+    shapes: tuple[tuple[int, ...], ...]
     bucket_bytes: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -116,14 +122,22 @@ class TransferPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Return hex blake2b-128 over names, dtypes, shapes, buckets and framing."""
+        """Return hex blake2b-128 over names, dtypes, shapes, cuts, buckets and framing."""
         layout = {
             "framing": _FRAMING,
-            "tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors],
+            "tensors": [
+                described(spec, cuts) for spec, cuts in zip(self.tensors, self.cuts, strict=True)
+            ],
             "buckets": [[bucket.start, bucket.stop] for bucket in self.buckets],
         }
         encoded = json.dumps(layout, separators=(",", ":")).encode()
         return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def described(spec: TensorSpec, cuts: Cuts) -> list[object]:
+    """Return what digests say of a part: name, dtype and shape of its tensor, and its cuts."""
+    whole: list[object] = [spec.name, spec.dtype, list(spec.shape)]
+    return [*whole, [[cut.dimension, cut.ranges] for cut in cuts]] if cuts else whole
 
 
 def tensor_specs(
@@ -150,33 +164,45 @@ def tensor_specs(
     )
 
 
-def hiding_bucket_bytes(tensors: Sequence[TensorSpec], most: int) -> int:
+def hiding_bucket_bytes(
+    tensors: Sequence[TensorSpec], most: int, share: WeightShare = WHOLE
+) -> int:
     """Return the bucket size that lets work on one bucket overlap the transfer of the next.
 
-    It is a quarter of all weights, so that collectives overlap and little is left to do when the
+    It is a quarter of the share, so that collectives overlap and little is left to do when the
     last bucket has arrived, but not so small that starting collectives costs the time it saves.
 
     Args:
-        tensors: what will be sent.
+        tensors: the weights.
         most: largest collective that is allowed; returned where the weights are large.
+        share: what will be sent of them.
     """
-    quarter = _align(sum(map(_num_bytes, tensors)) // _WANTED_BUCKETS)
-    return min(most, max(quarter, _WORTHWHILE_BUCKET_BYTES))
+    cuts = cuts_by_name(share)
+    total = sum(
+        _num_bytes(spec, part_shape(spec.shape, cuts.get(spec.name, ()))) for spec in tensors
+    )
+    return min(most, max(_align(total // _WANTED_BUCKETS), _WORTHWHILE_BUCKET_BYTES))
 
 
-def plan_transfer(tensors: Sequence[TensorSpec], bucket_bytes: int) -> TransferPlan:
+def plan_transfer(
+    tensors: Sequence[TensorSpec], bucket_bytes: int, share: WeightShare = WHOLE
+) -> TransferPlan:
     """Lay tensors out on the wire.
 
     Args:
         tensors: in the order of the wire; names are unique (tied weights are listed once).
         bucket_bytes: largest collective, a multiple of 64 and at least 4096.
+        share: what is sent of them; its cuts were checked.
 
     Raises:
         InvalidRequestError: no tensors, a repeated name, an unknown dtype, a negative dimension
             or a bucket size that is not allowed.
     """
     _check(tensors, bucket_bytes)
-    sizes = tuple(_num_bytes(spec) for spec in tensors)
+    by_name = cuts_by_name(share)
+    cuts = tuple(by_name.get(spec.name, ()) for spec in tensors)
+    shapes = tuple(map(part_shape, (spec.shape for spec in tensors), cuts))
+    sizes = tuple(map(_num_bytes, tensors, shapes))
     offsets: list[int] = []
     cursor = 0
     for size in sizes:
@@ -184,6 +210,8 @@ def plan_transfer(tensors: Sequence[TensorSpec], bucket_bytes: int) -> TransferP
         cursor = offsets[-1] + size
     return TransferPlan(
         tensors=tuple(tensors),
+        cuts=cuts,
+        shapes=shapes,
         bucket_bytes=bucket_bytes,
         offsets=tuple(offsets),
         sizes=sizes,
@@ -211,8 +239,8 @@ def _check(tensors: Sequence[TensorSpec], bucket_bytes: int) -> None:
             raise InvalidRequestError(f"tensors: {spec.name} has shape {spec.shape}")
 
 
-def _num_bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * torch_dtype(spec.dtype).itemsize
+def _num_bytes(spec: TensorSpec, shape: Sequence[int]) -> int:
+    return math.prod(shape) * torch_dtype(spec.dtype).itemsize
 
 
 def _align(offset: int) -> int:
@@ -246,7 +274,8 @@ def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) ->
 class WeightBuffer:
     """CPU memory in the layout of a plan's stream.
 
-    `tensors` are views into it, by name and in the order of the plan; a bucket is a slice of it.
+    `tensors` are views into it, by name and in the order of the plan: packed parts, or the whole
+    tensors. A bucket is a slice of it.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
@@ -256,10 +285,63 @@ class WeightBuffer:
         self.tensors: Mapping[str, torch.Tensor] = {
             spec.name: self._stream[offset : offset + size]
             .view(torch_dtype(spec.dtype))
-            .view(spec.shape)
-            for spec, offset, size in zip(plan.tensors, plan.offsets, plan.sizes, strict=True)
+            .view(shape)
+            for spec, shape, offset, size in zip(
+                plan.tensors, plan.shapes, plan.offsets, plan.sizes, strict=True
+            )
         }
 
     def bucket(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket's bytes: uint8 ``[bucket.num_bytes]``, a view."""
         return self._stream[bucket.start : bucket.stop]
+
+
+def stream_of(plan: TransferPlan, weights: WeightBuffer, depth: int) -> WeightBuffer | PackedShare:
+    """Return the stream of a plan's share; see `PackedShare`. All weights need no copy."""
+    return PackedShare(plan, weights, depth) if any(plan.cuts) else weights
+
+
+class PackedShare:
+    """The stream of a share, made bucket by bucket from all weights.
+
+    Memory: the last `depth` buckets, and one packed part if its tensor is split between buckets.
+
+    Args:
+        plan: of the share.
+        weights: the same tensors, whole. They must not change.
+        depth: how many buckets stay as they are while later ones are made.
+    """
+
+    def __init__(self, plan: TransferPlan, weights: WeightBuffer, depth: int) -> None:
+        self._plan = plan
+        self._weights = weights
+        longest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
+        self._ring = [torch.empty(longest, dtype=torch.uint8) for _ in range(depth)]
+        self._made = [-1] * depth
+        self._part: tuple[int, torch.Tensor] | None = None
+
+    def bucket(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bucket's bytes: uint8 ``[bucket.num_bytes]``; see `depth`."""
+        place = bucket.index % len(self._ring)
+        content = self._ring[place][: bucket.num_bytes]
+        if self._made[place] != bucket.index:
+            self._fill(bucket, content)
+            self._made[place] = bucket.index
+        return content
+
+    def _fill(self, bucket: Bucket, content: torch.Tensor) -> None:
+        end = 0
+        for piece in bucket.pieces:
+            content[end : piece.bucket_start].zero_()
+            part = self._packed(piece.tensor)
+            end = piece.bucket_start + piece.num_bytes
+            stop = piece.tensor_start + piece.num_bytes
+            content[piece.bucket_start : end].copy_(part[piece.tensor_start : stop])
+
+    def _packed(self, tensor: int) -> torch.Tensor:
+        """Return the bytes of a part."""
+        if self._part is None or self._part[0] != tensor:
+            whole = self._weights.tensors[self._plan.tensors[tensor].name]
+            part = pack(whole, self._plan.cuts[tensor])
+            self._part = tensor, part.contiguous().view(-1).view(torch.uint8)
+        return self._part[1]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
+from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.adapters import merged_shapes
 from sluice.weights.digest import WeightDigests
 from sluice.weights.group import SENDER_NAME, TransferGroup
@@ -45,14 +46,14 @@ if TYPE_CHECKING:
 class StagedWeights:
     """One version, complete and proven.
 
-    `digest` was computed from `buffer` and equals the sender's. `received_bytes` counts padding;
+    `digests` were computed from `buffer` and equal the sender's. `received_bytes` counts padding;
     `seconds` run from the request to the last byte. The memory belongs to the caller until
     `WeightReceiver.recycle` or `WeightReceiver.keep` takes it back. `is_base`: the sender may build
     on this version; `base`: the version that this one builds on.
     """
 
     version: int
-    digest: str
+    digests: WeightDigests
     buffer: WeightBuffer
     received_bytes: int
     seconds: float
@@ -60,8 +61,13 @@ class StagedWeights:
     base: Base | None = None
 
     @property
+    def digest(self) -> str:
+        """Return the digest of all parts."""
+        return self.digests.combined
+
+    @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the weights on the CPU, by checkpoint name: views of the staging memory."""
+        """Return the parts on the CPU, by checkpoint name: views of the staging memory."""
         return self.buffer.tensors
 
 
@@ -74,11 +80,21 @@ class WeightReceiver:
         device: where collectives run; its backend must be the spec's.
         expected_shapes: shapes of the weights the engine has, by checkpoint name; a spec with
             others is refused, but adapters of them may come along. ``None`` accepts any.
+        share: what comes of them.
+        in_place: receive a version into the memory of the one before, which must no longer be read
+            then. Without it two versions are held at one time.
     """
 
     def __init__(
-        self, device: Device, expected_shapes: Mapping[str, tuple[int, ...]] | None = None
+        self,
+        device: Device,
+        expected_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        share: WeightShare = WHOLE,
+        *,
+        in_place: bool = False,
     ) -> None:
+        self._share = share
+        self._in_place = in_place
         self._device = device
         self._expected_shapes = expected_shapes
         self._group: TransferGroup | None = None
@@ -180,7 +196,7 @@ class WeightReceiver:
                 f'backend "{spec.backend}": this replica receives on {self._device.name} over '
                 f'"{self._device.collective_backend}"; configure both ends for the same backend'
             )
-        plan = plan_transfer(spec.tensors, spec.bucket_bytes)
+        plan = plan_transfer(spec.tensors, spec.bucket_bytes, self._share)
         if plan.digest != spec.plan_digest:
             raise WeightSyncError(
                 SENDER_NAME,
@@ -214,6 +230,7 @@ class WeightReceiver:
             raise NotReadyError(f"version {version}: no epoch was joined")
         phase = f"receiving version {version} in epoch {group.spec.epoch}"
         started = time.monotonic()
+        held = self._held
         # Local until it is complete: after a failure the abandoned operation may still write into
         # this memory, so it is never used again.
         buffer = self._take_memory(plan)
@@ -222,7 +239,7 @@ class WeightReceiver:
         def receive_all() -> UpdateHeader:
             content = receive(group, header_bytes(plan), phase, "the header", stop)
             header = _read_header(content, plan, version, phase)
-            bucket_port = self._port_for(header, buffer, phase)
+            bucket_port = self._port_for(header, buffer, held, phase)
             digests.append(broadcast_buckets(group, plan, bucket_port, phase, stop))
             content = receive(group, trailer_bytes(plan), phase, "the trailer", stop)
             _check_trailer(content, version, plan, digests[0], phase)
@@ -233,7 +250,7 @@ class WeightReceiver:
         header = group.run(receive_all, phase, timeout_s, stop)
         return StagedWeights(
             version,
-            digests[0].combined,
+            digests[0],
             buffer,
             plan.total_bytes if header.base is None else sum(header.sizes),
             time.monotonic() - started,
@@ -243,29 +260,33 @@ class WeightReceiver:
 
     def _take_memory(self, plan: TransferPlan) -> WeightBuffer:
         spare, self._spare = self._spare, None
+        if self._in_place and self._held is not None:
+            # From now on it is neither version, until the new one is complete.
+            spare, self._held = self._held.buffer, None
         return spare if spare is not None and spare.plan == plan else WeightBuffer(plan)
 
-    def _port_for(self, header: UpdateHeader, buffer: WeightBuffer, phase: str) -> BucketPort:
+    def _port_for(
+        self, header: UpdateHeader, buffer: WeightBuffer, held: StagedWeights | None, phase: str
+    ) -> BucketPort:
         device = self._device.torch_device
         if header.base is None and device.type == "cpu":
             return DirectPort(buffer)
         if header.base is None:
             return DeviceReceivingPort(buffer, device)
         try:
-            base = self._base(header.base)
+            base = _base(held, header.base)
             return ChangeReceivingPort(buffer, base, header.sizes, device, phase)
         except ValueError as error:
             raise WeightSyncError(SENDER_NAME, phase, str(error)) from error
 
-    def _base(self, wanted: Base) -> WeightBuffer:
-        held = self._held
-        if held is None or not held.is_base or Base(held.version, held.digest) != wanted:
-            found = "none" if held is None else f"version {held.version} ({held.digest})"
-            raise ValueError(
-                f"the update builds on version {wanted.version} ({wanted.digest}); held here is "
-                f"{found}"
-            )
-        return held.buffer
+
+def _base(held: StagedWeights | None, wanted: Base) -> WeightBuffer:
+    if held is None or not held.is_base or Base(held.version, held.digest) != wanted:
+        found = "none" if held is None else f"version {held.version} ({held.digest})"
+        raise ValueError(
+            f"the update builds on version {wanted.version} ({wanted.digest}); held here is {found}"
+        )
+    return held.buffer
 
 
 def _read_header(

@@ -270,7 +270,8 @@ def _refuse(context: grpc.ServicerContext, reason: str) -> NoReturn:
 
 
 class EpochStore(Store):
-    """The keys of one epoch, as one member sees them, and as torch's process groups want them.
+    """The keys of one group of an epoch, as a member sees them, and as torch's process groups want
+    them.
 
     Its waits end by our deadlines with our errors, which pass through torch unchanged. Torch refers
     to the C++ half of this object only: keep a reference as long as the group lives. Any thread may
@@ -294,6 +295,7 @@ class EpochStore(Store):
     ) -> None:
         super().__init__()
         self._member: dict[str, Any] = {"epoch": spec.epoch}
+        self._prefix = f"{spec.group}/" if spec.group else ""
         self._metadata = ((_KEY_METADATA, spec.store_key),)
         self._timeout_s = spec.timeout_s
         self._phase = phase
@@ -315,7 +317,9 @@ class EpochStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
-        request = messages.PutKeyRequest(**self._member, key=key, value=_as_bytes(value))
+        request = messages.PutKeyRequest(
+            **self._member, key=self._prefix + key, value=_as_bytes(value)
+        )
         self._call(self._calls.PutKey, request)
 
     def get(self, key: str) -> bytes:
@@ -332,7 +336,7 @@ class EpochStore(Store):
 
     def add(self, key: str, value: int) -> int:
         """Add to a number, 0 if missing; return the sum."""
-        request = messages.AddToKeyRequest(**self._member, key=key, amount=value)
+        request = messages.AddToKeyRequest(**self._member, key=self._prefix + key, amount=value)
         return self._call(self._calls.AddToKey, request).sum
 
     def compare_set(  # torch passes bytes where its stubs declare str
@@ -345,7 +349,7 @@ class EpochStore(Store):
         """
         request = messages.PutKeyRequest(
             **self._member,
-            key=key,
+            key=self._prefix + key,
             value=_as_bytes(desired_value),
             expected=_as_bytes(expected_value),
         )
@@ -353,7 +357,7 @@ class EpochStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it was there."""
-        request = messages.PutKeyRequest(**self._member, key=key)
+        request = messages.PutKeyRequest(**self._member, key=self._prefix + key)
         return self._call(self._calls.PutKey, request).HasField("value")
 
     # Torch's C++ looks this one method up by its C++ name.
@@ -369,8 +373,11 @@ class EpochStore(Store):
 
     def present(self, keys: Sequence[str]) -> Mapping[str, bytes]:
         """Return the values of those keys that are there."""
-        request = messages.GetKeysRequest(**self._member, keys=keys)
-        return self._call(self._calls.GetKeys, request).values
+        asked = [self._prefix + key for key in keys]
+        found = self._call(
+            self._calls.GetKeys, messages.GetKeysRequest(**self._member, keys=asked)
+        ).values
+        return {key: found[own] for key, own in zip(keys, asked, strict=True) if own in found}
 
     def await_keys(
         self,

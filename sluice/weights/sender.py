@@ -2,10 +2,11 @@
 
 Input: weights and their version, or the changes since an earlier one. Output: one broadcast per
 version to all members of the current epoch: a header, the buckets, a trailer with the digest of
-each tensor. `join` waits for members, `broadcast` for each collective, up to the timeout or the
-stop event. That every byte was *sent* proves nothing about a receiver (sockets buffer megabytes);
-only its answer with the same digest does. After a failure the epoch is over: `form_group` starts
-the next one, and everything is sent again.
+each part. Workers that take the same share of the weights are in one group with a broadcast of its
+own; those of an epoch run at the same time. `join` waits for members, `broadcast` for each
+collective, up to the timeout or the stop event. That every byte was *sent* proves nothing about a
+receiver (sockets buffer megabytes); only its answer with the same digest does. After a failure the
+epoch is over: `form_group` starts the next one, and everything is sent again.
 """
 
 from __future__ import annotations
@@ -13,22 +14,30 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferCertificates, TransferGroupSpec
+from sluice.weight_share import WeightShare
+from sluice.weights.classes import ShareClass, rank_names, share_classes, specs_of
+from sluice.weights.digest import WeightDigests, combined_digest
 from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import (
     TransferPlan,
     WeightBuffer,
     hiding_bucket_bytes,
     plan_transfer,
+    stream_of,
 )
 from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
 from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
 from sluice.weights.transfer import (
+    IN_FLIGHT,
     Base,
     BucketPort,
     DeviceSendingPort,
@@ -40,19 +49,39 @@ from sluice.weights.transfer import (
     version_deadline_s,
 )
 
+_T = TypeVar("_T")
+
+Changes = Sequence[SparseUpdate | None]
+"""The changes to send to each class of workers; ``None``: it gets its share whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class BroadcastReport:
-    """One version that was sent. Every receiver must report `digest`; bytes count padding.
+    """One version that was sent. Each member must report its digest; bytes count padding.
 
-    `sent_bytes` counts the buckets, or their changes; `dense_bytes` counts all weights.
+    Attributes:
+        digests: of what each member's workers have together, by member.
+        bases: what each class of workers has now.
+        sent_bytes: buckets of all classes, or their changes.
+        dense_bytes: the shares of all classes.
     """
 
     version: int
-    digest: str
+    digests: Mapping[str, str]
+    bases: tuple[Base, ...]
     sent_bytes: int
     dense_bytes: int
     seconds: float
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of members that all divide the weights in the same way.
+
+        Raises:
+            ValueError: they do not.
+        """
+        (only,) = {*self.digests.values()}
+        return only
 
 
 def broadcast_deadline_s(
@@ -61,15 +90,28 @@ def broadcast_deadline_s(
     """Return the seconds that all collectives of one version may take together.
 
     Args:
-        tensors: the tensors to send, tied weights once.
+        tensors: the tensors to send, tied weights once. A share of them takes less.
         bucket_bytes: of the `WeightSender`.
         timeout_s: for each collective.
     """
-    return version_deadline_s(_plan(tensors, bucket_bytes), timeout_s)
+    plan = plan_transfer(tensors, hiding_bucket_bytes(tensors, bucket_bytes))
+    return version_deadline_s(plan, timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _ClassGroup:
+    """A class of workers and the group that they form with the sender."""
+
+    members: ShareClass
+    group: TransferGroup
+
+    @property
+    def plan(self) -> TransferPlan:
+        return self.members.plan
 
 
 class WeightSender:
-    """The host of the rendezvous store and rank 0 of every epoch's group.
+    """The host of the rendezvous store and rank 0 of every epoch's groups.
 
     Methods block; call them from one thread at a time. Any thread may call `abandon` and `close`.
 
@@ -106,8 +148,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._certificates = certificates
         self._store = RendezvousStore(host, port, bind_host, certificates)
-        self._group: TransferGroup | None = None
-        self._plan: TransferPlan | None = None
+        self._classes: tuple[_ClassGroup, ...] = ()
         self._last_epoch: int | None = None
 
     @property
@@ -120,57 +161,65 @@ class WeightSender:
         epoch: int,
         members: Sequence[str],
         tensors: Sequence[TensorSpec],
-        ranks: Mapping[str, int] | None = None,
+        shares: Mapping[str, Sequence[WeightShare]] | None = None,
     ) -> dict[str, TransferGroupSpec]:
         """Begin an epoch, leaving any earlier one, and return at once.
 
         Deliver each spec to its member and call `join` at the same time: all must join for the
-        group to form.
+        groups to form.
 
         Args:
             epoch: larger than every epoch before.
-            members: names of the receivers, unique; they get ranks from 1 on in this order.
+            members: names of the receivers, unique.
             tensors: what will be sent, tied weights once.
-            ranks: how many consecutive ones each member gets; 1 unless it is named here.
+            shares: of each member's workers; a member that is not named has one worker, which
+                takes all weights.
 
         Returns:
-            the spec for each member, by name, with its first rank. It holds the epoch's secret:
-            keep it out of logs.
+            the spec for each member, by name. It holds the epoch's secret: keep it out of logs.
 
         Raises:
             InvalidRequestError: an epoch that does not rise, no or repeated members, or tensors
                 that cannot be planned.
         """
-        places = _places(members, ranks or {})
+        shares = shares or {}
         self._check_epoch(epoch, members)
-        plan = _plan(tensors, self._bucket_bytes)
+        classes = share_classes(members, tensors, shares, self._bucket_bytes)
         self.abandon(f"epoch {epoch} begins")
         # A new secret: a member of an earlier epoch that comes late cannot enter this one.
         store_key = secrets.token_bytes(KEY_BYTES)
         self._store.begin(epoch, store_key)
-        self._last_epoch, self._plan = epoch, plan
+        self._last_epoch = epoch
         spec = TransferGroupSpec(
             epoch=epoch,
             host=self._store.host,
             port=self._store.port,
             rank=0,
-            world_size=1 + sum(count for _, count in places.values()),
+            world_size=0,
             backend=self._device.collective_backend,
-            bucket_bytes=plan.bucket_bytes,
+            bucket_bytes=classes[0].plan.bucket_bytes,
             timeout_s=self._timeout_s,
-            tensors=plan.tensors,
-            plan_digest=plan.digest,
+            tensors=tuple(tensors),
+            plan_digest="",
             store_key=store_key,
         )
+        several = {name for name, given in shares.items() if len(given) > 1}
         # Members verify the store by certificates of their own; these hold the private key.
-        own_spec = replace(spec, certificates=self._certificates)
-        self._group = TransferGroup(own_spec, {0: SENDER_NAME, **_names(places)}, self._device)
-        return {
-            name: replace(spec, rank=first, ranks=count) for name, (first, count) in places.items()
-        }
+        own = replace(spec, certificates=self._certificates)
+        self._classes = tuple(
+            self._group_of(own, number, one, several) for number, one in enumerate(classes)
+        )
+        return specs_of(spec, classes)
+
+    def _group_of(
+        self, spec: TransferGroupSpec, number: int, one: ShareClass, several: set[str]
+    ) -> _ClassGroup:
+        own = replace(spec, group=number, world_size=one.world_size, plan_digest=one.plan.digest)
+        names = {0: SENDER_NAME, **rank_names(one, several)}
+        return _ClassGroup(one, TransferGroup(own, names, self._device))
 
     def join(self, should_stop: threading.Event) -> None:
-        """Enter the group that `form_group` began; block until every member has entered.
+        """Enter the groups that `form_group` began; block until every member has entered.
 
         Args:
             should_stop: set it when a member's control channel fails; the epoch is then over.
@@ -179,15 +228,19 @@ class WeightSender:
             DeadlineError: members did not come in time; names them.
             WeightSyncError: the formation failed or was stopped.
         """
-        self._current()[0].form(should_stop)
+        self._for_each([partial(one.group.form, should_stop) for one in self._current()])
 
     def encode_update(
-        self, base: Base, old: WeightBuffer, new: WeightBuffer, should_stop: threading.Event
-    ) -> SparseUpdate | None:
+        self,
+        bases: Sequence[Base],
+        old: WeightBuffer,
+        new: WeightBuffer,
+        should_stop: threading.Event,
+    ) -> Changes | None:
         """Return the changes to broadcast instead of all of `new`; ``None`` if they are too many.
 
         Args:
-            base: version and digest of `old`; every member of the epoch must have committed it.
+            bases: of the report on `old`; every member of the epoch must have committed it.
             old: its weights. They must not change until this returns.
             new: the weights to be broadcast.
             should_stop: set it to give up early.
@@ -196,20 +249,25 @@ class WeightSender:
             InvalidRequestError: the weights are not those of the epoch.
             NotReadyError: there is no epoch.
         """
-        return encode_update(self._current()[1], base, old, new, should_stop)
+        changes = [
+            encode_update(one.plan, base, old, new, should_stop)
+            for one, base in zip(self._current(), bases, strict=True)
+        ]
+        return changes if any(changes) else None
 
     def broadcast(
         self,
         weights: WeightBuffer,
         version: int,
         should_stop: threading.Event,
-        update: SparseUpdate | None = None,
+        update: Changes | None = None,
     ) -> BroadcastReport:
         """Send one version to all members. Repeatable in one epoch.
 
         Args:
             weights: exactly the tensors of the epoch, in their order. They are sent without a copy
-                if the wire is on the CPU, and must not change until this returns.
+                if the wire is on the CPU and workers take all of them, and must not change until
+                this returns.
             version: goes to the receivers in header and trailer.
             should_stop: set it when a member's control channel fails; the epoch is then over.
             update: from `encode_update` of the same weights; sent instead of them.
@@ -221,34 +279,74 @@ class WeightSender:
                 of them may be the cause: probe them) and the bucket.
             DeadlineError: the whole took longer than all its collectives may together.
         """
-        group, plan = self._current()
-        bucket_port = self._port(plan, weights, update)
-        header = self._header(plan, version, update)
-        phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
-
-        def send_all() -> str:
-            send(group, header.encode(), phase, "the header", should_stop)
-            digests = broadcast_buckets(group, plan, bucket_port, phase, should_stop)
-            trailer = Trailer(version, plan.total_bytes, digests.tensors)
-            send(group, trailer.encode(), phase, "the trailer", should_stop)
-            return digests.combined
-
+        classes = self._current()
+        _check_weights(classes[0].plan, weights)
+        changes = update or (None,) * len(classes)
         started = time.monotonic()
-        timeout_s = version_deadline_s(plan, self._timeout_s)
-        digest = group.run(send_all, phase, timeout_s, should_stop)
-        seconds = time.monotonic() - started
-        sent_bytes = plan.total_bytes if update is None else sum(update.sizes)
-        return BroadcastReport(version, digest, sent_bytes, plan.total_bytes, seconds)
+        found = self._for_each(
+            [
+                partial(self._send, one, weights, version, should_stop, change)
+                for one, change in zip(classes, changes, strict=True)
+            ]
+        )
+        sizes = [one.plan.total_bytes for one in classes]
+        sent = [
+            size if change is None else sum(change.sizes)
+            for size, change in zip(sizes, changes, strict=True)
+        ]
+        return BroadcastReport(
+            version,
+            _member_digests(classes, found),
+            tuple(Base(version, digests.combined) for digests in found),
+            sum(sent),
+            sum(sizes),
+            time.monotonic() - started,
+        )
 
     def abandon(self, reason: str) -> None:
         """Leave the current epoch, if any, and return at once; a call in progress fails soon."""
-        if self._group is not None:
-            self._group.abandon(reason)
+        for one in self._classes:
+            one.group.abandon(reason)
 
     def close(self) -> None:
         """Leave the epoch and stop listening."""
         self.abandon("the sender is closed")
         self._store.close()
+
+    def _for_each(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+        """Make the calls, one of each class, at the same time; if one fails, the epoch is over."""
+        if len(calls) == 1:
+            return [calls[0]()]
+        with ThreadPoolExecutor(len(calls), thread_name_prefix="weights-class") as threads:
+            running = [threads.submit(call) for call in calls]
+            ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+            failed = [one for one in running if one in ended and one.exception() is not None]
+            if failed:  # the others' collectives must not wait until their deadlines
+                self.abandon("another group of the epoch failed")
+                failed[0].result()
+        return [one.result() for one in running]
+
+    def _send(
+        self,
+        one: _ClassGroup,
+        weights: WeightBuffer,
+        version: int,
+        should_stop: threading.Event,
+        change: SparseUpdate | None,
+    ) -> WeightDigests:
+        group, plan = one.group, one.plan
+        bucket_port = self._port(plan, weights, change)
+        header = self._header(plan, version, change)
+        phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
+
+        def send_all() -> WeightDigests:
+            send(group, header.encode(), phase, "the header", should_stop)
+            digests = broadcast_buckets(group, plan, bucket_port, phase, should_stop)
+            trailer = Trailer(version, plan.total_bytes, digests.parts)
+            send(group, trailer.encode(), phase, "the trailer", should_stop)
+            return digests
+
+        return group.run(send_all, phase, version_deadline_s(plan, self._timeout_s), should_stop)
 
     def _check_epoch(self, epoch: int, members: Sequence[str]) -> None:
         if self._last_epoch is not None and epoch <= self._last_epoch:
@@ -260,10 +358,10 @@ class WeightSender:
                 f"members {list(members)}: a group needs at least one receiver, each name once"
             )
 
-    def _current(self) -> tuple[TransferGroup, TransferPlan]:
-        if self._group is None or self._plan is None:
+    def _current(self) -> tuple[_ClassGroup, ...]:
+        if not self._classes:
             raise NotReadyError("no transfer group: call form_group first")
-        return self._group, self._plan
+        return self._classes
 
     def _header(
         self, plan: TransferPlan, version: int, update: SparseUpdate | None
@@ -275,40 +373,31 @@ class WeightSender:
     def _port(
         self, plan: TransferPlan, weights: WeightBuffer, update: SparseUpdate | None
     ) -> BucketPort:
-        if weights.plan.tensors != plan.tensors:
-            different = sorted({*plan.tensors} ^ {*weights.plan.tensors}, key=lambda one: one.name)
-            raise InvalidRequestError(
-                f"weights: {different[:3]} are in only one of the epoch's {len(plan.tensors)} "
-                f"tensors and the {len(weights.plan.tensors)} given, or the order differs; form a "
-                "new epoch for other weights"
-            )
         wire_device = self._device.torch_device
+        stream = stream_of(plan, weights, IN_FLIGHT)
         if update is not None:
-            return ChangeSendingPort(update, weights, wire_device)
+            return ChangeSendingPort(update, stream, wire_device)
         if wire_device.type == "cpu":
-            return DirectPort(weights)
-        return DeviceSendingPort(weights, plan, wire_device)
+            return DirectPort(stream)
+        return DeviceSendingPort(stream, plan, wire_device)
 
 
-def _plan(tensors: Sequence[TensorSpec], most_bucket_bytes: int) -> TransferPlan:
-    return plan_transfer(tensors, hiding_bucket_bytes(tensors, most_bucket_bytes))
+def _check_weights(plan: TransferPlan, weights: WeightBuffer) -> None:
+    if weights.plan.tensors != plan.tensors:
+        different = sorted({*plan.tensors} ^ {*weights.plan.tensors}, key=lambda one: one.name)
+        raise InvalidRequestError(
+            f"weights: {different[:3]} are in only one of the epoch's {len(plan.tensors)} tensors "
+            f"and the {len(weights.plan.tensors)} given, or the order differs; form a new epoch "
+            "for other weights"
+        )
 
 
-def _places(members: Sequence[str], ranks: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return each member's first rank and its number of ranks."""
-    places: dict[str, tuple[int, int]] = {}
-    following = 1
-    for name in members:
-        count = ranks.get(name, 1)
-        places[name] = (following, count)
-        following += count
-    return places
-
-
-def _names(places: Mapping[str, tuple[int, int]]) -> dict[int, str]:
-    """Return the member of each rank, for errors."""
-    return {
-        first + worker: name if count == 1 else f"{name} worker {worker}"
-        for name, (first, count) in places.items()
-        for worker in range(count)
-    }
+def _member_digests(
+    classes: Sequence[_ClassGroup], found: Sequence[WeightDigests]
+) -> dict[str, str]:
+    """Return the digest of each member: a part that several of its workers have counts once."""
+    parts: dict[str, dict[str, bytes]] = {}
+    for one, digests in zip(classes, found, strict=True):
+        for name in {name for name, _ in one.members.workers}:
+            parts.setdefault(name, {}).update(digests.by_name)
+    return {name: combined_digest(its) for name, its in parts.items()}

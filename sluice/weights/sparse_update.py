@@ -1,7 +1,7 @@
 """An update that carries only the changes since a version that the receivers hold.
 
-Receivers apply it to a copy of the base in staging memory. Its digest covers all weights, as for an
-update that is sent whole.
+Receivers apply it to the base in staging memory, or to a copy of it there. Its digest covers all
+parts, as for an update that is sent whole.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import torch
 from sluice.errors import InvalidRequestError, WeightSyncError
 from sluice.weights.delta import apply_change, encode_change, max_code_bytes
 from sluice.weights.group import SENDER_NAME
-from sluice.weights.plan import Bucket, TransferPlan, WeightBuffer
-from sluice.weights.transfer import Base
+from sluice.weights.plan import Bucket, PackedShare, TransferPlan, WeightBuffer, stream_of
+from sluice.weights.transfer import IN_FLIGHT, Base
 
 WORTHWHILE_SHARE = 0.25
 """Largest share of all bytes. Above it, coding takes longer than a fast network needs for the
 difference."""
-
-_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,10 +45,10 @@ def encode_update(
 ) -> SparseUpdate | None:
     """Return the changes from `old` to `new`; ``None`` if they are too many, or when asked to stop.
 
-    Memory: the code, which is at most about `WORTHWHILE_SHARE` of the weights.
+    Memory: the code, which is at most about `WORTHWHILE_SHARE` of the share.
 
     Args:
-        plan: of the wire; both buffers hold its tensors, in its order.
+        plan: of the wire; both buffers hold its tensors whole, in its order.
         base: version and digest of `old`.
         old: the weights that every receiver holds.
         new: the weights that they will hold.
@@ -60,8 +58,10 @@ def encode_update(
         raise InvalidRequestError("weights: only buffers of the epoch's tensors can be compared")
     allowed = WORTHWHILE_SHARE * plan.total_bytes
     codes: list[torch.Tensor] = []
+    before, after = stream_of(plan, old, 1), stream_of(plan, new, 1)
     for bucket in plan.buckets:
-        code = encode_change(plan, bucket, old.bucket(bucket).numpy(), new.bucket(bucket).numpy())
+        contents = before.bucket(bucket).numpy(), after.bucket(bucket).numpy()
+        code = encode_change(plan, bucket, *contents)
         # Stop as soon as the changes are not worth it.
         allowed -= code.nbytes
         if allowed < 0 or should_stop.is_set():
@@ -73,7 +73,9 @@ def encode_update(
 class ChangeSendingPort:
     """The sender's port for changes; the digest covers the new weights."""
 
-    def __init__(self, update: SparseUpdate, new: WeightBuffer, device: torch.device) -> None:
+    def __init__(
+        self, update: SparseUpdate, new: WeightBuffer | PackedShare, device: torch.device
+    ) -> None:
         self._update = update
         self._new = new
         self._device = device
@@ -86,11 +88,11 @@ class ChangeSendingPort:
 
 
 class ChangeReceivingPort:
-    """The receiver's port for changes, which it applies to a copy of the base in staging memory.
+    """The receiver's port for changes, which it applies to the base in staging memory.
 
     Args:
         staging: memory for the new weights; its plan is the plan of the wire.
-        base: the same tensors of the base; only read.
+        base: the same tensors of the base; only read, unless it is the staging memory itself.
         sizes: bytes of each bucket's changes.
         phase: for errors.
 
@@ -116,11 +118,11 @@ class ChangeReceivingPort:
         self._phase = phase
         longest = max(sizes, default=0)
         self._ring = [
-            torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(_IN_FLIGHT)
+            torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)
         ]
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        return self._ring[bucket.index % _IN_FLIGHT][: self._sizes[bucket.index]]
+        return self._ring[bucket.index % IN_FLIGHT][: self._sizes[bucket.index]]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
         """Apply the changes; return the bucket's new bytes, in staging memory.
@@ -129,8 +131,8 @@ class ChangeReceivingPort:
             WeightSyncError: the bytes that arrived are not changes of this bucket.
         """
         plan, content = self._staging.plan, self._staging.bucket(bucket)
-        # Into staging memory first: the base serves until the commit and must stay whole.
-        content.copy_(self._base.bucket(bucket))
+        if self._base is not self._staging:
+            content.copy_(self._base.bucket(bucket))
         try:
             apply_change(plan, bucket, wire.cpu().numpy(), content.numpy())
         except ValueError as error:

@@ -22,7 +22,7 @@ from sluice.concurrency.waits import advance
 from sluice.weights.backend import Work
 from sluice.weights.digest import DIGEST_BYTES, StreamDigest, WeightDigests
 from sluice.weights.group import TransferGroup
-from sluice.weights.plan import Bucket, TransferPlan, WeightBuffer
+from sluice.weights.plan import Bucket, PackedShare, TransferPlan, WeightBuffer
 
 _HEADER_MAGIC = b"sluice-u"
 _KEEP, _SPARSE = 1, 2  # flags
@@ -33,7 +33,8 @@ _CHECK_BYTES = 16
 
 _NUM_FRAMING_COLLECTIVES = 2  # header and trailer, in addition to the buckets
 
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
+"""Buckets on the wire at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def header_bytes(plan: TransferPlan) -> int:
 class Trailer:
     """The last collective of a version: what the sender sent.
 
-    `total_bytes` counts the stream; `digests` holds the digests of the tensors, in the order of the
+    `total_bytes` counts the stream; `digests` holds the digests of the parts, in the order of the
     plan. Its own check sum distinguishes a damaged trailer from damaged weights.
     """
 
@@ -180,7 +181,7 @@ class BucketPort(Protocol):
 class DirectPort:
     """A buffer with the layout of the wire, on the device of the wire: nothing is copied."""
 
-    def __init__(self, buffer: WeightBuffer) -> None:
+    def __init__(self, buffer: WeightBuffer | PackedShare) -> None:
         self._buffer = buffer
 
     def load(self, bucket: Bucket) -> torch.Tensor:
@@ -193,12 +194,14 @@ class DirectPort:
 class DeviceSendingPort:
     """The sender's port for a device: it copies each bucket there from the buffer."""
 
-    def __init__(self, buffer: WeightBuffer, plan: TransferPlan, device: torch.device) -> None:
+    def __init__(
+        self, buffer: WeightBuffer | PackedShare, plan: TransferPlan, device: torch.device
+    ) -> None:
         self._buffer = buffer
         self._ring = _ring(plan, device)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        wire = self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
+        wire = self._ring[bucket.index % IN_FLIGHT][: bucket.num_bytes]
         return wire.copy_(self._buffer.bucket(bucket))
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
@@ -213,7 +216,7 @@ class DeviceReceivingPort:
         self._ring = _ring(buffer.plan, device)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        return self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
+        return self._ring[bucket.index % IN_FLIGHT][: bucket.num_bytes]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
         return self._buffer.bucket(bucket).copy_(wire)
@@ -269,7 +272,7 @@ def broadcast_buckets(
         in_flight.append((bucket, wire, group.post(wire)))
         if is_source:  # its bytes are complete already: hash them while the wire moves them
             digest.absorb(bucket, bucket_port.unload(bucket, wire))
-        if len(in_flight) == _IN_FLIGHT:
+        if len(in_flight) == IN_FLIGHT:
             settle_oldest()
     while in_flight:
         settle_oldest()
@@ -278,4 +281,4 @@ def broadcast_buckets(
 
 def _ring(plan: TransferPlan, device: torch.device) -> list[torch.Tensor]:
     longest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
-    return [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(_IN_FLIGHT)]
+    return [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]

@@ -5,6 +5,7 @@ By one worker, and by two that hold a part of every expert each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
+from sluice.weights.share import cuts_by_name, part_shape
 from tests.engine_vllm.saved_weights import serve_saved
 from tests.engine_vllm.shared_gpu import BACKEND, MEMORY
 from tests.support.causal_lms import EOS, VOCABULARY, reference_model, request
@@ -118,3 +120,14 @@ async def test_after_updates_outputs_equal_those_of_an_engine_started_from_a_che
     ) as fresh:
         await fresh.serve_checkpoint()
         assert [await generate(fresh.engine, one) for one in wanted] == after
+
+
+async def test_each_of_two_workers_takes_half_of_every_expert(
+    world: ContractWorld, workers: int
+) -> None:
+    for share in world.engine.weight_shares:
+        cuts = cuts_by_name(share)
+        for spec in world.engine.weight_layout:
+            if ".experts." in spec.name:
+                part = math.prod(part_shape(spec.shape, cuts.get(spec.name, ())))
+                assert part * workers == math.prod(spec.shape), spec.name

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import WeightSyncError
+from sluice.weights.share import cuts_by_name, part_shape, unpack
 from tests.engine_vllm.saved_weights import serve_saved
 from tests.engine_vllm.shared_gpu import BACKEND, MEMORY
 from tests.support.causal_lms import request
@@ -33,6 +35,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 _WORKERS = 2
+_ON_BOTH = ("k_proj.weight", "v_proj.weight")  # one head of keys and values
 
 
 def _make(folder: Path, **more: object) -> VllmEngine:
@@ -118,3 +121,19 @@ async def test_each_worker_has_its_own_process_and_the_version_in_it(world: Cont
     assert core.version == version
     async with asyncio.timeout(60):
         assert await generate(world.engine, request(max_tokens=5))
+
+
+async def test_the_workers_parts_are_the_model_and_only_small_ones_are_on_both(
+    world: ContractWorld,
+) -> None:
+    shares = [cuts_by_name(share) for share in world.engine.weight_shares]
+    assert len(shares) == _WORKERS
+    for spec in world.engine.weight_layout:
+        found, elements = torch.zeros(spec.shape), 0
+        for cuts in (share.get(spec.name, ()) for share in shares):
+            part = torch.ones(part_shape(spec.shape, cuts))
+            unpack(part, cuts, found)
+            elements += part.numel()
+        assert bool(found.all()), spec.name
+        is_on_both = found.ndim == 1 or spec.name.endswith(_ON_BOTH)
+        assert elements == found.numel() * (_WORKERS if is_on_both else 1), spec.name

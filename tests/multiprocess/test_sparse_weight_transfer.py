@@ -19,8 +19,7 @@ from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import TensorSpec
 from sluice.weights.plan import WeightBuffer, plan_transfer
-from sluice.weights.sender import WeightSender
-from sluice.weights.sparse_update import SparseUpdate
+from sluice.weights.sender import Changes, WeightSender
 from sluice.weights.transfer import Base
 from tests.support.weight_digest import plain_digest
 from tests.support.weight_fleet import PeerProcess, peer_processes
@@ -79,11 +78,11 @@ class _Trainer:
         self.held = Base(number, expected)
         return report.sent_bytes
 
-    def changes(self, number: int) -> SparseUpdate | None:
+    def changes(self, number: int) -> Changes | None:
         if self.held is None:
             return None
         old, new = _version(self.held.version), _version(number)
-        update = self.sender.encode_update(self.held, old, new, _NEVER)
+        update = self.sender.encode_update([self.held], old, new, _NEVER)
         assert update is not None
         return update
 

@@ -24,6 +24,7 @@ from sluice.types import (
     TransferGroupSpec,
     VersionSpan,
 )
+from sluice.weight_share import Cut, WeightShare, WorkerPlace
 
 names = st.text(min_size=1, max_size=8)
 words = st.text(max_size=12)
@@ -135,3 +136,20 @@ def transfer_groups(draw: st.DrawFn) -> TransferGroupSpec:
         store_key=draw(st.sampled_from([b"", bytes(range(32))])),
         ranks=draw(st.integers(1, world_size - rank)),
     )
+
+
+ranges = st.tuples(st.integers(0, 2**40), st.integers(1, 2**40))
+cuts = st.builds(Cut, st.integers(0, 7), st.lists(ranges, min_size=1, max_size=3).map(tuple))
+weight_shares = st.builds(
+    WeightShare,
+    st.lists(st.tuples(words, st.lists(cuts, min_size=1, max_size=2).map(tuple)), max_size=3).map(
+        tuple
+    ),
+)
+worker_places = st.builds(
+    WorkerPlace,
+    st.integers(0, 65535),
+    st.integers(1, 9),
+    st.integers(10, 99),
+    st.sampled_from(["ab", "cd"]),
+)

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 from services.rollout.engines.protocol import Engine, EngineLoad, GenerationRequest, SampleChunk
 from sluice.device.select import select_device
 from sluice.types import SamplingParams, TransferGroupSpec
+from sluice.weight_share import WHOLE
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import (
     EOS,
@@ -103,7 +104,12 @@ class Trainer:
         """Begins the next epoch."""
         self.epoch += 1
         layout = tuple(self.engine.weight_layout)
-        specs = self.sender.form_group(self.epoch, ["replica"], layout, {"replica": self.ranks})
+        specs = self.sender.form_group(
+            self.epoch,
+            ["replica"],
+            layout,
+            {"replica": self.engine.weight_shares or (WHOLE,) * self.ranks},
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(asyncio.to_thread(self.sender.join, self._never))
             joined = tasks.create_task(self.engine.join_group(specs["replica"]))
@@ -119,12 +125,14 @@ class Trainer:
         weights = {spec.name: state[spec.name] for spec in self.engine.weight_layout}
         buffer = buffer_of(weights)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(
+            sent = tasks.create_task(
                 asyncio.to_thread(self.sender.broadcast, buffer, self.version, self._never)
             )
             staged = tasks.create_task(self.engine.stage(self.epoch, self.version))
         assert staged.result().version == self.version
-        assert staged.result().digest == plain_digest(weights)
+        assert staged.result().digest == sent.result().digest
+        if not self.engine.weight_shares:
+            assert staged.result().digest == plain_digest(weights)
         return staged.result().digest
 
     async def publish(self, model: PreTrainedModel) -> None:

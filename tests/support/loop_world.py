@@ -191,6 +191,9 @@ class World:
 
     # the publisher
 
+    async def let_sleep(self) -> None:
+        await self.happens("sleep")
+
     async def publish(self, version: int) -> PublishReport:
         await self.happens(f"publish {version}")
         members = self.fleet.in_state(MemberState.PENDING, MemberState.SERVING)

@@ -13,6 +13,7 @@ from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import WeightPublisher
 from sluice.device.cpu import CpuDevice
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
@@ -32,14 +33,14 @@ class Replica:
     A fault is awaited before the phase's work: it may raise, or wait.
     """
 
-    def __init__(self, name: str, instance_id: str = "1") -> None:
-        self.info = ReplicaInfo(name, f"{name}-{instance_id}", f"{name}:1", 8)
+    def __init__(self, name: str, instance_id: str = "1", share: WeightShare = WHOLE) -> None:
+        self.info = ReplicaInfo(name, f"{name}-{instance_id}", f"{name}:1", 8, shares=(share,))
         self.faults: dict[str, Callable[[], Any]] = {}
         self.calls: list[str] = []
         self.epochs: list[int] = []
         self.served: StagedWeights | None = None
         self._staged: StagedWeights | None = None
-        self._receiver = WeightReceiver(CpuDevice())
+        self._receiver = WeightReceiver(CpuDevice(), share=share)
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     async def join(self, spec: TransferGroupSpec) -> None:
@@ -68,6 +69,10 @@ class Replica:
 
     async def probe(self, timeout_s: float) -> None:
         await self._enter("probe")
+
+    async def sleep(self) -> bool:
+        await self._enter("sleep")
+        return True
 
     async def close(self) -> None:
         self.calls.append("close")
@@ -111,9 +116,9 @@ class Trainer:
         constant: frozenset[str] = frozenset(),
         swaps_at_once: Callable[[int], int] = int,
     ) -> None:
-        self.fleet = Fleet(LAYOUT, 1e9)
-        self.replicas: dict[str, Replica] = {}
         specs = specs or tensor_specs(weights(0).items())
+        self.fleet = Fleet(LAYOUT, 1e9, weights=specs)
+        self.replicas: dict[str, Replica] = {}
         self.snapshots = SnapshotBuffers(specs, constant)
         self.publisher = WeightPublisher(
             self.fleet,
@@ -132,8 +137,8 @@ class Trainer:
             swaps_at_once=swaps_at_once,
         )
 
-    def add(self, name: str, instance_id: str = "1") -> Replica:
-        replica = Replica(name, instance_id)
+    def add(self, name: str, instance_id: str = "1", share: WeightShare = WHOLE) -> Replica:
+        replica = Replica(name, instance_id, share)
         self.replicas[replica.info.instance_id] = replica
         self.register(replica)
         return replica

@@ -55,7 +55,7 @@ class ScriptedClient:
             self.cancelled.append(request.prompt.prompt_id)
             raise
 
-    async def retain(self, addresses: Collection[str]) -> None:
+    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
 
     def _rollout(self, name: str, request: GroupRequest, index: int) -> Rollout:

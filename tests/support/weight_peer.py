@@ -81,8 +81,10 @@ class _Peer(WeightReceiver):
     def held(self) -> StagedWeights | None:
         return self._held
 
-    def _port_for(self, header: UpdateHeader, buffer: WeightBuffer, phase: str) -> BucketPort:
-        return _FaultyPort(super()._port_for(header, buffer, phase), self.fault)
+    def _port_for(
+        self, header: UpdateHeader, buffer: WeightBuffer, held: StagedWeights | None, phase: str
+    ) -> BucketPort:
+        return _FaultyPort(super()._port_for(header, buffer, held, phase), self.fault)
 
 
 def _run(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from tools.commands import CommandError, free_port, output_of
 from tools.phases import PhaseError
 
 HEAD = "127.0.0.1"
-NODE = {"CPU": 4.0, "NPU": 1.0}
+NODE: Mapping[str, float] = {"CPU": 4.0, "NPU": 1.0}
+NO_VARIABLES: Mapping[str, str] = {}
 _MARK_VARIABLE = "SLUICE_RAY_TEST"
 _START_S, _ATTEMPTS, _END_S, _POLL_S = 120.0, 4, 15.0, 0.2
 _OBJECT_STORE_BYTES = 100_000_000
@@ -90,10 +91,18 @@ class SimulatedCluster:
     Args:
         folder: for Ray's files; its path is short, since sockets are among them.
         processes: with the test's mark.
+        node: what a worker has; the head has twice as many CPUs.
+        environment: further variables of its processes.
     """
 
-    def __init__(self, folder: Path, processes: MarkedProcesses) -> None:
-        self._folder, self._processes = folder, processes
+    def __init__(
+        self,
+        folder: Path,
+        processes: MarkedProcesses,
+        node: Mapping[str, float] = NODE,
+        environment: Mapping[str, str] = NO_VARIABLES,
+    ) -> None:
+        self._folder, self._processes, self._node = folder, processes, node
         self.address, self.job_server = f"{HEAD}:{free_port()}", f"{HEAD}:{free_port()}"
         self.environment = {
             **processes.environment,
@@ -106,6 +115,7 @@ class SimulatedCluster:
             # As in an activated environment: a job calls commands by their names.
             "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
             "PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.getenv("PYTHONPATH")))),
+            **environment,
         }
 
     def start_head(self, *, serves_jobs: bool) -> None:
@@ -119,12 +129,14 @@ class SimulatedCluster:
             f"--include-dashboard={str(serves_jobs).lower()}",
             f"--dashboard-host={HEAD}",
             f"--dashboard-port={self.job_server.rpartition(':')[2]}",
-            resources={**NODE, "CPU": 8.0, "head": 4.0},
+            resources={**self._node, "CPU": 2 * self._node["CPU"], "head": 4.0},
         )
 
     def start_worker(self, address: str) -> None:
         """Start another node."""
-        self._start(f"--address={self.address}", f"--node-ip-address={address}", resources=NODE)
+        self._start(
+            f"--address={self.address}", f"--node-ip-address={address}", resources=self._node
+        )
 
     def kill_node(self, address: str) -> None:
         """Send SIGKILL to a node's raylet; its children end with it.
@@ -162,10 +174,10 @@ class SimulatedCluster:
         return parent
 
     def _start(self, *options: str, resources: Mapping[str, float]) -> None:
-        own = {name: amount for name, amount in resources.items() if name != "CPU"}
+        own = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
         command = (
             *(str(Path(sys.executable).with_name("ray")), "start", *options),
-            *(f"--num-cpus={resources['CPU']:g}", "--num-gpus=0"),
+            *(f"--num-cpus={resources['CPU']:g}", f"--num-gpus={resources.get('GPU', 0):g}"),
             *(f"--resources={json.dumps(own)}", f"--object-store-memory={_OBJECT_STORE_BYTES}"),
             # Each node has an agent, at one port of the machine unless another is given.
             f"--dashboard-agent-listen-port={free_port()}",

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Self
 
 from services.reward.generation.request import PHASE, GenerateEvent, GroupRequest, Purpose
+from sluice.algorithm.groups.stragglers import partial_interval_ms
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.codec.fields import token_ids_from_bytes
 from sluice.codec.rollout import (
@@ -32,7 +33,9 @@ class RolloutClient:
         linger_ms: finished samples may wait this long to travel together.
         timeout_s: seconds one stream may take.
         max_message_bytes: largest message.
-        partial_interval_ms: milliseconds between deliveries of unfinished samples' tokens; 0: none.
+        partial_interval_ms: least milliseconds between deliveries of unfinished samples' tokens,
+            more for a large fleet (`stragglers.partial_interval_ms`); 0: none.
+        longest_interval_ms: most of these.
         with_routing: samples for training come with the engine's experts.
         credentials: identify this service to replicas.
     """
@@ -44,11 +47,13 @@ class RolloutClient:
         timeout_s: float,
         max_message_bytes: int,
         partial_interval_ms: int = 0,
+        longest_interval_ms: float = 0.0,
         with_routing: bool = False,
         credentials: Credentials = OPEN,
     ) -> None:
         self._linger_ms, self._timeout_s = linger_ms, timeout_s
-        self._partial_interval_ms = partial_interval_ms
+        self._least_interval_ms = self._partial_interval_ms = partial_interval_ms
+        self._longest_interval_ms = longest_interval_ms
         self._with_routing = with_routing
         self._channels = ChannelPool(
             max_message_bytes, credentials, metadata=lambda: ((SERVICE_KEY, "reward"),)
@@ -60,9 +65,15 @@ class RolloutClient:
     async def __aexit__(self, *error: object) -> None:
         await self._channels.close()
 
-    async def retain(self, addresses: Collection[str]) -> None:
-        """Close the channels to all other addresses, each when its last stream has ended."""
-        await self._channels.retain(addresses)
+    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
+        """Take on the fleet; close the channels to all other replicas, each when its last stream
+        has ended."""
+        self._partial_interval_ms = partial_interval_ms(
+            self._least_interval_ms,
+            sum(replica.slots for replica in replicas),
+            self._longest_interval_ms,
+        )
+        await self._channels.retain({replica.address for replica in replicas})
 
     async def generate(
         self,
@@ -72,11 +83,11 @@ class RolloutClient:
         partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream the samples of one group as they come; leaving early cancels the call."""
-        message = self._message(request, sample_indexes, partials)
+        asked = self._message(request, sample_indexes, partials)
         channel = self._channels.acquire(replica.address)
         messages = stream_call(
             rollout_stub(channel).Generate,
-            message,
+            asked,
             name="RolloutService/Generate",
             peer=replica.name,
             phase=PHASE,
@@ -84,8 +95,9 @@ class RolloutClient:
         )
         try:
             async with aclosing(messages):
-                async for event in messages:
-                    yield _decode(event, replica.name)
+                async for message in messages:
+                    yield _decode(message, replica.name)
+                    del message  # see `stream_call`
         finally:
             await self._channels.release(replica.address)
 

@@ -221,7 +221,7 @@ class GroupDispatcher:
             if watch.member.removed:
                 watch.reschedule()
         self._rates.retain({replica.info.name for replica in replicas})
-        await self._client.retain({replica.info.address for replica in replicas})
+        await self._client.announced([replica.info for replica in replicas])
 
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None
@@ -335,6 +335,7 @@ class GroupDispatcher:
                     with self._registered(watch), progress.observed(watch.reschedule):
                         async for event in events:
                             self._store(reservation, watch, collected, event)
+                            del event  # its memory: the next one may take long
                             if (end := self._reason_to_end(watch, collected)) is not None:
                                 return self._ended(end, watch, collected)
             except TimeoutError:

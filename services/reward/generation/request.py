@@ -218,8 +218,8 @@ class GenerationClient(Protocol):
         """
         ...
 
-    async def retain(self, addresses: Collection[str]) -> None:
-        """Forget replicas at all other addresses."""
+    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
+        """Take on the fleet; forget all other replicas."""
         ...
 
 

@@ -9,7 +9,7 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypedDict
@@ -26,6 +26,7 @@ from sluice.types import (
     TokenIds,
     TransferGroupSpec,
 )
+from sluice.weight_share import WeightShare
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,12 +179,13 @@ class EngineLoad(ReplicaCounters):
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """A version that is complete in staging memory."""
+    """A version that is complete in staging memory; `parts` has the digest of each part."""
 
     version: int
     digest: str
     received_bytes: int
     seconds: float
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,11 @@ class Engine(Protocol):
     @property
     def weight_layout(self) -> Sequence[TensorSpec]:
         """The weights the engine expects, in the order of the wire."""
+        ...
+
+    @property
+    def weight_shares(self) -> Sequence[WeightShare]:
+        """The weights that each of its workers takes; empty: each takes all of them."""
         ...
 
     async def start(self) -> None:
@@ -304,6 +311,16 @@ class Engine(Protocol):
 
     async def abort_update(self, epoch: int, reason: str) -> None:
         """Discard the staged weights and leave the group. Idempotent."""
+        ...
+
+    async def sleep(self) -> bool:
+        """Free memory of the device until the next `join_group` or `stage`; sample nothing then.
+
+        The weights stay, and samples continue afterwards. Idempotent.
+
+        Returns:
+            whether it sleeps; an engine that cannot does nothing.
+        """
         ...
 
 

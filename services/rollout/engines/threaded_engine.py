@@ -36,6 +36,7 @@ from sluice.concurrency.waits import deadline, waiting_for
 from sluice.device.select import transfer_device
 from sluice.errors import EngineError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import WeightShare
 
 _CLOSE_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 60.0
@@ -269,6 +270,11 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         return self._described().tensors
 
     @property
+    def weight_shares(self) -> Sequence[WeightShare]:
+        """The weights that each of its workers takes; empty: each takes all of them."""
+        return ()
+
+    @property
     def prefilled_tokens(self) -> int:
         """Prompt tokens computed so far, without those from a prefix cache."""
         return self._in_thread()[1].prefilled_tokens
@@ -425,6 +431,10 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         """Sample again."""
         thread, core = self._in_thread()
         await thread.call(core.resume(), "resuming after a pause")
+
+    async def sleep(self) -> bool:
+        """Do nothing: this engine cannot sleep."""
+        return False
 
     async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
         """Swap the staged version in between two decode steps. Idempotent."""

@@ -14,6 +14,7 @@ from sluice.concurrency.threads import OwnerThread
 from sluice.device.protocol import Device
 from sluice.errors import WeightSyncError
 from sluice.types import TransferGroupSpec
+from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.adapters import merge_adapters
 from sluice.weights.delta import changed_positions
 from sluice.weights.receiver import StagedWeights, WeightReceiver
@@ -173,6 +174,8 @@ class WeightInbox:
         device: of the wire.
         shapes: of the model's weights, by checkpoint name.
         places: how the model keeps each of them, where it may borrow received memory.
+        share: the part of them that comes, for an engine that copies it out and merges adapters
+            itself; ``None``: all of them come, and adapters are merged here.
     """
 
     def __init__(
@@ -180,9 +183,11 @@ class WeightInbox:
         device: Device,
         shapes: Mapping[str, tuple[int, ...]],
         places: Mapping[str, TensorPlacement] = NO_PLACES,
+        share: WeightShare | None = None,
     ) -> None:
         self._places = places
-        self._receiver = WeightReceiver(device, shapes)
+        self._merges = share is None
+        self._receiver = WeightReceiver(device, shapes, share or WHOLE, in_place=not places)
         self._thread = OwnerThread("weight-inbox")
         self._staged: _Staged | None = None
         self.epoch: int | None = None
@@ -211,7 +216,11 @@ class WeightInbox:
             check_epoch(epoch, self.epoch, phase)
             self._staged = staged
             return StagedVersion(
-                version, received.digest, received.received_bytes, received.seconds
+                version,
+                received.digest,
+                received.received_bytes,
+                received.seconds,
+                {name: one.hex() for name, one in received.digests.by_name.items()},
             )
 
         return self._thread.submit(receive)
@@ -219,7 +228,7 @@ class WeightInbox:
     def _new_weights(self, received: StagedWeights) -> NewWeights:
         # While the model still computes with the base, adapters are merged and changes are found
         # here, in the thread.
-        tensors = merge_adapters(received.tensors)
+        tensors = merge_adapters(received.tensors) if self._merges else received.tensors
         base = self._receiver.base_of(received)
         if tensors is not received.tensors or base is None or received.base is None:
             return NewWeights(tensors)

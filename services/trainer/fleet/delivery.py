@@ -32,10 +32,10 @@ from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.concurrency.waits import deadline
 from sluice.errors import InvalidRequestError, PeerError, SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
+from sluice.weight_share import WHOLE
 from sluice.weights.plan import WeightBuffer
-from sluice.weights.sender import BroadcastReport, WeightSender
+from sluice.weights.sender import BroadcastReport, Changes, WeightSender
 from sluice.weights.snapshot import Snapshot
-from sluice.weights.sparse_update import SparseUpdate
 from sluice.weights.transfer import Base
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class _Held:
     """The snapshot that all members of the current group serve."""
 
     snapshot: Snapshot
-    digest: str
+    bases: tuple[Base, ...]
 
 
 class TransferSession:
@@ -280,9 +280,9 @@ class TransferSession:
         if not members:
             await self._leave()
             return False
-        keys = {member: f"{member.name}/{member.instance_id}" for member in members}
-        ranks = {keys[member]: member.ranks for member in members}
-        specs = self._sender.form_group(self._epoch, list(keys.values()), self._tensors, ranks)
+        keys = {member: _key(member) for member in members}
+        shares = {keys[member]: member.shares or (WHOLE,) * member.ranks for member in members}
+        specs = self._sender.form_group(self._epoch, list(keys.values()), self._tensors, shares)
         answers = await self._together(
             members,
             lambda member: self._clients[member].join(specs[keys[member]]),
@@ -328,7 +328,7 @@ class TransferSession:
         )
 
     async def _stage(
-        self, snapshot: Snapshot, update: SparseUpdate | None, delivery: DeliveryResult
+        self, snapshot: Snapshot, update: Changes | None, delivery: DeliveryResult
     ) -> BroadcastReport | None:
         members, version = self._members, snapshot.version
         reports: list[BroadcastReport] = []
@@ -343,24 +343,24 @@ class TransferSession:
         phase = f"staging version {version}"
         answers = await self._together(members, receive, send, phase)
         if reports:
-            _compare(digests, reports[0].digest, answers, delivery)
+            _compare(digests, reports[0].digests, answers, delivery)
         if answers.failed:
             await self._recover(members, answers, delivery, phase)
             return None
         return reports[0]
 
-    async def _changes_to(self, snapshot: Snapshot) -> SparseUpdate | None:
+    async def _changes_to(self, snapshot: Snapshot) -> Changes | None:
         """Encode the changes since the version that all members serve, if that saves bytes."""
         held, read_again = self._held, self._read_again
         if held is None or read_again is None:
             return None
-        base, stop = Base(held.snapshot.version, held.digest), threading.Event()
+        stop = threading.Event()
 
-        def encode() -> SparseUpdate | None:
+        def encode() -> Changes | None:
             with read_again(held.snapshot) as old:
                 if old is None:
                     return None
-                return self._sender.encode_update(base, old, snapshot.weights, stop)
+                return self._sender.encode_update(held.bases, old, snapshot.weights, stop)
 
         try:
             return await asyncio.to_thread(encode)
@@ -370,20 +370,21 @@ class TransferSession:
     async def _commit(
         self, report: BroadcastReport, snapshot: Snapshot, delivery: DeliveryResult
     ) -> None:
-        version, digest = report.version, report.digest
+        version, digests = report.version, report.digests
         # A replica whose turn comes late serves the version before meanwhile. One that dies in its
         # turn ends it by the deadline of its call.
         turns = asyncio.Semaphore(self._swaps_at_once(self._members))
 
         async def swap(member: ReplicaInfo) -> float:
             async with turns:
+                digest = digests[_key(member)]
                 return await self._clients[member].commit(self._epoch, version, digest)
 
         answers = await fan_out(self._members, swap)
         delivery.lost.update({member: str(error) for member, error in answers.failed.items()})
         delivery.served, delivery.is_complete = answers.answered, True
         # A delta needs the same base on all members; after a failed commit one may differ.
-        self._held = None if answers.failed else _Held(snapshot, digest)
+        self._held = None if answers.failed else _Held(snapshot, report.bases)
 
     async def _together(
         self,
@@ -445,15 +446,20 @@ class TransferSession:
         self._members, self._clients, self._held = (), {}, None
 
 
+def _key(member: ReplicaInfo) -> str:
+    """Return the name of a member in its group."""
+    return f"{member.name}/{member.instance_id}"
+
+
 def _compare(
     digests: Mapping[ReplicaInfo, str],
-    sent: str,
+    sent: Mapping[str, str],
     answers: Answers[GroupMember, None],
     delivery: DeliveryResult,
 ) -> None:
     """Count members with another digest than the sent one as failed, although they answered."""
     for member, digest in digests.items():
-        if digest != sent:
-            error = WeightSyncError(member.name, "stage", f"its digest is {digest}, ours {sent}")
+        if digest != (ours := sent[_key(member)]):
+            error = WeightSyncError(member.name, "stage", f"its digest is {digest}, ours {ours}")
             answers.failed[member] = error
             delivery.lost[member] = str(error)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from sluice.algorithm.accounting import ReplicaCounters, fleet_counters
 from sluice.errors import InvalidRequestError, NotFoundError
-from sluice.types import ReplicaInfo
+from sluice.types import ReplicaInfo, TensorSpec
+from sluice.weights.share import check_share
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +108,18 @@ class Fleet:
         layout_digest: a replica with other names, dtypes or shapes of weights is refused.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
         stall_s: seconds with work and without a token after which a replica is stalled.
+        weights: the trainer's; replicas may take shares of them.
     """
 
-    def __init__(self, layout_digest: str, ttl_s: float, stall_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        layout_digest: str,
+        ttl_s: float,
+        stall_s: float = math.inf,
+        weights: Sequence[TensorSpec] = (),
+    ) -> None:
         self._layout_digest = layout_digest
+        self._weights = weights
         self._ttl_s = ttl_s
         self._stall_s = stall_s
         self._members: dict[str, FleetMember] = {}
@@ -123,8 +133,8 @@ class Fleet:
         """Add a replica as pending; a new instance replaces the old one.
 
         Raises:
-            InvalidRequestError: its weights do not fit the trainer's model, it was refused, or
-                there are too many.
+            InvalidRequestError: its weights, or a worker's share of them, do not fit the trainer's
+                model, it was refused, or there are too many.
         """
         refusal = self._refusals.get(info.instance_id)
         if refusal is not None:
@@ -134,6 +144,8 @@ class Fleet:
                 f"replica {info.name}: its weights have other names, dtypes or shapes than the "
                 "trainer's; use the same model path and rollout.dtype for both"
             )
+        for worker, share in enumerate(info.shares):
+            check_share(share, self._weights, f"replica {info.name}, share of worker {worker}")
         known = self._members.get(info.name)
         if known is not None and known.info.instance_id == info.instance_id:
             self._members[info.name] = replace(known, info=info, last_seen_s=now_s)

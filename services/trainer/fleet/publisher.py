@@ -12,6 +12,7 @@ On shutdown: `close` leaves the group.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -26,7 +27,7 @@ from services.trainer.fleet.delivery import (
 )
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.replica_client import ReplicaClient
-from sluice.errors import WeightSyncError
+from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
@@ -150,6 +151,25 @@ class WeightPublisher:
                 await session.close()
         for info in set(newcomers) & set(self._free(MemberState.PENDING)):
             self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
+
+    async def let_sleep(self) -> None:
+        """Let all replicas free the memory of devices that they share, until the next version.
+
+        One that does not is no error: the next delivery finds out whether it still answers.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for info in self._free(MemberState.SERVING):
+                tasks.create_task(self._sleep(info), name=f"sleep of {info.name}")
+
+    async def _sleep(self, info: ReplicaInfo) -> None:
+        client = self._connect(info)
+        try:
+            if not await client.sleep():
+                logger.warning("%s: its engine cannot sleep and keeps its memory", info.name)
+        except SluiceError as error:
+            logger.warning("%s does not sleep and may keep its memory: %s", info.name, error)
+        finally:
+            await client.close()
 
     async def close(self) -> None:
         """Leave the group and close all control calls."""

@@ -125,6 +125,11 @@ class ReplicaClient:
         request = weights.AbortUpdateRequest(epoch=epoch, reason=reason)
         await self._call(self._weights.AbortUpdate, request, f"aborting epoch {epoch}")
 
+    async def sleep(self) -> bool:
+        """Let the engine free its device's memory until the next weights; return whether it can."""
+        answer = await self._call(self._weights.Sleep, weights.SleepRequest(), "falling asleep")
+        return answer.asleep
+
     async def probe(self, timeout_s: float) -> None:
         """Wait until the replica's engine answers from its loop."""
         request = rollout.GetStatusRequest()

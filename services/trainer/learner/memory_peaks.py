@@ -30,6 +30,10 @@ class MemoryPeaks:
         if name is not None:
             self._phases[name] = max(self._phases.get(name, 0), peak.allocated_bytes)
 
+    def give_back(self) -> None:
+        """Give blocks that torch holds for later tensors back to the device's driver."""
+        self._device.empty_cache()
+
     def take_metrics(self) -> Mapping[str, float]:
         """Return ``perf/max_memory_*_gb`` since the start and ``memory_gb/<phase>`` since the last
         call, in GiB; empty before a phase has ended.

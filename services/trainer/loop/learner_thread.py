@@ -41,6 +41,7 @@ class LearnerThread:
     Args:
         freeze_timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
         peaks: memory of rank 0's device, by phase of a step.
+        gives_back: engines share the device, and take the memory that training does not hold.
     """
 
     def __init__(
@@ -50,12 +51,15 @@ class LearnerThread:
         store: CheckpointStore,
         freeze_timeout_s: float,
         peaks: MemoryPeaks,
+        *,
+        gives_back: bool = False,
     ) -> None:
         self._leader = leader
         self._snapshots = snapshots
         self._store = store
         self._freeze_timeout_s = freeze_timeout_s
         self._peaks = peaks
+        self._gives_back = gives_back
         self._thread = OwnerThread("learner")
         self._writer = OwnerThread("checkpoint")
         self._saving: Future[str] | None = None
@@ -80,6 +84,8 @@ class LearnerThread:
             with self._leader.weights(only_trained=only_trained) as weights:
                 self._snapshots.write(weights, version, self._freeze_timeout_s)
             self._peaks.end_phase("update_weights")
+            if self._gives_back:
+                self._peaks.give_back()
 
         await self._run(freeze)
 

@@ -100,6 +100,8 @@ class LoopSettings:
     overlaps: bool
     scale: RunScale
     terms: BatchTerms
+    engines_sleep: bool = False
+    """Engines share devices with the trainer and sleep while it trains."""
 
 
 class TrainLoop:
@@ -207,6 +209,9 @@ class TrainLoop:
         taken_s = time.monotonic()
         # Concurrent with training, so that a step does not wait for the answers.
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
+        if self._settings.engines_sleep:
+            await self._await_validation()  # it samples
+            await self._publisher.let_sleep()
         self._state.enter(RunPhase.TRAINING)
         with trace.span(SpanName.TRAIN_STEP):
             learned = await self._learner.train(batch, step)

@@ -10,9 +10,14 @@ Times are seconds of any monotonic clock; rates are tokens a second and running 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
+
+PARTIALS_PER_S = 10_000
+"""Samples whose new tokens a reward service receives in a second, at most. Each costs it about 10
+microseconds of its one interpreter, and a message of several samples some 200."""
 
 # A rate is the mean of at least so many arrivals of tokens, and over so long.
 LEAST_ARRIVALS = 4
@@ -56,6 +61,21 @@ class StragglerRules:
     def is_spent(self, num_tokens: int) -> bool:
         """Return whether a group with so many response tokens has used its tokens."""
         return self.group_token_budget is not None and num_tokens >= self.group_token_budget
+
+
+def partial_interval_ms(least_ms: int, num_slots: int, most_ms: float) -> int:
+    """Return the interval at which replicas send the tokens of unfinished samples, milliseconds.
+
+    Args:
+        least_ms: as configured; enough for `PARTIALS_PER_S` with few slots. 0: tokens are not sent.
+        num_slots: of the fleet: so many samples may grow at once.
+        most_ms: with a longer one a stream that makes progress would count as stalled; less than
+            `least_ms` has no effect.
+    """
+    if not least_ms:
+        return 0
+    in_proportion = min(math.ceil(1000 * num_slots / PARTIALS_PER_S), math.floor(most_ms))
+    return max(least_ms, in_proportion)
 
 
 @dataclass(slots=True)

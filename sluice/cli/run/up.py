@@ -115,18 +115,27 @@ def up(  # noqa: PLR0913 - options of the command
       sluice up run.yaml data.train_batch_size=32 --logs
       sluice up run.yaml --on ray --resources rollout=NPU:8
     """
-    patience_s = old_capacity_timeout or capacity_timeout
-    ray = RayOptions(ray_address, parse_demands(resources or ()), patience_s)
-    if on != "ray" and resources:
+    ray = _ray_options(on, ray_address, resources, old_capacity_timeout or capacity_timeout)
+    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
+    configured = split_arguments(arguments, trust_script=trust_script)
+    _run(configured, display, log_level, ray)
+
+
+def _ray_options(
+    on: str, address: str, resources: list[str] | None, patience_s: float
+) -> RayOptions | None:
+    """Return how a run uses a Ray cluster; ``None``: it starts on this machine."""
+    extra = parse_demands(resources or ())
+    if on == "ray":
+        return RayOptions(address, extra, patience_s)
+    if resources:
         raise ConfigError(
             "--resources: only a Ray cluster hands them out; add --on ray, or leave --resources out"
         )
-    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
-    configured = split_arguments(arguments, trust_script=trust_script)
-    _run(configured, display, log_level, ray=ray if on == "ray" else None)
+    return None
 
 
-def train(
+def train(  # noqa: PLR0913 - options of the command
     arguments: ConfigArguments = None,
     *,
     script: Annotated[
@@ -139,21 +148,27 @@ def train(
     logs: ShowLogs = False,
     quiet: Quiet = False,
     log_level: LogLevel = None,
+    on: On = "local",
+    ray_address: RayAddress = "auto",
+    resources: Demanded = None,
+    capacity_timeout: CapacityTimeout = 300.0,
     trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train on this machine, as sluice up; also from a launch script of verl.
+    """Train here or on a Ray cluster, as sluice up; also from a launch script of verl.
 
     \b
     Examples:
       sluice train run.yaml trainer.total_training_steps=100
       sluice train --script run_qwen2-7b.sh actor_rollout_ref.rollout.name=torch
+      sluice train --script run_qwen3-32b.sh --on ray
     """
+    ray = _ray_options(on, ray_address, resources, capacity_timeout)
     if script is None:
         configured = split_arguments(arguments, trust_script=trust_script)
     else:
         configured = None, script_settings(script, arguments or [], trusted=trust_script)
-    _run(configured, display_of(logs=logs, quiet=quiet, as_json=as_json), log_level)
+    _run(configured, display_of(logs=logs, quiet=quiet, as_json=as_json), log_level, ray)
 
 
 @dataclass(frozen=True, slots=True)

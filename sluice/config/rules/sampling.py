@@ -32,6 +32,12 @@ _ON_POLICY: Mapping[OnPolicyFill, str] = {
 }
 
 
+def longest_interval_ms(config: RunConfig) -> float:
+    """Return the longest interval of partial tokens at which a group that makes progress does not
+    count as stalled, milliseconds."""
+    return 1000 * config.sluice.reward.stall_timeout_s / INTERVALS_BEFORE_A_STALL
+
+
 def straggler_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield each limit that would end a group that makes progress."""
     reward, interval_ms = config.sluice.reward, config.sluice.reward.partial_interval_ms

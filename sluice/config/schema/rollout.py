@@ -75,6 +75,9 @@ class RolloutConfig(Section, frozen=True):
     gpu_memory_utilization: PositiveShare = 0.5
     """Share of the device memory that the engine may use."""
 
+    free_cache_engine: bool = True
+    """Let an engine that shares the trainer's device in synchronous mode sleep while it trains."""
+
     tensor_model_parallel_size: PositiveInt = 1
     """Devices that share one copy of the weights."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from sluice.launch.cluster.placed_services import NodePlace, PlacedServices, Sha
 from sluice.launch.cluster.placement import (
     Cluster,
     Demands,
+    NodeCapacity,
     PlacementPlan,
     Resources,
     accelerator,
@@ -30,7 +31,7 @@ from sluice.launch.cluster.placement import (
     replica_plan,
 )
 from sluice.launch.cluster.ray_cluster import ray_cluster
-from sluice.launch.device_plan import FoundDevices, device_plan
+from sluice.launch.device_plan import DevicePlan, FoundDevices, device_plan
 from sluice.launch.network_layout import Kind
 from sluice.launch.plan import LaunchPlan
 from sluice.launch.service_spec import (
@@ -91,7 +92,8 @@ async def placed_run(
 ) -> AsyncIterator[LaunchPlan]:
     """Place a run on a cluster that is there; see `ray_plan`."""
     total = cluster.resources()
-    config, extra = on_devices(config, options, total)
+    devices, extra = on_devices(config, options, total, cluster.nodes())
+    config = devices.config
 
     def plan_of_added(name: str) -> PlacementPlan:
         number = replica_number(name)
@@ -100,7 +102,7 @@ async def placed_run(
 
     services = PlacedServices(cluster, plan_of_added, options.patience_s)
     try:
-        await services.place(plans(config, total, extra))
+        await _place(services, plans(config, total, extra), devices.lack)
         reward = await services.node_of(REWARD, 1)
         trainer = await services.node_of(TRAINER, 2)
         addressed = with_addresses(config, reward, trainer)
@@ -112,10 +114,18 @@ async def placed_run(
         services.close()
 
 
+async def _place(services: PlacedServices, groups: Sequence[PlacementPlan], lack: str) -> None:
+    """Reserve resources; `lack`: what an error adds, the split that the cluster has devices for."""
+    try:
+        await services.place(groups)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{lack}" if lack else str(error)) from error
+
+
 def on_devices(
-    config: RunConfig, options: RayOptions, total: Resources
-) -> tuple[RunConfig, Demands]:
-    """Divide the cluster's devices; return the configuration, and what processes take besides.
+    config: RunConfig, options: RayOptions, total: Resources, nodes: Sequence[NodeCapacity]
+) -> tuple[DevicePlan, Demands]:
+    """Divide the cluster's devices; return the plan, and what processes take besides.
 
     Raises:
         ConfigError: no split is possible.
@@ -124,8 +134,9 @@ def on_devices(
         accelerator(name, total) for name in (config.trainer.device, config.sluice.rollout.device)
     )
     if options.keys is None or kind is None or kind != other:
-        return config, options.extra
-    devices = FoundDevices(kind, int(total.get(kind, 0)), are_elsewhere=True)
+        return DevicePlan(config), options.extra
+    by_node = tuple(int(node.total.get(kind, 0)) for node in nodes if node.total.get(kind, 0) >= 1)
+    devices = FoundDevices(kind, int(total.get(kind, 0)), are_elsewhere=True, by_node=by_node)
     plan = device_plan(config, options.keys, devices)
     if plan.lack and not plan.line:
         raise ConfigError(plan.lack)
@@ -133,11 +144,11 @@ def on_devices(
     if plan.lack:  # the cluster may grow
         logger.warning("%s", plan.lack)
     if not plan.is_shared:
-        return plan.config, options.extra
+        return plan, options.extra
     halves: dict[Kind, Resources] = {
         one: {kind: 0.5, **options.extra.get(one, {})} for one in ("trainer", "rollout")
     }
-    return plan.config, {**options.extra, **halves}
+    return plan, {**options.extra, **halves}
 
 
 def with_addresses(config: RunConfig, reward: NodePlace, trainer: NodePlace) -> RunConfig:

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.groups.stragglers import LEAST_ARRIVALS, RateTable, StragglerRules, StreamPace
+from sluice.algorithm.groups.stragglers import (
+    LEAST_ARRIVALS,
+    PARTIALS_PER_S,
+    RateTable,
+    StragglerRules,
+    StreamPace,
+    partial_interval_ms,
+)
 
 RULES = StragglerRules(stall_timeout_s=30, slow_factor=4, group_deadline_s=100)
 
@@ -125,3 +132,13 @@ def test_the_sample_that_is_silent_for_longest_is_named_though_others_get_tokens
     assert pace.quietest(7.0) == (0, 6.0)
     pace.arrived({0: 1}, (0,), 8.0)
     assert pace.quietest(9.0) == (1, 4.0)
+
+
+def test_partial_tokens_of_a_large_fleet_come_less_often_but_never_so_late_as_a_stall() -> None:
+    assert partial_interval_ms(500, 512, 7500) == partial_interval_ms(500, 5000, 7500) == 500
+    slots = 54_000
+    interval_ms = partial_interval_ms(500, slots, 7500)
+    assert 1000 * slots / interval_ms <= PARTIALS_PER_S
+    assert partial_interval_ms(500, 200_000, 7500) == 7500
+    assert partial_interval_ms(9000, 200_000, 7500) == 9000
+    assert partial_interval_ms(0, 200_000, 7500) == 0

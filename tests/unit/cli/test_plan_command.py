@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.plan.dry_run import PassBytes
 from tests.support.counted_launch import NOTHING, answer_dry_runs
+from tests.support.source_tree import ROOT
 
 LAUNCH = Path(__file__).resolve().parents[2] / "data" / "launches" / "grpo-8xa100.overrides"
 GIB = 1 << 30
@@ -60,3 +62,41 @@ def test_a_launch_without_a_model_needs_one(dry_run: list[int]) -> None:
     result = CliRunner().invoke(commands, ["plan", str(LAUNCH), "--device", "80GB"])
     assert result.exit_code == 1
     assert "give --model" in str(result.exception)
+
+
+def test_compose_gets_replicas_and_settings_of_the_split(dry_run: list[int]) -> None:
+    code, output = planned("--model", "Qwen2.5-7B", "--values", "compose")
+    assert code == 0
+    assert output.splitlines() == [
+        "# 7 train, 1 generates in 1 replica",
+        "SLUICE_REPLICAS=1",
+        'SLUICE_SETTINGS="trainer.nnodes=1 trainer.n_gpus_per_node=7"',
+    ]
+    compose = (ROOT / "compose.gpu.yaml").read_text(encoding="utf-8")
+    assert "scale: ${SLUICE_REPLICAS:-1}\n" in compose
+    assert "SLUICE_SETTINGS" in (ROOT / "compose.yaml").read_text(encoding="utf-8")
+
+
+def test_helm_gets_values_that_the_chart_knows(dry_run: list[int]) -> None:
+    code, output = planned("--model", "Qwen2.5-7B", "--values", "helm")
+    found = yaml.safe_load(output)
+    assert code == 0
+    known = yaml.safe_load((ROOT / "deploy/helm/sluice/values.yaml").read_text(encoding="utf-8"))
+    for section, values in found.items():
+        assert set(values) <= set(known[section]), section
+    assert found["trainer"]["ranks"] + found["rollout"]["replicas"] == 8
+
+
+def test_a_launch_that_fits_with_no_change_has_no_values(dry_run: list[int]) -> None:
+    dry_run[0] = 100
+    given = ["plan", str(LAUNCH), "--device", "80GB", "--model", "Qwen2.5-7B", "--values", "helm"]
+    result = CliRunner().invoke(commands, given)
+    assert result.exit_code == 1
+    assert "no change was found" in str(result.exception)
+
+
+def test_a_trainer_on_several_machines_has_values_for_neither(dry_run: list[int]) -> None:
+    launch = LAUNCH.with_name("dapo-qwen3-32b-fsdp2-npu.overrides")
+    given = ["plan", str(launch), "--device", "64GB", "--model", "Qwen3-32B", "--values", "compose"]
+    result = CliRunner().invoke(commands, given)
+    assert "the trainer takes 2 machines, and compose starts it on one" in str(result.exception)

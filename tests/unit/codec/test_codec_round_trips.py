@@ -28,6 +28,7 @@ from sluice.types import (
     TrainGroup,
     TransferGroupSpec,
 )
+from sluice.weight_share import WeightShare, WorkerPlace
 from tests.support.domain_values import (
     finite,
     replicas,
@@ -36,7 +37,9 @@ from tests.support.domain_values import (
     samplings,
     train_batches,
     transfer_groups,
+    weight_shares,
     words,
+    worker_places,
 )
 from tests.support.taken_samples import taken
 
@@ -117,6 +120,22 @@ def test_a_replica_comes_back(value: ReplicaInfo, version: int) -> None:
 @given(transfer_groups())
 def test_a_transfer_group_comes_back(value: TransferGroupSpec) -> None:
     assert weights.group_spec_from_proto(weights.group_spec_to_proto(value)) == value
+
+
+@given(transfer_groups(), st.lists(worker_places, min_size=1, max_size=4))
+def test_the_places_of_a_replicas_workers_come_back(
+    value: TransferGroupSpec, places: list[WorkerPlace]
+) -> None:
+    spec = replace(value, places=tuple(places), ranks=len(places), group=places[0].group)
+    assert weights.group_spec_from_proto(weights.group_spec_to_proto(spec)) == spec
+    of_last = spec.of_worker(len(places) - 1)
+    assert (of_last.rank, of_last.group, of_last.ranks) == (places[-1].rank, places[-1].group, 1)
+
+
+@given(st.lists(weight_shares, max_size=3))
+def test_the_shares_of_a_replicas_workers_come_back(value: list[WeightShare]) -> None:
+    messages_of = [weights.share_to_proto(share) for share in value]
+    assert weights.shares_from_proto(messages_of, len(value)) == tuple(value)
 
 
 @given(st.lists(st.builds(ChatMessage, st.sampled_from(["system", "user"]), words), min_size=1))

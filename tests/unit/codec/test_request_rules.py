@@ -61,6 +61,9 @@ def tensors(*specs: TensorSpec) -> list[weights.TensorSpec]:
     return [weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in specs]
 
 
+PLACE: dict[str, Any] = {"group": 1, "rank": 1, "world_size": 3, "plan_digest": "ab"}
+
+
 def join(**changes: Any) -> weights.JoinGroupRequest:
     valid = {
         "epoch": 1,
@@ -316,6 +319,35 @@ REFUSED: list[tuple[Check, Any, str]] = [
             f"rank {rank} of {world_size}",
         )
         for rank, world_size in ((0, 2), (2, 2), (5, 2), (0, 0))
+    ),
+    *(
+        (
+            weights_rules.group_spec_from_proto,
+            weights.JoinGroupRequest(ranks=2, places=[weights.WorkerPlace(**one) for one in given]),
+            words,
+        )
+        for given, words in (
+            ([PLACE], "places: 1 for 2 ranks"),
+            ([PLACE, PLACE | {"rank": 3}], "places[1].rank: 3; send 1 to 2"),
+            ([PLACE | {"rank": 0}, PLACE], "places[0].rank: 0"),
+            ([PLACE, PLACE | {"world_size": 1}], "places[1].world_size: 1"),
+            ([PLACE, PLACE | {"group": 70_000}], "places[1].group: 70000"),
+            ([PLACE, PLACE | {"plan_digest": ""}], "places[1].plan_digest: missing"),
+        )
+    ),
+    (
+        lambda shares: weights_rules.shares_from_proto(shares, 2),
+        [weights.WeightShare()],
+        "shares: 1 for 2 ranks; send one for each, or none",
+    ),
+    (
+        lambda shares: weights_rules.shares_from_proto(shares, 1),
+        [
+            weights.WeightShare(
+                tensors=[weights.TensorCuts(name="w", cuts=[weights.Cut(starts=[1], lengths=[])])]
+            )
+        ],
+        "shares[0]: a cut has 1 starts and 0 lengths",
     ),
     (rollout_rules.chat_messages_from_proto, [], "messages: empty"),
     (

@@ -78,6 +78,7 @@ def test_a_value_that_asks_for_what_happens_anyway_needs_no_notice() -> None:
         "actor_rollout_ref.actor.fsdp_config.param_offload=False",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
         f"{ROLLOUT}.mode=async",
+        f"{ROLLOUT}.multi_stage_wake_up=False",
         f"{ROLLOUT}.free_cache_engine=False",
         "trainer.default_hdfs_dir=null",
         "global_profiler.tool=null",
@@ -87,10 +88,10 @@ def test_a_value_that_asks_for_what_happens_anyway_needs_no_notice() -> None:
 
 
 def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead() -> None:
-    (one,) = notices(settings_of({}, [f"{ROLLOUT}.free_cache_engine=True"]))
+    (one,) = notices(settings_of({}, [f"{ROLLOUT}.layered_summon=True"]))
     assert one.text == (
-        f"{ROLLOUT}.free_cache_engine = true has no effect: the engine has its own devices and "
-        "keeps its KV cache"
+        f"{ROLLOUT}.layered_summon = true has no effect: weights are sent in buckets of "
+        "sluice.weights.bucket_mb"
     )
     (other,) = notices(settings_of({"critic": {"grad_clip": 0.5}}, []))
     assert (other.rule, other.text) == (

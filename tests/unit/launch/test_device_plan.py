@@ -18,16 +18,19 @@ from sluice.config.check import check_report
 from sluice.config.derived import replica_devices, world_size
 from sluice.config.loading.loader import ReadRun, load_config, read_run
 from sluice.config.loading.yaml_text import write_config
-from sluice.config.memory.published import published_model
+from sluice.config.memory.layouts import training_layout
+from sluice.config.memory.published import published_model, published_shape
+from sluice.config.memory.training import guessed_memory
 from sluice.config.run import RunConfig
 from sluice.device.host import gpu_gib
 from sluice.doctor.finding import examined_of
 from sluice.doctor.machine import check_gpus
-from sluice.launch.cluster.placement import PlacementPlan, plans
+from sluice.launch.cluster.placement import NodeCapacity, PlacementPlan, plans
 from sluice.launch.cluster.ray_run import RayOptions, on_devices
 from sluice.launch.device_plan import DevicePlan, FoundDevices, device_plan, local_devices
 from sluice.launch.service_spec import local_services, with_ports
 from tests.support.doctor_findings import run_of, severities
+from tests.support.source_tree import ROOT
 
 LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
 DEVICES = json.loads((LAUNCHES / "devices.json").read_text(encoding="utf-8"))
@@ -35,6 +38,7 @@ GPUS, NPUS = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"{ROLLOUT}.name=vllm"
 POOL = "trainer.n_gpus_per_node=8"
+MODEL = "actor_rollout_ref.model.path=Qwen/{}"
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +117,10 @@ def test_a_published_launch_has_its_devices_on_one_machine(
     assert sorted(int(number) for one in seen for number in one) == list(range(count))
 
 
+def capacities(nodes: list[dict[str, float]]) -> list[NodeCapacity]:
+    return [NodeCapacity(f"10.0.0.{n}", dict(one), dict(one)) for n, one in enumerate(nodes)]
+
+
 def bundles_on_nodes(groups: Sequence[PlacementPlan], free: list[dict[str, float]]) -> None:
     """Take each bundle from a node as Ray does; fail if none has the resources."""
     for group in groups:
@@ -136,10 +144,12 @@ def test_a_published_launch_has_its_devices_on_a_cluster(name: str) -> None:
     kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
     nodes = run.config.trainer.nnodes
     total = {"CPU": 64.0 * nodes, kind: float(count)}
-    config, extra = on_devices(run.config, RayOptions(keys=run.keys), total)
+    free = [{"CPU": 64.0, kind: count / nodes} for _ in range(nodes)]
+    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    config = plan.config
+    assert not plan.lack
     ranks, replicas = sizes(config)
     assert ranks + replicas * replica_devices(config) == count
-    free = [{"CPU": 64.0, kind: count / nodes} for _ in range(nodes)]
     bundles_on_nodes(plans(config, total, extra), free)
     assert all(node[kind] == 0 for node in free)
 
@@ -185,8 +195,9 @@ def test_a_known_shape_gives_the_split_of_the_plan_command(tmp_path: Path) -> No
 
 def test_a_cluster_of_one_gpu_that_may_grow_is_not_shared_by_default() -> None:
     run = read_run(None, [])
-    config, extra = on_devices(run.config, RayOptions(keys=run.keys), {"CPU": 8.0, "GPU": 1.0})
-    assert config is run.config
+    total = {"CPU": 8.0, "GPU": 1.0}
+    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
+    assert plan.config is run.config
     assert extra == RayOptions().extra
 
 
@@ -217,6 +228,39 @@ def test_too_few_devices_are_an_error_with_what_would_do() -> None:
     assert "; 4 would do with trainer.nnodes=1 trainer.n_gpus_per_node=2" in plan.lack
     assert plan.lack.endswith(f"or make more visible ({GPUS})")
     assert not planned(4, POOL, VLLM, tp, *plan.remedy).lack
+
+
+@pytest.mark.parametrize("name", ["dapo-qwen3-32b-fsdp2-npu", "dapo-qwen3-235b-megatron"])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_cluster_that_is_too_small_is_named_a_split_that_fits_its_nodes(
+    name: str, nodes: int
+) -> None:
+    file = LAUNCHES / f"{name}.overrides"
+    run = read_run(file, [])
+    kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
+    free = [{"CPU": 64.0, kind: 16.0} for _ in range(nodes)]
+    total = {"CPU": 64.0 * nodes, kind: 16.0 * nodes}
+    plan, _ = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    assert f"{16 * nodes} are there; {16 * nodes} would do with trainer.nnodes=" in plan.lack
+    again = read_run(file, plan.remedy)
+    mended, extra = on_devices(again.config, RayOptions(keys=again.keys), total, capacities(free))
+    assert not mended.lack
+    bundles_on_nodes(plans(mended.config, total, extra), free)
+    assert all(node[kind] == 0 for node in free)
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("cuda", GPUS), ("npu", NPUS)])
+def test_too_few_devices_of_this_machine_are_one_error(
+    kind: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.device.host.has_torch_npu", lambda: variable == NPUS)
+    device = (f"trainer.device={kind}", f"sluice.rollout.device={kind}")
+    run = read_run(None, [POOL, *device])
+    found = [*check_gpus(examined_of(run, {GPUS: "", NPUS: "", variable: numbers(3)}))]
+    (one,) = found
+    assert one.what.startswith("the launch takes 8 ")
+    assert one.remedy.startswith("3 would do with trainer.nnodes=1 trainer.n_gpus_per_node=")
+    assert one.remedy.endswith(f"make more visible ({variable})")
 
 
 @pytest.mark.parametrize(
@@ -279,10 +323,33 @@ def test_one_gpu_is_shared_with_a_share_of_its_memory_for_the_engine(given: floa
     assert rollout.gpu_memory_utilization == min(given, 0.5)
     share = f"{min(given, 0.5):.0%} of its memory for the engine"
     lowered = " instead of 80%" if given > 0.5 else ""
+    lowered += " while the trainer does not train"
     assert plan.line == (
         "devices: the trainer and 1 replica share one GPU "
         f"(sluice.weights.backend=gloo, {share}{lowered}, replicas 3 -> 1)"
     )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_engine_gets_what_the_trainer_of_a_known_model_leaves_while_it_is_awake(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.device.host.gpu_gib", lambda: 80.0)
+    asked = (
+        VLLM,
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B",
+        f"sluice.asynchrony.max_staleness={staleness}",
+        "algorithm.rollout_correction.rollout_is=token",
+        f"{ROLLOUT}.gpu_memory_utilization=0.9",
+    )
+    plan = planned(1, *asked)
+    share = plan.config.actor_rollout_ref.rollout.gpu_memory_utilization
+    shape = published_shape("Qwen2.5-1.5B")
+    guess = guessed_memory(shape, training_layout(plan.config))
+    held = guess.peak if staleness else guess.state
+    assert share == pytest.approx((72 * 2**30 - held) / (80 * 2**30), abs=0.01)
+    assert ("while the trainer does not train" in plan.line) == (staleness == 0)
+    assert planned(1, *asked[:-1]).config.actor_rollout_ref.rollout.gpu_memory_utilization <= share
 
 
 def test_a_gpu_that_is_shared_by_hand_stays_as_it_was_set() -> None:
@@ -300,9 +367,9 @@ def test_one_npu_is_not_shared() -> None:
 
 def test_a_shared_gpu_of_a_cluster_is_taken_by_halves() -> None:
     run, total = read_run(None, ["sluice.weights.backend=gloo"]), {"CPU": 8.0, "GPU": 1.0}
-    config, extra = on_devices(run.config, RayOptions(keys=run.keys), total)
-    assert config.sluice.weights.backend == "gloo"
-    bundles_on_nodes(plans(config, total, extra), [{"CPU": 8.0, "GPU": 1.0}])
+    plan, extra = on_devices(run.config, RayOptions(keys=run.keys), total, capacities([total]))
+    assert plan.config.sluice.weights.backend == "gloo"
+    bundles_on_nodes(plans(plan.config, total, extra), [{"CPU": 8.0, "GPU": 1.0}])
 
 
 @pytest.mark.parametrize(("count", "replicas"), [(0, 2), (1, 1), (2, 1), (3, 2), (8, 2)])
@@ -360,3 +427,18 @@ def test_a_check_where_no_gpu_is_notes_it(monkeypatch: pytest.MonkeyPatch) -> No
     report = with_preflight(check_report(run.config, run.settings), run, examined_of(run))
     assert any("this host has no GPU" in note.text for note in report.notes)
     assert not any("no device of its own" in one.text for one in report.problems)
+
+
+def test_the_page_about_ray_has_the_splits_that_launches_say() -> None:
+    page = (ROOT / "docs" / "deployment" / "ray.md").read_text(encoding="utf-8")
+    for name, row in DEVICES.items():
+        run = read_run(LAUNCHES / f"{name}.overrides", [MODEL.format(row["model"])])
+        kind = "NPU" if run.config.trainer.device == "npu" else "GPU"
+        found = FoundDevices(kind, row["devices"], are_elsewhere=True)
+        plan = device_plan(run.config, run.keys, found).config
+        ranks, replicas = sizes(plan)
+        nodes = run.config.trainer.nnodes
+        assert (
+            f"| {name} | {nodes} × {row['devices'] // nodes} {kind} | {ranks} | "
+            f"{replicas} × {replica_devices(plan)} |"
+        ) in page

@@ -338,6 +338,27 @@ async def test_the_devices_of_a_cluster_are_divided_before_they_are_placed(tmp_p
         assert (written.trainer.n_gpus_per_node, written.sluice.rollout.replicas) == (1, 1)
 
 
+@pytest.mark.parametrize("kind", ["GPU", "NPU"])
+async def test_a_cluster_that_stays_too_small_is_an_error_with_the_split_that_fits(
+    tmp_path: Path, kind: str
+) -> None:
+    run = read_run(
+        None,
+        [f"actor_rollout_ref.model.path={tmp_path}", f"sluice.run_dir={tmp_path / 'run'}",
+         "trainer.n_gpus_per_node=8"],
+    )  # fmt: skip
+    has = {"CPU": 8.0, kind: 3.0}
+    cluster = InProcessCluster([NodeCapacity(NODE, has, has)])
+    options = RayOptions(keys=run.keys, patience_s=0.2)
+    with pytest.raises(ConfigError) as refused:
+        async with placed_run(run.config, tmp_path / "run" / "config.yaml", options, cluster):
+            pass
+    lines = str(refused.value).splitlines()
+    assert lines[0].startswith("no capacity in the Ray cluster within 0.2 s: ")
+    assert lines[-1].startswith(f"the launch takes 8 {kind}s (4 train, 4 generate in 4 replicas)")
+    assert "; 3 would do with trainer.nnodes=1 trainer.n_gpus_per_node=1 " in lines[-1]
+
+
 async def test_a_killed_process_counts_as_killed_by_that_signal(tmp_path: Path) -> None:
     end = "import os, signal; print('x', flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
     fails = spec("trainer", end, restarts=RestartPolicy(0, False), is_needed=True)

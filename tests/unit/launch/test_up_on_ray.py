@@ -30,6 +30,7 @@ def test_a_trainer_on_several_machines_is_pointed_to_ray(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["up", "train"])
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
@@ -38,9 +39,9 @@ def test_a_trainer_on_several_machines_is_pointed_to_ray(tmp_path: Path) -> None
     ],
 )
 def test_wrong_resources_are_refused_before_anything_is_read(
-    words: tuple[str, ...], reported: str
+    words: tuple[str, ...], reported: str, command: str
 ) -> None:
-    result = CliRunner().invoke(commands, ["up", "no-such-file.yaml", *words])
+    result = CliRunner().invoke(commands, [command, "no-such-file.yaml", *words])
     assert isinstance(result.exception, ConfigError)
     assert reported in str(result.exception)
 

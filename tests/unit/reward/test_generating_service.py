@@ -27,11 +27,13 @@ class Replica(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self) -> None:
         self.callers: list[tuple[str | None, bool]] = []
         self.wants_routing: list[bool] = []
+        self.intervals_ms: list[int] = []
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         in_trace = any(key == TRACEPARENT for key, _ in context.invocation_metadata())
         self.callers.append((caller_of(context, None), in_trace))
         self.wants_routing.append(request.with_routing)
+        self.intervals_ms.append(request.partial_interval_ms)
         yield rollout_pb2.GenerateResponse()
 
 
@@ -51,11 +53,14 @@ async def running(replica: Replica) -> AsyncIterator[ReplicaInfo]:
         await server.stop(0)
 
 
-async def generate(info: ReplicaInfo, purpose: Purpose, **settings: bool) -> None:
+async def generate(
+    info: ReplicaInfo, purpose: Purpose, fleet_slots: int = 1, **settings: Any
+) -> None:
     turns = (ChatMessage("user", "1"),)
     prompt = Prompt("p", 0, turns, "math_dapo", "1", PromptOrigin.CLIENT, None, {}, ())
     request = GroupRequest(prompt, (0,), SamplingParams(1.0, 1.0, -1, 8, 1), purpose, 0)
     client = RolloutClient(linger_ms=0, timeout_s=10.0, max_message_bytes=1 << 20, **settings)
+    await client.announced([info, ReplicaInfo("s", "s-1", "127.0.0.1:1", fleet_slots)])
     async with client, aclosing(client.generate(info, request, (0,), ())) as events:
         assert len([event async for event in events]) == 1
 
@@ -79,3 +84,12 @@ async def test_experts_are_asked_for_only_where_passes_will_follow_them() -> Non
         await generate(info, Purpose.TRAINING, with_routing=True)
         await generate(info, Purpose.VALIDATION, with_routing=True)
     assert replica.wants_routing == [False, True, False]
+
+
+async def test_the_fleet_of_the_latest_announcement_sets_the_interval_of_partial_tokens() -> None:
+    replica, settings = Replica(), {"partial_interval_ms": 500, "longest_interval_ms": 7500.0}
+    async with running(replica) as info:
+        for slots in (10, 49_999, 10**6):
+            await generate(info, Purpose.TRAINING, slots, **settings)
+        await generate(info, Purpose.TRAINING, 10**6)
+    assert replica.intervals_ms == [500, 5000, 7500, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import Any
 
@@ -104,7 +105,7 @@ class Parts:
             else:
                 yield item
 
-    async def retain(self, addresses: Collection[str]) -> None:
+    async def announced(self, replicas: Collection[ReplicaInfo]) -> None:
         """Nothing is held."""
 
 
@@ -163,6 +164,25 @@ async def test_a_broken_stream_goes_on_from_its_tokens_under_the_versions_that_d
     assert setting.reported == [None, 3, 3, 3]
     tokens = setting.tokens
     assert (tokens.num_received, tokens.num_thrown_away) == (12, 0)
+
+
+async def test_a_stream_that_waits_keeps_its_tokens_and_nothing_else_of_its_last_event() -> None:
+    came: list[weakref.ref[Any]] = []
+
+    def tokens(_sizes: dict[int, int]) -> GenerateEvent:
+        event = delta(0, 0, 3)
+        came.append(weakref.ref(event.deltas[0].token_ids))
+        return event
+
+    over = asyncio.Event()
+    setting = Setting(Parts(a=(tokens, over, sent(whole(0, 6), whole(1, 6)))))
+    await setting.dispatcher.announce([replica("a")])
+    async with asyncio.TaskGroup() as tasks:
+        generating = tasks.create_task(setting.draw())
+        await settled(lambda: setting.tokens.num_received == 3)
+        assert [kept() for kept in came] == [None]
+        over.set()
+    check_whole(generating.result())
 
 
 async def test_tokens_that_are_too_old_are_thrown_away_and_counted() -> None:

@@ -20,6 +20,7 @@ from sluice.config.run import RunConfig
 from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import WHOLE
 from sluice.weights.sender import WeightSender
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -75,8 +76,8 @@ def test_each_worker_of_each_replica_has_a_rank_of_its_own_and_all_weights_in_it
     assert arguments["enable_expert_parallel"] is shares_experts
     assert arguments["tensor_parallel_size"] == settings.workers == replica_devices(config)
     names = ["first", "second"]
-    ranks = dict.fromkeys(names, replica_devices(config))
-    specs = sender.form_group(1, names, _EXPERTS, ranks)
+    shares = dict.fromkeys(names, (WHOLE,) * replica_devices(config))
+    specs = sender.form_group(1, names, _EXPERTS, shares)
     joined = [_joined(specs[name], rank) for name in names for rank in range(workers)]
     assert [(one.rank, one.ranks) for one in joined] == [
         (rank, 1) for rank in range(1, 2 * workers + 1)
@@ -87,7 +88,9 @@ def test_each_worker_of_each_replica_has_a_rank_of_its_own_and_all_weights_in_it
 
 def test_a_worker_that_the_replica_did_not_register_is_refused(sender: WeightSender) -> None:
     config = _config("tensor_model_parallel_size=2", "expert_parallel_size=2")
-    spec = sender.form_group(1, ["one"], _EXPERTS, {"one": replica_devices(config)})["one"]
+    spec = sender.form_group(1, ["one"], _EXPERTS, {"one": (WHOLE,) * replica_devices(config)})[
+        "one"
+    ]
     worker = WeightWorker()
     worker.rank, worker.sluice_inbox = 2, cast("Any", _Inbox())
     refused = cast("Any", worker.sluice_join(msgspec.msgpack.encode(spec)))

@@ -14,10 +14,16 @@ import pytest
 
 from services.rollout.engines.protocol import EngineLoad, GenerationRequest
 from services.rollout.generation import GenerationEvent, GenerationRunner
-from services.rollout.servicer import ImageRules, ReplicaIdentity, RolloutServicer
+from services.rollout.servicer import (
+    ImageRules,
+    ReplicaIdentity,
+    RolloutServicer,
+    WeightSyncServicer,
+)
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
+from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.fields import token_ids_to_bytes
 from sluice.config.schema.limits import LimitsConfig
 from sluice.errors import ExhaustedError, InvalidRequestError
@@ -426,3 +432,14 @@ async def test_images_that_a_client_has_under_way_are_bounded() -> None:
     await call(service, request("<image>", image))
     await call(service, request("<image>", image))  # what ended counts no more
     assert len(recorder.requests) == 2
+
+
+@pytest.mark.parametrize("can_sleep", [True, False])
+async def test_a_caller_hears_whether_the_engine_sleeps(can_sleep: bool) -> None:
+    class Sleeper:
+        async def sleep(self) -> bool:
+            return can_sleep
+
+    service = WeightSyncServicer(cast("Any", Sleeper()))
+    answer = await service.Sleep(weights.SleepRequest(), cast("Any", Context()))
+    assert answer.asleep == can_sleep

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,11 +16,14 @@ import torch
 from services.rollout.engines.sglang import scheduler
 from services.rollout.engines.sglang.scheduler import SchedulerModel, SchedulerWorker
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls, serve_calls
+from services.rollout.engines.vendor.share_loading import ShareLoading
+from services.rollout.engines.vendor.share_recorder import AsInFiles
 from services.rollout.engines.vendor.weight_workers import WeightWorkers
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError, EngineError, WeightSyncError
 from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.sender import WeightSender
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
@@ -47,6 +50,9 @@ class _Model:
                 raise RuntimeError("no memory left")
             self.taken[name] = tensor.flatten().tolist()
 
+    def share(self, tensors: Sequence[TensorSpec], as_in_files: AsInFiles) -> WeightShare:
+        return WHOLE
+
 
 class _Worker(SchedulerWorker):
     """Has a scripted loop: it loads when it is called for, as for a request of SGLang's."""
@@ -57,6 +63,7 @@ class _Worker(SchedulerWorker):
         self.sluice_inbox = WeightInbox(CpuDevice(), shapes)
         self.model = _Model(fails_at)
         self.sluice_features = self.model
+        self.sluice_loading = ShareLoading(_TENSORS, WHOLE, lambda weights: weights)
 
     def sluice_next_step(self) -> None:
         threading.Thread(target=self.take, args=(lambda: None,), daemon=True).start()
@@ -84,7 +91,9 @@ class _Replica:
         return await self.calls.call(method, arguments)
 
     async def stage(self) -> None:
-        spec = self.sender.form_group(1, ["replica"], _TENSORS, {"replica": _RANKS})["replica"]
+        spec = self.sender.form_group(1, ["replica"], _TENSORS, {"replica": (WHOLE,) * _RANKS})[
+            "replica"
+        ]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(asyncio.to_thread(self.sender.join, self._never))
             tasks.create_task(self.workers.join(spec))

@@ -134,6 +134,12 @@ class _VllmClient(_Client):
         rest = self.held[known:]
         return Delta(rest, [-0.5] * len(rest), None, 0) if rest else None
 
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
     async def forget_encoded_images(self) -> None:
         await self._call("forget")
 
@@ -172,7 +178,7 @@ async def _turns() -> None:
 class _Vendor:
     """An engine, its core that serves version 1, and how that swaps."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, sleeps: bool = False) -> None:
         self.name = name
         self.swap: Callable[[int, str], Coroutine[Any, Any, float]]
         self.core: VendorCore
@@ -180,7 +186,7 @@ class _Vendor:
         self.client: _Client
         if name == "vllm":
             client: Any = _VllmClient()
-            vllm = VllmCore(client, _LAYOUT, VllmSettings("model"))
+            vllm = VllmCore(client, _LAYOUT, VllmSettings("model", sleeps=sleeps))
             self.swap = vllm.swap
             self.core, self.engine = vllm, VllmEngine(VllmSettings("model"))
         else:
@@ -356,6 +362,54 @@ async def test_what_vllm_holds_when_it_pauses_is_counted_then(
         await vllm.core.pause(mode)
         assert vllm.core.generated_tokens == 2
         await vllm.cancel(stream, running)
+
+
+def _vllm_core(vendor: _Vendor) -> VllmCore:
+    assert isinstance(vendor.core, VllmCore)
+    return vendor.core
+
+
+async def test_an_engine_that_sleeps_keeps_its_samples_until_it_wakes() -> None:
+    vllm = _Vendor("vllm", sleeps=True)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stream, running = vllm.begin(tasks)
+        await _turns()
+        assert await _vllm_core(vllm).sleep()
+        assert await _vllm_core(vllm).sleep()
+        assert vllm.client.called == ["pause", "sleep"]
+        sampled = vllm.core.generated_tokens
+        await _turns()
+        assert vllm.core.generated_tokens == sampled
+        await _vllm_core(vllm).wake()
+        await _vllm_core(vllm).wake()
+        assert vllm.client.called == ["pause", "sleep", "wake", "resume"]
+        await _turns()
+        assert vllm.core.generated_tokens > sampled
+        await vllm.cancel(stream, running)
+
+
+async def test_an_engine_with_devices_of_its_own_does_not_sleep(vllm: _Vendor) -> None:
+    assert not await _vllm_core(vllm).sleep()
+    await _vllm_core(vllm).wake()
+    assert vllm.client.called == []
+
+
+async def test_an_engine_whose_memory_does_not_come_back_is_broken() -> None:
+    vllm = _Vendor("vllm", sleeps=True)
+    await _vllm_core(vllm).sleep()
+    vllm.fail("wake", _NO_ANSWER)
+    with pytest.raises(EngineError, match="the trainer left too little memory"):
+        await _vllm_core(vllm).wake()
+    assert vllm.core.broken is not None
+
+
+async def test_an_engine_that_may_be_half_asleep_wakes_before_the_next_weights() -> None:
+    vllm = _Vendor("vllm", sleeps=True)
+    vllm.fail("sleep", _NO_ANSWER)
+    with pytest.raises(EngineError, match="no answer"):
+        await _vllm_core(vllm).sleep()
+    await _vllm_core(vllm).wake()
+    assert vllm.client.called == ["pause", "wake", "resume"]
 
 
 async def test_samples_that_follow_a_first_one_into_a_pause_wait_for_its_end(

@@ -122,6 +122,20 @@ def test_the_layout_without_memory_is_the_layout_that_the_torch_engine_has(
 _CUDA, _START = "CUDA_VISIBLE_DEVICES", "VLLM_WORKER_MULTIPROC_METHOD"
 
 
+def test_vllm_sleeps_only_on_a_device_that_the_trainer_shares_in_synchronous_mode() -> None:
+    shared = (f"{_ROLLOUT}.name=vllm", "sluice.weights.backend=gloo")
+    synchronous = (*shared, "sluice.asynchrony.max_staleness=0")
+    assert _arguments(*synchronous)["enable_sleep_mode"] is True
+    others = (
+        (f"{_ROLLOUT}.name=vllm", "sluice.asynchrony.max_staleness=0"),
+        (*synchronous, f"{_ROLLOUT}.free_cache_engine=false"),
+        (*shared, "sluice.asynchrony.max_staleness=1"),
+    )
+    for overrides in others:
+        assert "enable_sleep_mode" not in _arguments(*overrides)
+    assert "enable_sleep_mode" not in _arguments(*synchronous, on_cpu=True)
+
+
 def _environment(given: dict[str, str], *, on_cpu: bool = False) -> dict[str, str]:
     return engine_environment(given, on_cpu=on_cpu, threads=2, batch_invariant=False)
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from services.rollout.engines.vendor.share_loading import ShareLoading
 from services.rollout.engines.vendor.weight_worker import Outcome, WeightWorker, rank_in_group
 from services.rollout.engines.vllm.worker_features import WorkerFeatures
 from services.rollout.engines.weight_inbox import WeightInbox
@@ -20,6 +21,7 @@ from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError, WeightSyncError
 from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE
 from sluice.weights.sender import WeightSender
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
@@ -109,7 +111,7 @@ async def test_a_group_that_a_worker_refuses_is_named_in_the_outcome(
 
 
 def test_the_workers_of_a_replica_take_consecutive_ranks(sender: WeightSender) -> None:
-    specs = sender.form_group(1, ["one", "four", "other"], _TENSORS, {"four": 4})
+    specs = sender.form_group(1, ["one", "four", "other"], _TENSORS, {"four": (WHOLE,) * 4})
     assert {spec.world_size for spec in specs.values()} == {7}
     assert [(spec.rank, spec.ranks) for spec in specs.values()] == [(1, 1), (2, 4), (6, 1)]
     workers = [rank_in_group(specs["four"], worker) for worker in range(4)]
@@ -121,14 +123,14 @@ def test_the_workers_of_a_replica_take_consecutive_ranks(sender: WeightSender) -
 async def test_a_receiver_of_one_rank_refuses_several(sender: WeightSender) -> None:
     inbox = WeightInbox(CpuDevice(), {spec.name: spec.shape for spec in _TENSORS})
     joined: Future[str] = inbox.join(
-        sender.form_group(1, ["replica"], _TENSORS, {"replica": 2})["replica"]
+        sender.form_group(1, ["replica"], _TENSORS, {"replica": (WHOLE, WHOLE)})["replica"]
     )
     with pytest.raises(InvalidRequestError, match="ranks = 2"):
         await asyncio.wrap_future(joined)
     inbox.close()
 
 
-TENSORS = {"a": torch.ones(2)}
+TENSORS = {"a": _WEIGHTS["a"]}
 
 
 class FakeNpu:
@@ -176,6 +178,7 @@ def worker_on(device: Any, recording: Recording) -> WeightWorker:
     worker: Any = WeightWorker()
     worker.device, worker.model_runner, worker.sluice_inbox = device, recording, recording
     worker.sluice_features = WorkerFeatures(worker)
+    worker.sluice_loading = ShareLoading(_TENSORS[:1], WHOLE, lambda weights: weights)
     return worker  # type: ignore[no-any-return]
 
 

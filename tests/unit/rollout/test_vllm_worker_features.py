@@ -12,16 +12,20 @@ import msgspec
 import pytest
 import torch
 
+from services.rollout.engines.vendor.share_recorder import recorded_share
 from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin
 from services.rollout.engines.vllm.worker_extension import VllmWorker, keep_buffers
 from services.rollout.engines.vllm.worker_features import WorkerFeatures, runner_environment
 from sluice.errors import ConfigError
+from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, Cut, WeightShare
 
 _VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _LOADER = "vllm.model_executor.model_loader.dummy_loader"
+_RELOAD = "vllm.model_executor.model_loader.reload"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _BEGIN = WorkerBegin(
-    device="cpu", backend="gloo", shapes={}, model_path="nowhere", trust_remote_code=False
+    device="cpu", backend="gloo", tensors=(), model_path="nowhere", trust_remote_code=False
 )
 
 
@@ -124,6 +128,47 @@ def test_both_model_runners_load_weights(kind: type[_Runner]) -> None:
     runner = kind()
     WorkerFeatures(_worker(runner)).load(iter([("a", torch.ones(1)), ("b", torch.ones(1))]))
     assert runner.loaded == ["a", "b"]
+
+
+class _Lower(torch.nn.Module):
+    """A layer of the lower half of a weight, whose parameter was packed away since it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor[2:])
+
+
+def _reload_of(layer: torch.nn.Module, kept: torch.Tensor) -> dict[str, dict[str, object]]:
+    """The part of vLLM's reload that keeps a layer's parameters as they were made."""
+    info = SimpleNamespace(restore_metadata=({"weight": kept}, {}))
+
+    def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data.to("meta")
+
+    return {
+        f"{_RELOAD}.layerwise": {"get_layerwise_info": {layer: info}.__getitem__},
+        f"{_RELOAD}.meta": {
+            "to_meta_tensor": without_memory,
+            "restore_layer_refs": lambda tensor, layer: tensor,
+        },
+    }
+
+
+def test_a_loader_gets_the_parameters_as_they_were_before_vllm_processed_them(
+    install: Any,
+) -> None:
+    runner, specs = _RunnerV1(), (TensorSpec("w", "float32", (4, 3)),)
+    runner.model = _Lower()  # type: ignore[assignment]
+    features = WorkerFeatures(_worker(runner))
+    assert recorded_share(features.load_without_memory, specs, dict) == WHOLE, "no such vLLM"
+    install(_reload_of(runner.model, torch.zeros(2, 3)))
+    share = recorded_share(features.load_without_memory, specs, dict)
+    assert share == WeightShare((("w", (Cut(0, ((2, 2),)),)),))
+    assert runner.model.weight.shape == (0,)
 
 
 def _without(runner: Any, name: str) -> Any:

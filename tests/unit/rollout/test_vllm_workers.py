@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from services.rollout.engines.vendor.share_loading import ShareLoading
 from services.rollout.engines.vendor.weight_worker import WeightWorker
 from services.rollout.engines.vendor.weight_workers import WeightWorkers
 from services.rollout.engines.vllm.worker_features import WorkerFeatures
@@ -20,6 +21,7 @@ from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import EngineError, InvalidRequestError, WeightSyncError, leaves
 from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE
 from sluice.weights.sender import WeightSender
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
@@ -53,6 +55,7 @@ class Workers:
             requests={},
         )
         worker.sluice_features = WorkerFeatures(worker)
+        worker.sluice_loading = ShareLoading(_TENSORS, WHOLE, lambda weights: weights)
         return worker
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[object]:
@@ -75,7 +78,9 @@ class World:
 
     async def join(self) -> str:
         self.epoch += 1
-        specs = self.sender.form_group(self.epoch, ["replica"], _TENSORS, {"replica": 2})
+        specs = self.sender.form_group(
+            self.epoch, ["replica"], _TENSORS, {"replica": (WHOLE, WHOLE)}
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(asyncio.to_thread(self.sender.join, self.stop))
             joined = tasks.create_task(self.replica.join(specs["replica"]))
@@ -133,19 +138,20 @@ async def test_a_worker_that_fails_to_receive_has_all_leave_and_is_named(world: 
 
 async def test_workers_with_other_bytes_than_each_other_have_not_staged(world: World) -> None:
     await world.join()
-    other = {"version": 3, "digest": "other", "received_bytes": 1, "seconds": 0.0}
+    parts = {"a": "00" * 16}
+    other = {"version": 3, "digest": "x", "received_bytes": 1, "seconds": 0.0, "parts": parts}
     world.workers.faults["sluice_outcome", 1] = lambda: other
     with pytest.raises(ExceptionGroup) as caught:
         await world.stage(3)
     (error,) = leaves(caught.value)
     assert isinstance(error, WeightSyncError)
-    assert f"{_DIGEST} in worker 0, other in worker 1" in str(error)
+    assert f"worker 1 of 2: the digest of its a is {parts['a']}, that of an earlier" in str(error)
 
 
 async def test_a_refusal_of_one_worker_keeps_its_kind(world: World) -> None:
     refusal = {"error": "another model", "kind": "InvalidRequestError"}
     world.workers.faults["sluice_outcome", 1] = lambda: refusal
-    spec = world.sender.form_group(1, ["replica"], _TENSORS, {"replica": 2})["replica"]
+    spec = world.sender.form_group(1, ["replica"], _TENSORS, {"replica": (WHOLE, WHOLE)})["replica"]
     with pytest.raises(InvalidRequestError, match="worker 1 of 2: another model"):
         await world.replica.join(spec)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from contextlib import aclosing
 from typing import Any
 
@@ -161,6 +162,45 @@ def watch(channel: Any) -> Any:
         peer="trainer",
         phase="watching steps",
     )
+
+
+class Message:
+    """Unlike a protobuf message it can be watched."""
+
+
+class OneMessage:
+    """A call with one message; the next never comes."""
+
+    def __init__(self) -> None:
+        self.messages = [Message()]
+
+    async def read(self) -> object:
+        if not self.messages:
+            await asyncio.Event().wait()
+        return self.messages.pop()
+
+    def cancel(self) -> bool:
+        return True
+
+
+async def test_a_stream_that_waits_does_not_keep_its_last_message() -> None:
+    method: Any = lambda *_, **__: OneMessage()  # noqa: E731
+    stream: Any = stream_call(
+        method,
+        trainer_pb2.WatchStepsRequest(),
+        name="TrainerService/WatchSteps",
+        peer="trainer",
+        phase="watching steps",
+    )
+    message = await anext(stream)
+    kept = weakref.ref(message)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(anext(stream))
+        await asyncio.sleep(0)
+        del message
+        assert kept() is None
+        waiting.cancel()
+    await stream.aclose()
 
 
 async def test_leaving_a_stream_early_ends_its_handler() -> None:

@@ -24,7 +24,7 @@ class HangingSender:
         self.released = threading.Event()
 
     def form_group(
-        self, epoch: int, names: list[str], tensors: Any, ranks: dict[str, int]
+        self, epoch: int, names: list[str], tensors: Any, shares: dict[str, Any]
     ) -> dict[str, None]:
         return dict.fromkeys(names)
 

@@ -10,7 +10,8 @@ import pytest
 from services.trainer.fleet.members import Fleet, MemberState
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import InvalidRequestError, NotFoundError
-from sluice.types import ReplicaInfo
+from sluice.types import ReplicaInfo, TensorSpec
+from sluice.weight_share import Cut, WeightShare
 
 LAYOUT = "layout"
 TTL_S = 6.0
@@ -56,6 +57,20 @@ def test_a_replica_with_another_layout_of_weights_is_not_taken_in(fleet: Fleet) 
         fleet.register(replica(), "other", 0.0)
     assert not fleet.members()
     assert not fleet.changed.is_set()
+
+
+def test_a_share_of_other_weights_is_refused_and_names_replica_and_worker() -> None:
+    fleet = Fleet(LAYOUT, TTL_S, weights=[TensorSpec("w", "float32", (4, 2))])
+    fitting, beyond = (WeightShare((("w", (Cut(0, ((start, 2),)),)),)) for start in (2, 3))
+    fleet.register(replace(replica(), ranks=2, shares=(fitting, fitting)), LAYOUT, 0.0)
+    for name in ("a", "b"):  # a replica that is known, and a new one
+        info = replace(replica(name), ranks=2, shares=(fitting, beyond))
+        with pytest.raises(
+            InvalidRequestError,
+            match=f"replica {name}, share of worker 1: w: the range of 2 from 3",
+        ):
+            fleet.register(info, LAYOUT, 1.0)
+    assert fleet.members()[0].info.shares == (fitting, fitting)
 
 
 def test_registering_again_changes_nothing_but_the_address(fleet: Fleet) -> None:

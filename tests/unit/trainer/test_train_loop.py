@@ -79,6 +79,28 @@ async def test_steps_and_the_end_of_the_run_have_its_accounts(world: World) -> N
     assert accounts["submitted"] == 9.0
 
 
+async def test_engines_that_share_devices_sleep_from_the_batch_until_the_next_weights(
+    world: World,
+) -> None:
+    await run(world.loop(engines_sleep=True))
+    order = [event.split()[0] for event in world.events]
+    first = order.index("take")
+    assert order[first : first + 5] == ["take", "sleep", "train", "freeze", "publish"]
+    assert order.count("sleep") == order.count("train") == 3
+
+
+async def test_no_engine_sleeps_while_a_version_is_evaluated(world: World) -> None:
+    world.holds["evaluate 0"] = asyncio.Event()
+    loop = world.loop(engines_sleep=True, validates=True, val_before_train=True, test_freq=2)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(loop))
+        await until(lambda: world.state.phase is RunPhase.EVALUATING)
+        assert "take 1" in world.events
+        assert "sleep" not in world.events
+        world.holds["evaluate 0"].set()
+    assert world.events.index("evaluated 0 under 0") < world.events.index("sleep")
+
+
 async def test_no_version_is_published_while_one_is_evaluated(world: World) -> None:
     world.holds["evaluate 0"] = asyncio.Event()
     loop = world.loop(validates=True, val_before_train=True, test_freq=2)

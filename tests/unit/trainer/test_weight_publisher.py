@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import torch
 
 from services.trainer.fleet.members import MemberState
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError, WeightSyncError
+from sluice.weight_share import Cut, WeightShare
 from tests.support.publisher_fleet import TIMEOUT_S, Replica, Trainer, weights
 from tests.support.weight_digest import plain_digest
 
@@ -59,6 +61,39 @@ async def test_a_published_version_is_served_by_all_with_the_same_bytes(trainer:
     assert trainer.serving() == {"a": 0, "b": 0}
     assert held(first, 0)
     assert held(second, 0)
+
+
+async def test_replicas_that_divide_the_weights_in_different_ways_serve_in_one_epoch(
+    trainer: Trainer,
+) -> None:
+    share = WeightShare((("a", (Cut(0, ((1000, 500),)),)),))
+    whole, part = trainer.add("a"), trainer.add("b", share=share)
+    for version in range(3):  # the second and third are changes
+        report = await trainer.publish(version)
+    assert (report.replicas, report.attempts) == (2, 1)
+    assert held(whole, 2)
+    assert part.served is not None
+    assert part.served.digest != plain_digest(weights(2))
+    assert torch.equal(part.served.tensors["a"], weights(2)["a"][1000:1500])
+    assert torch.equal(part.served.tensors["b"], weights(2)["b"])
+    part.faults["digest"] = raising(AssertionError())
+    await trainer.publish(3)
+    assert trainer.serving() == {"a": 3}, "another digest than its own version's is not served"
+
+
+async def test_all_that_serve_are_let_sleep_and_one_that_fails_stays_a_member(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = trainer.add("a"), trainer.add("b")
+    await trainer.publisher.let_sleep()  # nobody serves yet
+    assert "sleep" not in first.calls
+    await trainer.publish(0)
+    second.faults["sleep"] = raising(PeerError("b", "falling asleep", "UNAVAILABLE"))
+    await trainer.publisher.let_sleep()
+    assert "sleep" in first.calls
+    assert "b does not sleep and may keep its memory" in caplog.text
+    await trainer.publish(1)
+    assert trainer.serving() == {"a": 1, "b": 1}
 
 
 async def test_an_unchanged_fleet_stays_in_its_epoch(trainer: Trainer) -> None:

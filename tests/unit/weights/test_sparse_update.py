@@ -63,7 +63,7 @@ class _Ends:
         new = _buffer(number)
         update = None
         if since is not None:
-            update = self.sender.encode_update(since, _buffer(since.version), new, _NEVER)
+            update = self.sender.encode_update([since], _buffer(since.version), new, _NEVER)
             assert update is not None
         report = self.sender.broadcast(new, number, _NEVER, update)
         staged = staging.result(5)

@@ -73,8 +73,8 @@ def test_the_tensors_that_differ_are_named_in_the_order_of_the_wire() -> None:
     before = _digests(weights)
     weights["steps"] += 1
     weights["half"].view(torch.uint8)[17] ^= 1
-    assert _digests(weights).differing(before.tensors) == ["half", "steps"]
-    assert before.differing(before.tensors) == []
+    assert _digests(weights).differing(before.parts) == ["half", "steps"]
+    assert before.differing(before.parts) == []
 
 
 def test_swapping_the_contents_of_two_weights_changes_the_digest() -> None:

@@ -104,7 +104,7 @@ class SglangCore(VendorCore):
         return WorkerBegin(
             device=kind,
             backend=self._settings.weights_backend,
-            shapes={spec.name: spec.shape for spec in self.layout.tensors},
+            tensors=self.layout.tensors,
             model_path=self._settings.model_path,
             trust_remote_code=self._settings.trust_remote_code,
         )

@@ -22,8 +22,11 @@ import torch
 from services.rollout.engines.sglang.held_tokens import TokenHold, held_samples
 from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
 from services.rollout.engines.sglang.scheduler_calls import serve_calls
+from services.rollout.engines.vendor.share_recorder import AsInFiles
 from services.rollout.engines.vendor.weight_worker import Outcome, WeightWorker
 from sluice.errors import ConfigError
+from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, WeightShare
 
 # Types are checked without SGLang: its values have none here.
 # ruff: noqa: ANN401
@@ -87,6 +90,10 @@ class SchedulerModel:
         with module.set_default_torch_dtype(self._runner.model_config.dtype):
             loader.restore_weights_before_loading(model, device)
             loader.load_weights_and_postprocess(model, weights, device)
+
+    def share(self, tensors: Sequence[TensorSpec], as_in_files: AsInFiles) -> WeightShare:
+        """Return all weights: which part SGLang's loader reads is not recorded."""
+        return WHOLE
 
 
 class SchedulerWorker(WeightWorker):

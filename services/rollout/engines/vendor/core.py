@@ -165,6 +165,13 @@ class VendorCore(EngineCore[RequestRun], Vendor):
             raise
         self.version, self.digest = version, digest
 
+    async def wake(self) -> None:
+        """Bring back what a sleep freed, and sample again; by default there is no sleep.
+
+        Raises:
+            EngineError: the memory is not there; the engine is broken.
+        """
+
     async def _note_weights(self, version: int) -> None:
         """Prepare for the samples of weights that the model has taken."""
 

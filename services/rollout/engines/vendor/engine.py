@@ -5,6 +5,7 @@ Weights go straight to the workers of the vendor's engine; each is a rank of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from services.rollout.engines.protocol import StagedVersion
@@ -12,6 +13,7 @@ from services.rollout.engines.threaded_engine import ThreadedEngine
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.weight_inbox import check_epoch
 from sluice.types import TransferGroupSpec
+from sluice.weight_share import WeightShare
 
 CoreT = TypeVar("CoreT", bound=VendorCore)
 
@@ -20,6 +22,11 @@ class VendorEngine(ThreadedEngine[CoreT]):
     """See `services.rollout.engines.protocol.Engine`."""
 
     _epoch: int | None = None
+
+    @property
+    def weight_shares(self) -> Sequence[WeightShare]:
+        """The weights that each of its workers takes."""
+        return self._in_thread()[1].workers.shares
 
     async def stop(self) -> None:
         """Abort what runs and free everything. Repeating it is harmless."""
@@ -30,6 +37,7 @@ class VendorEngine(ThreadedEngine[CoreT]):
         """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         thread, core = self._in_thread()
         self._epoch = spec.epoch
+        await thread.call(core.wake(), f"waking for epoch {spec.epoch}")
         return await thread.call(core.workers.join(spec), f"joining epoch {spec.epoch}")
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
@@ -37,6 +45,7 @@ class VendorEngine(ThreadedEngine[CoreT]):
         thread, core = self._in_thread()
         phase = f"staging version {version}"
         check_epoch(epoch, self._epoch, phase)
+        await thread.call(core.wake(), f"waking for version {version}")
         staged = await thread.call(core.workers.stage(version), phase)
         check_epoch(epoch, self._epoch, phase)
         return staged

@@ -7,10 +7,10 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Protocol, TypeGuard, cast
 
 import msgspec
@@ -18,11 +18,14 @@ import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.protocol import StagedVersion
+from services.rollout.engines.vendor.share_loading import ShareLoading
+from services.rollout.engines.vendor.share_recorder import AsInFiles
 from services.rollout.engines.vendor.weight_workers import WorkerBegin
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.select import transfer_device
 from sluice.errors import ConfigError, SluiceError, WeightSyncError
-from sluice.types import TransferGroupSpec
+from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import WeightShare
 
 _Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 Outcome = dict[str, object]
@@ -34,6 +37,15 @@ class ModelLoader(Protocol):
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights of the model, given by their names in a checkpoint."""
+        ...
+
+    def share(self, tensors: Sequence[TensorSpec], as_in_files: AsInFiles) -> WeightShare:
+        """Return which part of the weights `load` reads here.
+
+        Args:
+            tensors: the weights on the wire.
+            as_in_files: makes of them what `load` expects.
+        """
         ...
 
 
@@ -92,7 +104,7 @@ def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpe
             f"the group has {spec.ranks} rank(s) for this replica and none for its worker "
             f"{worker_rank}; run the same version of sluice on both ends",
         )
-    return replace(spec, rank=spec.rank + worker_rank, ranks=1)
+    return spec.of_worker(worker_rank)
 
 
 class WeightWorker:
@@ -105,7 +117,7 @@ class WeightWorker:
     sluice_features: ModelLoader | None = None
     sluice_inbox: WeightInbox | None = None
     sluice_call: Future[str] | Future[StagedVersion] | None = None
-    sluice_names: CheckpointNames | None = None
+    sluice_loading: ShareLoading | None = None
     rank: int
     device: torch.device | None
 
@@ -121,11 +133,14 @@ class WeightWorker:
         """Prepare for weights; `begin` is a `WorkerBegin`, JSON.
 
         Returns:
-            Nothing; or `error` and `kind`, for example if this version of the vendor's engine lacks
-            a feature that sluice needs.
+            `share`, the weights that this worker takes; or `error` and `kind`, for example if this
+            version of the vendor's engine lacks a feature that sluice needs.
         """
         reported = msgspec.json.decode(begin, type=WorkerBegin)
-        return _answered(lambda: _begin(self, reported))
+        try:
+            return {"share": msgspec.to_builtins(_begin(self, reported))}
+        except SluiceError as error:
+            return _failure(error)
 
     def sluice_process(self) -> int:
         """Return the id of this worker's process."""
@@ -166,28 +181,32 @@ class WeightWorker:
         result = call.result()
         return {"plan_digest": result} if isinstance(result, str) else asdict(result)
 
-    def sluice_check_staged(self, version: int, digest: str) -> Outcome:
-        """Check that `sluice_apply` can begin; change nothing."""
+    def sluice_check_staged(self, version: int, digest: str, own: Sequence[str] = ()) -> Outcome:
+        """Check that `sluice_apply` can begin; change nothing. It takes the same arguments."""
         inbox = _inbox(self)
-        return _answered(lambda: inbox.staged(inbox.epoch, version, digest))
+        expected = own[self.rank] if own else digest
+        return _answered(lambda: inbox.staged(inbox.epoch, version, expected))
 
-    def sluice_apply(self, version: int, digest: str) -> Outcome:
+    def sluice_apply(self, version: int, digest: str, own: Sequence[str] = ()) -> Outcome:
         """Make the model compute with the staged weights; call it only while nothing is sampled.
+
+        Args:
+            version: the staged one.
+            digest: of the replica's weights.
+            own: of each worker's share; none: it is the replica's.
 
         Returns:
             `seconds`; or `error` and `kind`, with `broken` if the model is a mixture of versions.
         """
         inbox = _inbox(self)
         try:
-            staged = inbox.staged(inbox.epoch, version, digest)
+            staged = inbox.staged(inbox.epoch, version, own[self.rank] if own else digest)
         except SluiceError as error:
             return _failure(error)
         started = time.perf_counter()
         try:
             with _loading_on(self.device):
-                names = self.sluice_names
-                weights = staged.tensors if names is None else names.of(staged.tensors)
-                _features(self).load(iter(weights.items()))
+                _features(self).load(_loading(self).tensors(staged.tensors))
             _await(self.device)
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
             return {"error": repr(error), "kind": "EngineError", "broken": True}
@@ -203,19 +222,29 @@ class WeightWorker:
         _inbox(self).close()
 
 
-def _begin(worker: WeightWorker, reported: WorkerBegin) -> None:
-    worker.sluice_features = worker.sluice_find_features()
+def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
+    worker.sluice_features = features = worker.sluice_find_features()
     wire = transfer_device(_own_device(reported.device, worker.device), reported.backend)
-    worker.sluice_names = CheckpointNames(
-        reported.model_path, trust_remote_code=reported.trust_remote_code
+    names = CheckpointNames(reported.model_path, trust_remote_code=reported.trust_remote_code)
+    tensors = reported.tensors
+    share = features.share(tensors, names.of)
+    worker.sluice_loading = ShareLoading(tensors, share, names.of)
+    worker.sluice_inbox = WeightInbox(
+        wire, {spec.name: spec.shape for spec in tensors}, share=share
     )
-    worker.sluice_inbox = WeightInbox(wire, reported.shapes)
+    return share
 
 
 def _features(worker: WeightWorker) -> ModelLoader:
     if worker.sluice_features is None:
         raise RuntimeError("sluice_begin was not called")
     return worker.sluice_features
+
+
+def _loading(worker: WeightWorker) -> ShareLoading:
+    if worker.sluice_loading is None:
+        raise RuntimeError("sluice_begin was not called")
+    return worker.sluice_loading
 
 
 def _inbox(worker: WeightWorker) -> WeightInbox:

@@ -1,7 +1,8 @@
 """The workers of one engine as one receiver of weights: all of them have a version, or none.
 
-Each worker is a rank of the transfer group, and receives and proves every weight whole; the
-vendor's loader cuts out the worker's share when the model takes it.
+Each worker is a rank of a transfer group, and receives and proves the share of the weights that its
+model reads. The replica's digest is made of the parts of all workers; a part that several of them
+have counts once.
 
 Consumes: answers of each worker, by rank. Produces: one outcome for the replica.
 Waits for: the workers' threads, by polling.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -27,7 +29,9 @@ from sluice.errors import (
     SluiceError,
     WeightSyncError,
 )
-from sluice.types import TransferGroupSpec
+from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weight_share import WeightShare
+from sluice.weights.digest import combined_digest
 
 Answer = dict[str, object]
 _CALL_TIMEOUT_S = 60.0
@@ -45,16 +49,30 @@ class WorkerBegin(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         device: kind of device that the vendor computes on; each worker has one of its own.
         backend: collectives that bring weights; ``None`` is the device's own.
-        shapes: of the weights, by the names they arrive under.
+        tensors: the weights, as they arrive.
         model_path: directory with a Hugging Face configuration.
         trust_remote_code: run model code that ships with it.
     """
 
     device: str
     backend: str | None
-    shapes: dict[str, tuple[int, ...]]
+    tensors: tuple[TensorSpec, ...]
     model_path: str
     trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedParts:
+    """The version that all workers hold, with the digest of each one's share."""
+
+    version: int = -1
+    digest: str = ""
+    worker_digests: tuple[str, ...] = ()
+
+    def own(self, version: int, digest: str) -> list[str]:
+        """Return what each worker must have of a version; nothing if another one is held."""
+        held = (version, digest) == (self.version, self.digest)
+        return list(self.worker_digests) if held else []
 
 
 class WorkerCalls(Protocol):
@@ -77,16 +95,21 @@ class WeightWorkers:
     def __init__(self, calls: WorkerCalls, vendor: str) -> None:
         self._calls = calls
         self._vendor = vendor
+        self.shares: tuple[WeightShare, ...] = ()
+        self._staged = _StagedParts()
 
     async def begin(self, reported: WorkerBegin) -> None:
-        """Prepare every worker.
+        """Prepare every worker, and keep the share of each.
 
         Raises:
             ConfigError: this version of the engine lacks what a worker needs, or there is no such
                 model.
         """
-        for failure in _errors(await self._call("sluice_begin", msgspec.json.encode(reported))):
+        answers = await self._call("sluice_begin", msgspec.json.encode(reported))
+        for failure in _errors(answers):
             raise ConfigError(str(failure["error"]))
+        begun = [msgspec.convert(answer, Answer) for answer in answers]
+        self.shares = tuple(msgspec.convert(one["share"], WeightShare) for one in begun)
 
     async def heartbeat(self, timeout_s: float) -> int:
         """Return how many samples the workers hold; answered in the engine's loop."""
@@ -108,18 +131,25 @@ class WeightWorkers:
         """Receive a version into staging memory of every worker.
 
         Returns:
-            The bytes that each worker received, and the seconds of the slowest.
+            The digest of all parts, the most bytes that a worker received, and the seconds of the
+            slowest.
+
+        Raises:
+            WeightSyncError: a worker failed, or has other bytes than another one in a part that
+                both have; names it.
         """
         phase = f"staging version {version}"
         outcomes = await self._outcomes(await self._call("sluice_stage", version), phase)
         staged = [msgspec.convert(one, StagedVersion) for one in outcomes]
-        # Each worker proved its own copy; only together they prove that all copies are equal.
-        digests = [one.digest for one in staged]
-        if len(set(digests)) != 1:
-            await self.abort("the workers' digests differ")
-            found = ", ".join(f"{digest} in worker {rank}" for rank, digest in enumerate(digests))
-            raise WeightSyncError("trainer", phase, f"the workers' digests differ: {found}")
-        return max(staged, key=lambda one: one.seconds)
+        try:
+            parts = _together(staged)
+        except ValueError as error:
+            await self.abort(str(error))
+            raise WeightSyncError("trainer", phase, str(error)) from error
+        digest = combined_digest({name: bytes.fromhex(one) for name, one in parts.items()})
+        self._staged = _StagedParts(version, digest, tuple(one.digest for one in staged))
+        most_bytes = max(one.received_bytes for one in staged)
+        return StagedVersion(version, digest, most_bytes, max(one.seconds for one in staged), parts)
 
     async def _outcomes(self, begun: list[object], phase: str) -> list[Answer]:
         """Wait for the workers' threads; after a failure of one, all leave the group."""
@@ -148,7 +178,8 @@ class WeightWorkers:
         Raises:
             WeightSyncError: something else is staged, or nothing.
         """
-        answers = await self._call("sluice_check_staged", version, digest)
+        own = self._staged.own(version, digest)
+        answers = await self._call("sluice_check_staged", version, digest, own)
         _check(answers, f"committing version {version}")
 
     async def apply(self, version: int, digest: str) -> None:
@@ -159,7 +190,8 @@ class WeightWorkers:
             EngineError: the model could not take them and is broken.
         """
         phase = f"committing version {version}"
-        answers = await self._call("sluice_apply", version, digest, timeout_s=_APPLY_TIMEOUT_S)
+        own = self._staged.own(version, digest)
+        answers = await self._call("sluice_apply", version, digest, own, timeout_s=_APPLY_TIMEOUT_S)
         failures = _errors(answers)
         # A worker that took the weights cannot give them back.
         if any("broken" in one for one in failures) or 0 < len(failures) < len(answers):
@@ -181,6 +213,23 @@ class WeightWorkers:
         self, method: str, *arguments: object, timeout_s: float = _CALL_TIMEOUT_S
     ) -> list[object]:
         return list(await self._calls.call_workers(method, *arguments, timeout_s=timeout_s))
+
+
+def _together(staged: Sequence[StagedVersion]) -> dict[str, str]:
+    """Return the digests of the parts of all workers.
+
+    Raises:
+        ValueError: two workers differ in a part; names it and the second of them.
+    """
+    parts: dict[str, str] = {}
+    for rank, one in enumerate(staged):
+        for name, digest in one.parts.items():
+            if parts.setdefault(name, digest) != digest:
+                raise ValueError(
+                    f"worker {rank} of {len(staged)}: the digest of its {name} is {digest}, that "
+                    f"of an earlier worker's {parts[name]}"
+                )
+    return parts
 
 
 def _errors(answers: Sequence[object]) -> list[Answer]:

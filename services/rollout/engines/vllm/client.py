@@ -351,6 +351,21 @@ class VllmClient:
         """Sample again."""
         await _answer(self._llm.resume_generation(), "resume", _CALL_TIMEOUT_S)
 
+    async def sleep(self) -> None:
+        """Move the weights to host memory and free the cache; call it during a pause that keeps.
+
+        Raises:
+            EngineError: vLLM failed, or did not answer in time.
+        """
+        # Without the mode, vLLM would end what runs; earlier versions have none and end nothing.
+        keeps = "mode" in inspect.signature(self._llm.sleep).parameters
+        sleeping = self._llm.sleep(level=1, **({"mode": "keep"} if keeps else {}))
+        await _answer(sleeping, "sleep", _CALL_TIMEOUT_S)
+
+    async def wake(self) -> None:
+        """Bring weights and cache back to the device."""
+        await _answer(self._llm.wake_up(), "wake up", _CALL_TIMEOUT_S)
+
     async def tag_version(self, version: str) -> None:
         """Label tokens sampled from here on with `version`, if this vLLM keeps account of it."""
         if self.features.version_spans:

@@ -66,6 +66,7 @@ class VllmCore(VendorCore):
         self._settled = asyncio.Event()
         self._settled.set()
         self._is_closing = False
+        self._is_asleep = False
 
     @classmethod
     async def build(cls, settings: VllmSettings) -> VllmCore:
@@ -110,7 +111,7 @@ class VllmCore(VendorCore):
         begin = WorkerBegin(
             device=device.torch_device.type,
             backend=settings.weights_backend,
-            shapes={spec.name: spec.shape for spec in layout.tensors},
+            tensors=layout.tensors,
             model_path=settings.model_path,
             trust_remote_code=settings.trust_remote_code,
         )
@@ -206,6 +207,40 @@ class VllmCore(VendorCore):
             self._check_works()
             await self._client.resume()
             self._is_paused = False
+
+    async def sleep(self) -> bool:
+        """Move the weights to host memory and free the cache, until `wake`; sample nothing."""
+        async with self._swapping:
+            self._check_works()
+            if not self._settings.sleeps:
+                return False
+            if not self._is_asleep:
+                # Before the calls: one that fails may have put some workers to sleep.
+                self._is_asleep = True
+                await self._client.pause("keep", clear_cache=True)
+                self.catch_up()
+                await self._client.sleep()
+            return True
+
+    async def wake(self) -> None:
+        """Bring weights and cache back and sample again, after a sleep.
+
+        Raises:
+            EngineError: the memory is not there; the engine is broken.
+        """
+        async with self._swapping:
+            self._check_works()
+            if not self._is_asleep:
+                return
+            try:
+                await self._client.wake()
+                if not self._is_paused:
+                    await self._client.resume()
+            except EngineError as error:
+                broken = EngineError(f"{error}; the trainer left too little memory, or vLLM failed")
+                self._break(broken)
+                raise broken from error
+            self._is_asleep = False
 
     async def _note_weights(self, version: int) -> None:
         # In this order: until the tag, vLLM labels tokens with the old version.

@@ -66,3 +66,8 @@ class VllmEngine(VendorEngine[VllmCore]):
         return await self._image_turn.read(
             len(request.sample_indexes), lambda: read_images(request, reader)
         )
+
+    async def sleep(self) -> bool:
+        """Free memory of the device until the next weights; see the protocol."""
+        thread, core = self._in_thread()
+        return await thread.call(core.sleep(), "falling asleep")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.rollout.engines.vendor.settings import VendorSettings, check_sizes, with_engine_kwargs
-from sluice.config.derived import replays_engine_routing
+from sluice.config.derived import replays_engine_routing, sleeps_while_training
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import ConfigError
@@ -173,11 +173,13 @@ class VllmSettings(VendorSettings):
         batch_invariant: make vLLM choose kernels whose results do not depend on the batch.
         max_prompt_images: a prompt with more is refused before vLLM gets it.
         with_routing: vLLM notes the experts of each token.
+        sleeps: it sleeps while the trainer uses the device.
     """
 
     batch_invariant: bool = False
     max_prompt_images: int = DEFAULT_LIMITS.max_images
     with_routing: bool = False
+    sleeps: bool = False
 
     @property
     def workers(self) -> int:
@@ -215,6 +217,8 @@ class VllmSettings(VendorSettings):
             fixed |= {"enable_return_routed_experts": True}
         if on_cpu:
             fixed |= {"block_size": 32}
+        elif self.sleeps:
+            fixed |= {"enable_sleep_mode": True}
         chosen = fixed | dict(self.arguments)
         if self.float32_head:
             given = msgspec.convert(chosen.get("hf_overrides", {}), dict[str, object])
@@ -241,6 +245,7 @@ def vllm_settings(config: RunConfig) -> VllmSettings:
         batch_invariant=bool(config.sluice.rollout.batch_invariant),
         max_prompt_images=config.sluice.limits.max_prompt_images,
         with_routing=replays_engine_routing(config),
+        sleeps=sleeps_while_training(config),
     )
 
 

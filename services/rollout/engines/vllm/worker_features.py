@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
+from services.rollout.engines.vendor.share_recorder import AsInFiles, meta_copy, recorded_share
 from sluice.errors import ConfigError
+from sluice.types import TensorSpec
+from sluice.weight_share import WeightShare
 
 # Types are checked without vLLM: its values have none here.
 # ruff: noqa: ANN401
@@ -30,6 +33,7 @@ _VERSION_REMEDY = (
     "install vLLM 0.32 (this adapter was run with it) or another version from 0.23 to 0.33 (it was "
     "written for these)"
 )
+_RELOAD = "vllm.model_executor.model_loader.reload"
 _LOADER = "vllm.model_executor.model_loader.dummy_loader"
 _LOADER_ARGUMENTS = ["self", "model", "model_config"]
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -78,6 +82,43 @@ class WorkerFeatures:
             for module in _packed_layers(self._runner.get_model()):
                 if _is_matrix(getattr(module, "weight", None)):
                     module.quant_method.process_weights_after_loading(module)
+
+    def share(self, tensors: Sequence[TensorSpec], as_in_files: AsInFiles) -> WeightShare:
+        """Return which part of the weights this worker's model reads; see `recorded_share`."""
+        return recorded_share(self.load_without_memory, tensors, as_in_files)
+
+    def load_without_memory(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Give weights without memory to the model's loader; the model itself stays as it is.
+
+        The loader sees the parameters as they were before vLLM processed them, which vLLM keeps
+        for its reload.
+        """
+        model: Any = meta_copy(self._runner.get_model(), _loadable)
+        with _current_config(self._worker):
+            model.load_weights(weights)
+
+
+def _loadable(
+    module: torch.nn.Module, copy: torch.nn.Module
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a module's parameters and buffers as vLLM's reload gives them to a loader."""
+    # vLLM's own; what of it is missing in another version ends the recording, see `recorded_share`.
+    reload: Any = importlib.import_module(f"{_RELOAD}.layerwise")
+    meta: Any = importlib.import_module(f"{_RELOAD}.meta")
+    parameters, buffers = reload.get_layerwise_info(module).restore_metadata
+
+    def without_memory(present: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: None
+            if tensor is None
+            else meta.restore_layer_refs(meta.to_meta_tensor(tensor), copy)
+            for name, tensor in {**present, **kept}.items()
+        }
+
+    return (
+        without_memory(module._parameters, parameters),
+        without_memory(module._buffers, buffers),
+    )
 
 
 def dummy_loader() -> Any:

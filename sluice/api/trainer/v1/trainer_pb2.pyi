@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sluice.api.common.v1.common_pb2
+import sluice.api.weights.v1.weights_pb2
 import sys
 import typing
 
@@ -80,20 +81,26 @@ class RegisterReplicaRequest(google.protobuf.message.Message):
 
     REPLICA_FIELD_NUMBER: builtins.int
     WEIGHTS_LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     weights_layout_digest: builtins.str
     """Hex digest of the names, dtypes and shapes of its weights."""
     @property
     def replica(self) -> sluice.api.common.v1.common_pb2.Replica:
         """Name, instance, address and capacity; policy_version is ignored."""
 
+    @property
+    def shares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.weights.v1.weights_pb2.WeightShare]:
+        """The weights that each of its ranks takes. None: every rank takes all of them."""
+
     def __init__(
         self,
         *,
         replica: sluice.api.common.v1.common_pb2.Replica | None = ...,
         weights_layout_digest: builtins.str = ...,
+        shares: collections.abc.Iterable[sluice.api.weights.v1.weights_pb2.WeightShare] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["replica", b"replica"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["replica", b"replica", "weights_layout_digest", b"weights_layout_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replica", b"replica", "shares", b"shares", "weights_layout_digest", b"weights_layout_digest"]) -> None: ...
 
 global___RegisterReplicaRequest = RegisterReplicaRequest
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sluice/api/weights/v1/weights.proto\x12\x15sluice.api.weights.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x8a\x02\n\x10JoinGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x14\n\x0c\x62ucket_bytes\x18\x07 \x01(\x04\x12\x17\n\x0ftimeout_seconds\x18\x08 \x01(\x01\x12\x32\n\x07tensors\x18\t \x03(\x0b\x32!.sluice.api.weights.v1.TensorSpec\x12\x13\n\x0bplan_digest\x18\n \x01(\t\x12\x11\n\tstore_key\x18\x0b \x01(\x0c\x12\r\n\x05ranks\x18\x0c \x01(\r\"7\n\x11JoinGroupResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bplan_digest\x18\x02 \x01(\t\";\n\x12StageUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"f\n\x13StageUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"L\n\x13\x43ommitUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"U\n\x14\x43ommitUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rstall_seconds\x18\x03 \x01(\x01\"3\n\x12\x41\x62ortUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"E\n\x13\x41\x62ortUpdateResponse\x12\x1b\n\x0epolicy_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version\"m\n\rPutKeyRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x12\n\x05value\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x15\n\x08\x65xpected\x18\x04 \x01(\x0cH\x01\x88\x01\x01\x42\x08\n\x06_valueB\x0b\n\t_expected\".\n\x0ePutKeyResponse\x12\x12\n\x05value\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value\"-\n\x0eGetKeysRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04keys\x18\x02 \x03(\t\"\x84\x01\n\x0fGetKeysResponse\x12\x42\n\x06values\x18\x01 \x03(\x0b\x32\x32.sluice.api.weights.v1.GetKeysResponse.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"=\n\x0f\x41\x64\x64ToKeyRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06\x61mount\x18\x03 \x01(\x12\"\x1f\n\x10\x41\x64\x64ToKeyResponse\x12\x0b\n\x03sum\x18\x01 \x01(\x12\x32\xa8\x03\n\x11WeightSyncService\x12^\n\tJoinGroup\x12\'.sluice.api.weights.v1.JoinGroupRequest\x1a(.sluice.api.weights.v1.JoinGroupResponse\x12\x64\n\x0bStageUpdate\x12).sluice.api.weights.v1.StageUpdateRequest\x1a*.sluice.api.weights.v1.StageUpdateResponse\x12g\n\x0c\x43ommitUpdate\x12*.sluice.api.weights.v1.CommitUpdateRequest\x1a+.sluice.api.weights.v1.CommitUpdateResponse\x12\x64\n\x0b\x41\x62ortUpdate\x12).sluice.api.weights.v1.AbortUpdateRequest\x1a*.sluice.api.weights.v1.AbortUpdateResponse2\xa1\x02\n\x11RendezvousService\x12U\n\x06PutKey\x12$.sluice.api.weights.v1.PutKeyRequest\x1a%.sluice.api.weights.v1.PutKeyResponse\x12X\n\x07GetKeys\x12%.sluice.api.weights.v1.GetKeysRequest\x1a&.sluice.api.weights.v1.GetKeysResponse\x12[\n\x08\x41\x64\x64ToKey\x12&.sluice.api.weights.v1.AddToKeyRequest\x1a\'.sluice.api.weights.v1.AddToKeyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sluice/api/weights/v1/weights.proto\x12\x15sluice.api.weights.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"9\n\x03\x43ut\x12\x11\n\tdimension\x18\x01 \x01(\r\x12\x0e\n\x06starts\x18\x02 \x03(\x03\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\"D\n\nTensorCuts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x04\x63uts\x18\x02 \x03(\x0b\x32\x1a.sluice.api.weights.v1.Cut\"A\n\x0bWeightShare\x12\x32\n\x07tensors\x18\x01 \x03(\x0b\x32!.sluice.api.weights.v1.TensorCuts\"S\n\x0bWorkerPlace\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x13\n\x0bplan_digest\x18\x04 \x01(\t\"\xbe\x02\n\x10JoinGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x14\n\x0c\x62ucket_bytes\x18\x07 \x01(\x04\x12\x17\n\x0ftimeout_seconds\x18\x08 \x01(\x01\x12\x32\n\x07tensors\x18\t \x03(\x0b\x32!.sluice.api.weights.v1.TensorSpec\x12\x13\n\x0bplan_digest\x18\n \x01(\t\x12\x11\n\tstore_key\x18\x0b \x01(\x0c\x12\r\n\x05ranks\x18\x0c \x01(\r\x12\x32\n\x06places\x18\r \x03(\x0b\x32\".sluice.api.weights.v1.WorkerPlace\"7\n\x11JoinGroupResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bplan_digest\x18\x02 \x01(\t\";\n\x12StageUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"f\n\x13StageUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"L\n\x13\x43ommitUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"U\n\x14\x43ommitUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rstall_seconds\x18\x03 \x01(\x01\"3\n\x12\x41\x62ortUpdateRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"E\n\x13\x41\x62ortUpdateResponse\x12\x1b\n\x0epolicy_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version\"\x0e\n\x0cSleepRequest\"\x1f\n\rSleepResponse\x12\x0e\n\x06\x61sleep\x18\x01 \x01(\x08\"m\n\rPutKeyRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x12\n\x05value\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x15\n\x08\x65xpected\x18\x04 \x01(\x0cH\x01\x88\x01\x01\x42\x08\n\x06_valueB\x0b\n\t_expected\".\n\x0ePutKeyResponse\x12\x12\n\x05value\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_value\"-\n\x0eGetKeysRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04keys\x18\x02 \x03(\t\"\x84\x01\n\x0fGetKeysResponse\x12\x42\n\x06values\x18\x01 \x03(\x0b\x32\x32.sluice.api.weights.v1.GetKeysResponse.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"=\n\x0f\x41\x64\x64ToKeyRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06\x61mount\x18\x03 \x01(\x12\"\x1f\n\x10\x41\x64\x64ToKeyResponse\x12\x0b\n\x03sum\x18\x01 \x01(\x12\x32\xfc\x03\n\x11WeightSyncService\x12^\n\tJoinGroup\x12\'.sluice.api.weights.v1.JoinGroupRequest\x1a(.sluice.api.weights.v1.JoinGroupResponse\x12\x64\n\x0bStageUpdate\x12).sluice.api.weights.v1.StageUpdateRequest\x1a*.sluice.api.weights.v1.StageUpdateResponse\x12g\n\x0c\x43ommitUpdate\x12*.sluice.api.weights.v1.CommitUpdateRequest\x1a+.sluice.api.weights.v1.CommitUpdateResponse\x12\x64\n\x0b\x41\x62ortUpdate\x12).sluice.api.weights.v1.AbortUpdateRequest\x1a*.sluice.api.weights.v1.AbortUpdateResponse\x12R\n\x05Sleep\x12#.sluice.api.weights.v1.SleepRequest\x1a$.sluice.api.weights.v1.SleepResponse2\xa1\x02\n\x11RendezvousService\x12U\n\x06PutKey\x12$.sluice.api.weights.v1.PutKeyRequest\x1a%.sluice.api.weights.v1.PutKeyResponse\x12X\n\x07GetKeys\x12%.sluice.api.weights.v1.GetKeysRequest\x1a&.sluice.api.weights.v1.GetKeysResponse\x12[\n\x08\x41\x64\x64ToKey\x12&.sluice.api.weights.v1.AddToKeyRequest\x1a\'.sluice.api.weights.v1.AddToKeyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,38 +35,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETKEYSRESPONSE_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_TENSORSPEC']._serialized_start=62
   _globals['_TENSORSPEC']._serialized_end=118
-  _globals['_JOINGROUPREQUEST']._serialized_start=121
-  _globals['_JOINGROUPREQUEST']._serialized_end=387
-  _globals['_JOINGROUPRESPONSE']._serialized_start=389
-  _globals['_JOINGROUPRESPONSE']._serialized_end=444
-  _globals['_STAGEUPDATEREQUEST']._serialized_start=446
-  _globals['_STAGEUPDATEREQUEST']._serialized_end=505
-  _globals['_STAGEUPDATERESPONSE']._serialized_start=507
-  _globals['_STAGEUPDATERESPONSE']._serialized_end=609
-  _globals['_COMMITUPDATEREQUEST']._serialized_start=611
-  _globals['_COMMITUPDATEREQUEST']._serialized_end=687
-  _globals['_COMMITUPDATERESPONSE']._serialized_start=689
-  _globals['_COMMITUPDATERESPONSE']._serialized_end=774
-  _globals['_ABORTUPDATEREQUEST']._serialized_start=776
-  _globals['_ABORTUPDATEREQUEST']._serialized_end=827
-  _globals['_ABORTUPDATERESPONSE']._serialized_start=829
-  _globals['_ABORTUPDATERESPONSE']._serialized_end=898
-  _globals['_PUTKEYREQUEST']._serialized_start=900
-  _globals['_PUTKEYREQUEST']._serialized_end=1009
-  _globals['_PUTKEYRESPONSE']._serialized_start=1011
-  _globals['_PUTKEYRESPONSE']._serialized_end=1057
-  _globals['_GETKEYSREQUEST']._serialized_start=1059
-  _globals['_GETKEYSREQUEST']._serialized_end=1104
-  _globals['_GETKEYSRESPONSE']._serialized_start=1107
-  _globals['_GETKEYSRESPONSE']._serialized_end=1239
-  _globals['_GETKEYSRESPONSE_VALUESENTRY']._serialized_start=1194
-  _globals['_GETKEYSRESPONSE_VALUESENTRY']._serialized_end=1239
-  _globals['_ADDTOKEYREQUEST']._serialized_start=1241
-  _globals['_ADDTOKEYREQUEST']._serialized_end=1302
-  _globals['_ADDTOKEYRESPONSE']._serialized_start=1304
-  _globals['_ADDTOKEYRESPONSE']._serialized_end=1335
-  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1338
-  _globals['_WEIGHTSYNCSERVICE']._serialized_end=1762
-  _globals['_RENDEZVOUSSERVICE']._serialized_start=1765
-  _globals['_RENDEZVOUSSERVICE']._serialized_end=2054
+  _globals['_CUT']._serialized_start=120
+  _globals['_CUT']._serialized_end=177
+  _globals['_TENSORCUTS']._serialized_start=179
+  _globals['_TENSORCUTS']._serialized_end=247
+  _globals['_WEIGHTSHARE']._serialized_start=249
+  _globals['_WEIGHTSHARE']._serialized_end=314
+  _globals['_WORKERPLACE']._serialized_start=316
+  _globals['_WORKERPLACE']._serialized_end=399
+  _globals['_JOINGROUPREQUEST']._serialized_start=402
+  _globals['_JOINGROUPREQUEST']._serialized_end=720
+  _globals['_JOINGROUPRESPONSE']._serialized_start=722
+  _globals['_JOINGROUPRESPONSE']._serialized_end=777
+  _globals['_STAGEUPDATEREQUEST']._serialized_start=779
+  _globals['_STAGEUPDATEREQUEST']._serialized_end=838
+  _globals['_STAGEUPDATERESPONSE']._serialized_start=840
+  _globals['_STAGEUPDATERESPONSE']._serialized_end=942
+  _globals['_COMMITUPDATEREQUEST']._serialized_start=944
+  _globals['_COMMITUPDATEREQUEST']._serialized_end=1020
+  _globals['_COMMITUPDATERESPONSE']._serialized_start=1022
+  _globals['_COMMITUPDATERESPONSE']._serialized_end=1107
+  _globals['_ABORTUPDATEREQUEST']._serialized_start=1109
+  _globals['_ABORTUPDATEREQUEST']._serialized_end=1160
+  _globals['_ABORTUPDATERESPONSE']._serialized_start=1162
+  _globals['_ABORTUPDATERESPONSE']._serialized_end=1231
+  _globals['_SLEEPREQUEST']._serialized_start=1233
+  _globals['_SLEEPREQUEST']._serialized_end=1247
+  _globals['_SLEEPRESPONSE']._serialized_start=1249
+  _globals['_SLEEPRESPONSE']._serialized_end=1280
+  _globals['_PUTKEYREQUEST']._serialized_start=1282
+  _globals['_PUTKEYREQUEST']._serialized_end=1391
+  _globals['_PUTKEYRESPONSE']._serialized_start=1393
+  _globals['_PUTKEYRESPONSE']._serialized_end=1439
+  _globals['_GETKEYSREQUEST']._serialized_start=1441
+  _globals['_GETKEYSREQUEST']._serialized_end=1486
+  _globals['_GETKEYSRESPONSE']._serialized_start=1489
+  _globals['_GETKEYSRESPONSE']._serialized_end=1621
+  _globals['_GETKEYSRESPONSE_VALUESENTRY']._serialized_start=1576
+  _globals['_GETKEYSRESPONSE_VALUESENTRY']._serialized_end=1621
+  _globals['_ADDTOKEYREQUEST']._serialized_start=1623
+  _globals['_ADDTOKEYREQUEST']._serialized_end=1684
+  _globals['_ADDTOKEYRESPONSE']._serialized_start=1686
+  _globals['_ADDTOKEYRESPONSE']._serialized_end=1717
+  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1720
+  _globals['_WEIGHTSYNCSERVICE']._serialized_end=2228
+  _globals['_RENDEZVOUSSERVICE']._serialized_start=2231
+  _globals['_RENDEZVOUSSERVICE']._serialized_end=2520
 # @@protoc_insertion_point(module_scope)

@@ -43,6 +43,110 @@ class TensorSpec(google.protobuf.message.Message):
 global___TensorSpec = TensorSpec
 
 @typing.final
+class Cut(google.protobuf.message.Message):
+    """A part of one dimension of a tensor: ranges of elements, rising, with something between two."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIMENSION_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
+    LENGTHS_FIELD_NUMBER: builtins.int
+    dimension: builtins.int
+    """The dimension, from 0."""
+    @property
+    def starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """First element of each range; 1 to 1024 ranges."""
+
+    @property
+    def lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Elements of each range, at least 1; as many as starts."""
+
+    def __init__(
+        self,
+        *,
+        dimension: builtins.int = ...,
+        starts: collections.abc.Iterable[builtins.int] | None = ...,
+        lengths: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dimension", b"dimension", "lengths", b"lengths", "starts", b"starts"]) -> None: ...
+
+global___Cut = Cut
+
+@typing.final
+class TensorCuts(google.protobuf.message.Message):
+    """A part of one weight: what all cuts have in common."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    CUTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name in the Hugging Face checkpoint."""
+    @property
+    def cuts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Cut]:
+        """Cuts of rising dimensions, at least one."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        cuts: collections.abc.Iterable[global___Cut] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cuts", b"cuts", "name", b"name"]) -> None: ...
+
+global___TensorCuts = TensorCuts
+
+@typing.final
+class WeightShare(google.protobuf.message.Message):
+    """The weights that one worker of a replica takes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: builtins.int
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorCuts]:
+        """The weights that it takes in part, in the order of their names; all others it takes whole."""
+
+    def __init__(
+        self,
+        *,
+        tensors: collections.abc.Iterable[global___TensorCuts] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tensors", b"tensors"]) -> None: ...
+
+global___WeightShare = WeightShare
+
+@typing.final
+class WorkerPlace(google.protobuf.message.Message):
+    """One worker's place in an epoch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    """Number of its group within the epoch, from 0. Workers with the same share are in one group."""
+    rank: builtins.int
+    """Its rank there, 1 to world_size - 1; rank 0 sends."""
+    world_size: builtins.int
+    """Members of this group, the sender included; at least 2."""
+    plan_digest: builtins.str
+    """Hex digest of the share and its buckets, compared by the worker with its own."""
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        rank: builtins.int = ...,
+        world_size: builtins.int = ...,
+        plan_digest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "plan_digest", b"plan_digest", "rank", b"rank", "world_size", b"world_size"]) -> None: ...
+
+global___WorkerPlace = WorkerPlace
+
+@typing.final
 class JoinGroupRequest(google.protobuf.message.Message):
     """The description of one epoch's group, for a member that joins."""
 
@@ -60,6 +164,7 @@ class JoinGroupRequest(google.protobuf.message.Message):
     PLAN_DIGEST_FIELD_NUMBER: builtins.int
     STORE_KEY_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    PLACES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Number of the epoch, rising by at least one with each new group."""
     host: builtins.str
@@ -88,6 +193,12 @@ class JoinGroupRequest(google.protobuf.message.Message):
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """All weights in the order of transfer."""
 
+    @property
+    def places(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerPlace]:
+        """The place of each of the receiver's workers, if they are not all in group 0; then `rank`,
+        `world_size` and `plan_digest` are those of the first. None: all are in group 0.
+        """
+
     def __init__(
         self,
         *,
@@ -103,8 +214,9 @@ class JoinGroupRequest(google.protobuf.message.Message):
         plan_digest: builtins.str = ...,
         store_key: builtins.bytes = ...,
         ranks: builtins.int = ...,
+        places: collections.abc.Iterable[global___WorkerPlace] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bucket_bytes", b"bucket_bytes", "epoch", b"epoch", "host", b"host", "plan_digest", b"plan_digest", "port", b"port", "rank", b"rank", "ranks", b"ranks", "store_key", b"store_key", "tensors", b"tensors", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bucket_bytes", b"bucket_bytes", "epoch", b"epoch", "host", b"host", "places", b"places", "plan_digest", b"plan_digest", "port", b"port", "rank", b"rank", "ranks", b"ranks", "store_key", b"store_key", "tensors", b"tensors", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]) -> None: ...
 
 global___JoinGroupRequest = JoinGroupRequest
 
@@ -275,6 +387,36 @@ class AbortUpdateResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___AbortUpdateResponse = AbortUpdateResponse
+
+@typing.final
+class SleepRequest(google.protobuf.message.Message):
+    """Lets the engine sleep."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___SleepRequest = SleepRequest
+
+@typing.final
+class SleepResponse(google.protobuf.message.Message):
+    """The engine sleeps, or cannot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ASLEEP_FIELD_NUMBER: builtins.int
+    asleep: builtins.bool
+    """Whether it sleeps."""
+    def __init__(
+        self,
+        *,
+        asleep: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep", b"asleep"]) -> None: ...
+
+global___SleepResponse = SleepResponse
 
 @typing.final
 class PutKeyRequest(google.protobuf.message.Message):

@@ -55,6 +55,11 @@ class WeightSyncServiceStub(object):
                 request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AbortUpdateRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AbortUpdateResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/sluice.api.weights.v1.WeightSyncService/Sleep',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SleepRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SleepResponse.FromString,
+                _registered_method=True)
 
 
 class WeightSyncServiceServicer(object):
@@ -90,6 +95,14 @@ class WeightSyncServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Frees memory of a device that the trainer shares, and samples nothing, until the next JoinGroup
+        or StageUpdate. The weights stay. An engine that cannot sleep does nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightSyncServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +125,11 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
                     servicer.AbortUpdate,
                     request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AbortUpdateRequest.FromString,
                     response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AbortUpdateResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SleepRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SleepResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +241,33 @@ class WeightSyncService(object):
             '/sluice.api.weights.v1.WeightSyncService/AbortUpdate',
             sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AbortUpdateRequest.SerializeToString,
             sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AbortUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.WeightSyncService/Sleep',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SleepRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SleepResponse.FromString,
             options,
             channel_credentials,
             insecure,

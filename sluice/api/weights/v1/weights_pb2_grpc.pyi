@@ -49,6 +49,14 @@ class WeightSyncServiceStub:
     ]
     """Discards the staged version and leaves the epoch's group. A second call does nothing more."""
 
+    Sleep: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.SleepRequest,
+        sluice.api.weights.v1.weights_pb2.SleepResponse,
+    ]
+    """Frees memory of a device that the trainer shares, and samples nothing, until the next JoinGroup
+    or StageUpdate. The weights stay. An engine that cannot sleep does nothing.
+    """
+
 class WeightSyncServiceAsyncStub:
     """Receives weights: join a group, stage a version during generation, swap it in."""
 
@@ -77,6 +85,14 @@ class WeightSyncServiceAsyncStub:
         sluice.api.weights.v1.weights_pb2.AbortUpdateResponse,
     ]
     """Discards the staged version and leaves the epoch's group. A second call does nothing more."""
+
+    Sleep: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.SleepRequest,
+        sluice.api.weights.v1.weights_pb2.SleepResponse,
+    ]
+    """Frees memory of a device that the trainer shares, and samples nothing, until the next JoinGroup
+    or StageUpdate. The weights stay. An engine that cannot sleep does nothing.
+    """
 
 class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
     """Receives weights: join a group, stage a version during generation, swap it in."""
@@ -114,6 +130,16 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.weights.v1.weights_pb2.AbortUpdateResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.AbortUpdateResponse]]:
         """Discards the staged version and leaves the epoch's group. A second call does nothing more."""
+
+    @abc.abstractmethod
+    def Sleep(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.SleepResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.SleepResponse]]:
+        """Frees memory of a device that the trainer shares, and samples nothing, until the next JoinGroup
+        or StageUpdate. The weights stay. An engine that cannot sleep does nothing.
+        """
 
 def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 

@@ -1,0 +1,372 @@
+"""The reward service's process with a fleet of 512 replicas and 50,000 samples that grow.
+
+`fleet_peer` has the replicas: real gRPC servers whose samples grow by the clock, at a rate that
+would finish more than the bar. Their lengths are uniform from 256 to 8,192 tokens, so a sample on
+its way holds 2,700 on average, and so does a finished one that waits for its group. The trainer
+takes batches, reads their samples as its ranks do, sleeps and acknowledges.
+"""
+
+# ruff: noqa: ANN401 - messages and calls of gRPC
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import PeerProcess
+from benchmarks.reporting import print_line
+from sluice.algorithm.groups.stragglers import partial_interval_ms
+from sluice.api.reward.v1 import reward_pb2
+from sluice.codec.messages import replica_to_proto
+from sluice.types import ReplicaInfo
+from tests.support.prompt_parquet import prompt_rows, write_prompts
+from tests.support.reward_process import RewardProcess, reward_process, write_config
+
+KEYS = ("fleet_samples_per_s", "fleet_lost", "reward_memory_ratio")
+LEAST: Mapping[str, float] = {"fleet_samples_per_s": 500.0}
+MOST: Mapping[str, float] = {"fleet_lost": 0.0, "reward_memory_ratio": 1.3}
+
+CONCURRENT = 50_000
+_REPLICAS, _PROCESSES = 512, 2
+_GROUP, _BATCH_GROUPS, _LONGEST = 16, 512, 8192
+_OFFERED_PER_S = 600.0
+_MEAN_TOKENS = (256 + _LONGEST) / 2
+_FREE_SHARE = 0.075
+"""Slots of a replica that are free on average: a group starts when all of its samples fit."""
+_STALENESS = 16
+"""A batch takes about 14 s, and the longest sample ten times that."""
+_RANKS, _STEP_S, _SCORERS = 4, 2.0, 8
+_FILL_S, _QUIET_S, _POLL_S = 120.0, 60.0, 15.0
+_SPARE_MB = 300.0
+_INTERVAL_MS = partial_interval_ms(500, round(CONCURRENT / (1 - _FREE_SHARE)), 7500.0)
+_TOKEN_BYTES, _TEXT_BYTES = 8, 4
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of one measurement.
+
+    Attributes:
+        concurrent: samples that grow at the same time; the rate is in proportion.
+        warm_s: seconds after the fill before anything is counted; the longest sample takes 160.
+        window_s: seconds counted.
+    """
+
+    concurrent: int = CONCURRENT
+    warm_s: float = 170.0
+    window_s: float = 90.0
+
+    @property
+    def part(self) -> float:
+        """Of the whole scale."""
+        return self.concurrent / CONCURRENT
+
+    @property
+    def slots(self) -> int:
+        """Of a replica."""
+        return max(_GROUP, round(self.concurrent / self.replicas / (1 - _FREE_SHARE)))
+
+    @property
+    def replicas(self) -> int:
+        """Of the fleet, with about the same slots at every scale."""
+        return max(_PROCESSES, round(_REPLICAS * self.part))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a sample, so that the fleet finishes `_OFFERED_PER_S` samples at the whole scale."""
+        return _MEAN_TOKENS * _OFFERED_PER_S / CONCURRENT
+
+
+def measure(scale: Scale) -> Mapping[str, Any]:
+    """Run the reward service, the fleet and the trainer; see the module's description."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        peers = [
+            stack.enter_context(closing(PeerProcess("benchmarks.devices.fleet_peer")))
+            for _ in range(_PROCESSES)
+        ]
+        return asyncio.run(_Measurement(scale, peers).run(_config(folder, scale)))
+
+
+def _config(folder: Path, scale: Scale) -> Path:
+    rows = prompt_rows([str(number) for number in range(10_000)])
+    return write_config(
+        folder / "run.yaml",
+        {
+            "data": {
+                "train_files": str(write_prompts(folder / "train.parquet", rows)),
+                "train_batch_size": max(1, round(_BATCH_GROUPS * scale.part)),
+                "max_prompt_length": 1024,
+                "max_response_length": _LONGEST,
+            },
+            "actor_rollout_ref": {"rollout": {"n": _GROUP}},
+            "algorithm": {"filter_groups": {"enable": True, "metric": "acc"}},
+            "trainer": {"total_epochs": 1000},
+            # A group costs one exchange with a scorer; 31 a second are many for one process that
+            # shares two cores.
+            "reward": {"scorer_pool": {"num_workers": _SCORERS}},
+            "sluice": {
+                "run_dir": str(folder / "run"),
+                "asynchrony": {"max_staleness": _STALENESS},
+                # At every scale that of the whole fleet, so that a sample costs the same.
+                "reward": {"inflight_slack": 1.0, "partial_interval_ms": _INTERVAL_MS},
+            },
+        },
+    )
+
+
+@dataclass
+class _Mark:
+    """Counts at one moment."""
+
+    at_s: float
+    reward_cpu_s: float
+    interpreter_cpu_s: float
+    scorer_cpu_s: float
+    trainer_cpu_s: float
+    memory_mb: float
+    sent: dict[str, Any]
+    status: Any
+
+
+@dataclass
+class _Measurement:
+    """One run."""
+
+    scale: Scale
+    peers: list[PeerProcess]
+    sizes: dict[str, int] = field(default_factory=dict)  # of the largest messages, bytes
+    is_over: bool = False
+    slowest_s: dict[str, float] = field(default_factory=dict)
+    num_steps: int = 0
+    num_missing: int = 0  # samples of batches
+    trained_tokens: int = 0
+    fill_s: list[float] = field(default_factory=list)  # of batches
+    replicas: list[ReplicaInfo] = field(default_factory=list)
+
+    async def run(self, config: Path) -> dict[str, Any]:
+        """Return the figures."""
+        await self._start_fleet()
+        async with reward_process(config) as service:
+            idle_mb = service.rss_mb()
+            began_s = time.monotonic()
+            await self._publish(service, 0)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._train(service))
+                filled_s = await self._filled(began_s)
+                filled_mb = service.rss_mb()
+                await asyncio.sleep(self.scale.warm_s)
+                before = await self._mark(service)
+                await asyncio.sleep(self.scale.window_s)
+                after = await self._mark(service)
+                self.is_over = True
+                found = self._figures(before, after)
+            lost = await self._lost(service)
+        self._print("memory, MB", {"idle": round(idle_mb), "filled": round(filled_mb)})
+        self._print("fill", {"s": round(filled_s, 1), "batches_s": self.fill_s[-5:]})
+        self._print("largest messages, bytes", self.sizes)
+        slowest = {name: round(seconds, 2) for name, seconds in self.slowest_s.items()}
+        self._print("slowest calls, s", slowest)
+        return found | {"fleet_lost": lost}
+
+    async def _start_fleet(self) -> None:
+        share = self.scale.replicas // _PROCESSES
+        for number, peer in enumerate(self.peers):
+            peer.send(
+                "start",
+                replicas=share,
+                longest=_LONGEST,
+                tokens_per_s=self.scale.tokens_per_s,
+            )
+            addresses = (await asyncio.to_thread(peer.answer))["addresses"]
+            for index, address in enumerate(addresses):
+                name = f"rollout-{number * share + index}"
+                self.replicas.append(ReplicaInfo(name, f"{name}-1", address, self.scale.slots))
+
+    async def _all(self, op: str, **arguments: object) -> list[dict[str, Any]]:
+        for peer in self.peers:
+            peer.send(op, **arguments)
+        return [await asyncio.to_thread(peer.answer) for peer in self.peers]
+
+    async def _sent(self, op: str = "counts") -> dict[str, Any]:
+        answers = await self._all(op)
+        largest = {key: max(one[key] for one in answers) for key in answers[0] if "largest" in key}
+        self.sizes |= {key.removeprefix("largest_"): size for key, size in largest.items()}
+        return {key: sum(one[key] for one in answers) for key in answers[0] if key not in largest}
+
+    # --------------------------------------------------------------------------------- the trainer
+
+    async def _publish(self, service: RewardProcess, version: int) -> None:
+        await self._all("version", version=version)
+        request = reward_pb2.AnnouncePolicyRequest(
+            trainer_instance_id="trainer",
+            policy_version=version,
+            replicas=[replica_to_proto(replica, version) for replica in self.replicas],
+        )
+        await self._call(service.stub.AnnouncePolicy, request)
+
+    async def _train(self, service: RewardProcess) -> None:
+        while not self.is_over:
+            step = self.num_steps + 1
+            batch = await self._take(service, step)
+            async with asyncio.TaskGroup() as tasks:
+                num_rows = sum(len(group.rollouts) for group in batch.groups)
+                for rank in range(_RANKS):
+                    rows = range(
+                        rank * num_rows // _RANKS,
+                        (rank + 1) * num_rows // _RANKS,
+                    )
+                    tasks.create_task(self._read(service, batch.batch_id, rows))
+            self.num_missing += len(batch.groups) * _GROUP - num_rows
+            await asyncio.sleep(_STEP_S)
+            trained = reward_pb2.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=step)
+            await self._call(service.stub.AcknowledgeBatch, trained)
+            self.num_steps = step
+            self.trained_tokens += sum(
+                rollout.num_tokens for group in batch.groups for rollout in group.rollouts
+            )
+            self.fill_s.append(round(batch.statistics["timing_s/batch_fill"], 1))
+            await self._publish(service, step)
+
+    async def _take(self, service: RewardProcess, step: int) -> Any:
+        request = reward_pb2.TakeBatchRequest(step=step, policy_version=step - 1)
+        answer = await service.stub.TakeBatch(request, timeout=600)
+        self._note_size(answer)
+        return answer.batch
+
+    async def _read(self, service: RewardProcess, batch_id: str, rows: Sequence[int]) -> None:
+        request = reward_pb2.TakeSamplesRequest(batch_id=batch_id, rows=rows)
+        self._note_size(request)
+        num_samples = 0
+        async for answer in service.stub.TakeSamples(request, timeout=300):
+            self._note_size(answer)
+            num_samples += answer.HasField("sample")
+        self.num_missing += len(rows) - num_samples
+
+    async def _call(self, method: Any, request: Any) -> None:
+        began_s, name = time.monotonic(), type(request).__name__
+        await method(request, timeout=60)
+        self._note_size(request)
+        self.slowest_s[name] = max(self.slowest_s.get(name, 0.0), time.monotonic() - began_s)
+
+    def _note_size(self, message: Any) -> None:
+        name = type(message).__name__
+        self.sizes[name] = max(self.sizes.get(name, 0), message.ByteSize())
+
+    # ---------------------------------------------------------------------------------- the figures
+
+    async def _filled(self, began_s: float) -> float:
+        """Wait until the samples that should grow do; return the seconds since then."""
+        while time.monotonic() - began_s < _FILL_S:
+            if (await self._sent())["running"] >= 0.95 * self.scale.concurrent:
+                break
+            await asyncio.sleep(0.5)
+        return time.monotonic() - began_s
+
+    async def _mark(self, service: RewardProcess) -> _Mark:
+        sent = await self._sent()
+        status = await service.status()
+        self._note_size(status)
+        pid = service.process.pid
+        return _Mark(
+            time.monotonic(),
+            _cpu_s(Path(f"/proc/{pid}/stat")),
+            _cpu_s(Path(f"/proc/{pid}/task/{pid}/stat")),
+            sum(_cpu_s(Path(f"/proc/{child}/stat")) for child in service.children()),
+            time.process_time(),
+            service.rss_mb(),
+            sent,
+            status,
+        )
+
+    async def _lost(self, service: RewardProcess) -> int:
+        """Stop the fleet; count prompts, samples and tokens that have no place."""
+        sent = await self._sent("freeze")
+        until, missing = time.monotonic() + _QUIET_S, sent["tokens"]
+        while missing and time.monotonic() < until:
+            await asyncio.sleep(1.0)
+            status = await service.status()
+            missing = sent["tokens"] - int(status.statistics["reward/tokens/received"])
+        lost = {
+            "tokens": missing,
+            "prompts": int(status.statistics["reward/prompts_lost"]),
+            "samples_of_batches": self.num_missing,
+            "ended_untrained": sum(status.prompts_by_end.values())
+            - status.prompts_by_end["trained"],
+        }
+        self._print("lost", lost)
+        return sum(map(abs, lost.values()))
+
+    def _figures(self, before: _Mark, after: _Mark) -> dict[str, Any]:
+        seconds = after.at_s - before.at_s
+        samples = after.status.statistics["reward/samples_graded"]
+        samples -= before.status.statistics["reward/samples_graded"]
+        groups = max(samples, 1) / _GROUP
+        spent = {
+            "reward service": after.reward_cpu_s - before.reward_cpu_s,
+            "its event loop": after.interpreter_cpu_s - before.interpreter_cpu_s,
+            "its scorers": after.scorer_cpu_s - before.scorer_cpu_s,
+            "fleet": after.sent["cpu_s"] - before.sent["cpu_s"],
+            "trainer": after.trainer_cpu_s - before.trainer_cpu_s,
+        }
+        self._print("CPU ms a group", {who: round(1e3 * s / groups, 2) for who, s in spent.items()})
+        self._print("CPU s a second", {who: round(s / seconds, 2) for who, s in spent.items()})
+        busiest = spent["its event loop"]
+        together = sum(spent.values()) - busiest
+        self._print(
+            "samples/s that the CPU would allow",
+            {
+                "one core for the event loop": round(samples / max(busiest, 1e-9)),
+                "two cores for everything": round(2 * samples / max(busiest + together, 1e-9)),
+            },
+        )
+        held = after.status.statistics["reward/tokens/pending"]
+        raw_mb = _TOKEN_BYTES * held / 1e6
+        texts_mb = _TEXT_BYTES * (after.sent["sample_tokens"] - self.trained_tokens) / 1e6
+        ratio = (after.memory_mb - _SPARE_MB) / (raw_mb + texts_mb)
+        self._print(
+            "memory, MB",
+            {
+                "reward service": round(after.memory_mb),
+                "tokens": round(raw_mb),
+                "texts": round(texts_mb),
+                "ratio without texts": round((after.memory_mb - _SPARE_MB) / raw_mb, 3),
+            },
+        )
+        self._print(
+            "load",
+            {
+                "running": after.sent["running"],
+                "groups_generating": after.status.groups_generating,
+                "groups_grading": after.status.groups_grading,
+                "kept": after.status.groups_kept,
+                "steps": self.num_steps,
+                "messages_per_s": round(
+                    (after.sent["messages"] - before.sent["messages"]) / seconds
+                ),
+                "tokens_per_s": round((after.sent["tokens"] - before.sent["tokens"]) / seconds),
+                "machine": [round(each, 1) for each in os.getloadavg()],
+            },
+        )
+        return {"fleet_samples_per_s": samples / seconds, "reward_memory_ratio": ratio}
+
+    def _print(self, what: str, values: Mapping[str, object]) -> None:
+        print_line(f"{what}: {json.dumps(values)}")
+
+
+def _cpu_s(stat: Path) -> float:
+    """Return user and system seconds of a process or thread; 0 if it has ended."""
+    try:
+        fields = stat.read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICK

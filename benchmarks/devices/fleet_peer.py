@@ -1,0 +1,285 @@
+"""Many replicas in one process: real gRPC servers, and samples that grow by the clock.
+
+``python -m benchmarks.devices.fleet_peer``; `fleet` steers it. A sample's tokens are a part of one
+long array, chosen by the request's seed, so every replica continues a sample of another one.
+"""
+
+# ruff: noqa: ANN401 - messages and contexts of gRPC
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import grpc
+import numpy as np
+
+from benchmarks.peers import serve
+from sluice.api.common.v1 import common_pb2
+from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+
+_VOCABULARY = 150_000
+_PROMPT_TOKENS = 512
+_CHARS = 4
+"""Of a token's text."""
+_SHORTEST = 256
+_SAME_MOMENT_S = 0.02
+"""Samples that end within this time of each other travel together (`linger_ms`)."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """How the fleet answers.
+
+    Attributes:
+        longest: response tokens, at most; lengths are uniform from `_SHORTEST`.
+        tokens_per_s: of each sample.
+        first_s: requests of the first seconds have what is left of samples in a steady state.
+    """
+
+    longest: int
+    tokens_per_s: float
+    first_s: float = 5.0
+
+
+@dataclass
+class Sent:
+    """What the fleet has sent so far.
+
+    Attributes:
+        running: samples that grow now.
+        samples: those that finished, and their tokens.
+        tokens: new ones, each once.
+        largest: bytes of the largest answer and request.
+    """
+
+    running: int = 0
+    samples: int = 0
+    sample_tokens: int = 0
+    tokens: int = 0
+    messages: int = 0
+    largest_answer: int = 0
+    largest_request: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    """One sample on its way; tokens are counted from the beginning of the response."""
+
+    index: int
+    offset: int  # of its first token in the long array
+    first: int  # tokens that came from another replica
+    length: int
+    ends_at: float
+    sent: int
+    spans: list[tuple[int, int, int]]  # of the tokens before `first`
+
+
+class Fleet:
+    """What all replicas of the process share.
+
+    Args:
+        script: how they answer.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.sent = script, Sent()
+        generator = np.random.default_rng(0)
+        self.size = 8 * script.longest
+        self.ids = generator.integers(0, _VOCABULARY, self.size, dtype=np.uint32).tobytes()
+        self.logprobs = (-generator.random(self.size, dtype=np.float32)).tobytes()
+        self.text = "".join(chr(97 + int(value) % 26) for value in generator.integers(0, 26, 1000))
+        self.text *= _CHARS * script.longest // 1000 + 1
+        self.prompt = self.ids[: 4 * _PROMPT_TOKENS]
+        self.versions: list[tuple[float, int]] = []  # since when
+        self.began_at: float | None = None
+        self.is_frozen = False
+
+    def length(self, seed: int, index: int, now: float) -> int:
+        """Return a sample's length, in tokens."""
+        script, part = self.script, random.Random(f"{seed}/{index}").random()
+        if self.began_at is None:
+            self.began_at = now
+        if now - self.began_at < script.first_s:
+            part = 1 - part**0.5
+        return _SHORTEST + int(part * (script.longest - _SHORTEST))
+
+    def spans(self, sample: _Sample, since: float, count: int) -> list[tuple[int, int, int]]:
+        """Return version, start and end of the sample's first `count` tokens."""
+        found = list(sample.spans)
+        before = [version for at, version in self.versions if at <= since]
+        marks = [(sample.first, before[-1] if before else self.versions[0][1])]
+        for at, version in self.versions:
+            if at > since:
+                marks.append((sample.first + self._grown(at - since), version))
+        for (start, version), (end, _) in pairwise([*marks, (count, 0)]):
+            end = min(end, count)
+            if end > start:
+                found.append((version, start, end))
+        return found
+
+    def _grown(self, seconds: float) -> int:
+        return int(seconds * self.script.tokens_per_s)
+
+    def num_tokens(self, sample: _Sample, since: float, now: float) -> int:
+        """Return how many tokens a sample has now."""
+        return min(sample.length, sample.first + self._grown(now - since))
+
+
+@dataclass
+class ClockReplica(rollout_pb2_grpc.RolloutServiceServicer):
+    """One replica."""
+
+    fleet: Fleet
+    server: Any = field(default_factory=grpc.aio.server)
+
+    async def start(self) -> str:
+        """Listen on a free port; return the address."""
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, self.server)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        return f"127.0.0.1:{port}"
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        """Return the load of the process."""
+        return rollout_pb2.GetStatusResponse(slots_busy=self.fleet.sent.running)
+
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        """Send the prompt's tokens, then samples and the tokens of unfinished ones."""
+        fleet, sent = self.fleet, self.fleet.sent
+        sent.largest_request = max(sent.largest_request, request.ByteSize())
+        accepted = rollout_pb2.PromptAccepted(
+            prompt_token_ids_u32=fleet.prompt, policy_version=fleet.versions[-1][1]
+        )
+        await context.write(rollout_pb2.GenerateResponse(accepted=accepted))
+        since = time.monotonic()
+        running = sorted(self._samples(request, since), key=lambda sample: sample.ends_at)
+        answer = request.prompt.chat.messages[-1].content
+        sent.running += len(running)
+        try:
+            await self._grow(running, since, answer, request.partial_interval_ms / 1000, context)
+        finally:
+            sent.running -= len(running)
+
+    def _samples(self, request: Any, now: float) -> list[_Sample]:
+        partials = {partial.sample_index: partial for partial in request.partials}
+        found, seed, fleet = [], request.sampling.seed, self.fleet
+        for index in request.sample_indexes:
+            spans: list[tuple[int, int, int]] = []
+            first, length = 0, fleet.length(seed, index, now)
+            if (partial := partials.get(index)) is not None:
+                first = len(partial.token_ids_u32) // 4
+                spans = [(span.version, span.start, span.end) for span in partial.version_spans]
+                length = max(length, first + 1)
+            offset = (seed * 31 + index * 7919) % (fleet.size - fleet.script.longest - 1)
+            ends_at = now + (length - first) / fleet.script.tokens_per_s
+            found.append(_Sample(index, offset, first, length, ends_at, first, spans))
+        return found
+
+    async def _grow(
+        self, running: list[_Sample], since: float, answer: str, interval_s: float, context: Any
+    ) -> None:
+        sent, now = self.fleet.sent, since
+        # Streams that begin together do not report together: engines have steps of their own.
+        next_report = since + interval_s * random.uniform(0.5, 1.0) if interval_s else float("inf")
+        while running:
+            await asyncio.sleep(min(running[0].ends_at, next_report) - now)
+            now = time.monotonic()
+            if self.fleet.is_frozen:
+                await asyncio.Event().wait()
+            message = rollout_pb2.GenerateResponse()
+            while running and running[0].ends_at <= now + _SAME_MOMENT_S:
+                message.rollouts.append(self._whole(running.pop(0), since, answer))
+                sent.running -= 1
+            if now >= next_report:
+                next_report = now + interval_s
+                for sample in running:
+                    message.deltas.extend(self._deltas(sample, since, now))
+            if message.rollouts or message.deltas:
+                sent.messages += 1
+                sent.largest_answer = max(sent.largest_answer, message.ByteSize())
+                await context.write(message)
+
+    def _deltas(self, sample: _Sample, since: float, now: float) -> list[Any]:
+        count, fleet = self.fleet.num_tokens(sample, since, now), self.fleet
+        found = []
+        for version, start, end in fleet.spans(sample, since, count):
+            first = max(start, sample.sent)
+            if first < end:
+                part = slice(4 * (sample.offset + first), 4 * (sample.offset + end))
+                found.append(
+                    rollout_pb2.TokenDelta(
+                        sample_index=sample.index,
+                        token_ids_u32=fleet.ids[part],
+                        behavior_logprobs_f32=fleet.logprobs[part],
+                        policy_version=version,
+                    )
+                )
+        fleet.sent.tokens += count - sample.sent
+        sample.sent = count
+        return found
+
+    def _whole(self, sample: _Sample, since: float, answer: str) -> Any:
+        fleet, count = self.fleet, sample.length
+        fleet.sent.tokens += count - sample.sent
+        fleet.sent.samples += 1
+        fleet.sent.sample_tokens += count
+        part = slice(4 * sample.offset, 4 * (sample.offset + count))
+        # Half of each group is right, so that every group is kept.
+        end = f"\nAnswer: {answer if sample.index % 2 else 'none'}"
+        return common_pb2.Rollout(
+            sample_index=sample.index,
+            token_ids_u32=fleet.ids[part],
+            behavior_logprobs_f32=fleet.logprobs[part],
+            version_spans=[
+                common_pb2.VersionSpan(version=version, start=start, end=end_)
+                for version, start, end_ in fleet.spans(sample, since, count)
+            ],
+            finish_reason=common_pb2.FINISH_REASON_STOP,
+            text=fleet.text[: _CHARS * count - len(end)] + end,
+        )
+
+
+class FleetPeer:
+    """Its public methods are the operations."""
+
+    def __init__(self) -> None:
+        self._fleet: Fleet | None = None
+        self._replicas: list[ClockReplica] = []
+
+    async def start(self, replicas: int, longest: int, tokens_per_s: float) -> dict[str, Any]:
+        """Start the replicas; return their addresses."""
+        self._fleet = Fleet(Script(longest, tokens_per_s))
+        self._replicas = [ClockReplica(self._fleet) for _ in range(replicas)]
+        return {"addresses": [await replica.start() for replica in self._replicas]}
+
+    async def version(self, version: int) -> None:
+        """Serve a version from now on."""
+        self._present().versions.append((time.monotonic(), version))
+
+    async def counts(self) -> dict[str, Any]:
+        """Return what was sent so far, and the CPU seconds of the process."""
+        return vars(self._present().sent) | {"cpu_s": time.process_time()}
+
+    async def freeze(self) -> dict[str, Any]:
+        """Send nothing any more; return the counts."""
+        self._present().is_frozen = True
+        await asyncio.sleep(1.0)
+        return await self.counts()
+
+    async def close(self) -> None:
+        """End all replicas."""
+        for replica in self._replicas:
+            await replica.server.stop(None)
+
+    def _present(self) -> Fleet:
+        assert self._fleet is not None
+        return self._fleet
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(FleetPeer()))

@@ -1,0 +1,220 @@
+"""Which part of each weight a worker of a vendor's engine reads, found by its model's own loader.
+
+The loader gets tensors without memory, into a copy of the model without memory, and what it does
+with them is noted: a view of a tensor is followed, and whatever reads a view needs all of it. So a
+loader may cut, turn and split tensors as it likes; at worst the whole tensor is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, Cut, WeightShare
+from sluice.weights.plan import torch_dtype
+from sluice.weights.share import MAX_RANGES, Cuts
+
+# Types of torch's dispatcher: its values have none here.
+# ruff: noqa: ANN401
+
+_log = logging.getLogger(__name__)
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+AsInFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""Takes weights by the names of the wire; returns them as a checkpoint has them."""
+Box = tuple[tuple[int, int], ...]
+"""A start and an end in each dimension."""
+
+TensorsOf = Callable[
+    [torch.nn.Module, torch.nn.Module], tuple[Mapping[str, Any], Mapping[str, Any]]
+]
+"""Takes a module and its copy. Returns the own parameters and buffers of the module as its loader
+expects them, without memory."""
+
+
+def meta_copy(model: torch.nn.Module, tensors_of: TensorsOf) -> torch.nn.Module:
+    """Return a copy of a model for its loader; the two share everything but modules and tensors.
+
+    Args:
+        tensors_of: gives each module of the copy its tensors.
+    """
+    copies: dict[int, Any] = {}
+
+    def copied(module: torch.nn.Module) -> Any:
+        known = copies.get(id(module))
+        if known is not None:  # a module with two names
+            return known
+        copy: Any = object.__new__(type(module))
+        copies[id(module)] = copy
+        copy.__dict__.update(module.__dict__)
+        parameters, buffers = tensors_of(module, copy)
+        own = {
+            "_parameters": dict(parameters),
+            "_buffers": dict(buffers),
+            "_modules": {
+                name: None if one is None else copied(one) for name, one in module._modules.items()
+            },
+        }
+        copy.__dict__.update(own)
+        return copy
+
+    found: torch.nn.Module = copied(model)
+    return found
+
+
+def recorded_share(
+    load: Callable[[NamedTensors], object], tensors: Sequence[TensorSpec], as_in_files: AsInFiles
+) -> WeightShare:
+    """Return what a loader reads of the weights; all of them if it cannot be found out.
+
+    Args:
+        load: the loader of a model without memory; see `meta_copy`.
+        tensors: the weights on the wire.
+        as_in_files: makes of them what the loader expects.
+    """
+    reads = _Reads(tensors)
+    try:
+        with torch.inference_mode(), reads:
+            load(iter(file_views(as_in_files, reads.tensors).items()))
+    except Exception as error:  # noqa: BLE001 - a vendor's loader, which may do anything
+        _log.warning("this worker takes all weights: its loader was not understood (%r)", error)
+        return WHOLE
+    return reads.share()
+
+
+def file_views(
+    as_in_files: AsInFiles, wholes: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Return weights without memory as files have them, as views wherever that is possible.
+
+    Transformers makes contiguous copies of parts. Their place in the whole is what counts here.
+    """
+    try:
+        with _WithoutCopies():  # type: ignore[no-untyped-call]
+            return as_in_files(wholes)
+    except _WrittenError:  # a copy was made to be changed
+        return as_in_files(wholes)
+
+
+class _WrittenError(RuntimeError):
+    """Something writes to a tensor."""
+
+
+class _WithoutCopies(TorchDispatchMode):
+    """Gives the tensor itself in place of its copy, as long as nothing is written."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = _in_parts(self, func, args, kwargs or {})
+        if parts is not NotImplemented:
+            return parts
+        if func is torch.ops.aten.clone.default:
+            return args[0]
+        if func._schema.is_mutable:
+            raise _WrittenError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Reads(TorchDispatchMode):
+    """Notes the parts of `tensors` that operations read, and lets nothing write to real memory."""
+
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors = {
+            spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+            for spec in tensors
+        }
+        self._names = {_storage(tensor): name for name, tensor in self.tensors.items()}
+        self._boxes: dict[str, set[Box]] = {}
+        self._whole: set[str] = set()
+
+    def share(self) -> WeightShare:
+        """Return what was read. A tensor that was not, may have been kept: it is needed whole."""
+        found = {
+            name: _cuts(boxes, tuple(self.tensors[name].shape))
+            for name, boxes in self._boxes.items()
+            if name not in self._whole
+        }
+        return WeightShare(tuple((name, cuts) for name, cuts in sorted(found.items()) if cuts))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = _in_parts(self, func, args, kwargs or {})
+        if parts is not NotImplemented:
+            return parts
+        given = tree_leaves((args, kwargs or {}))
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        if not func.is_view:
+            for tensor in tensors:
+                self._read(tensor)
+        if func._schema.is_mutable and not all(one.is_meta for one in tensors):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, tensor: torch.Tensor) -> None:
+        name = self._names.get(_storage(tensor)) if tensor.is_meta else None
+        if name is None or tensor.numel() == 0:
+            return
+        whole = self.tensors[name]
+        box = _box(tensor, tuple(whole.shape)) if tensor.dtype == whole.dtype else None
+        if box is None:
+            self._whole.add(name)
+        else:
+            self._boxes.setdefault(name, set()).add(box)
+
+
+def _in_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return an operation's result if it consists of others, which `mode` then sees one by one.
+
+    In inference mode torch does not take such operations apart: `contiguous` would hide a copy.
+    """
+    with mode:
+        return func.decompose(*args, **kwargs)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _box(view: torch.Tensor, shape: tuple[int, ...]) -> Box | None:
+    """Return a box of the contiguous tensor of `shape` that has all of a view; None: all of it."""
+    steps = [1] * len(shape)
+    for dimension in reversed(range(len(shape) - 1)):
+        steps[dimension] = steps[dimension + 1] * shape[dimension + 1]
+    rest, first = view.storage_offset(), []
+    for step in steps:
+        first.append(rest // step)
+        rest %= step
+    last = list(first)
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            continue
+        for dimension, step in enumerate(steps):
+            if shape[dimension] > 1 and stride >= step and stride % step == 0:
+                last[dimension] += (size - 1) * (stride // step)
+                break
+        else:
+            return None
+    if any(end >= size for end, size in zip(last, shape, strict=True)):
+        return None  # it runs over the end of a row
+    return tuple((start, end + 1) for start, end in zip(first, last, strict=True))
+
+
+def _cuts(boxes: set[Box], shape: tuple[int, ...]) -> Cuts:
+    """Return cuts that have all boxes, and as little else as cuts can."""
+    found = []
+    for dimension, size in enumerate(shape):
+        ranges: list[tuple[int, int]] = []
+        for start, end in sorted({box[dimension] for box in boxes}):
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = ranges[-1][0], max(ranges[-1][1], end)
+            else:
+                ranges.append((start, end))
+        if ranges != [(0, size)] and len(ranges) <= MAX_RANGES:
+            found.append(Cut(dimension, tuple((start, end - start) for start, end in ranges)))
+    return tuple(found)

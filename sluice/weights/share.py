@@ -1,0 +1,129 @@
+"""Shares of the weights: the part of each tensor that one worker of a replica takes.
+
+A part of a tensor is what its cuts leave, packed: [3, 8] with the ranges (0, 1) and (4, 2) of
+dimension 1 is [3, 3]. Packed parts travel, and receivers hold them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sluice.errors import InvalidRequestError
+from sluice.types import TensorSpec
+from sluice.weight_share import Cut, WeightShare
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Cuts = tuple[Cut, ...]
+Slices = tuple[slice, ...]
+
+MAX_RANGES = 1024
+"""Ranges of one cut. More would make parts that are slow to pack."""
+
+
+def cuts_by_name(share: WeightShare) -> dict[str, Cuts]:
+    """Return the cuts of each tensor that is not taken whole."""
+    return dict(share.cuts)
+
+
+def check_share(share: WeightShare, tensors: Sequence[TensorSpec], whose: str) -> None:
+    """Raise InvalidRequestError unless these are cuts of these tensors.
+
+    Args:
+        whose: names the worker in errors.
+    """
+    shapes = {spec.name: spec.shape for spec in tensors}
+    names = [name for name, _ in share.cuts]
+    for before, name in itertools.pairwise(names):
+        if before >= name:
+            raise InvalidRequestError(f"{whose}: {name} follows {before}; send rising names, once")
+    for name, cuts in share.cuts:
+        if name not in shapes:
+            raise InvalidRequestError(
+                f"{whose}: {name[:200]} is none of the weights; give trainer and replicas the same "
+                "model"
+            )
+        try:
+            _check_cuts(cuts, shapes[name])
+        except ValueError as error:
+            raise InvalidRequestError(f"{whose}: {name}: {error}") from error
+
+
+def _check_cuts(cuts: Cuts, shape: Sequence[int]) -> None:
+    dimensions = [cut.dimension for cut in cuts]
+    if not cuts or dimensions != sorted({*dimensions}) or not 0 <= dimensions[-1] < len(shape):
+        raise ValueError(f"cuts of dimensions {dimensions[:8]}; send rising ones of {len(shape)}")
+    for cut in cuts:
+        size, end = shape[cut.dimension], -1
+        if not 0 < len(cut.ranges) <= MAX_RANGES:
+            raise ValueError(
+                f"{len(cut.ranges)} ranges of dimension {cut.dimension}; send 1 to {MAX_RANGES}"
+            )
+        for start, length in cut.ranges:
+            if not (end < start and length > 0 and start + length <= size):
+                raise ValueError(
+                    f"the range of {length} from {start} in dimension {cut.dimension} of {size}; "
+                    "send rising ranges apart from each other, within it"
+                )
+            end = start + length
+
+
+def part_shape(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
+    """Return the shape of the packed part."""
+    found = list(shape)
+    for cut in cuts:
+        found[cut.dimension] = sum(length for _, length in cut.ranges)
+    return tuple(found)
+
+
+def part_name(name: str, cuts: Cuts) -> str:
+    """Return the name of a part, which includes its place; of a whole tensor, the tensor's.
+
+    For example ``wte.weight[1:0+4,8+4]``: two ranges of 4 of dimension 1, from 0 and from 8.
+    """
+    if not cuts:
+        return name
+    places = (
+        f"{cut.dimension}:" + ",".join(f"{start}+{length}" for start, length in cut.ranges)
+        for cut in cuts
+    )
+    return f"{name}[{';'.join(places)}]"
+
+
+def pack(tensor: Tensor, cuts: Cuts) -> Tensor:
+    """Return a part of a tensor, packed; a view of it if that is possible."""
+    if all(len(cut.ranges) == 1 for cut in cuts):
+        for cut in cuts:
+            tensor = tensor.narrow(cut.dimension, *cut.ranges[0])
+        return tensor
+    part = tensor.new_empty(part_shape(tensor.shape, cuts))
+    for whole, packed in places(tensor.shape, cuts):
+        part[packed].copy_(tensor[whole])
+    return part
+
+
+def unpack(part: Tensor, cuts: Cuts, tensor: Tensor) -> None:
+    """Write a packed part to its place in the whole tensor."""
+    for whole, packed in places(tensor.shape, cuts):
+        tensor[whole].copy_(part[packed])
+
+
+def places(shape: Sequence[int], cuts: Cuts) -> Iterator[tuple[Slices, Slices]]:
+    """Yield slices of the whole tensor and of the packed part, block by block."""
+    of_dimension: Mapping[int, Cut] = {cut.dimension: cut for cut in cuts}
+    sides = []
+    for dimension, size in enumerate(shape):
+        cut = of_dimension.get(dimension)
+        sides.append([*_ranges(cut.ranges if cut else ((0, size),))])
+    for block in itertools.product(*sides):
+        yield tuple(whole for whole, _ in block), tuple(packed for _, packed in block)
+
+
+def _ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, slice]]:
+    packed = 0
+    for start, length in ranges:
+        yield slice(start, start + length), slice(packed, packed + length)
+        packed += length
