@@ -35,7 +35,7 @@ from sluice.codec.reward import (
     progress_from_proto,
     score_to_proto,
 )
-from sluice.codec.train_batch import outline_to_proto, sample_messages
+from sluice.codec.train_batch import outline_to_proto, packed, sample_messages
 from sluice.concurrency.waits import waiting_for
 from sluice.config.schema.limits import LimitsConfig
 from sluice.config.schema.rollout import RolloutConfig
@@ -132,7 +132,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Send samples of the leased batch, and their prompts."""
         check_fields(request)
         batch = self._app.loop.batches.batch(request.batch_id)
-        for message in sample_messages(batch, request.rows):
+        for message in packed(sample_messages(batch, request.rows)):
             with waiting_for("trainer", "taking samples of a batch"):
                 await context.write(message)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -92,6 +92,29 @@ def sample_messages(batch: TrainBatch, rows: Sequence[int]) -> Iterator[reward.T
         yield reward.TakeSamplesResponse(sample=_sample_to_proto(row, group.rollouts[member]))
 
 
+def packed(
+    parts: Iterable[reward.TakeSamplesResponse], most_bytes: int = 512 << 10
+) -> Iterator[reward.TakeSamplesResponse]:
+    """Put parts that follow one another into one message, as many as fit into `most_bytes`.
+
+    A message costs the service a turn of its loop, which at a large fleet is longer than what a
+    small sample takes. A larger part travels alone.
+    """
+    message, size = reward.TakeSamplesResponse(), 0
+    for part in parts:
+        added = part.ByteSize()
+        if size and size + added > most_bytes:
+            yield message
+            size = 0
+        if size:
+            message.more.append(part)
+        else:
+            message = part
+        size += added
+    if size:
+        yield message
+
+
 async def with_samples(
     outline: TrainBatch, rows: Sequence[int], messages: AsyncIterator[reward.TakeSamplesResponse]
 ) -> TrainBatch:
@@ -108,9 +131,9 @@ async def with_samples(
     left, wanted = iter(rows), set(rows)
     prompted: set[int] = set()
     num_taken = 0
-    async for message in messages:
-        if message.WhichOneof("part") == "prompt":
-            found = message.prompt
+    async for part in _parts(messages):
+        if part.WhichOneof("part") == "prompt":
+            found = part.prompt
             if found.group >= len(groups) or found.group in prompted:
                 raise InvalidRequestError(f"the prompt of group {found.group} is not expected")
             prompted.add(found.group)
@@ -118,19 +141,28 @@ async def with_samples(
                 groups[found.group], found, firsts[found.group], wanted
             )
             continue
-        expected, row = next(left, None), message.sample.row
+        expected, row = next(left, None), part.sample.row
         if row != expected:
             raise InvalidRequestError(f"sample {row} came instead of {expected}")
         index, member = places[row]
         if index not in prompted:
             raise InvalidRequestError(f"sample {row} came before its prompt")
         name = f"group {groups[index].prompt_id}, sample {rollouts[index][member].sample_index}"
-        rollouts[index][member] = _with_sample(rollouts[index][member], message.sample, name)
+        rollouts[index][member] = _with_sample(rollouts[index][member], part.sample, name)
         num_taken += 1
     if num_taken < len(rows):
         raise InvalidRequestError(f"{num_taken} of {len(rows)} samples came")
     filled = (replace(g, rollouts=tuple(own)) for g, own in zip(groups, rollouts, strict=True))
     return replace(outline, groups=tuple(filled))
+
+
+async def _parts(
+    messages: AsyncIterator[reward.TakeSamplesResponse],
+) -> AsyncIterator[reward.TakeSamplesResponse]:
+    async for message in messages:
+        yield message
+        for part in message.more:
+            yield part
 
 
 def _group_to_proto(group: TrainGroup) -> reward.TrainGroup:

@@ -15,10 +15,10 @@ import pytest
 from services.trainer.learner.batch.micro_batch import training_rows
 from services.trainer.learner.sample_reader import RewardSamples
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
-from sluice.codec.train_batch import outline_to_bytes, sample_messages
+from sluice.codec.train_batch import outline_to_bytes, packed, sample_messages, with_samples
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError
 from sluice.types import TrainBatch, is_absent
-from tests.support.taken_samples import outline_of, taken
+from tests.support.taken_samples import outline_of, streamed, taken
 from tests.support.tiny_policy import make_batch, routed
 
 Messages = list[reward_pb2.TakeSamplesResponse]
@@ -113,6 +113,20 @@ async def test_no_message_grows_with_the_batch(batch: TrainBatch) -> None:
     async with read_from(service, range(24), max_bytes=largest + 64) as found:
         assert found.num_routed == 24
     assert sum(service.sizes) > 5 * largest
+
+
+async def test_small_samples_travel_together_and_a_large_one_alone(batch: TrainBatch) -> None:
+    parts = list(sample_messages(batch, range(24)))
+    largest = max(part.ByteSize() for part in parts)
+    assert all(not one.more for one in packed(parts, 1))
+    messages = list(packed(sample_messages(batch, range(24)), 3 * largest))
+    assert len(messages) < len(parts) / 2
+    assert max(message.ByteSize() for message in messages) < 3.1 * largest
+    found = await with_samples(outline_of(batch), range(24), streamed(messages))
+    for group, own in zip(found.groups, batch.groups, strict=True):
+        assert [one.token_ids.tolist() for one in group.rollouts] == [
+            one.token_ids.tolist() for one in own.rollouts
+        ]
 
 
 def test_the_outline_that_all_ranks_get_does_not_grow_with_tokens_and_images() -> None:

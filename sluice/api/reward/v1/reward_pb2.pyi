@@ -512,12 +512,13 @@ global___BatchSample = BatchSample
 
 @typing.final
 class TakeSamplesResponse(google.protobuf.message.Message):
-    """A prompt or a sample."""
+    """A prompt or a sample, and those that follow it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PROMPT_FIELD_NUMBER: builtins.int
     SAMPLE_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     @property
     def prompt(self) -> global___BatchPrompt:
         """Before the first of its samples."""
@@ -526,14 +527,19 @@ class TakeSamplesResponse(google.protobuf.message.Message):
     def sample(self) -> global___BatchSample:
         """In the order of the request."""
 
+    @property
+    def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TakeSamplesResponse]:
+        """What follows, each without a `more` of its own: small samples travel together."""
+
     def __init__(
         self,
         *,
         prompt: global___BatchPrompt | None = ...,
         sample: global___BatchSample | None = ...,
+        more: collections.abc.Iterable[global___TakeSamplesResponse] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["part", b"part", "prompt", b"prompt", "sample", b"sample"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["part", b"part", "prompt", b"prompt", "sample", b"sample"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["more", b"more", "part", b"part", "prompt", b"prompt", "sample", b"sample"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["prompt", "sample"] | None: ...
 
 global___TakeSamplesResponse = TakeSamplesResponse
