@@ -20,14 +20,14 @@ def positions(batches: list[TrainBatch]) -> list[int]:
 
 
 async def trained(
-    service: RewardProcess, replica: ScriptedReplica, first_step: int, steps: int
+    service: RewardProcess, replica: ScriptedReplica, first_step: int, steps: int, **trainer: str
 ) -> list[TrainBatch]:
     """Steps of a trainer that has announced itself."""
     batches = []
     for step in range(first_step, first_step + steps):
         batches.append(await service.take(step, step - 1))
         await service.acknowledge(batches[-1], step)
-        await service.announce(step, [replica], resume_from=batches[-1].progress)
+        await service.announce(step, [replica], resume_from=batches[-1].progress, **trainer)
     return batches
 
 
@@ -128,10 +128,10 @@ async def test_a_trainer_that_dies_during_an_overlapped_transfer_resumes_from_it
         before = await trained(service, replica, 1, 1)
         saved = await service.take(2, 1)
         await service.acknowledge(saved, 2)  # and saved, but no replica serves its version
-        lost = await service.take(3, 2)
-        progress = saved.progress
-        await service.announce(2, [replica], instance_id="trainer-2", resume_from=progress)
-        again = await service.take(3, 2)
-        await service.status()
-    assert positions([again]) == positions([lost])
-    assert positions([*before, saved, again]) == list(range(3 * BATCH))
+        await service.take(3, 2)  # lost with the trainer
+        resumed = {"instance_id": "trainer-2"}
+        await service.announce(2, [replica], resume_from=saved.progress, **resumed)
+        after = await trained(service, replica, 3, 6, **resumed)
+        status = await service.status()
+    assert positions([*before, saved, *after]) == list(range(8 * BATCH))  # all that there are
+    assert status.statistics["reward/prompts_lost"] == 0

@@ -103,7 +103,10 @@ def is_alive(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the latter: it ended since the file was opened
         return False
     return state != "Z"
 
