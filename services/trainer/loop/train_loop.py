@@ -34,7 +34,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
@@ -140,6 +140,8 @@ class TrainLoop:
         self._announcer = PolicyAnnouncer(reward, fleet, state, lambda: self._progress_in_hand)
         self._delivery: asyncio.Task[None] | None = None
         self._delivered = PublishReport(-1, 0, 0, 0.0, 0.0)
+        # Held by training and by seeding if engines sleep, so that one of them has the memory.
+        self._devices = asyncio.Lock()
         self._validation: asyncio.Task[None] | None = None
         self._validation_error: SluiceError | None = None
         self._saved_step = state.step
@@ -209,12 +211,7 @@ class TrainLoop:
         taken_s = time.monotonic()
         # Concurrent with training, so that a step does not wait for the answers.
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
-        if self._settings.engines_sleep:
-            await self._await_validation()  # it samples
-            await self._publisher.let_sleep()
-        self._state.enter(RunPhase.TRAINING)
-        with trace.span(SpanName.TRAIN_STEP):
-            learned = await self._learner.train(batch, step)
+        learned = await self._train(batch, step, trace)
         trained_s = time.monotonic()
         # A running validation must end first: publishing changes the version that replicas serve.
         await self._await_validation()
@@ -250,6 +247,20 @@ class TrainLoop:
             step, self._settings.test_freq, self._state.is_over
         ):
             self._start_validation(tasks, step)
+
+    async def _train(self, batch: TrainBatch, step: int, trace: StepTrace) -> Mapping[str, float]:
+        if self._settings.engines_sleep:
+            await self._await_validation()  # it samples
+        async with self._own_devices():
+            if self._settings.engines_sleep:
+                await self._publisher.let_sleep()
+            self._state.enter(RunPhase.TRAINING)
+            with trace.span(SpanName.TRAIN_STEP):
+                return await self._learner.train(batch, step)
+
+    def _own_devices(self) -> AbstractAsyncContextManager[object]:
+        """Keep newcomers from being seeded beside training, where they share its devices."""
+        return self._devices if self._settings.engines_sleep else nullcontext()
 
     async def _next_batch(self, step: int) -> TrainBatch | None:
         """Return the batch of `step`; None if a control call or the end of the data came first."""
@@ -352,7 +363,10 @@ class TrainLoop:
             self._fleet.changed.clear()
             # Report lost replicas first: seeding a newcomer may take long.
             await self._announcer.announce()
-            await self._publisher.seed_newcomers()
+            if self._devices.locked():
+                continue  # the version that is trained goes to newcomers too
+            async with self._own_devices():
+                await self._publisher.seed_newcomers()
             await self._announcer.announce()
 
     def _start_validation(self, tasks: asyncio.TaskGroup, step: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from services.rollout.engines.vllm.client import PromptInputs
 from services.rollout.engines.vllm.core import VllmCore
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
-from sluice.errors import EngineError, WeightSyncError
+from sluice.errors import EngineError, NotReadyError, WeightSyncError
 from sluice.types import FinishReason
 from tests.support.causal_lms import request
 
@@ -386,6 +387,51 @@ async def test_an_engine_that_sleeps_keeps_its_samples_until_it_wakes() -> None:
         await _turns()
         assert vllm.core.generated_tokens > sampled
         await vllm.cancel(stream, running)
+
+
+async def test_samples_that_wait_for_the_end_of_a_sleep_are_no_work() -> None:
+    vllm = _Vendor("vllm", sleeps=True)
+    thread = LoopThread("Vendor")
+    vars(vllm.engine).update(_thread=thread, _core=vllm.core)
+    vllm.engine._unfinished.add(ChunkStream("Vendor engine", 2))
+    assert vllm.engine.load().slots_busy + vllm.engine.load().queued == 2
+    await thread.call(_vllm_core(vllm).sleep(), "falling asleep")
+    assert vllm.engine.load().slots_busy == vllm.engine.load().queued == 0
+    await thread.call(_vllm_core(vllm).wake(), "waking")
+    assert vllm.engine.load().slots_busy + vllm.engine.load().queued == 2
+    await thread.stop()
+
+
+async def test_an_engine_that_sleeps_neither_pauses_nor_resumes_nor_swaps() -> None:
+    vllm = _Vendor("vllm", sleeps=True)
+    await _vllm_core(vllm).sleep()
+    for call in (vllm.core.pause(PauseMode.ABORT), vllm.core.resume(), vllm.swap(2, "two")):
+        with pytest.raises(NotReadyError, match="sleeps while the trainer trains"):
+            await call
+    assert vllm.client.called == ["pause", "sleep"]
+
+
+@pytest.mark.parametrize("phase", ["joining epoch 1", "staging version 2"])
+async def test_an_epoch_that_is_aborted_while_an_engine_wakes_is_not_joined(phase: str) -> None:
+    vllm = _Vendor("vllm", sleeps=True)
+    thread = LoopThread("Vendor")
+    vars(vllm.engine).update(_thread=thread, _core=vllm.core, _epoch=1)
+    await thread.call(_vllm_core(vllm).sleep(), "falling asleep")
+    vllm.client.may_resume.clear()
+    spec: Any = SimpleNamespace(epoch=1)
+    wanted = vllm.engine.join_group(spec) if "joining" in phase else vllm.engine.stage(1, 2)
+
+    async def call() -> None:
+        with pytest.raises(WeightSyncError, match=f"{phase}: .*epoch 1 is not joined here"):
+            await wanted
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(call())
+        while not vllm.client.is_asked_to_resume:
+            await asyncio.sleep(0.001)
+        await vllm.engine.abort_update(1, "a test")
+        vllm.client.may_resume.set()
+    await thread.stop()
 
 
 async def test_an_engine_with_devices_of_its_own_does_not_sleep(vllm: _Vendor) -> None:

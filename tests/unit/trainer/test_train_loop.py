@@ -89,6 +89,24 @@ async def test_engines_that_share_devices_sleep_from_the_batch_until_the_next_we
     assert order.count("sleep") == order.count("train") == 3
 
 
+@pytest.mark.parametrize("engines_sleep", [True, False])
+async def test_a_newcomer_gets_weights_beside_training_only_if_engines_do_not_sleep(
+    world: World, engines_sleep: bool
+) -> None:
+    world.holds["train 1"] = asyncio.Event()
+    gone = world.register("gone")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop(engines_sleep=engines_sleep)))
+        await until(lambda: "train 1" in world.events)
+        world.register("late")
+        world.fleet.expel(gone, "a test")  # which is announced meanwhile in any case
+        await until(lambda: any(one.startswith("announce 0 on a ") for one in world.events))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert ("seed late" in world.events) != engines_sleep
+        world.holds["train 1"].set()
+
+
 async def test_no_engine_sleeps_while_a_version_is_evaluated(world: World) -> None:
     world.holds["evaluate 0"] = asyncio.Event()
     loop = world.loop(engines_sleep=True, validates=True, val_before_train=True, test_freq=2)

@@ -38,7 +38,9 @@ class VendorEngine(ThreadedEngine[CoreT]):
         thread, core = self._in_thread()
         self._epoch = spec.epoch
         await thread.call(core.wake(), f"waking for epoch {spec.epoch}")
-        return await thread.call(core.workers.join(spec), f"joining epoch {spec.epoch}")
+        phase = f"joining epoch {spec.epoch}"
+        check_epoch(spec.epoch, self._epoch, phase)  # it may have been aborted meanwhile
+        return await thread.call(core.workers.join(spec), phase)
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
         """Receive one version into staging memory while sampling continues."""
@@ -46,6 +48,7 @@ class VendorEngine(ThreadedEngine[CoreT]):
         phase = f"staging version {version}"
         check_epoch(epoch, self._epoch, phase)
         await thread.call(core.wake(), f"waking for version {version}")
+        check_epoch(epoch, self._epoch, phase)  # it may have been aborted meanwhile
         staged = await thread.call(core.workers.stage(version), phase)
         check_epoch(epoch, self._epoch, phase)
         return staged

@@ -29,7 +29,7 @@ from services.rollout.engines.vllm.settings import (
 )
 from services.rollout.engines.vllm.worker_features import runner_environment
 from sluice.device.select import select_device
-from sluice.errors import EngineError
+from sluice.errors import EngineError, NotReadyError
 from sluice.vision.image_prompts import ImagePromptReader
 
 _log = logging.getLogger(__name__)
@@ -170,6 +170,7 @@ class VllmCore(VendorCore):
         """Make the model compute with the staged weights; return the seconds without a token.
 
         Raises:
+            NotReadyError: it sleeps.
             WeightSyncError: something else is staged, or nothing; the old weights stay.
             EngineError: the model could not take the weights, or vLLM does not resume; the engine
                 is broken.
@@ -178,6 +179,7 @@ class VllmCore(VendorCore):
             self._check_works()
             if (self.version, self.digest) == (version, digest):
                 return 0.0
+            self._check_awake("swaps no weights")
             # Before the pause: a refusal must not cost any sampling.
             await self.workers.check_staged(version, digest)
             started = time.perf_counter()
@@ -194,19 +196,41 @@ class VllmCore(VendorCore):
             return time.perf_counter() - started
 
     async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing from the return of this call until `resume`."""
+        """Sample nothing from the return of this call until `resume`.
+
+        Raises:
+            NotReadyError: it sleeps; a pause could neither end nor abort what waits.
+        """
         async with self._swapping:
             self._check_works()
+            self._check_awake("does not pause")
             await self._client.pause(_PAUSES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
             self.catch_up()
             self._is_paused = True
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Sample again.
+
+        Raises:
+            NotReadyError: it sleeps: the weights are not on the device.
+        """
         async with self._swapping:
             self._check_works()
+            self._check_awake("does not resume")
             await self._client.resume()
             self._is_paused = False
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it sleeps, or may be half asleep; other threads may read it."""
+        return self._is_asleep
+
+    def _check_awake(self, consequence: str) -> None:
+        if self._is_asleep:
+            raise NotReadyError(
+                f"vLLM sleeps while the trainer trains, and {consequence}; try again after the "
+                "next version"
+            )
 
     async def sleep(self) -> bool:
         """Move the weights to host memory and free the cache, until `wake`; sample nothing."""

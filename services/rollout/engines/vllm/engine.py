@@ -7,7 +7,9 @@ service's event loop sees of them.
 
 from __future__ import annotations
 
-from services.rollout.engines.protocol import GenerationRequest
+from dataclasses import replace
+
+from services.rollout.engines.protocol import EngineLoad, GenerationRequest
 from services.rollout.engines.vendor.engine import VendorEngine
 from services.rollout.engines.vendor.request import PromptImages
 from services.rollout.engines.vllm.client import installed_vllm, read_images
@@ -66,6 +68,15 @@ class VllmEngine(VendorEngine[VllmCore]):
         return await self._image_turn.read(
             len(request.sample_indexes), lambda: read_images(request, reader)
         )
+
+    def load(self) -> EngineLoad:
+        """Return the latest snapshot; work that waits for the end of a sleep does not count.
+
+        It would look like a stall, and nothing wakes a replica that is out of use for one.
+        """
+        load = super().load()
+        is_asleep = self._in_thread()[1].is_asleep
+        return replace(load, slots_busy=0, queued=0) if is_asleep else load
 
     async def sleep(self) -> bool:
         """Free memory of the device until the next weights; see the protocol."""
