@@ -26,7 +26,7 @@ from pathlib import Path
 from sluice.concurrency.process import exit_status
 from sluice.config.addresses import peer_address, split_host_port
 from sluice.config.loading.loader import load_config, read_run
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, changed
 from sluice.device.host import launch_environment
 from sluice.errors import ConfigError
 from sluice.launch.container_settings import SHARED_DEVICES_VARIABLE, shared_environment
@@ -96,18 +96,22 @@ def services_of(
     kind: Kind, config: RunConfig, config_file: Path, run: SharedRun
 ) -> tuple[ServiceSpec, ...]:
     """Return the processes of one service; the first one's orderly end ends the launcher."""
+    service_device = config.sluice.rollout.device if kind == "rollout" else config.trainer.device
+    given = shared_environment(os.environ, service_device)
+    if given is not None:
+        # Containers count the replicas: with a number of their own, no GPU might be divided.
+        config = changed(config, ("sluice.rollout.replicas=0",))
     if kind == "rollout":
         host = socket.gethostname()
         trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
         address = own_address(split_host_port(trainer)[0], _TRAINER_NAMED_WITHIN_S)
-        devices = _replica_devices(config, run, os.environ)
+        devices = _replica_devices(config, run, given)
         specs: tuple[ServiceSpec, ...] = (
             replica_in_container(config, config_file, f"rollout-{host}", address, devices),
         )
     elif kind == "reward":
         specs = (reward_service(config, config_file),)
     else:
-        given = shared_environment(os.environ, config.trainer.device)
         if given is not None:
             _refuse_too_few(config_file, given)
         mark = run.checkpoints_before()
@@ -127,17 +131,21 @@ def _refuse_too_few(config_file: Path, given: Mapping[str, str]) -> None:
 
 
 def _replica_devices(
-    config: RunConfig, run: SharedRun, given: Mapping[str, str]
+    config: RunConfig, run: SharedRun, shared: Mapping[str, str] | None
 ) -> Mapping[str, str]:
     """Return the variables of a replica's devices: all that it sees, or its share of them."""
     service = config.sluice.rollout
-    shared = shared_environment(given, service.device)
+    all_that_it_sees = launch_environment(config, service.device, service.endpoint, os.environ)
+    if shared is None:
+        return all_that_it_sees
     share = device_share if (service.device or "").startswith("npu") else gpu_share
-    found = None if shared is None else share(config, shared)
-    is_by_hand = config.sluice.weights.backend == "gloo"
-    if shared is None or found is None or (is_by_hand and not found.beside_trainer()):
-        return launch_environment(config, service.device, service.endpoint, given)
+    found = share(config, shared)
     most = found.beside_trainer()
+    is_by_hand = config.sluice.weights.backend == "gloo" and not most
+    if is_by_hand:  # one replica shares devices with the trainer
+        if not (found.numbers and found.devices_per_replica):
+            return all_that_it_sees
+        most = 1
     number = run.claim_replica(most)
     if number is None:
         remedy = (
@@ -146,11 +154,11 @@ def _replica_devices(
             else "; give the containers more devices, or lower trainer.n_gpus_per_node"
         )
         raise ConfigError(
-            f"{SHARED_DEVICES_VARIABLE}={given[SHARED_DEVICES_VARIABLE]}: beside "
+            f"{SHARED_DEVICES_VARIABLE}={shared[SHARED_DEVICES_VARIABLE]}: beside "
             f"{found.trainer_ranks} trainer rank(s) {len(found.numbers)} device(s) have place for "
             f"{most} replica(s) of {found.devices_per_replica}{remedy}"
         )
-    return replica_environment(config, number, shared)
+    return all_that_it_sees if is_by_hand else replica_environment(config, number, shared)
 
 
 async def _supervise(

@@ -127,8 +127,21 @@ def test_a_gpu_that_is_shared_by_hand_is_seen_by_all(
 ) -> None:
     monkeypatch.setenv(GPUS, "0")
     run = machine(*on("cuda", 1, "sluice.weights.backend=gloo"))
-    specs = [*run.start("trainer"), *run.start("rollout"), *run.start("rollout")]
+    specs = [*run.start("trainer"), *run.start("rollout")]
     assert {spec.environment.get(GPUS, "0") for spec in specs} == {"0"}
+    with pytest.raises(
+        ConfigError, match=r"have place for 1 replica\(s\) of 1, which have claimed"
+    ):
+        run.start("rollout")
+
+
+def test_a_number_of_replicas_does_not_keep_containers_from_dividing_devices(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GPUS, "0,1")
+    run = machine(*on("cuda", 1, "sluice.rollout.replicas=2"))
+    specs = [run.start(kind)[0] for kind in ("trainer", "rollout")]
+    assert [spec.environment[GPUS] for spec in specs] == ["0", "1"]
 
 
 def test_a_container_with_devices_of_its_own_claims_none(
