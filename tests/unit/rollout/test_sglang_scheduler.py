@@ -180,6 +180,18 @@ def test_a_load_that_nothing_called_for_is_refused(monkeypatch: pytest.MonkeyPat
     assert "no call for new weights came" in failure
 
 
+def test_a_call_for_new_weights_that_no_loop_took_is_refused_and_taken_by_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "_CALL_TIMEOUT_S", 0.01)
+    worker = _Worker(0, "")
+    refused: Any = worker.answer("sluice_apply", [3, _DIGEST])
+    assert refused["kind"] == "WeightSyncError"
+    failure = worker.take(lambda: None)
+    assert failure is not None
+    assert "no call for new weights came" in failure
+
+
 def test_an_sglang_without_its_loaders_steps_is_refused_by_their_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

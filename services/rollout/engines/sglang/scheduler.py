@@ -24,7 +24,7 @@ from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
 from services.rollout.engines.sglang.scheduler_calls import serve_calls
 from services.rollout.engines.vendor.share_recorder import AsInFiles
 from services.rollout.engines.vendor.weight_worker import Outcome, WeightWorker
-from sluice.errors import ConfigError
+from sluice.errors import ConfigError, WeightSyncError
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, WeightShare
 
@@ -33,6 +33,7 @@ from sluice.weight_share import WHOLE, WeightShare
 
 _APPLY = "sluice_apply"
 _CALL_TIMEOUT_S = 60.0
+_LOAD_TIMEOUT_S = 600.0
 _RANK = 3
 """Place of the rank among the arguments of SGLang's scheduler process."""
 
@@ -123,7 +124,15 @@ class SchedulerWorker(WeightWorker):
             return getattr(self, method)(*arguments)
         done: Future[Outcome] = Future()
         self._loads.put((arguments, done))
-        return done.result()
+        try:
+            return done.result(_CALL_TIMEOUT_S)
+        except TimeoutError:
+            if done.cancel():  # a later `take` skips it
+                return {
+                    "error": f"SGLang's loop took no new weights within {_CALL_TIMEOUT_S:g} s",
+                    "kind": WeightSyncError.__name__,
+                }
+        return done.result(_LOAD_TIMEOUT_S)
 
     def take(self, finish: Callable[[], str | None]) -> str | None:
         """Load the weights that the replica calls for; return what went wrong.
@@ -133,10 +142,13 @@ class SchedulerWorker(WeightWorker):
         Args:
             finish: adopts the weights in the scheduler; returns what went wrong.
         """
-        try:
-            arguments, done = self._loads.get(timeout=_CALL_TIMEOUT_S)
-        except queue.Empty:
-            return f"no call for new weights came within {_CALL_TIMEOUT_S:g} s"
+        while True:
+            try:
+                arguments, done = self._loads.get(timeout=_CALL_TIMEOUT_S)
+            except queue.Empty:
+                return f"no call for new weights came within {_CALL_TIMEOUT_S:g} s"
+            if done.set_running_or_notify_cancel():  # else its caller has given up
+                break
         outcome = self.sluice_apply(*arguments)
         if "error" not in outcome and (failure := finish()) is not None:
             outcome = {"error": failure, "kind": "EngineError", "broken": True}
