@@ -69,11 +69,12 @@ class FoundDevices:
         return device_kind(f"{self.gib or _USUAL_GIB[self.kind]:.1f}GB")
 
     def pool(self) -> tuple[str, ...]:
-        """Return overrides for one pool of as many of them on each machine as all machines have."""
-        each = min(self.by_node, default=max(self.count, 1))
+        """Return overrides for the largest pool of equally many on each of some machines."""
+        sizes = sorted(self.by_node or (max(self.count, 1),), reverse=True)
+        nodes = max(range(1, len(sizes) + 1), key=lambda count: count * sizes[count - 1])
         return (
-            f"trainer.nnodes={max(len(self.by_node), 1)}",
-            f"trainer.n_gpus_per_node={each}",
+            f"trainer.nnodes={nodes}",
+            f"trainer.n_gpus_per_node={sizes[nodes - 1]}",
             f"{PLACEMENT_KEY}=auto",
         )
 

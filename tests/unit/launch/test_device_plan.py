@@ -429,6 +429,17 @@ def test_a_check_where_no_gpu_is_notes_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert not any("no device of its own" in one.text for one in report.problems)
 
 
+@pytest.mark.parametrize(
+    ("by_node", "pool"),
+    [((8, 1, 8), (2, 8)), ((8, 4, 4), (3, 4)), ((4, 4), (2, 4)), ((8, 2, 2), (1, 8)), ((), (1, 6))],
+)
+def test_a_pool_is_of_the_machines_that_have_the_most_devices_together(
+    by_node: tuple[int, ...], pool: tuple[int, int]
+) -> None:
+    nodes, each, _ = FoundDevices("GPU", 6, are_elsewhere=True, by_node=by_node).pool()
+    assert (nodes, each) == (f"trainer.nnodes={pool[0]}", f"trainer.n_gpus_per_node={pool[1]}")
+
+
 def test_the_page_about_ray_has_the_splits_that_launches_say() -> None:
     page = (ROOT / "docs" / "deployment" / "ray.md").read_text(encoding="utf-8")
     for name, row in DEVICES.items():
