@@ -1,12 +1,13 @@
 """Shares of the weights: the part of each tensor that one worker of a replica takes.
 
-A part of a tensor is what its cuts leave, packed: [3, 8] with the ranges (0, 1) and (4, 2) of
+A part of a tensor is what its cuts select, packed: [3, 8] with the ranges (0, 1) and (4, 2) of
 dimension 1 is [3, 3]. Packed parts travel, and receivers hold them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ Cuts = tuple[Cut, ...]
 Slices = tuple[slice, ...]
 
 MAX_RANGES = 1024
-"""Ranges of one cut. More would make parts that are slow to pack."""
+"""Ranges of one tensor's cuts, multiplied. More would make parts that are slow to pack."""
 
 
 def cuts_by_name(share: WeightShare) -> dict[str, Cuts]:
@@ -69,6 +70,16 @@ def _check_cuts(cuts: Cuts, shape: Sequence[int]) -> None:
                     "send rising ranges apart from each other, within it"
                 )
             end = start + length
+    if num_blocks(cuts) > MAX_RANGES:
+        raise ValueError(
+            f"{num_blocks(cuts)} blocks, the product of the ranges of its cuts; send cuts of at "
+            f"most {MAX_RANGES}"
+        )
+
+
+def num_blocks(cuts: Cuts) -> int:
+    """Return how many blocks of a tensor its part consists of."""
+    return math.prod(len(cut.ranges) for cut in cuts)
 
 
 def part_shape(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:

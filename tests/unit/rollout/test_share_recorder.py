@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.rollout.engines.vendor.share_loading import ShareLoading
-from services.rollout.engines.vendor.share_recorder import meta_copy, recorded_share
+from services.rollout.engines.vendor.share_recorder import _cuts, meta_copy, recorded_share
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, Cut, WeightShare
 from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, merge_adapters
@@ -88,6 +88,13 @@ def test_what_computes_with_a_tensor_or_reads_nothing_of_it_needs_all(
     read: Callable[[Mapping[str, torch.Tensor]], object],
 ) -> None:
     assert "w" not in cuts_by_name(_reads(read))
+
+
+def test_a_share_of_too_many_blocks_is_cut_in_fewer_dimensions() -> None:
+    rows, columns = range(0, 96, 2), range(0, 64, 2)
+    boxes = {((row, row + 1), (column, column + 1)) for row in rows for column in columns}
+    (cut,) = _cuts(boxes, (96, 64))
+    assert (cut.dimension, len(cut.ranges)) == (1, 32)
 
 
 def test_a_loader_that_needs_values_takes_all_weights() -> None:

@@ -60,6 +60,10 @@ def _half(rank: int) -> WeightShare:
     return WeightShare(tuple(cuts.items()))
 
 
+def _every_second(size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((start, 1) for start in range(0, size, 2))
+
+
 _HALVES = (_half(0), _half(1))
 
 
@@ -259,6 +263,10 @@ def test_a_part_that_is_damaged_in_one_worker_is_named_with_its_place(
         ((("steps", (Cut(0, ((0, 1),)),)),), "rising ones of 0"),
         ((("norm", (Cut(0, ()),)),), "0 ranges of dimension 0"),
         ((("norm", (Cut(0, ((0, 1),) * 2000),)),), "2000 ranges"),
+        (
+            (("embed", (Cut(0, _every_second(96)), Cut(1, _every_second(64)))),),
+            "1536 blocks, the product of the ranges of its cuts; send cuts of at most 1024",
+        ),
         ((("norm", (Cut(0, ((0, 34),)),)),), "the range of 34 from 0 in dimension 0 of 33"),
         ((("norm", (Cut(0, ((-1, 2),)),)),), "the range of 2 from -1"),
         ((("norm", (Cut(0, ((3, 0),)),)),), "the range of 0 from 3"),

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, Cut, WeightShare
 from sluice.weights.plan import torch_dtype
-from sluice.weights.share import MAX_RANGES, Cuts
+from sluice.weights.share import MAX_RANGES, Cuts, num_blocks
 
 # Types of torch's dispatcher: its values have none here.
 # ruff: noqa: ANN401
@@ -215,6 +215,8 @@ def _cuts(boxes: set[Box], shape: tuple[int, ...]) -> Cuts:
                 ranges[-1] = ranges[-1][0], max(ranges[-1][1], end)
             else:
                 ranges.append((start, end))
-        if ranges != [(0, size)] and len(ranges) <= MAX_RANGES:
+        if ranges != [(0, size)]:
             found.append(Cut(dimension, tuple((start, end - start) for start, end in ranges)))
+    while num_blocks(tuple(found)) > MAX_RANGES:
+        found.remove(max(found, key=lambda cut: len(cut.ranges)))
     return tuple(found)
