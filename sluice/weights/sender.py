@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 from sluice.device.protocol import Device
@@ -396,8 +396,16 @@ def _member_digests(
     classes: Sequence[_ClassGroup], found: Sequence[WeightDigests]
 ) -> dict[str, str]:
     """Return the digest of each member: a part that several of its workers have counts once."""
-    parts: dict[str, dict[str, bytes]] = {}
-    for one, digests in zip(classes, found, strict=True):
-        for name in {name for name, _ in one.members.workers}:
-            parts.setdefault(name, {}).update(digests.by_name)
-    return {name: combined_digest(its) for name, its in parts.items()}
+    classes_of: dict[str, dict[int, None]] = {}
+    for number, one in enumerate(classes):
+        for name, _ in one.members.workers:
+            classes_of.setdefault(name, {})[number] = None
+
+    @cache
+    def digest_of(numbers: tuple[int, ...]) -> str:  # many members, few ways to divide
+        parts: dict[str, bytes] = {}
+        for number in numbers:
+            parts |= found[number].by_name
+        return combined_digest(parts)
+
+    return {name: digest_of(tuple(numbers)) for name, numbers in classes_of.items()}

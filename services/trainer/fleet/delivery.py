@@ -282,7 +282,10 @@ class TransferSession:
             return False
         keys = {member: _key(member) for member in members}
         shares = {keys[member]: member.shares or (WHOLE,) * member.ranks for member in members}
-        specs = self._sender.form_group(self._epoch, list(keys.values()), self._tensors, shares)
+        # In a thread: it compares the shares of all workers, which takes long in a large fleet.
+        specs = await asyncio.to_thread(
+            self._sender.form_group, self._epoch, list(keys.values()), self._tensors, shares
+        )
         answers = await self._together(
             members,
             lambda member: self._clients[member].join(specs[keys[member]]),

@@ -119,6 +119,25 @@ async def test_every_worker_receives_all_weights_and_all_of_them_load(world: Wor
     assert world.workers.loaded == [["a", "b"], ["a", "b"]]
 
 
+async def test_a_worker_hands_its_result_over_once_while_a_slower_one_receives(
+    world: World,
+) -> None:
+    await world.join()
+    first, second = world.workers.members
+    answers: list[object] = []
+
+    def fast() -> object:
+        answers.append(first.sluice_outcome())
+        return answers[-1]
+
+    def slow() -> object:
+        return second.sluice_outcome() if any(answers[:-3]) else None
+
+    world.workers.faults = {("sluice_outcome", 0): fast, ("sluice_outcome", 1): slow}
+    assert (await world.stage(3)).digest == _DIGEST
+    assert len([one for one in answers if one is not None]) == 1
+
+
 async def test_a_worker_that_fails_to_receive_has_all_leave_and_is_named(world: World) -> None:
     await world.join()
     world.workers.faults["sluice_outcome", 1] = _failure("its memory is full")

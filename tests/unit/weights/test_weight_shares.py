@@ -17,7 +17,7 @@ from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weight_share import WHOLE, Cut, WeightShare
-from sluice.weights import receiver, transfer
+from sluice.weights import receiver, sender, transfer
 from sluice.weights.digest import WeightDigests, combined_digest
 from sluice.weights.group import TransferGroup
 from sluice.weights.plan import WeightBuffer, tensor_specs
@@ -163,6 +163,23 @@ def test_a_replicas_digest_has_each_part_once_and_is_that_of_its_workers(stack: 
     content = weights["down"][:, 64:].contiguous().view(torch.uint8).numpy().tobytes()
     expected = xxhash.xxh3_128(len(header).to_bytes(8, "little") + header + content).digest()
     assert parts[1]["down[1:64+64]"] == expected
+
+
+def test_members_that_divide_the_weights_in_one_way_have_one_digest_computed_once(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = _Fleet(stack, {"a": _HALVES, "one": (WHOLE,), "b": _HALVES, "turned": _HALVES[::-1]})
+    fleet.form()
+    computed: list[str] = []
+
+    def combined(parts: Mapping[str, bytes]) -> str:
+        computed.append(combined_digest(parts))
+        return computed[-1]
+
+    monkeypatch.setattr(sender, "combined_digest", combined)
+    report, _ = fleet.send(1, buffer_of(_weights()), None)
+    assert report.digests["a"] == report.digests["b"] == report.digests["turned"]
+    assert len(computed) == len({*report.digests.values()}) == 2
 
 
 def test_changes_travel_within_a_share_and_are_made_in_place(stack: ExitStack) -> None:

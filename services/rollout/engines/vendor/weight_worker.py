@@ -117,6 +117,7 @@ class WeightWorker:
     sluice_features: ModelLoader | None = None
     sluice_inbox: WeightInbox | None = None
     sluice_call: Future[str] | Future[StagedVersion] | None = None
+    sluice_reported: Future[str] | Future[StagedVersion] | None = None
     sluice_loading: ShareLoading | None = None
     rank: int
     device: torch.device | None
@@ -165,9 +166,9 @@ class WeightWorker:
         return _answered(stage)
 
     def sluice_outcome(self) -> Outcome | None:
-        """Return how the last join or stage ended; ``None`` while it runs.
+        """Return how the last join or stage ended; ``None`` while it runs, and after its result.
 
-        It is `plan_digest`, or the fields of a `StagedVersion`; or `error` (the sentence) and
+        The result is large, so only one call returns it. It is `plan_digest`, or the fields of a `StagedVersion`; or `error` (the sentence) and
         `kind` (the class).
         """
         call = self.sluice_call
@@ -178,6 +179,9 @@ class WeightWorker:
         error = call.exception()
         if error is not None:
             return _failure(error)
+        if call is self.sluice_reported:
+            return None
+        self.sluice_reported = call
         result = call.result()
         return {"plan_digest": result} if isinstance(result, str) else asdict(result)
 

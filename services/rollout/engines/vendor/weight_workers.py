@@ -153,14 +153,14 @@ class WeightWorkers:
 
     async def _outcomes(self, begun: list[object], phase: str) -> list[Answer]:
         """Wait for the workers' threads; after a failure of one, all leave the group."""
-        pause_s = _FIRST_POLL_S
+        pause_s, known = _FIRST_POLL_S, dict[int, Answer]()
         try:
             _check(begun, phase)
             while True:
                 answers = await self._call("sluice_outcome")
-                known = _check(answers, phase)
+                known |= _check(answers, phase)  # each worker reports its result once
                 if len(known) == len(answers):
-                    return known
+                    return [known[rank] for rank in range(len(answers))]
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         except asyncio.CancelledError:
@@ -186,7 +186,7 @@ class WeightWorkers:
         """Make the model compute with the staged weights; call it only while nothing is sampled.
 
         Raises:
-            WeightSyncError: no worker has it; the old weights stay.
+            WeightSyncError: no worker has this version staged; the old weights stay.
             EngineError: the model could not take them and is broken.
         """
         phase = f"committing version {version}"
@@ -242,12 +242,16 @@ def _errors(answers: Sequence[object]) -> list[Answer]:
     return failures
 
 
-def _check(answers: Sequence[object], phase: str) -> list[Answer]:
-    """Return the workers' answers so far, if none of them is an error."""
+def _check(answers: Sequence[object], phase: str) -> dict[int, Answer]:
+    """Return the answers that workers gave, by rank, if none of them is an error."""
     for failure in _errors(answers):
         message = str(failure["error"])
         refusal = _REFUSALS.get(str(failure.get("kind")))
         if refusal is not None:
             raise refusal(message)
         raise WeightSyncError("trainer", phase, message)
-    return [msgspec.convert(answer, Answer) for answer in answers if answer is not None]
+    return {
+        rank: msgspec.convert(answer, Answer)
+        for rank, answer in enumerate(answers)
+        if answer is not None
+    }
