@@ -2,9 +2,8 @@
 
 *Beside the next step.* While the fleet still serves version v, the batch of v is trained and in
 transfer, and the trainer takes the batch of v + 1. Groups that start meanwhile start under v, so
-the batches of v + 2, ..., v + S are left for them: none at S = 1. Every place that a batch takes
-is a place that its groups held before, so an earlier take stops no group that would have started;
-the trainer only waits less. At S = 1 it would gain nothing: the batch of v + 1 waits until no
+the batches of v + 2, ..., v + S are left for them: none at S = 1. An earlier take frees no batch
+slot and takes none: the groups already held them. The trainer only waits less. At S = 1 it would gain nothing: the batch of v + 1 waits until no
 group of v runs.
 
 *In turns.* A replica that swaps weights samples no token. If replicas swap one after another, the
@@ -17,7 +16,7 @@ from __future__ import annotations
 import math
 
 LEAST_STALENESS = 2
-"""S from which a group that starts during a transfer finds a place in a batch."""
+"""S from which a group that starts during a transfer finds a batch slot."""
 
 MOST_TURNS = 8
 """A larger fleet swaps several replicas in a turn, so that the last one does not wait for long."""

@@ -18,7 +18,8 @@ class DeviceShare:
     """The devices of a run's processes, by the numbers that the vendor's variable takes.
 
     Trainer ranks have the first ones, one each; replicas follow, in the order of their numbers.
-    No two processes share one: HCCL and NCCL take a device for one rank of a group only.
+    No two processes share one if there are enough: HCCL and NCCL take a device for one rank of a
+    group only.
     """
 
     numbers: Sequence[str]

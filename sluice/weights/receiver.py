@@ -80,7 +80,7 @@ class WeightReceiver:
         device: where collectives run; its backend must be the spec's.
         expected_shapes: shapes of the weights the engine has, by checkpoint name; a spec with
             others is refused, but adapters of them may come along. ``None`` accepts any.
-        share: what comes of them.
+        share: the part of the weights that is received.
         in_place: receive a version into the memory of the one before, which must no longer be read
             then. Without it two versions are held at one time.
     """

@@ -174,8 +174,8 @@ class WeightInbox:
         device: of the wire.
         shapes: of the model's weights, by checkpoint name.
         places: how the model keeps each of them, where it may borrow received memory.
-        share: the part of them that comes, for an engine that copies it out and merges adapters
-            itself; ``None``: all of them come, and adapters are merged here.
+        share: the part of the weights that is received, for an engine that copies it out and
+            merges adapters itself; ``None``: all of them are, and adapters are merged here.
     """
 
     def __init__(

@@ -168,8 +168,8 @@ class WeightWorker:
     def sluice_outcome(self) -> Outcome | None:
         """Return how the last join or stage ended; ``None`` while it runs, and after its result.
 
-        The result is large, so only one call returns it. It is `plan_digest`, or the fields of a `StagedVersion`; or `error` (the sentence) and
-        `kind` (the class).
+        The result is `plan_digest`, or the fields of a `StagedVersion`, which are many: only one
+        call returns it. A failure is `error` (the sentence) and `kind` (the class).
         """
         call = self.sluice_call
         if call is None:

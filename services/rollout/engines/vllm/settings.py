@@ -23,7 +23,7 @@ _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 _BLOCK_SIZE = 128
 
 _REFUSED: Mapping[str, str] = {
-    "enable_sleep_mode": "rollout and trainer have devices of their own, nothing has to sleep",
+    "enable_sleep_mode": "trainer and replicas share no NPU, so nothing has to sleep",
     "weight_transfer_config": "weights arrive through sluice's own worker extension",
     "worker_cls": "vllm-ascend chooses its worker",
     "attention_backend": "vllm-ascend has its own attention only",
