@@ -3,8 +3,8 @@
 *Beside the next step.* While the fleet still serves version v, the batch of v is trained and in
 transfer, and the trainer takes the batch of v + 1. Groups that start meanwhile start under v, so
 the batches of v + 2, ..., v + S are left for them: none at S = 1. An earlier take frees no batch
-slot and takes none: the groups already held them. The trainer only waits less. At S = 1 it would gain nothing: the batch of v + 1 waits until no
-group of v runs.
+slot and takes none: the groups already held them. The trainer only waits less. At S = 1 it would
+gain nothing: the batch of v + 1 waits until no group of v runs.
 
 *In turns.* A replica that swaps weights samples no token. If replicas swap one after another, the
 fleet keeps the capacity of all others. Where generation and training alternate (S = 0), the fleet
