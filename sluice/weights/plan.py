@@ -46,6 +46,9 @@ last bits of a matrix product may depend on where its operands lie in a cache li
 MIN_BUCKET_BYTES = 4096
 
 _WANTED_BUCKETS = 4
+MOST_HIDING_BUCKETS = 2 * _WANTED_BUCKETS + 1
+"""Buckets of `hiding_bucket_bytes`, below the largest allowed, that a share takes at most: two
+neighbors together are larger than one may be."""
 _WORTHWHILE_BUCKET_BYTES = 4 << 20
 
 _FRAMING = "store over gRPC; header, buckets, trailer; XXH3-128 of each tensor"

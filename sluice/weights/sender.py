@@ -28,6 +28,7 @@ from sluice.weights.classes import ShareClass, rank_names, share_classes, specs_
 from sluice.weights.digest import WeightDigests, combined_digest
 from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import (
+    MOST_HIDING_BUCKETS,
     TransferPlan,
     WeightBuffer,
     hiding_bucket_bytes,
@@ -87,15 +88,17 @@ class BroadcastReport:
 def broadcast_deadline_s(
     tensors: Sequence[TensorSpec], bucket_bytes: int, timeout_s: float
 ) -> float:
-    """Return the seconds that all collectives of one version may take together.
+    """Return the seconds that all collectives of one version may take together, of any share.
 
     Args:
-        tensors: the tensors to send, tied weights once. A share of them takes less.
+        tensors: the tensors to send, tied weights once.
         bucket_bytes: of the `WeightSender`.
         timeout_s: for each collective.
     """
     plan = plan_transfer(tensors, hiding_bucket_bytes(tensors, bucket_bytes))
-    return version_deadline_s(plan, timeout_s)
+    # A share has smaller buckets than the whole if it is small, and may then have a few more.
+    more = max(0, MOST_HIDING_BUCKETS - len(plan.buckets))
+    return version_deadline_s(plan, timeout_s) + more * timeout_s
 
 
 @dataclass(frozen=True, slots=True)
