@@ -316,7 +316,8 @@ class Engine(Protocol):
     async def sleep(self) -> bool:
         """Free memory of the device until the next `join_group` or `stage`; sample nothing then.
 
-        The weights stay, and samples continue afterwards. Idempotent.
+        The weights stay, and samples continue afterwards. Idempotent. Until then `pause`, `resume`
+        and `commit` raise NotReadyError.
 
         Returns:
             whether it sleeps; an engine that cannot does nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,6 +16,7 @@ from services.trainer.fleet.members import MemberState
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError, WeightSyncError
 from sluice.weight_share import Cut, WeightShare
+from sluice.weights.sender import WeightSender
 from tests.support.publisher_fleet import TIMEOUT_S, Replica, Trainer, weights
 from tests.support.weight_digest import plain_digest
 
@@ -94,6 +96,23 @@ async def test_all_that_serve_are_let_sleep_and_one_that_fails_stays_a_member(
     assert "b does not sleep and may keep its memory" in caplog.text
     await trainer.publish(1)
     assert trainer.serving() == {"a": 1, "b": 1}
+
+
+async def test_the_shares_of_a_fleet_are_compared_outside_of_the_event_loop(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    form = WeightSender.form_group
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return form(*arguments)
+
+    monkeypatch.setattr(WeightSender, "form_group", noted)
+    trainer.add("a")
+    await trainer.publish(0)
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_an_unchanged_fleet_stays_in_its_epoch(trainer: Trainer) -> None:

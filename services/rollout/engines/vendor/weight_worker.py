@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from typing import Protocol, TypeGuard, cast
+from typing import Protocol, TypeGuard, TypeVar, cast
 
 import msgspec
 import torch
@@ -29,6 +29,7 @@ from sluice.weight_share import WeightShare
 
 _Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 Outcome = dict[str, object]
+_T = TypeVar("_T")
 _SENDER = "trainer"
 
 
@@ -152,7 +153,7 @@ class WeightWorker:
         decoded = msgspec.msgpack.decode(spec, type=TransferGroupSpec)
 
         def join() -> None:
-            self.sluice_call = _inbox(self).join(rank_in_group(decoded, self.rank))
+            self.sluice_call = _begun(self.sluice_inbox).join(rank_in_group(decoded, self.rank))
 
         return _answered(join)
 
@@ -160,7 +161,7 @@ class WeightWorker:
         """Begin to receive a version."""
 
         def stage() -> None:
-            inbox = _inbox(self)
+            inbox = _begun(self.sluice_inbox)
             self.sluice_call = inbox.stage(inbox.epoch, version)
 
         return _answered(stage)
@@ -187,7 +188,7 @@ class WeightWorker:
 
     def sluice_check_staged(self, version: int, digest: str, own: Sequence[str] = ()) -> Outcome:
         """Check that `sluice_apply` can begin; change nothing. It takes the same arguments."""
-        inbox = _inbox(self)
+        inbox = _begun(self.sluice_inbox)
         expected = own[self.rank] if own else digest
         return _answered(lambda: inbox.staged(inbox.epoch, version, expected))
 
@@ -202,7 +203,7 @@ class WeightWorker:
         Returns:
             `seconds`; or `error` and `kind`, with `broken` if the model is a mixture of versions.
         """
-        inbox = _inbox(self)
+        inbox = _begun(self.sluice_inbox)
         try:
             staged = inbox.staged(inbox.epoch, version, own[self.rank] if own else digest)
         except SluiceError as error:
@@ -210,7 +211,9 @@ class WeightWorker:
         started = time.perf_counter()
         try:
             with _loading_on(self.device):
-                _features(self).load(_loading(self).tensors(staged.tensors))
+                _begun(self.sluice_features).load(
+                    _begun(self.sluice_loading).tensors(staged.tensors)
+                )
             _await(self.device)
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
             return {"error": repr(error), "kind": "EngineError", "broken": True}
@@ -219,11 +222,11 @@ class WeightWorker:
 
     def sluice_abort(self, reason: str) -> None:
         """Discard the staged weights and leave the epoch."""
-        _inbox(self).leave(reason)
+        _begun(self.sluice_inbox).leave(reason)
 
     def sluice_close(self) -> None:
         """Leave the group permanently."""
-        _inbox(self).close()
+        _begun(self.sluice_inbox).close()
 
 
 def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
@@ -239,22 +242,10 @@ def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
     return share
 
 
-def _features(worker: WeightWorker) -> ModelLoader:
-    if worker.sluice_features is None:
+def _begun(part: _T | None) -> _T:
+    if part is None:
         raise RuntimeError("sluice_begin was not called")
-    return worker.sluice_features
-
-
-def _loading(worker: WeightWorker) -> ShareLoading:
-    if worker.sluice_loading is None:
-        raise RuntimeError("sluice_begin was not called")
-    return worker.sluice_loading
-
-
-def _inbox(worker: WeightWorker) -> WeightInbox:
-    if worker.sluice_inbox is None:
-        raise RuntimeError("sluice_begin was not called")
-    return worker.sluice_inbox
+    return part
 
 
 def _own_device(kind: str | None, device: torch.device | None) -> str | None:
