@@ -95,7 +95,7 @@ class Template:
             output: a descriptor for what it prints.
 
         Raises:
-            OSError: the template is gone.
+            OSError: the template is gone, or no process or descriptor is free.
             DeadlineError: it does not answer.
         """
         request = {"command": spec.command[2:], "environment": dict(environment)}
@@ -131,6 +131,12 @@ class Template:
             self.close()
             return
         answer = json.loads(message)
+        if "failed" in answer:
+            forked = self._asked.popleft()
+            if not forked.done():
+                code = answer["failed"]
+                forked.set_exception(OSError(code, f"the template has failed: {os.strerror(code)}"))
+            return
         pid = answer["pid"]
         if "code" in answer:
             if (ended := self._forks.pop(pid, None)) is not None:

@@ -10,12 +10,14 @@ the kernel ends its forks with it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
 import os
 import runpy
 import selectors
+import signal
 import socket
 import sys
 import traceback
@@ -46,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serve(requests: socket.socket) -> None:
+    template = os.getpid()
     # A descriptor of each fork, readable once it has ended, with its id.
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
@@ -60,20 +63,44 @@ def _serve(requests: socket.socket) -> None:
             message, outputs, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
             if not message:
                 return
-            request = json.loads(message)
-            leads, has_led = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                own = [each.fd for each in selector.get_map().values()]
-                selector.close()
-                os.setsid()
-                _become(request, outputs[0], (leads, has_led, *own))
-            for descriptor in (has_led, *outputs):
-                os.close(descriptor)
-            os.read(leads, 1)  # its end: signals to the group of the fork reach it from now on
-            os.close(leads)
-            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+            try:
+                pid, ended = _fork(json.loads(message), outputs, selector, template)
+            except OSError as error:  # no descriptor or no process is free
+                _answer(requests, {"failed": error.errno or errno.EIO})
+                continue
+            finally:
+                for descriptor in outputs:
+                    os.close(descriptor)
+            selector.register(ended, selectors.EVENT_READ, pid)
             _answer(requests, {"pid": pid})
+
+
+def _fork(
+    request: Mapping[str, object],
+    outputs: Sequence[int],
+    selector: selectors.BaseSelector,
+    template: int,
+) -> tuple[int, int]:
+    """Return a fork's id and its descriptor."""
+    if not outputs:  # the kernel drops what exceeds the limit
+        raise OSError(errno.EMFILE, "no descriptor is free")
+    leads, has_led = os.pipe()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become(request, outputs[0], (leads, has_led), selector, template)
+        os.close(has_led)
+        has_led = -1
+        os.read(leads, 1)  # its end: signals to the group of the fork reach it from now on
+    finally:
+        for descriptor in {leads, has_led} - {-1}:
+            os.close(descriptor)
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def _answer(requests: socket.socket, answer: Mapping[str, int]) -> None:
@@ -81,10 +108,19 @@ def _answer(requests: socket.socket, answer: Mapping[str, int]) -> None:
         requests.send(json.dumps(answer).encode())
 
 
-def _become(request: Mapping[str, object], output: int, own: Sequence[int]) -> NoReturn:
+def _become(
+    request: Mapping[str, object],
+    output: int,
+    pipe: Sequence[int],
+    selector: selectors.BaseSelector,
+    template: int,
+) -> NoReturn:
     """Run a module as `python -m` does, with the arguments, environment and output given."""
     code = 1
     try:
+        own = [*pipe, *(each.fd for each in selector.get_map().values())]
+        selector.close()
+        os.setsid()
         module, *arguments = _texts(request["command"])
         environment = request["environment"]
         assert isinstance(environment, dict)
@@ -107,9 +143,11 @@ def _become(request: Mapping[str, object], output: int, own: Sequence[int]) -> N
     except BaseException:  # noqa: BLE001 - as the interpreter does with what a program raises
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
 
 def _show_as(module: str, arguments: Sequence[str]) -> None:

@@ -167,6 +167,33 @@ async def test_a_start_that_is_given_up_leaves_no_fork(machine: ForkingMachine) 
             await asyncio.sleep(0.01)
 
 
+FAILING = """
+import os
+real = os.{call}
+def failing(*arguments):
+    os.{call} = real
+    raise BlockingIOError(11, "none is free")
+os.{call} = failing
+"""
+
+
+@pytest.mark.parametrize("call", ["pipe", "fork", "pidfd_open"])
+async def test_a_start_that_the_kernel_refuses_a_template_goes_without_it_and_the_next_is_forked(
+    folder: Path, call: str
+) -> None:
+    (folder / "failing.py").write_text(FAILING.format(call=call))
+    machine = ForkingMachine(("forked",), ("failing",), 1)
+    parents = []
+    for name in ("a", "b"):
+        child = await machine.start(forked("sleep", name))
+        parents.append(parent_of(child.pid))
+        child.kill()
+        await outcome(child)
+    machine.release("a")
+    machine.release("b")
+    assert parents[0] == os.getpid() != parents[1]
+
+
 SUPERVISOR = """
 import asyncio, sys
 from sluice.launch.processes.forking import ForkingMachine
