@@ -132,14 +132,21 @@ def _become(
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(environment)
-        os.environ[SUPERVISOR_VARIABLE] = str(os.getppid())
+        os.environ[SUPERVISOR_VARIABLE] = str(template)
         sys.argv[1:] = arguments
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed()  # its state is otherwise the same in all forks
+        sys.modules.pop(f"{module}.__main__", None)  # runpy warns of it
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:  # noqa: BLE001 - as the interpreter does with what a program raises
         traceback.print_exc()
     finally:

@@ -38,6 +38,12 @@ if what == "code":
     sys.exit(7)
 if what == "text":
     sys.exit("gave up")
+if what == "interrupt":
+    os.kill(os.getpid(), 2)
+    time.sleep(600)
+if what == "draw":
+    import numpy
+    print(numpy.random.random())
 if what == "error":
     raise ValueError("broken")
 """
@@ -192,6 +198,42 @@ async def test_a_start_that_the_kernel_refuses_a_template_goes_without_it_and_th
     machine.release("a")
     machine.release("b")
     assert parents[0] == os.getpid() != parents[1]
+
+
+ODD = """
+import os
+os.getppid = lambda: 1  # as after the template's death
+"""
+
+
+async def test_a_fork_whose_template_has_just_died_ends(folder: Path) -> None:
+    (folder / "odd.py").write_text(ODD)
+    machine = ForkingMachine(("forked",), ("odd",), 1)
+    code, lines = await outcome(await machine.start(forked("sleep")))
+    machine.release("a")
+    assert (code, lines) == (1, ["the supervisor is gone"])
+
+
+async def test_a_program_that_was_imported_runs_without_a_warning(folder: Path) -> None:
+    machine = ForkingMachine(("forked",), ("forked.__main__",), 1)
+    code, lines = await outcome(await machine.start(forked("return")))
+    machine.release("a")
+    assert (code, lines) == (0, ["return of a True True"])
+
+
+async def test_an_interrupt_that_a_program_does_not_handle_ends_it_as_a_signal(
+    machine: ForkingMachine,
+) -> None:
+    code, lines = await outcome(await machine.start(forked("interrupt")))
+    assert (code, lines[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
+
+
+async def test_forks_draw_different_numbers(folder: Path) -> None:
+    machine = ForkingMachine(("forked",), ("numpy",), 1)
+    outcomes = [await outcome(await machine.start(forked("draw"))) for _ in range(2)]
+    machine.release("a")
+    assert outcomes[0][0] == outcomes[1][0] == 0
+    assert outcomes[0][1] != outcomes[1][1]
 
 
 SUPERVISOR = """
