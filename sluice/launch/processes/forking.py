@@ -8,6 +8,7 @@ and after each death, and shares its memory.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -36,16 +37,27 @@ _THREADS = "OMP_NUM_THREADS"
 class Fork:
     """A fork of a template, as `asyncio.subprocess.Process` shows a process."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._descriptor = descriptor
         self._ended = asyncio.Event()
 
     def note_end(self, code: int) -> None:
         """Take the exit code."""
-        if self.returncode is None:
-            self.returncode = code
-            self._ended.set()
+        self.returncode = code
+        self._ended.set()
+        os.close(self._descriptor)
+
+    def note_orphaned(self) -> None:
+        """Take its end as the kernel's kill: its parent, which knew its exit code, is gone."""
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            loop.remove_reader(self._descriptor)
+            self.note_end(-signal.SIGKILL)
+
+        loop.add_reader(self._descriptor, end)
 
     async def wait(self) -> int:
         """Return the exit code."""
@@ -57,7 +69,7 @@ class Fork:
         """Send a signal, unless it has ended."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                signal.pidfd_send_signal(self._descriptor, number)
 
 
 class Template:
@@ -85,6 +97,7 @@ class Template:
         self._asked: deque[asyncio.Future[Fork]] = deque()
         self._forks: dict[int, Fork] = {}
         self.is_gone = False
+        self.is_stuck = False  # it has left a request without an answer, and has not answered since
 
     async def fork(self, spec: ServiceSpec, environment: Mapping[str, str], output: int) -> Fork:
         """Fork a service.
@@ -102,8 +115,13 @@ class Template:
         forked: asyncio.Future[Fork] = self._loop.create_future()
         socket.send_fds(self._control, [json.dumps(request).encode()], [output])
         self._asked.append(forked)
-        async with deadline(_FORKED_WITHIN_S, peer="the template", phase=f"forking {spec.name}"):
-            return await forked
+        phase = f"forking {spec.name}"
+        try:
+            async with deadline(_FORKED_WITHIN_S, peer="the template", phase=phase):
+                return await forked
+        except DeadlineError:
+            self.is_stuck = True
+            raise
 
     def close(self) -> None:
         """End it, and with it what it has forked."""
@@ -117,11 +135,14 @@ class Template:
             if not forked.done():
                 forked.set_exception(OSError("the template has ended"))
         for fork in self._forks.values():
-            fork.note_end(-signal.SIGKILL)  # by the kernel: its parent has died
+            fork.note_orphaned()
+        self._forks.clear()
 
     def _read(self) -> None:
         try:
-            message = self._control.recv(MESSAGE_BYTES)
+            message, descriptors, _, _ = socket.recv_fds(
+                self._control, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return
         except OSError:
@@ -130,20 +151,22 @@ class Template:
             logger.warning("the process that starts services has ended, and they with it")
             self.close()
             return
+        self.is_stuck = False
         answer = json.loads(message)
-        if "failed" in answer:
-            forked = self._asked.popleft()
-            if not forked.done():
-                code = answer["failed"]
-                forked.set_exception(OSError(code, f"the template has failed: {os.strerror(code)}"))
-            return
-        pid = answer["pid"]
         if "code" in answer:
-            if (ended := self._forks.pop(pid, None)) is not None:
+            if (ended := self._forks.pop(answer["pid"], None)) is not None:
                 ended.note_end(answer["code"])
             return
-        fork = self._forks[pid] = Fork(pid)
         forked = self._asked.popleft()
+        if not descriptors:
+            code = answer.get("failed", errno.EMFILE)
+            if "pid" in answer:  # no descriptor is free here to watch it with
+                with suppress(ProcessLookupError):
+                    os.kill(answer["pid"], signal.SIGKILL)
+            if not forked.done():
+                forked.set_exception(OSError(code, f"the template: {os.strerror(code)}"))
+            return
+        fork = self._forks[answer["pid"]] = Fork(answer["pid"], descriptors[0])
         if forked.done():  # who asked has given up
             fork.send_signal(signal.SIGKILL)
         else:
@@ -183,6 +206,8 @@ class ForkingMachine(ThisMachine):
             if self._template is None or self._template.is_gone:
                 its_own = {**os.environ, _THREADS: self._threads}
                 self._template = Template(self._imports, its_own)
+            if self._template.is_stuck:  # ending it would end its forks
+                raise OSError("the template does not answer")
             fork = await self._template.fork(spec, environment, write_end)
             return LocalChild(spec.name, fork, output, pipe)
         except (OSError, DeadlineError) as error:

@@ -3,7 +3,7 @@
 
 It computes nothing and starts no thread of its own, so its forks begin as a new process does after
 its imports. Each request is one message of JSON on the socket FD, with the descriptor for output;
-answers are the id of the process, and later its exit code. It ends with the socket's other end, and
+answers are the id of the process with a descriptor of it, and later its exit code. It ends with the socket's other end, and
 the kernel ends its forks with it.
 """
 
@@ -72,7 +72,7 @@ def _serve(requests: socket.socket) -> None:
                 for descriptor in outputs:
                     os.close(descriptor)
             selector.register(ended, selectors.EVENT_READ, pid)
-            _answer(requests, {"pid": pid})
+            _answer(requests, {"pid": pid}, [ended])
 
 
 def _fork(
@@ -103,9 +103,11 @@ def _fork(
         raise
 
 
-def _answer(requests: socket.socket, answer: Mapping[str, int]) -> None:
+def _answer(
+    requests: socket.socket, answer: Mapping[str, int], descriptors: Sequence[int] = ()
+) -> None:
     with suppress(OSError):  # the other end is gone, which the next read shows
-        requests.send(json.dumps(answer).encode())
+        socket.send_fds(requests, [json.dumps(answer).encode()], descriptors)
 
 
 def _become(
@@ -124,11 +126,9 @@ def _become(
         module, *arguments = _texts(request["command"])
         environment = request["environment"]
         assert isinstance(environment, dict)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in zip((nothing, output, output), _STANDARD, strict=True):
-            os.dup2(source, target)
+        _print_to(output)
         _show_as(module, arguments)
-        for descriptor in (nothing, output, *own):
+        for descriptor in (output, *own):
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(environment)
@@ -155,6 +155,13 @@ def _become(
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def _print_to(output: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in zip((nothing, output, output), _STANDARD, strict=True):
+        os.dup2(source, target)
+    os.close(nothing)
 
 
 def _show_as(module: str, arguments: Sequence[str]) -> None:

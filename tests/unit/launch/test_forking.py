@@ -9,12 +9,15 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
+from sluice.concurrency.waits import deadline
 from sluice.config.loading.loader import load_config
 from sluice.launch.plan import this_machine
+from sluice.launch.processes import forking
 from sluice.launch.processes.child import Child
 from sluice.launch.processes.forking import ForkingMachine
 from sluice.launch.service_spec import ServiceSpec
@@ -38,6 +41,14 @@ if what == "code":
     sys.exit(7)
 if what == "text":
     sys.exit("gave up")
+if what == "outlive":
+    import ctypes
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # a large process takes some time to die
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    print("outlived")
+    time.sleep(600)
 if what == "interrupt":
     os.kill(os.getpid(), 2)
     time.sleep(600)
@@ -131,6 +142,55 @@ async def test_forks_of_a_template_that_dies_count_as_killed_and_the_next_has_an
     assert parent_of(second.pid) not in (template, os.getpid())
     second.kill()
     assert (await outcome(second))[0] == -signal.SIGKILL
+
+
+async def test_a_fork_ends_for_its_supervisor_when_it_ends_not_when_its_template_does(
+    folder: Path,
+) -> None:
+    machine = ForkingMachine(("forked",), (), 1)
+    child = await machine.start(forked("outlive"))
+    lines = child.lines()
+    assert await anext(lines) == "outlive of a True True"
+    template = parent_of(child.pid)
+    os.kill(template, signal.SIGKILL)
+    await until_gone(template)
+    assert await anext(lines) == "outlived"
+    assert not child.has_ended
+    assert is_alive(child.pid)
+    child.terminate()
+    code, _ = await outcome(child)
+    assert code == -signal.SIGKILL
+    assert not is_alive(child.pid)
+    machine.release("a")
+
+
+async def test_a_template_that_does_not_answer_is_awaited_once_and_its_forks_live(
+    machine: ForkingMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living = await machine.start(forked("sleep", "b"))
+    template = parent_of(living.pid)
+    os.kill(template, signal.SIGSTOP)
+    waits: list[float] = []
+
+    def noted(seconds: float, **where: str) -> AbstractAsyncContextManager[None]:
+        waits.append(seconds)
+        return deadline(0.0, **where)
+
+    monkeypatch.setattr(forking, "deadline", noted)
+    for _ in range(2):
+        child = await machine.start(forked("return"))
+        assert (await outcome(child))[0] == 0
+    assert len(waits) == 1
+    assert is_alive(living.pid)
+    os.kill(template, signal.SIGCONT)
+    living.kill()
+    assert (await outcome(living))[0] == -signal.SIGKILL
+    # It has answered, so it is asked again.
+    monkeypatch.setattr(forking, "deadline", deadline)
+    last = await machine.start(forked("sleep"))
+    assert parent_of(last.pid) == template
+    last.kill()
+    await outcome(last)
 
 
 async def test_other_programs_and_other_numbers_of_threads_start_as_usual(
