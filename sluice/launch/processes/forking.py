@@ -97,7 +97,9 @@ class Template:
         self._asked: deque[asyncio.Future[Fork]] = deque()
         self._forks: dict[int, Fork] = {}
         self.is_gone = False
-        self.is_stuck = False  # it has left a request without an answer, and has not answered since
+        self._is_stuck = (
+            False  # it has left a request without an answer, and has not answered since
+        )
 
     async def fork(self, spec: ServiceSpec, environment: Mapping[str, str], output: int) -> Fork:
         """Fork a service.
@@ -108,9 +110,12 @@ class Template:
             output: a descriptor for what it prints.
 
         Raises:
-            OSError: the template is gone, or no process or descriptor is free.
+            OSError: the template is gone or did not answer before, or no process or descriptor is
+                free.
             DeadlineError: it does not answer.
         """
+        if self._is_stuck:  # its forks live: it is not ended
+            raise OSError("the template does not answer")
         request = {"command": spec.command[2:], "environment": dict(environment)}
         forked: asyncio.Future[Fork] = self._loop.create_future()
         socket.send_fds(self._control, [json.dumps(request).encode()], [output])
@@ -120,7 +125,7 @@ class Template:
             async with deadline(_FORKED_WITHIN_S, peer="the template", phase=phase):
                 return await forked
         except DeadlineError:
-            self.is_stuck = True
+            self._is_stuck = True
             raise
 
     def close(self) -> None:
@@ -151,7 +156,7 @@ class Template:
             logger.warning("the process that starts services has ended, and they with it")
             self.close()
             return
-        self.is_stuck = False
+        self._is_stuck = False
         answer = json.loads(message)
         if "code" in answer:
             if (ended := self._forks.pop(answer["pid"], None)) is not None:
@@ -206,8 +211,6 @@ class ForkingMachine(ThisMachine):
             if self._template is None or self._template.is_gone:
                 its_own = {**os.environ, _THREADS: self._threads}
                 self._template = Template(self._imports, its_own)
-            if self._template.is_stuck:  # ending it would end its forks
-                raise OSError("the template does not answer")
             fork = await self._template.fork(spec, environment, write_end)
             return LocalChild(spec.name, fork, output, pipe)
         except (OSError, DeadlineError) as error:

@@ -3,8 +3,8 @@
 
 It computes nothing and starts no thread of its own, so its forks begin as a new process does after
 its imports. Each request is one message of JSON on the socket FD, with the descriptor for output;
-answers are the id of the process with a descriptor of it, and later its exit code. It ends with the socket's other end, and
-the kernel ends its forks with it.
+answers are the id of the process with a descriptor of it, and later its exit code. It ends with
+the socket's other end, and the kernel ends its forks with it.
 """
 
 from __future__ import annotations
