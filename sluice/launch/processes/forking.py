@@ -1,8 +1,8 @@
 """Start services as forks of one process that has their imports.
 
-Importing torch and transformers is nine tenths of what a replica or a trainer of a small model does
-before it is up: 3 s of a core each. A fork of `template` begins after that, at the start of a run
-and after each death, and shares its memory.
+Of the 3.2 s until a replica of a small model listens, importing torch and transformers takes 3.1 s
+of CPU time (measured 2026-11-27). A fork of `template` begins after that, at the start of a run and
+after each death, and shares its memory.
 """
 
 from __future__ import annotations
@@ -186,14 +186,14 @@ class ForkingMachine(ThisMachine):
     processes that use no device: libraries read a device's variables when they are imported.
 
     Args:
-        modules: which services are forked, as in ``python -m MODULE``.
+        services: which are forked, as in ``python -m MODULE``.
         imports: what the template imports.
         threads: the number of threads that torch computes with, which it also reads then; a service
             with another number starts as usual.
     """
 
-    def __init__(self, modules: Sequence[str], imports: Sequence[str], threads: int) -> None:
-        self._modules, self._imports = tuple(modules), tuple(imports)
+    def __init__(self, services: Sequence[str], imports: Sequence[str], threads: int) -> None:
+        self._services, self._imports = tuple(services), tuple(imports)
         self._threads = str(threads)
         self._template: Template | None = None
         self._started: set[str] = set()
@@ -202,7 +202,7 @@ class ForkingMachine(ThisMachine):
         """Start it at once; the first fork waits for the imports."""
         self._started.add(spec.name)
         program, kind, module, *_ = (*spec.command, "", "")
-        is_forked = (program, kind) == (sys.executable, "-m") and module in self._modules
+        is_forked = (program, kind) == (sys.executable, "-m") and module in self._services
         if not is_forked or spec.environment.get(_THREADS) != self._threads:
             return await super().start(spec)
         environment = {**os.environ, **spec.environment}

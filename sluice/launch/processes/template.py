@@ -1,10 +1,13 @@
 """A process that has imported what services need, and forks itself into them:
 `python -m sluice.launch.processes.template FD MODULE... SPACE`.
 
-It computes nothing and starts no thread of its own, so its forks begin as a new process does after
-its imports. Each request is one message of JSON on the socket FD, with the descriptor for output;
-answers are the id of the process with a descriptor of it, and later its exit code. It ends with
-the socket's other end, and the kernel ends its forks with it.
+It computes nothing, so its forks begin as a new process does after its imports. Imports may start
+threads, which a fork lacks: jemalloc's, by pyarrow, and OpenBLAS's, by numpy, where more than one
+computes. Both libraries prepare for it (pthread_atfork): OpenBLAS ends its threads before a fork
+and starts them when it next computes, and jemalloc does without its own. Each request is one
+message of JSON on the socket FD, with the descriptor for output; answers are the id of the process
+with a descriptor of it, and later its exit code. It ends with the socket's other end, and the
+kernel ends its forks with it.
 """
 
 from __future__ import annotations
