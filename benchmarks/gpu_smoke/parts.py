@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 
@@ -66,6 +66,13 @@ class Part:
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed in {sys.executable}"
         return ""
+
+
+def main(document: str | None, program: str, parts: Mapping[str, Part]) -> NoReturn:
+    """Run a program's parts and exit; `run_trial` has the arguments."""
+    # As Ctrl-C, so that the part under way ends too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(run_trial(document, program, parts, sys.argv[1:]))
 
 
 def run_trial(
