@@ -249,7 +249,7 @@ class _Measurement:
         num_samples = 0
         async for answer in service.stub.TakeSamples(request, timeout=300):
             self._note_size(answer)
-            num_samples += answer.HasField("sample")
+            num_samples += sum(part.HasField("sample") for part in (answer, *answer.more))
         self.num_missing += len(rows) - num_samples
 
     async def _call(self, method: Any, request: Any) -> None:
