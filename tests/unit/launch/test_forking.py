@@ -45,6 +45,7 @@ if what == "outlive":
     import ctypes
     parent = os.getppid()
     ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # a large process takes some time to die
+    print("deaf")
     while os.getppid() == parent:
         time.sleep(0.01)
     print("outlived")
@@ -151,6 +152,7 @@ async def test_a_fork_ends_for_its_supervisor_when_it_ends_not_when_its_template
     child = await machine.start(forked("outlive"))
     lines = child.lines()
     assert await anext(lines) == "outlive of a True True"
+    assert await anext(lines) == "deaf"
     template = parent_of(child.pid)
     os.kill(template, signal.SIGKILL)
     await until_gone(template)
