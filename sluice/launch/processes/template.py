@@ -137,8 +137,8 @@ def _become(
         os.environ.update(environment)
         os.environ[SUPERVISOR_VARIABLE] = str(template)
         sys.argv[1:] = arguments
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed()  # its state is otherwise the same in all forks
+        if (drawn := sys.modules.get("numpy.random")) is not None:
+            drawn.seed()  # its state is otherwise the same in all forks
         sys.modules.pop(f"{module}.__main__", None)  # runpy warns of it
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0

@@ -291,7 +291,7 @@ async def test_an_interrupt_that_a_program_does_not_handle_ends_it_as_a_signal(
 
 
 async def test_forks_draw_different_numbers(folder: Path) -> None:
-    machine = ForkingMachine(("forked",), ("numpy",), 1)
+    machine = ForkingMachine(("forked",), ("numpy.random",), 1)
     outcomes = [await outcome(await machine.start(forked("draw"))) for _ in range(2)]
     machine.release("a")
     assert outcomes[0][0] == outcomes[1][0] == 0
