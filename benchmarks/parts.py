@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,12 +38,16 @@ def missed(
 ) -> list[str]:
     """Return the keys whose figures miss their bars; a key without a figure misses none.
 
-    The bars of a key with several figures by name have both names: ``key.name``.
+    The bars of a key with several figures by name have both names: ``key.name``. None for one of
+    them misses every bar.
     """
     found = {key: each for key, each in report.items() if isinstance(each, int | float)}
     for key, figures in report.items():
         if isinstance(figures, Mapping):
-            found |= {f"{key}.{name}": each for name, each in figures.items()}
+            found |= {
+                f"{key}.{name}": math.nan if each is None else each
+                for name, each in figures.items()
+            }
     # "not <=" and not ">", so that nan misses every bar.
     keys = [key for key, bar in most.items() if key in found and not found[key] <= bar]
     return keys + [key for key, bar in least.items() if key in found and not found[key] >= bar]

@@ -33,7 +33,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
 
 from benchmarks.devices import engines, fleet, launches, overlap, recovery, shares, wire
 from benchmarks.parts import Part, missed, parts_parser, run_parts
@@ -47,6 +47,7 @@ MOST: Mapping[str, float] = {
     **shares.MOST,
     **engines.MOST,
     **fleet.MOST,
+    **recovery.MOST,
 }
 LEAST: Mapping[str, float] = {**overlap.LEAST, **launches.LEAST, **engines.LEAST, **fleet.LEAST}
 
@@ -76,10 +77,6 @@ PARTS: Mapping[str, Part] = {
 }
 
 
-def _missed(report: Mapping[str, Any]) -> list[str]:
-    return missed(report, most=MOST, least=LEAST) + recovery.missed(report)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = parts_parser(__doc__, "python -m benchmarks.devices --parts wire", PARTS)
@@ -88,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         "--concurrent", type=int, default=fleet.CONCURRENT, help="samples of the part fleet"
     )
     parsed = parser.parse_args(arguments)
-    return run_parts(parsed, PARTS, KEYS, _missed)
+    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,9 @@ quickstart  held-out accuracy before and after, seconds
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from benchmarks.gpu_smoke.parts import PYTEST, PYTHON, Part, run_trial
+from benchmarks.gpu_smoke.parts import PYTEST, PYTHON, Part, main
 
 _ENGINE = (*PYTHON, "benchmarks.engine", "--sequences", "128")
 _PARTS: Mapping[str, Part] = {
@@ -45,12 +43,5 @@ _PARTS: Mapping[str, Part] = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the parts; return 1 if one failed."""
-    return run_trial(__doc__, "gpu_smoke", _PARTS, arguments)
-
-
 if __name__ == "__main__":
-    # As Ctrl-C, so that the part under way ends too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:]))
+    main(__doc__, "gpu_smoke", _PARTS)

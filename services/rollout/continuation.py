@@ -85,12 +85,14 @@ class Bridge:
     Args:
         access: renders and tokenizes.
 
-    What it knows costs a few renderings, or for `refusals` about a hundred, when it is first used.
+    What it knows costs a few renderings when it is first used; `refusals` about a hundred, half of
+    them for each role.
     """
 
     def __init__(self, access: TemplateAccess) -> None:
         self._access = access
         self._mark = f"mark{secrets.token_hex(8)}"
+        self._refusals: dict[History, str] = {}
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -105,10 +107,10 @@ class Bridge:
         """The format in which the template writes calls; ``plain``: none that is read."""
         return self._calls[1]
 
-    @cached_property
+    @property
     def refusals(self) -> Mapping[History, str]:
         """Why conversations of a kind are not continued; empty: they are."""
-        return {kind: self._refusal(kind) for kind in _KINDS}
+        return {kind: self._refused(kind) for kind in _KINDS}
 
     def continued(
         self, earlier: TokenIds, messages: Sequence[ChatMessage], tools: Sequence[Tool]
@@ -135,7 +137,7 @@ class Bridge:
         return np.concatenate([earlier, np.asarray(added[has_ended:], np.uint32)])
 
     def _reason(self, role: str, earlier: TokenIds) -> str:
-        without, with_thoughts = (self.refusals[History(role, thinks)] for thinks in (False, True))
+        without, with_thoughts = (self._refused(History(role, thinks)) for thinks in (False, True))
         # Long texts are not decoded where it makes no difference.
         if without == with_thoughts or END_THINK not in self._access.decode(earlier):
             return without
@@ -197,6 +199,11 @@ class Bridge:
                 "conversation as a chat"
             )
         return added
+
+    def _refused(self, kind: History) -> str:
+        if kind not in self._refusals:
+            self._refusals[kind] = self._refusal(kind)
+        return self._refusals[kind]
 
     def _refusal(self, kind: History) -> str:
         """Return why the bridge is not what a full rendering has; empty: it is."""

@@ -71,7 +71,8 @@ class PromptEncoder:
         self._images = _image_prompts(model_path, trust_remote_code=trust_remote_code)
         self._tool_format = tool_format
         self._end_tokens = _end_tokens(model_path)
-        self._bridges: OrderedDict[str, Bridge] = OrderedDict()  # by arguments of the template
+        self._own_bridge = self._new_bridge(self._template_kwargs)
+        self._bridges: OrderedDict[str, Bridge] = OrderedDict()  # by other arguments
 
     def encode_chat(
         self,
@@ -192,24 +193,29 @@ class PromptEncoder:
         return frozenset(n for n, text in self._control_tokens.items() if text not in MARKS)
 
     def _bridge(self, arguments: Mapping[str, Any]) -> Bridge:
-        """Return the bridge for arguments of the template; a few are kept."""
+        """Return the bridge for arguments of the template: the run's, or one of a few others."""
+        if arguments == self._template_kwargs:
+            return self._own_bridge
         key = json.dumps(arguments, sort_keys=True, default=str)
-        if key not in self._bridges:
-            self._bridges[key] = Bridge(
-                TemplateAccess(
-                    lambda messages, tools: self._rendered(
-                        [_turn(message) for message in messages], tools, arguments
-                    ),
-                    lambda text: self._tokens(text, add_special_tokens=False).tolist(),
-                    self._with_marks,
-                    self._control_tokens,
-                    self._end_tokens,
-                )
+        # Threads call this, too: each step is safe, and a bridge that is made twice does no harm.
+        bridge = self._bridges.pop(key, None) or self._new_bridge(arguments)
+        self._bridges[key] = bridge
+        while len(self._bridges) > _MOST_BRIDGES:
+            self._bridges.popitem(last=False)
+        return bridge
+
+    def _new_bridge(self, arguments: Mapping[str, Any]) -> Bridge:
+        return Bridge(
+            TemplateAccess(
+                lambda messages, tools: self._rendered(
+                    [_turn(message) for message in messages], tools, arguments
+                ),
+                lambda text: self._tokens(text, add_special_tokens=False).tolist(),
+                self._with_marks,
+                self._control_tokens,
+                self._end_tokens,
             )
-            while len(self._bridges) > _MOST_BRIDGES:
-                self._bridges.popitem(last=False)
-        self._bridges.move_to_end(key)
-        return self._bridges[key]
+        )
 
     def _check_shown(self, arguments: Mapping[str, Any]) -> None:
         if not self._bridge(arguments).shows_tools:

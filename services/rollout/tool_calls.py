@@ -7,7 +7,8 @@ that cannot be read is an error text for the policy, never an exception.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -42,6 +43,9 @@ class _Call(msgspec.Struct):
 
 
 _Read = tuple[str, list[ToolCall]]
+_Types = Mapping[str, Collection[str] | None]
+"""By parameter, as `_json_value` takes them."""
+_BEGINS_CALL = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"')
 
 
 def read_answer(text: str, tool_format: str, tools: Sequence[Tool] = ()) -> Answer:
@@ -130,68 +134,92 @@ def _qwen3_coder(text: str, tools: Sequence[Tool]) -> _Read:
     return content, [_xml_call(body, types, number) for number, body in enumerate(bodies, 1)]
 
 
-def _xml_call(body: str, types: Mapping[str, Mapping[str, object]], number: int) -> ToolCall:
+def _xml_call(body: str, types: Mapping[str, _Types], number: int) -> ToolCall:
     name, closed, rest = body.removeprefix(FUNCTION).partition(">")
-    inside, ended, _ = rest.partition(END_FUNCTION)
+    inside, ended, after = rest.partition(END_FUNCTION)
     if not body.startswith(FUNCTION) or not closed or not ended:
         raise _UnreadableError(
             f"tool call {number}: {shown(body)} is not read; write {FUNCTION}NAME>, "
             f"parameters, and {END_FUNCTION}"
         )
-    _, *parts = inside.split(PARAMETER)
-    pairs: list[str] = []
+    before, *parts = inside.split(PARAMETER)
+    beside, pairs = [before, after], list[str]()
     for part in parts:
         key, closed, rest = part.partition(">")
-        value, ended, _ = rest.partition(END_PARAMETER)
+        value, ended, after = rest.partition(END_PARAMETER)
         if not closed or not ended:
             raise _UnreadableError(
                 f"tool call {number}: {shown(part)} is not read; write {PARAMETER}KEY>, the "
                 f"value, and {END_PARAMETER}"
             )
+        beside.append(after)
         declared = types.get(name, {}).get(key)
         value = value.removeprefix("\n").removesuffix("\n")
         pairs.append(f"{json.dumps(key, ensure_ascii=False)}: {_json_value(value, declared)}")
+    if words := "".join(beside).strip():
+        raise _UnreadableError(
+            f"tool call {number}: {shown(words)} stands beside the parameters; write text before "
+            f"{CALL}"
+        )
     return _checked(name, f"{{{', '.join(pairs)}}}", number)
 
 
-def _json_value(text: str, declared: object) -> str:
-    """Return a parameter's value as JSON: a text, unless another type is declared and read."""
-    if declared not in (None, "string"):
+def _json_value(text: str, types: Collection[str] | None) -> str:
+    """Return a parameter's value as JSON.
+
+    Args:
+        text: as it was sampled.
+        types: what the schema allows; none: all; None: it has no such parameter, so it is a text.
+    """
+    if types is not None:
+        if "boolean" in types and "string" not in types:
+            text = {"True": "true", "False": "false"}.get(text, text)  # as Python writes them
         try:
-            msgspec.json.decode(text)
+            value = msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError, ValueError):
             pass
         else:
-            return text
+            # A number or a boolean may be a text that looks like one.
+            kind = {type(None): "null", dict: "object", list: "array"}.get(type(value), "")
+            if "string" not in types or kind in types:
+                return text
     return json.dumps(text, ensure_ascii=False)
 
 
-def _parameter_types(tool: Tool) -> dict[str, object]:
-    """Return what the schema says about each parameter's type: ``string``, another, or None."""
+def _parameter_types(tool: Tool) -> _Types:
     schema = msgspec.json.decode(tool.parameters) if tool.parameters else {}
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return {}
     return {
-        name: each.get("type", "any") if isinstance(each, dict) else None
+        name: _allowed(each) if isinstance(each, dict) else None
         for name, each in properties.items()
     }
+
+
+def _allowed(schema: Mapping[str, object]) -> set[str]:
+    """Return the types that a schema names; none: it allows all."""
+    found = set[str]()
+    for key in ("type", "anyOf", "oneOf"):
+        named = schema.get(key, ())
+        for each in named if isinstance(named, list) else [named]:
+            if isinstance(each, dict):
+                found |= _allowed(each)
+            elif isinstance(each, str):
+                found.add(each)
+    return found
 
 
 def _llama3_json(text: str, _tools: Sequence[Tool]) -> _Read:
     content, tag, tagged = text.partition(PYTHON_TAG)
     body = (tagged if tag else text).strip()
     # Without the mark, a call is the whole response.
-    if not tag and not _begins_call(body):
+    if not tag and not _BEGINS_CALL.match(body):
         return text, []
     calls: list[ToolCall] = []
     for number, part in enumerate(_objects(body), 1):
         calls.append(_json_call(part, number))
     return content.strip() if tag else "", calls
-
-
-def _begins_call(body: str) -> bool:
-    return body.startswith("{") and body[1:].lstrip().startswith('"name"')
 
 
 def _objects(body: str) -> list[str]:

@@ -293,6 +293,7 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
             change the answer; names the field.
     """
     try:
+        body.decode()  # parts of it are decoded later
         request = msgspec.json.decode(body, type=kind)
         check_unoffered(body, "chat" if issubclass(kind, ChatRequest) else "completion")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -9,14 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 from sluice.concurrency.process import SUPERVISOR_VARIABLE
-from sluice.launch.processes.child import Child, ThisMachine
+from sluice.launch.processes.child import Child, LocalChild, ThisMachine, piped_output
 from sluice.launch.service_spec import ServiceSpec
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -112,11 +112,7 @@ class PreloadedHost(ThisMachine):
         if python != sys.executable or module not in _SERVICES:
             return await super().start(spec)
         await asyncio.to_thread(_import_all)
-        read_end, write_end = os.pipe()
-        output = asyncio.StreamReader(limit=1 << 20)
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read_end, "rb", 0)
-        )
+        output, pipe, write_end = await piped_output()
         its_output = Connection(write_end, readable=False)
         environment = {**os.environ, **spec.environment}
         process = _CONTEXT.Process(
@@ -124,22 +120,16 @@ class PreloadedHost(ThisMachine):
         )
         process.start()
         its_output.close()
-        return _ForkedChild(spec.name, process, output, pipe)
+        return LocalChild(spec.name, _Forked(process), output, pipe)
 
 
-class _ForkedChild(Child):
-    """A started service, a child of the process that has the imports."""
+class _Forked:
+    """A child of the process that has the imports, as `LocalChild` needs it."""
 
-    def __init__(
-        self,
-        name: str,
-        process: ForkServerProcess,
-        output: asyncio.StreamReader,
-        pipe: asyncio.BaseTransport,
-    ) -> None:
+    def __init__(self, process: ForkServerProcess) -> None:
         assert process.pid is not None
-        super().__init__(name, process.pid)
-        self._process, self._output, self._pipe = process, output, pipe
+        self.pid = process.pid
+        self._process = process
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(process.sentinel, self._note_end)
 
@@ -149,30 +139,17 @@ class _ForkedChild(Child):
         self._ended.set()
 
     @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
-
-    async def lines(self) -> AsyncIterator[str]:
-        while raw := await self._output.readline():
-            yield raw.decode(errors="replace").rstrip()
+    def returncode(self) -> int | None:
+        return self._process.exitcode if self._ended.is_set() else None
 
     async def wait(self) -> int:
         await self._ended.wait()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
-    def terminate(self) -> None:
-        if not self.has_ended:
-            self._process.terminate()
-
-    def _send_kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-    async def end(self, grace_s: float) -> bool:
-        killed = await super().end(grace_s)
-        self._pipe.close()
-        return killed
+            os.kill(self.pid, number)
 
 
 @cache

@@ -311,11 +311,14 @@ def _recoveries(
     """Return what is known of the seconds after the faults; print their stages."""
     window_s = _WINDOW_S[options.size]
     rate = None if options.single else full_rate
-    found = [(one.fault.kind, _recovered_s(observer, one, end_s, rate, window_s)) for one in done]
+    bounded = with_next(done) if options.single else [(one, math.inf) for one in done]
+    found = [
+        (one.fault.kind, _recovered_s(observer, one, min(end_s, until_s), rate, window_s))
+        for one, until_s in bounded
+    ]
     table = stage_table(observer, done) if options.single else {}
     for line in table_lines(table):
         say(line)
-    bounded = with_next(done) if options.single else [(one, math.inf) for one in done]
     return {
         "recovery_s": _percentiles([seconds for _, seconds in found]),
         "recovery_by_kind": _by_kind(found),
@@ -327,24 +330,24 @@ def _recoveries(
 def _recovered_s(
     observer: Observer,
     injected: Injected,
-    now_s: float,
+    until_s: float,
     full_rate: float | None,
     window_s: float,
 ) -> float | None:
-    """Return the seconds from a fault's end to full throughput, None before that.
+    """Return the seconds from a fault's end to full throughput, None if not before `until_s`.
 
     Without `full_rate` it is the rate before this fault, and what was hit has to work again, too.
     """
     from_s = injected.over_s
     if full_rate is None:
-        found_s = back_s(observer, injected)
+        found_s = back_s(observer, injected, until_s)
         if found_s is None:
             return None
         from_s += found_s
         before_s = injected.at_s - _WINDOWS_BEFORE * window_s
         full_rate = verdict.tokens_per_s(observer.groups, before_s, injected.at_s)
     recovered_s = verdict.recovered_s(
-        observer.groups, from_s, full_rate=full_rate, window_s=window_s, end_s=now_s
+        observer.groups, from_s, full_rate=full_rate, window_s=window_s, end_s=until_s
     )
     return None if recovered_s is None else recovered_s - injected.over_s
 

@@ -127,13 +127,15 @@ def _end_s(observer: Observer, stage: Stage, injected: Injected, after_s: float)
         case "process":
             times = iter(observer.started_s(target))
         case "group":
-            groups = observer.groups
-            times = (one.at_s for one in groups if re.search(pattern, " ".join(one.replicas)))
+            late = (one for one in observer.groups if one.at_s > from_s)
+            times = (one.at_s for one in late if re.search(pattern, " ".join(one.replicas)))
         case "step":
             times = iter(observer.steps_s)
         case source:
             lines = observer.lines[source.replace(_ITS_LOG, target)]
-            times = (one.at_s for one in lines if re.search(pattern, one.text))
+            times = (
+                one.at_s for one in lines if one.at_s > from_s and re.search(pattern, one.text)
+            )
     return min((at_s for at_s in times if at_s > from_s), default=None)
 
 

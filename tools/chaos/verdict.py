@@ -210,8 +210,10 @@ def recovered_s(
     """Return when the first window since `from_s` with 95 % of `full_rate` begins.
 
     It includes faults that happen meanwhile, so it is an upper bound. None: no such window before
-    `end_s`.
+    `end_s`, or nothing to compare with.
     """
+    if full_rate <= 0:
+        return None
     first = bisect_left(yields, from_s, key=lambda each: each.at_s)
     for start_s in (from_s, *(each.at_s for each in yields[first:])):
         if start_s + window_s > end_s:

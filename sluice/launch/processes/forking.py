@@ -1,13 +1,14 @@
 """Start services as forks of one process that has their imports.
 
-Importing torch and transformers is nine tenths of what a replica or a trainer of a small model does
-before it is up: 3 s of a core each. A fork of `template` begins after that, at the start of a run
-and after each death, and shares its memory.
+Of the 3.2 s until a replica of a small model listens, importing torch and transformers takes 3.1 s
+of CPU time (measured 2026-11-27). A fork of `template` begins after that, at the start of a run and
+after each death, and shares its memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -36,16 +37,27 @@ _THREADS = "OMP_NUM_THREADS"
 class Fork:
     """A fork of a template, as `asyncio.subprocess.Process` shows a process."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._descriptor = descriptor
         self._ended = asyncio.Event()
 
     def note_end(self, code: int) -> None:
         """Take the exit code."""
-        if self.returncode is None:
-            self.returncode = code
-            self._ended.set()
+        self.returncode = code
+        self._ended.set()
+        os.close(self._descriptor)
+
+    def note_orphaned(self) -> None:
+        """Take its end as the kernel's kill: its parent, which knew its exit code, is gone."""
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            loop.remove_reader(self._descriptor)
+            self.note_end(-signal.SIGKILL)
+
+        loop.add_reader(self._descriptor, end)
 
     async def wait(self) -> int:
         """Return the exit code."""
@@ -57,7 +69,7 @@ class Fork:
         """Send a signal, unless it has ended."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                signal.pidfd_send_signal(self._descriptor, number)
 
 
 class Template:
@@ -85,6 +97,9 @@ class Template:
         self._asked: deque[asyncio.Future[Fork]] = deque()
         self._forks: dict[int, Fork] = {}
         self.is_gone = False
+        self._is_stuck = (
+            False  # it has left a request without an answer, and has not answered since
+        )
 
     async def fork(self, spec: ServiceSpec, environment: Mapping[str, str], output: int) -> Fork:
         """Fork a service.
@@ -95,15 +110,23 @@ class Template:
             output: a descriptor for what it prints.
 
         Raises:
-            OSError: the template is gone.
+            OSError: the template is gone or did not answer before, or no process or descriptor is
+                free.
             DeadlineError: it does not answer.
         """
+        if self._is_stuck:  # its forks live: it is not ended
+            raise OSError("the template does not answer")
         request = {"command": spec.command[2:], "environment": dict(environment)}
         forked: asyncio.Future[Fork] = self._loop.create_future()
         socket.send_fds(self._control, [json.dumps(request).encode()], [output])
         self._asked.append(forked)
-        async with deadline(_FORKED_WITHIN_S, peer="the template", phase=f"forking {spec.name}"):
-            return await forked
+        phase = f"forking {spec.name}"
+        try:
+            async with deadline(_FORKED_WITHIN_S, peer="the template", phase=phase):
+                return await forked
+        except DeadlineError:
+            self._is_stuck = True
+            raise
 
     def close(self) -> None:
         """End it, and with it what it has forked."""
@@ -117,11 +140,14 @@ class Template:
             if not forked.done():
                 forked.set_exception(OSError("the template has ended"))
         for fork in self._forks.values():
-            fork.note_end(-signal.SIGKILL)  # by the kernel: its parent has died
+            fork.note_orphaned()
+        self._forks.clear()
 
     def _read(self) -> None:
         try:
-            message = self._control.recv(MESSAGE_BYTES)
+            message, descriptors, _, _ = socket.recv_fds(
+                self._control, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return
         except OSError:
@@ -130,14 +156,22 @@ class Template:
             logger.warning("the process that starts services has ended, and they with it")
             self.close()
             return
+        self._is_stuck = False
         answer = json.loads(message)
-        pid = answer["pid"]
         if "code" in answer:
-            if (ended := self._forks.pop(pid, None)) is not None:
+            if (ended := self._forks.pop(answer["pid"], None)) is not None:
                 ended.note_end(answer["code"])
             return
-        fork = self._forks[pid] = Fork(pid)
         forked = self._asked.popleft()
+        if not descriptors:
+            code = answer.get("failed", errno.EMFILE)
+            if "pid" in answer:  # no descriptor is free here to watch it with
+                with suppress(ProcessLookupError):
+                    os.kill(answer["pid"], signal.SIGKILL)
+            if not forked.done():
+                forked.set_exception(OSError(code, f"the template: {os.strerror(code)}"))
+            return
+        fork = self._forks[answer["pid"]] = Fork(answer["pid"], descriptors[0])
         if forked.done():  # who asked has given up
             fork.send_signal(signal.SIGKILL)
         else:
@@ -152,14 +186,14 @@ class ForkingMachine(ThisMachine):
     processes that use no device: libraries read a device's variables when they are imported.
 
     Args:
-        modules: which services are forked, as in ``python -m MODULE``.
+        services: which are forked, as in ``python -m MODULE``.
         imports: what the template imports.
         threads: the number of threads that torch computes with, which it also reads then; a service
             with another number starts as usual.
     """
 
-    def __init__(self, modules: Sequence[str], imports: Sequence[str], threads: int) -> None:
-        self._modules, self._imports = tuple(modules), tuple(imports)
+    def __init__(self, services: Sequence[str], imports: Sequence[str], threads: int) -> None:
+        self._services, self._imports = tuple(services), tuple(imports)
         self._threads = str(threads)
         self._template: Template | None = None
         self._started: set[str] = set()
@@ -168,7 +202,7 @@ class ForkingMachine(ThisMachine):
         """Start it at once; the first fork waits for the imports."""
         self._started.add(spec.name)
         program, kind, module, *_ = (*spec.command, "", "")
-        is_forked = (program, kind) == (sys.executable, "-m") and module in self._modules
+        is_forked = (program, kind) == (sys.executable, "-m") and module in self._services
         if not is_forked or spec.environment.get(_THREADS) != self._threads:
             return await super().start(spec)
         environment = {**os.environ, **spec.environment}

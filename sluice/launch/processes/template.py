@@ -1,21 +1,26 @@
 """A process that has imported what services need, and forks itself into them:
 `python -m sluice.launch.processes.template FD MODULE... SPACE`.
 
-It computes nothing and starts no thread of its own, so its forks begin as a new process does after
-its imports. Each request is one message of JSON on the socket FD, with the descriptor for output;
-answers are the id of the process, and later its exit code. It ends with the socket's other end, and
-the kernel ends its forks with it.
+It computes nothing, so its forks begin as a new process does after its imports. Imports may start
+threads, which a fork lacks: jemalloc's, by pyarrow, and OpenBLAS's, by numpy, where more than one
+computes. Both libraries prepare for it (pthread_atfork): OpenBLAS ends its threads before a fork
+and starts them when it next computes, and jemalloc does without its own. Each request is one
+message of JSON on the socket FD, with the descriptor for output; answers are the id of the process
+with a descriptor of it, and later its exit code. It ends with the socket's other end, and the
+kernel ends its forks with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
 import os
 import runpy
 import selectors
+import signal
 import socket
 import sys
 import traceback
@@ -46,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serve(requests: socket.socket) -> None:
+    template = os.getpid()
     # A descriptor of each fork, readable once it has ended, with its id.
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
@@ -60,56 +66,105 @@ def _serve(requests: socket.socket) -> None:
             message, outputs, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
             if not message:
                 return
-            request = json.loads(message)
-            leads, has_led = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                own = [each.fd for each in selector.get_map().values()]
-                selector.close()
-                os.setsid()
-                _become(request, outputs[0], (leads, has_led, *own))
-            for descriptor in (has_led, *outputs):
-                os.close(descriptor)
-            os.read(leads, 1)  # its end: signals to the group of the fork reach it from now on
-            os.close(leads)
-            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-            _answer(requests, {"pid": pid})
+            try:
+                pid, ended = _fork(json.loads(message), outputs, selector, template)
+            except OSError as error:  # no descriptor or no process is free
+                _answer(requests, {"failed": error.errno or errno.EIO})
+                continue
+            finally:
+                for descriptor in outputs:
+                    os.close(descriptor)
+            selector.register(ended, selectors.EVENT_READ, pid)
+            _answer(requests, {"pid": pid}, [ended])
 
 
-def _answer(requests: socket.socket, answer: Mapping[str, int]) -> None:
+def _fork(
+    request: Mapping[str, object],
+    outputs: Sequence[int],
+    selector: selectors.BaseSelector,
+    template: int,
+) -> tuple[int, int]:
+    """Return a fork's id and its descriptor."""
+    if not outputs:  # the kernel drops what exceeds the limit
+        raise OSError(errno.EMFILE, "no descriptor is free")
+    leads, has_led = os.pipe()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become(request, outputs[0], (leads, has_led), selector, template)
+        os.close(has_led)
+        has_led = -1
+        os.read(leads, 1)  # its end: signals to the group of the fork reach it from now on
+    finally:
+        for descriptor in {leads, has_led} - {-1}:
+            os.close(descriptor)
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _answer(
+    requests: socket.socket, answer: Mapping[str, int], descriptors: Sequence[int] = ()
+) -> None:
     with suppress(OSError):  # the other end is gone, which the next read shows
-        requests.send(json.dumps(answer).encode())
+        socket.send_fds(requests, [json.dumps(answer).encode()], descriptors)
 
 
-def _become(request: Mapping[str, object], output: int, own: Sequence[int]) -> NoReturn:
+def _become(
+    request: Mapping[str, object],
+    output: int,
+    pipe: Sequence[int],
+    selector: selectors.BaseSelector,
+    template: int,
+) -> NoReturn:
     """Run a module as `python -m` does, with the arguments, environment and output given."""
     code = 1
     try:
+        own = [*pipe, *(each.fd for each in selector.get_map().values())]
+        selector.close()
+        os.setsid()
         module, *arguments = _texts(request["command"])
         environment = request["environment"]
         assert isinstance(environment, dict)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in zip((nothing, output, output), _STANDARD, strict=True):
-            os.dup2(source, target)
+        _print_to(output)
         _show_as(module, arguments)
-        for descriptor in (nothing, output, *own):
+        for descriptor in (output, *own):
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(environment)
-        os.environ[SUPERVISOR_VARIABLE] = str(os.getppid())
+        os.environ[SUPERVISOR_VARIABLE] = str(template)
         sys.argv[1:] = arguments
+        if (drawn := sys.modules.get("numpy.random")) is not None:
+            drawn.seed()  # its state is otherwise the same in all forks
+        sys.modules.pop(f"{module}.__main__", None)  # runpy warns of it
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:  # noqa: BLE001 - as the interpreter does with what a program raises
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _print_to(output: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in zip((nothing, output, output), _STANDARD, strict=True):
+        os.dup2(source, target)
+    os.close(nothing)
 
 
 def _show_as(module: str, arguments: Sequence[str]) -> None:

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
+from sluice.concurrency.waits import deadline
 from sluice.config.loading.loader import load_config
 from sluice.launch.plan import this_machine
+from sluice.launch.processes import forking
 from sluice.launch.processes.child import Child
 from sluice.launch.processes.forking import ForkingMachine
 from sluice.launch.service_spec import ServiceSpec
@@ -38,6 +41,21 @@ if what == "code":
     sys.exit(7)
 if what == "text":
     sys.exit("gave up")
+if what == "outlive":
+    import ctypes
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # a large process takes some time to die
+    print("deaf")
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    print("outlived")
+    time.sleep(600)
+if what == "interrupt":
+    os.kill(os.getpid(), 2)
+    time.sleep(600)
+if what == "draw":
+    import numpy
+    print(numpy.random.random())
 if what == "error":
     raise ValueError("broken")
 """
@@ -127,6 +145,56 @@ async def test_forks_of_a_template_that_dies_count_as_killed_and_the_next_has_an
     assert (await outcome(second))[0] == -signal.SIGKILL
 
 
+async def test_a_fork_ends_for_its_supervisor_when_it_ends_not_when_its_template_does(
+    folder: Path,
+) -> None:
+    machine = ForkingMachine(("forked",), (), 1)
+    child = await machine.start(forked("outlive"))
+    lines = child.lines()
+    assert await anext(lines) == "outlive of a True True"
+    assert await anext(lines) == "deaf"
+    template = parent_of(child.pid)
+    os.kill(template, signal.SIGKILL)
+    await until_gone(template)
+    assert await anext(lines) == "outlived"
+    assert not child.has_ended
+    assert is_alive(child.pid)
+    child.terminate()
+    code, _ = await outcome(child)
+    assert code == -signal.SIGKILL
+    assert not is_alive(child.pid)
+    machine.release("a")
+
+
+async def test_a_template_that_does_not_answer_is_awaited_once_and_its_forks_live(
+    machine: ForkingMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    living = await machine.start(forked("sleep", "b"))
+    template = parent_of(living.pid)
+    os.kill(template, signal.SIGSTOP)
+    waits: list[float] = []
+
+    def noted(seconds: float, **where: str) -> AbstractAsyncContextManager[None]:
+        waits.append(seconds)
+        return deadline(0.0, **where)
+
+    monkeypatch.setattr(forking, "deadline", noted)
+    for _ in range(2):
+        child = await machine.start(forked("return"))
+        assert (await outcome(child))[0] == 0
+    assert len(waits) == 1
+    assert is_alive(living.pid)
+    os.kill(template, signal.SIGCONT)
+    living.kill()
+    assert (await outcome(living))[0] == -signal.SIGKILL
+    # It has answered, so it is asked again.
+    monkeypatch.setattr(forking, "deadline", deadline)
+    last = await machine.start(forked("sleep"))
+    assert parent_of(last.pid) == template
+    last.kill()
+    await outcome(last)
+
+
 async def test_other_programs_and_other_numbers_of_threads_start_as_usual(
     machine: ForkingMachine,
 ) -> None:
@@ -165,6 +233,69 @@ async def test_a_start_that_is_given_up_leaves_no_fork(machine: ForkingMachine) 
     async with asyncio.timeout(WAIT_S):
         while children.read_text().strip():
             await asyncio.sleep(0.01)
+
+
+FAILING = """
+import os
+real = os.{call}
+def failing(*arguments):
+    os.{call} = real
+    raise BlockingIOError(11, "none is free")
+os.{call} = failing
+"""
+
+
+@pytest.mark.parametrize("call", ["pipe", "fork", "pidfd_open"])
+async def test_a_start_that_the_kernel_refuses_a_template_goes_without_it_and_the_next_is_forked(
+    folder: Path, call: str
+) -> None:
+    (folder / "failing.py").write_text(FAILING.format(call=call))
+    machine = ForkingMachine(("forked",), ("failing",), 1)
+    parents = []
+    for name in ("a", "b"):
+        child = await machine.start(forked("sleep", name))
+        parents.append(parent_of(child.pid))
+        child.kill()
+        await outcome(child)
+    machine.release("a")
+    machine.release("b")
+    assert parents[0] == os.getpid() != parents[1]
+
+
+ODD = """
+import os
+os.getppid = lambda: 1  # as after the template's death
+"""
+
+
+async def test_a_fork_whose_template_has_just_died_ends(folder: Path) -> None:
+    (folder / "odd.py").write_text(ODD)
+    machine = ForkingMachine(("forked",), ("odd",), 1)
+    code, lines = await outcome(await machine.start(forked("sleep")))
+    machine.release("a")
+    assert (code, lines) == (1, ["the supervisor is gone"])
+
+
+async def test_a_program_that_was_imported_runs_without_a_warning(folder: Path) -> None:
+    machine = ForkingMachine(("forked",), ("forked.__main__",), 1)
+    code, lines = await outcome(await machine.start(forked("return")))
+    machine.release("a")
+    assert (code, lines) == (0, ["return of a True True"])
+
+
+async def test_an_interrupt_that_a_program_does_not_handle_ends_it_as_a_signal(
+    machine: ForkingMachine,
+) -> None:
+    code, lines = await outcome(await machine.start(forked("interrupt")))
+    assert (code, lines[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
+
+
+async def test_forks_draw_different_numbers(folder: Path) -> None:
+    machine = ForkingMachine(("forked",), ("numpy.random",), 1)
+    outcomes = [await outcome(await machine.start(forked("draw"))) for _ in range(2)]
+    machine.release("a")
+    assert outcomes[0][0] == outcomes[1][0] == 0
+    assert outcomes[0][1] != outcomes[1][1]
 
 
 SUPERVISOR = """

@@ -30,10 +30,12 @@ ASKED = {"model": "policy", "prompt": "a"}
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-async def posted(front: HttpFront, body: bytes, **headers: str) -> tuple[int, Any]:
+async def posted(
+    front: HttpFront, body: bytes, path: str = COMPLETION, **headers: str
+) -> tuple[int, Any]:
     sent = {"Content-Type": "application/json", **headers}
     async with front.session.post(
-        f"{front.base_url}{COMPLETION}", data=io.BytesIO(body), headers=sent
+        f"{front.base_url}{path}", data=io.BytesIO(body), headers=sent
     ) as answer:
         return answer.status, await answer.json()
 
@@ -60,6 +62,16 @@ async def test_a_body_that_is_no_request_is_refused_in_the_dialects_shape(
     assert found == status
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert len(answer["error"]["message"]) < 500
+
+
+async def test_a_tools_schema_that_is_no_text_is_refused_in_the_dialects_shape() -> None:
+    tool = b'{"type": "function", "function": {"name": "f", "parameters": {"a": "\xff"}}}'
+    turns = b'"messages": [{"role": "user", "content": "a"}]'
+    async with http_front("127.0.0.1:1") as front:
+        body = b'{"model": "policy", ' + turns + b', "tools": [' + tool + b"]}"
+        found, answer = await posted(front, body, CHAT)
+    assert found == 400
+    assert "utf-8" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.continuation import History
+from services.rollout.continuation import Bridge, History
 from services.rollout.prompt_encoder import PromptEncoder
 from sluice.errors import HistoryRewrittenError, InvalidRequestError
 from sluice.types import Answer, ChatMessage, TokenIds, Tool, ToolCall
@@ -177,6 +177,33 @@ def test_arguments_of_the_template_decide_too(encoders: dict[str, PromptEncoder]
         encoder.encode_continuation(
             earlier, [ChatMessage("user", "And D?")], template_kwargs=without
         )
+
+
+def test_arguments_of_a_client_do_not_take_the_place_of_the_runs(
+    encoders: dict[str, PromptEncoder],
+) -> None:
+    encoder: Any = encoders["qwen3"]
+    own = encoder._bridge({})
+    for number in range(40):
+        encoder._bridge({"number": number})
+    assert encoder._bridge({}) is own
+
+
+def test_only_the_roles_of_the_new_turns_are_proved(
+    encoders: dict[str, PromptEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, proved = encoders["qwen3"], set[str]()
+    prove = Bridge._refusal
+
+    def noted(bridge: Bridge, kind: History) -> str:
+        proved.add(kind.role)
+        return prove(bridge, kind)
+
+    monkeypatch.setattr(Bridge, "_refusal", noted)
+    ids = encoder.encode_chat([QUESTION])
+    kwargs = {"asked": "for the first time"}
+    encoder.encode_continuation(ids, [ChatMessage("user", "7")], template_kwargs=kwargs)
+    assert proved == {"user"}
 
 
 def test_a_response_that_was_cut_gets_the_end_that_it_lacks(

@@ -13,7 +13,9 @@ LOOK = Tool(
     "look",
     "Look into a jar.",
     '{"type": "object", "properties": {"jar": {"type": "string"}, "deep": {"type": "integer"},'
-    ' "how": {"type": ["object", "null"]}}}',
+    ' "how": {"type": ["object", "null"]}, "lid": {"type": ["string", "null"]},'
+    ' "who": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "all": {"type": "boolean"},'
+    ' "any": {"anyOf": [{"type": "string"}, {"type": "object"}]}}}',
 )
 SPACED = '{"jar":  "C" ,"deep":1.0}'
 """Arguments that no serializer writes like this."""
@@ -82,6 +84,29 @@ def test_qwen3_coders_parameters_have_the_types_of_the_schema() -> None:
     assert calls_of(answer) == [("look", '{"jar": "7", "deep": 2, "how": {"a":  1}, "else": "3"}')]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("lid", "123", "123"),
+        ("who", "123", "123"),
+        ("who", "true", "true"),
+        ("lid", "null", None),
+        ("who", "null", None),
+        ("jar", "null", "null"),
+        ("any", '{"a": 1}', {"a": 1}),
+        ("all", "True", True),
+        ("all", "False", False),
+        ("all", "true", True),
+        ("jar", "True", "True"),
+    ],
+)
+def test_qwen3_coders_value_is_a_text_where_the_schema_allows_a_text(
+    key: str, value: str, read: object
+) -> None:
+    (call,) = read_answer(coder((key, value)), "qwen3_coder", (LOOK,)).tool_calls
+    assert json.loads(call.arguments) == {key: read}
+
+
 def test_qwen3_coders_values_that_do_not_fit_their_type_are_texts() -> None:
     (call,) = read_answer(coder(("deep", "two\nlines")), "qwen3_coder", (LOOK,)).tool_calls
     assert json.loads(call.arguments) == {"deep": "two\nlines"}
@@ -90,6 +115,14 @@ def test_qwen3_coders_values_that_do_not_fit_their_type_are_texts() -> None:
 def test_llamas_calls_are_separated_by_semicolons() -> None:
     one = '{"name": "look", "parameters": {}}'
     assert calls_of(read_answer(f"{one}; {one}", "llama3_json")) == [("look", "{}")] * 2
+
+
+@pytest.mark.parametrize(
+    "rest", [', "born": 1815}', ', "born": 18', "}", ', "list": ["parameters"]}']
+)
+def test_an_object_with_a_name_and_no_arguments_is_no_call_of_llamas(rest: str) -> None:
+    text = f'{{"name": "Ada"{rest}'
+    assert read_answer(text, "llama3_json") == Answer(text)
 
 
 def test_arguments_written_as_a_text_are_the_object_in_it() -> None:
@@ -116,6 +149,21 @@ def test_arguments_written_as_a_text_are_the_object_in_it() -> None:
             "<tool_call><function=a><parameter=b>c</function></tool_call>",
             "qwen3_coder",
             "tool call 1: 'b>c' is not read",
+        ),
+        (
+            coder(("jar", "C")).replace("<parameter", "I look.\n<parameter"),
+            "qwen3_coder",
+            "tool call 1: 'I look.' stands beside",
+        ),
+        (
+            coder(("jar", "C")).replace("</function>", "now</function>"),
+            "qwen3_coder",
+            "tool call 1: 'now' stands beside",
+        ),
+        (
+            coder(("jar", "C")).replace("</function>", "</function> Then"),
+            "qwen3_coder",
+            "tool call 1: 'Then' stands beside",
         ),
     ],
 )

@@ -115,6 +115,10 @@ def test_throughput_recovers_at_the_first_window_with_nearly_the_full_rate() -> 
     assert found(5.5) is None
 
 
+def test_a_run_that_ended_no_group_before_its_faults_does_not_count_as_recovered() -> None:
+    assert recovered_s([], 0.0, full_rate=0.0, window_s=2.0, end_s=8.0) is None
+
+
 def test_single_faults_are_of_every_kind_in_each_round() -> None:
     kinds = [fault.kind for fault in islice(single_faults(3), 2 * len(SINGLE))]
     assert sorted(kinds[: len(SINGLE)]) == sorted(kinds[len(SINGLE) :]) == sorted(SINGLE)

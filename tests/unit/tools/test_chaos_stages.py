@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import defaultdict
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from tools.chaos.__main__ import _recovered_s
+from tools.chaos.__main__ import _recovered_s, _recoveries
 from tools.chaos.faults import FAR, SINGLE, Fault, Injected
 from tools.chaos.observation import Observer, SeenLine
 from tools.chaos.stages import STAGES, back_s, stage_seconds, stage_table
@@ -126,3 +127,16 @@ def test_recovery_is_the_rate_before_this_fault_and_not_before_what_was_killed_w
     assert found(103.0, 104.0, 105.0, 106.0, 106.5) == 1.0
     assert found(103.0, 109.0, 110.0, 111.0, 112.0) == 7.0
     assert found() is None
+
+
+def test_what_works_again_only_after_the_next_fault_did_not_recover_from_this_one() -> None:
+    groups = of(*range(92, 100), *range(106, 130))
+    observer = observed(REPLICA, groups, starts=(100.2,))
+    options = argparse.Namespace(single=True, size="tiny")
+
+    def not_seen(*done: Injected) -> object:
+        found = _recoveries(observer, done, options, 0.0, 200.0)["recovery_s"]
+        return cast("dict[str, object]", found)["not_seen"]
+
+    assert not_seen(KILL) == 0
+    assert not_seen(KILL, injected("kill_replica", "rollout-0", 105.0)) == 2
