@@ -137,8 +137,8 @@ def _become(
         os.environ.update(environment)
         os.environ[SUPERVISOR_VARIABLE] = str(template)
         sys.argv[1:] = arguments
-        if (drawn := sys.modules.get("numpy.random")) is not None:
-            drawn.seed()  # its state is otherwise the same in all forks
+        if (generator := sys.modules.get("numpy.random")) is not None:
+            generator.seed()  # its state is otherwise the same in all forks
         sys.modules.pop(f"{module}.__main__", None)  # runpy warns of it
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
