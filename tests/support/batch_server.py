@@ -91,6 +91,17 @@ class Disturbed:
     num_sent: int = 0
 
     async def write(self, message: Any) -> None:
+        """Send it; if the call goes wrong, part by part."""
+        served = self.served
+        if served.breaks_after is None and served.hangs_after is None and not served.pause_s:
+            await self.context.write(message)
+            return
+        following = list(message.more)
+        del message.more[:]
+        for part in (message, *following):
+            await self._write(part)
+
+    async def _write(self, message: Any) -> None:
         """Send it, late or never, or end."""
         await asyncio.sleep(self.served.pause_s)
         if self.num_sent == self.served.breaks_after:
