@@ -109,8 +109,12 @@ class WeightReceiver:
         group = self._group
         return group.spec.epoch if group is not None and group.is_usable else None
 
-    def join(self, spec: TransferGroupSpec) -> str:
+    def join(self, spec: TransferGroupSpec, should_stop: threading.Event | None = None) -> str:
         """Leave any earlier epoch and enter this one; block until every member has entered.
+
+        Args:
+            spec: of the epoch.
+            should_stop: ends the wait, even if it is set before the wait begins.
 
         Returns:
             the plan's digest, as computed here.
@@ -126,7 +130,7 @@ class WeightReceiver:
         ranks = {rank: f"rank {rank}" for rank in range(1, spec.world_size)}
         group = TransferGroup(spec, {0: SENDER_NAME, **ranks}, self._device)
         self._group, self._plan = group, plan
-        group.form(threading.Event())
+        group.form(should_stop or threading.Event())
         return plan.digest
 
     def stage(self, version: int) -> StagedWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -190,6 +191,7 @@ class WeightInbox:
         self._receiver = WeightReceiver(device, shapes, share or WHOLE, in_place=not places)
         self._thread = OwnerThread("weight-inbox")
         self._staged: _Staged | None = None
+        self._left = threading.Event()
         self.epoch: int | None = None
 
     def join(self, spec: TransferGroupSpec) -> Future[str]:
@@ -197,10 +199,11 @@ class WeightInbox:
         # A call of an earlier epoch may still block the thread: without its group it ends.
         self.leave(f"epoch {spec.epoch} begins")
         self.epoch = spec.epoch
+        left = self._left = threading.Event()
 
         def join_unless_superseded() -> str:
             check_epoch(spec.epoch, self.epoch, "joining")
-            return self._receiver.join(spec)
+            return self._receiver.join(spec, left)
 
         return self._thread.submit(join_unless_superseded)
 
@@ -275,6 +278,7 @@ class WeightInbox:
     def leave(self, reason: str) -> None:
         """Discard the staged weights and leave the epoch, if any; return at once."""
         self.epoch = self._staged = None
+        self._left.set()  # a join that has no group yet
         self._receiver.abort(reason)
 
     def close(self) -> None:
