@@ -120,10 +120,13 @@ _retired: dict[threading.Thread, float] = {}
 def wait_for_retired_threads(timeout_s: float) -> int:
     """Wait until retired threads have ended; return how many have not. 0 means exit is safe."""
     ends_s = time.monotonic() + timeout_s
-    threads = list(_retired)
-    for thread in threads:
-        thread.join(max(0.0, ends_s - time.monotonic()))
-    return sum(thread.is_alive() for thread in list(_retired))
+    # Again and again: a thread that ends may retire others.
+    while alive := [thread for thread in list(_retired) if thread.is_alive()]:
+        left_s = ends_s - time.monotonic()
+        if left_s <= 0:
+            break
+        alive[0].join(left_s)
+    return len(alive)
 
 
 @cache
