@@ -25,7 +25,7 @@ _POLL_S, _MOST_S = 0.2, 900.0
 
 
 def _parent_of(pid: int) -> str:
-    """Return the parent of an actor's process: the raylet, of which each node has one."""
+    """Return the parent of an actor's process: the raylet; each node has one."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return status.partition("PPid:")[2].split()[0]
 

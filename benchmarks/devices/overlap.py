@@ -208,8 +208,8 @@ async def _compare(staleness: int, bound: str) -> tuple[float, int]:
         ]
         for overlaps in runs
     }
-    told = {"staleness": staleness, "bound": bound, "samples_per_s": rates}
-    print_line(json.dumps({**told, "largest_age": max(ages)}))
+    found = {"staleness": staleness, "bound": bound, "samples_per_s": rates}
+    print_line(json.dumps({**found, "largest_age": max(ages)}))
     ratio = median(seconds[False]) / median(seconds[True])
     return round(ratio, 3), sum(age > staleness for age in ages)
 

@@ -58,7 +58,7 @@ class ToolCall(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """Tells the calls of a conversation apart; at most 128 bytes. May be empty."""
+    """Distinguishes the calls of a conversation; at most 128 bytes. May be empty."""
     name: builtins.str
     """The tool's name, 1 to 64 bytes, printable."""
     arguments_json: builtins.str
