@@ -9,7 +9,7 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
 
@@ -98,11 +98,6 @@ class SampleChunk:
     version: int
     finish_reason: FinishReason | None
     routing: RoutedExperts | None = None
-
-
-def num_tokens(chunks: Iterable[SampleChunk]) -> int:
-    """Return the number of tokens in all chunks."""
-    return sum(int(chunk.token_ids.size) for chunk in chunks)
 
 
 @dataclass(slots=True, eq=False)

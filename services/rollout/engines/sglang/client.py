@@ -205,11 +205,6 @@ class SglangClient:
         """Begin to call the schedulers; do it once, before `call_workers`."""
         await self._schedulers.open()
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Ids of SGLang's processes."""
-        return tuple(one.pid for one in self._processes if one.pid is not None)
-
     async def generate(
         self,
         request_id: str,
@@ -304,13 +299,6 @@ class SglangClient:
             EngineError: it did not.
         """
         await self._answer(self._manager.get_internal_state(), "a question", timeout_s)
-
-    async def running_samples(self) -> int:
-        """Return the samples in the scheduler when it last published its load, after some steps."""
-        for _ in range(3):
-            await self.heartbeat(_CALL_TIMEOUT_S)
-        (load,) = await self._answer(self._manager.get_loads(), "a question", _CALL_TIMEOUT_S)
-        return int(load.num_running_reqs)
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
         """Return the result of a method of each scheduler's `SchedulerWorker`, by rank.
