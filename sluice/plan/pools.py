@@ -38,9 +38,9 @@ from sluice.plan.host import (
 
 _BUCKETS = 2
 """Buckets of an update that a worker holds at once: one arrives while one is written."""
-_MODELS_ON_HOST = {"torch": 2, "vllm": 1}
+_MODELS_ON_HOST = {"torch": 2}
 """Models that an engine's workers hold together in host memory during an update: the version that
-serves and the next, in memory of their own or, with vLLM, in the same; otherwise 2 for each."""
+serves and the next; 1 with others, whose workers receive the next in the memory of the former."""
 _SNAPSHOTS = 2
 """Copies of all weights on the host of trainer rank 0, in their wire dtype."""
 _MOMENTS_AT_ONCE = 512 * MIB
@@ -306,7 +306,7 @@ def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> Eng
     assert memory.longest_rows is not None
     staging = _BUCKETS * config.sluice.weights.bucket_mb * MIB
     generating = memory.weights + memory.activations + memory.kv_cache
-    models = _MODELS_ON_HOST.get(config.actor_rollout_ref.rollout.name, 2 * layout.tp)
+    models = _MODELS_ON_HOST.get(config.actor_rollout_ref.rollout.name, 1)
     return EnginePool(
         layout.tp,
         {"start": memory.weights, "generating": generating, "update": generating + staging},
