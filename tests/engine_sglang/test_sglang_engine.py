@@ -1,9 +1,10 @@
-"""What SGLang alone promises: the embedded engine's tokens, exact certainty, closed sockets."""
+"""What SGLang alone promises: the embedded engine's tokens, whole experts, closed sockets."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,12 @@ import zmq
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
 from sluice.errors import ConfigError, EngineError
+from sluice.weight_share import Cut
+from sluice.weights.share import cuts_by_name
 from tests.engine_vendor.vendor import VendorInsight, make_engine
 from tests.support.causal_lms import request, weights_of
 from tests.support.engine_contract_world import (
+    EXPERTS,
     TIED,
     ContractWorld,
     contract_world,
@@ -64,6 +68,16 @@ async def test_the_best_token_at_a_temperature_is_certain(world: ContractWorld) 
     tokens, logprobs = (await generate(world.engine, wanted))[0]
     assert tokens == (await generate(world.engine, greedy))[0][0]
     np.testing.assert_allclose(logprobs, 0.0, atol=1e-6)
+
+
+async def test_workers_with_whole_experts_take_and_load_only_theirs(tmp_path: Path) -> None:
+    save_contract_config(EXPERTS, tmp_path, key_value_heads=2)
+    make = partial(make_engine, workers=2, ep_size=2)  # it does not compute on a CPU
+    async with contract_world(tmp_path, make, VendorInsight, ranks=2) as world:
+        for share, first in zip(world.engine.weight_shares, (0, 2), strict=True):
+            of_experts = [cuts for name, cuts in cuts_by_name(share).items() if "experts" in name]
+            assert of_experts == [(Cut(0, ((first, 2),)),)] * 4
+        await world.serve(world.first)
 
 
 async def test_what_sglang_refuses_is_reported_and_leaves_nothing(folder: Path) -> None:

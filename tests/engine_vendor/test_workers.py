@@ -52,14 +52,15 @@ class Case(NamedTuple):
     family: str
     workers: int
 
+    def __str__(self) -> str:
+        return f"{self.family}-{self.workers}"
+
 
 _OF_TWO = [Case(family, 2) for family in (*FAMILIES, EXPERTS)]
 _two_workers = pytest.mark.parametrize("case", _OF_TWO, indirect=True, scope="module")
 
 
-@pytest.fixture(
-    scope="module", params=[*_OF_TWO, Case(EXPERTS, 1)], ids=lambda case: f"{case.family}-{case.workers}"
-)
+@pytest.fixture(scope="module", params=[*_OF_TWO, Case(EXPERTS, 1)], ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
     return found

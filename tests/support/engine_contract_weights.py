@@ -151,7 +151,8 @@ async def _raised(world: ContractWorld, version: int) -> bool:
     return False
 
 
-def _check_same(found: Samples, expected: Samples, rounding: float) -> None:
+def check_same(found: Samples, expected: Samples, rounding: float) -> None:
+    """Check that samples have the same tokens, and logprobs that differ by `rounding` at most."""
     assert {i: tokens for i, (tokens, _) in found.items()} == {
         i: tokens for i, (tokens, _) in expected.items()
     }
@@ -181,7 +182,7 @@ class LifecycleContract:
             await generate(fresh.engine, request())
         await fresh.serve_checkpoint()
         for one, expected in zip(wanted, after, strict=True):
-            _check_same(await generate(fresh.engine, one), expected, self.rounding)
+            check_same(await generate(fresh.engine, one), expected, self.rounding)
 
     async def test_stopping_ends_running_samples_as_aborted_with_what_they_have(
         self, fresh: ContractWorld
