@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -247,6 +247,11 @@ async def chunks_of(
 async def generate(engine: Engine, wanted: GenerationRequest) -> Samples:
     """Runs a request to its end."""
     return samples_of(await chunks_of(engine, wanted))
+
+
+def num_tokens(chunks: Iterable[SampleChunk]) -> int:
+    """The tokens in all chunks."""
+    return sum(int(chunk.token_ids.size) for chunk in chunks)
 
 
 async def until(holds: Callable[[], bool]) -> None:
