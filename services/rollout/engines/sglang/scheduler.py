@@ -74,7 +74,7 @@ class SchedulerModel:
 
     def __init__(self, runner: Any) -> None:
         loading: Any = importlib.import_module("sglang.srt.model_loader.loader")
-        self._loader = getattr(loading, "DefaultModelLoader", None)
+        self._loader: Any = getattr(loading, "DefaultModelLoader", None)
         needed = ("restore_weights_before_loading", "load_weights_and_postprocess")
         missing = [name for name in needed if not hasattr(self._loader, name)]
         missing += [
@@ -87,11 +87,10 @@ class SchedulerModel:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights, in the way that SGLang reads a checkpoint."""
         module: Any = importlib.import_module("sglang.srt.model_loader.utils")
-        loader: Any = self._loader
         model, device = self._runner.model, torch.device(self._runner.device)
         with module.set_default_torch_dtype(self._runner.model_config.dtype):
-            loader.restore_weights_before_loading(model, device)
-            loader.load_weights_and_postprocess(model, weights, device)
+            self._loader.restore_weights_before_loading(model, device)
+            self._loader.load_weights_and_postprocess(model, weights, device)
 
     def share(self, tensors: Sequence[TensorSpec], as_in_files: AsInFiles) -> WeightShare:
         """Return which part of the weights this rank's model reads; see `recorded_share`."""
