@@ -107,6 +107,17 @@ class ReplicaRequirement:
         other = ReplicaUse.VALIDATION if self.highest_version is None else ReplicaUse.TRAINING
         return offer.use is not other and self.accepts(offer.version)
 
+    def came_too_late(self, offers: Collection[Offer]) -> bool:
+        """Return whether no replica will do, now or later.
+
+        Versions only rise, and a replica that is about to swap is not held later. Without any
+        replica the next one may still do.
+        """
+        highest = self.highest_version
+        if highest is None or not offers:
+            return False
+        return all(offer.version >= highest and not self.takes(offer) for offer in offers)
+
 
 class _Alike:
     """Replicas with as many slots and the same offer, by outstanding sequences, then by order.

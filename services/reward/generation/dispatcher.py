@@ -189,21 +189,18 @@ class ReplicaQueue:
             if member is not None:
                 waiter.reserved.set_result(self._fleet.reservation(member, wanted.num_sequences))
                 continue
-            usable = [offer for offer in offers if wanted.takes(offer)]
-            if offers and not usable and wanted.highest_version is not None:
-                # Versions only rise, and a replica that swaps is not held later.
-                if not waiter.reserved.done():
-                    waiter.reserved.set_exception(_no_replica(wanted.highest_version))
+            taken.update(offer for offer in offers if wanted.takes(offer))
+            if not waiter.reserved.done() and wanted.came_too_late(offers):
+                waiter.reserved.set_exception(_no_replica(wanted))
                 continue
-            taken.update(usable)
             still_waiting.append(waiter)
         self._waiters = still_waiting
 
 
-def _no_replica(version: int) -> ValidationFailedError:
+def _no_replica(wanted: ReplicaRequirement) -> ValidationFailedError:
     return ValidationFailedError(
-        f"validating version {version}: no replica that serves it is left; the others have, or "
-        "are about to get, another version"
+        f"validating version {wanted.highest_version}: no replica that serves it is left; the "
+        "others have, or are about to get, another version"
     )
 
 
