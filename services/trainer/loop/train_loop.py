@@ -399,9 +399,13 @@ class TrainLoop:
         if self._validation is None or self._fleet.held_version is not None:
             return
         await self._await_delivery()  # of the version that is validated
-        if self._validation.done() or not self._fleet.hold(self._validated_step, self._num_held):
+        version = self._validated_step
+        held = () if self._validation.done() else self._fleet.hold(version, self._num_held)
+        if not held:
             await self._await_validation()
             return
+        names = ", ".join(info.name for info in held)
+        logger.info("the validation of version %d runs on: %s held at it", version, names)
         # Only now may the others swap: the reward service has taken the validation from them.
         await self._announcer.announce()
 

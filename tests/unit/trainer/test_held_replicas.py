@@ -127,11 +127,22 @@ async def test_versions_are_published_while_a_validation_runs(
         ended.set()
         await until(lambda: "announce 2 on ab from 30" in world.events)
         trained.set()
-    # The reward service takes the validation from the others before they may swap.
-    assert world.events.index("announce 0 on [a]b from 10") < world.events.index("publish 1")
     assert any(one.startswith("announce 1 on [a]b") for one in world.events)
     assert "seed a" in world.events
     assert "evaluation 0" in world.recorded
+
+
+async def test_the_others_swap_only_when_the_reward_service_knows_what_is_held() -> None:
+    world = _world("ab", steps=1)
+    ended, known = _held(world, "evaluate 0"), _held(world, "announce 0 on [a]b from 10")
+    async with _running(world, val_before_train=True):
+        await until(lambda: "announce 0 on [a]b from 10" in world.events)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert "freeze 1" not in world.events
+        known.set()
+        await until(lambda: "publish 1" in world.events)
+        ended.set()
 
 
 @pytest.mark.parametrize(
