@@ -18,9 +18,9 @@ shares      bytes_share_ratio: bytes into a worker of a replica of four over a q
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
-receipts    receipts_s: seconds until the prompts of such a batch are on disk; acknowledge_s: until its
-            acknowledgement is; outline_mb: MiB of the batch without tokens; archived_share: of its
-            groups that reach the archive of samples
+receipts    receipts_s: seconds until the prompts of such a batch are on disk; acknowledge_s:
+            until its acknowledgement is; outline_mb: MiB of the batch without tokens;
+            archived_share: of its groups that reach the archive of samples
 recovery    recovery_s: p95 of the seconds from the kill of a replica, the reward service or the
             trainer until it works again, by name
 fleet       fleet_samples_per_s: samples that the reward service's process grades, while 50,000
