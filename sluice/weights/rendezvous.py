@@ -38,14 +38,14 @@ MAX_KEYS = 16384
 MAX_TABLE_BYTES = 64 << 20
 
 _HANDLER_THREADS = 4
-_KEY_METADATA = "store-key-bin"  # the suffix lets gRPC carry bytes
+KEY_METADATA = "store-key-bin"  # the suffix lets gRPC carry bytes
 _CLOSE_GRACE_S = 0.5
 _POLL_MIN_S, _POLL_MAX_S = 0.001, 0.02
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
-_SERVER_OPTIONS = (
+SERVER_OPTIONS = (
     *_OPTIONS,
     ("grpc.so_reuseport", 0),
     # Members whose machine vanished, and strangers that send nothing, lose their connection.
@@ -91,10 +91,10 @@ class RendezvousStore:
         self._keys = _Keys()
         self._threads = ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="weights-store")
         self._server = grpc.server(
-            self._threads, interceptors=[_MembersOnly(self._keys)], options=_SERVER_OPTIONS
+            self._threads, interceptors=[MembersOnly(self._keys.is_member)], options=SERVER_OPTIONS
         )
         services.add_RendezvousServiceServicer_to_server(self._keys, self._server)
-        self.port = _bind(self._server, bare_host(bind_host or host), port, certificates)
+        self.port = bind(self._server, bare_host(bind_host or host), port, certificates)
         self._server.start()
 
     def begin(self, epoch: int, store_key: bytes = b"") -> None:
@@ -112,15 +112,15 @@ class RendezvousStore:
         self._threads.shutdown()
 
 
-class _MembersOnly(grpc.ServerInterceptor):
+class MembersOnly(grpc.ServerInterceptor):
     """Refuses strangers by the metadata of their call, before its message has come.
 
     gRPC's server keeps a thread for each call while it waits for the message, so a stranger that
     opens calls and sends nothing would take all threads from the members.
     """
 
-    def __init__(self, keys: _Keys) -> None:
-        self._keys = keys
+    def __init__(self, is_member: Callable[[bytes], bool]) -> None:
+        self._is_member = is_member
 
     def intercept_service(
         self,
@@ -128,14 +128,14 @@ class _MembersOnly(grpc.ServerInterceptor):
         call: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Return the method for members, and a refusal that reads no message for others."""
-        shown = dict(call.invocation_metadata).get(_KEY_METADATA, b"")
-        if self._keys.is_member(shown if isinstance(shown, bytes) else shown.encode()):
+        shown = dict(call.invocation_metadata).get(KEY_METADATA, b"")
+        if self._is_member(shown if isinstance(shown, bytes) else shown.encode()):
             return continuation(call)
         return grpc.stream_unary_rpc_method_handler(_refuse_stranger)
 
 
 def _refuse_stranger(_unread: object, context: grpc.ServicerContext) -> NoReturn:
-    _log.warning("weights: the store refuses a call of %s: wrong key", context.peer())
+    _log.warning("weights: the server refuses a call of %s: wrong key", context.peer())
     context.abort(
         grpc.StatusCode.PERMISSION_DENIED,
         "the epoch is over or has not begun, or this is not its key",
@@ -143,9 +143,10 @@ def _refuse_stranger(_unread: object, context: grpc.ServicerContext) -> NoReturn
     raise AssertionError  # `abort` raises; its stub does not declare so
 
 
-def _bind(
+def bind(
     server: grpc.Server, host: str, port: int, certificates: TransferCertificates | None
 ) -> int:
+    """Listen there, with TLS if there are certificates; return the port. Raise ConfigError."""
     address = join_host_port(host, port)
     try:
         # gRPC reports only that it cannot bind; the operating system also reports why.
@@ -296,7 +297,7 @@ class EpochStore(Store):
         super().__init__()
         self._member: dict[str, Any] = {"epoch": spec.epoch}
         self._prefix = f"{spec.group}/" if spec.group else ""
-        self._metadata = ((_KEY_METADATA, spec.store_key),)
+        self._metadata = ((KEY_METADATA, spec.store_key),)
         self._timeout_s = spec.timeout_s
         self._phase = phase
         self._peers = peers
@@ -312,7 +313,7 @@ class EpochStore(Store):
                 address = str(probe.getpeername()[0])
         except OSError as error:
             raise WeightSyncError(self._name, phase, f"cannot connect: {error}") from error
-        self._channel = _channel(join_host_port(address, spec.port), host, spec.certificates)
+        self._channel = open_channel(join_host_port(address, spec.port), host, spec.certificates)
         self._calls = services.RendezvousServiceStub(self._channel)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -426,7 +427,8 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-def _channel(target: str, host: str, certificates: TransferCertificates | None) -> grpc.Channel:
+def open_channel(target: str, host: str, certificates: TransferCertificates | None) -> grpc.Channel:
+    """Open a connection of its own to an address; `host` is the name that it stands for."""
     if certificates is None:
         return grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(
