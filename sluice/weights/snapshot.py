@@ -37,7 +37,7 @@ class SnapshotBuffers:
     """Two sets of weights in CPU memory, reused version after version.
 
     Memory: twice the weights in their wire dtype, or twice the rank's part of them. One writer, any
-    number of readers, any threads.
+    number of readers, any threads. `plan` is the layout of each.
 
     Args:
         tensors: the weights as they travel; see `sluice.weights.plan.tensor_specs`.
@@ -60,6 +60,7 @@ class SnapshotBuffers:
             raise InvalidRequestError("a snapshot: the rank holds none of the weights")
         # Memory has the layout of the wire, which does not depend on the size of buckets.
         plan = plan_transfer(part[0], MIN_BUCKET_BYTES, part[1])
+        self.plan = plan
         self._constant = frozenset(constant) & {spec.name for spec in plan.tensors}
         slots = [_SnapshotSlot(WeightBuffer(plan, is_pinned=is_pinned)) for _ in range(2)]
         self._slots = (slots[0], slots[1])

@@ -51,6 +51,8 @@ from sluice.errors import SluiceError
 from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.vision.vision_shape import read_vision_shape
+from sluice.weights import rank_sender
+from sluice.weights.group import TransferGroup
 from sluice.weights.other_ranks import OtherRank
 from tests.support.made_bytes import MadeBytes
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
@@ -85,9 +87,11 @@ def answer(values: object) -> None:
 class Publishing:
     """A publisher with one replica in this process."""
 
-    def __init__(self, frozen: FrozenWeights, others: Sequence[OtherRank]) -> None:
+    def __init__(
+        self, frozen: FrozenWeights, others: Sequence[OtherRank], timeout_s: float
+    ) -> None:
         self._trainer = Trainer(
-            TIMEOUT_S,
+            timeout_s,
             specs=frozen.tensors,
             snapshots=frozen.snapshots,
             holdings=frozen.holdings,
@@ -135,7 +139,11 @@ def made_batch(model: Path, batch_id: str) -> TrainBatch:
 
 
 def obey(
-    leader: RankLeader, frozen: FrozenWeights, others: Sequence[OtherRank], model: Path
+    leader: RankLeader,
+    frozen: FrozenWeights,
+    others: Sequence[OtherRank],
+    model: Path,
+    sends_within_s: float,
 ) -> None:
     saving = Saving()
     with ExitStack() as stack:
@@ -144,7 +152,7 @@ def obey(
             command, argument = line.split()
             if command == "publish":
                 if publishing is None:
-                    publishing = Publishing(frozen, others)
+                    publishing = Publishing(frozen, others, sends_within_s)
                     stack.callback(publishing.close)
                 answer(publishing.publish(leader, int(argument)))
             elif command == "begin":
@@ -250,6 +258,20 @@ def dying(calls: int) -> Callable[..., torch.Tensor]:
     return exchanged
 
 
+def fail_to_send(phase: str, call: int, number: int) -> None:
+    """Let this rank signal itself at a call of a phase: ``form``, ``send`` (the header or trailer
+    of a version) or ``encode_update``."""
+    owner: Any = TransferGroup if phase == "form" else rank_sender
+    original, counts = getattr(owner, phase), count(1)
+
+    def failing(*arguments: Any) -> Any:
+        if next(counts) == call:
+            os.kill(os.getpid(), number)
+        return original(*arguments)
+
+    mock.patch.object(owner, phase, failing).start()
+
+
 def saved_weights(actor: Path) -> dict[str, torch.Tensor]:
     """By parameter name, from the files of a checkpoint."""
     folder = actor / "huggingface"
@@ -284,6 +306,8 @@ def run(
     dies_in_exchange: int = 0,
     holds: str | None = None,
     refuses: tuple[int, str] | None = None,
+    sends_within_s: float = TIMEOUT_S,
+    fails_to_send: tuple[str, int, int] | None = None,
 ) -> None:
     if holds is not None:
         hold(Path(holds))
@@ -303,17 +327,19 @@ def run(
         config = recomputing(config)
     if dies_in_exchange and parallel.rank == parallel.world_size - 1:
         mock.patch.object(sequence_share, "_exchanged", dying(dies_in_exchange)).start()
+    if fails_to_send is not None and parallel.rank == parallel.world_size - 1:
+        fail_to_send(*fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"
     samples = MadeSamples(partial(made_batch, model))
     frozen = FrozenWeights(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
     with connected_ranks(
-        frozen, parallel, device=CpuDevice(), timeout_s=TIMEOUT_S, keeps_base=True
+        frozen, parallel, device=CpuDevice(), timeout_s=sends_within_s, keeps_base=True
     ) as others:
         if parallel.rank == 0:
             leader = RankLeader(learner, parallel, timeout_s, samples, frozen)
-            obey(leader, frozen, others, model)
+            obey(leader, frozen, others, model, sends_within_s)
         else:
             follow(learner, parallel, samples, frozen)
     answer({"held_bytes": held_bytes()})

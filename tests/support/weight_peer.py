@@ -59,7 +59,7 @@ class _FaultyPort:
             case {"signal": number}:
                 os.kill(os.getpid(), int(number))
             case {"flip": place}:
-                wire[int(place)] ^= 1
+                wire[int(place) % wire.numel()] ^= 1
             case {"cut": place}:
                 wire[int(place) :] = 0
             case {"wait": seconds}:
