@@ -35,10 +35,9 @@ from sluice.weights.plan import TransferPlan
 from sluice.weights.rank_sender import NOTHING, Changes, RankSender, SentStream
 from sluice.weights.rendezvous import (
     KEY_METADATA,
-    SERVER_OPTIONS,
-    MembersOnly,
     bind,
-    open_channel,
+    member_channel,
+    member_server,
 )
 from sluice.weights.snapshot import SnapshotBuffers
 from sluice.weights.transfer import Base
@@ -122,8 +121,7 @@ class SendingRank(services.SendingRankServiceServicer):
         self._left: deque[int] = deque(maxlen=_LEFT_EPOCHS)
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sending-rank")
-        only = MembersOnly(lambda shown: hmac.compare_digest(shown, key))
-        self._server = grpc.server(self._threads, interceptors=[only], options=SERVER_OPTIONS)
+        self._server = member_server(self._threads, lambda shown: hmac.compare_digest(shown, key))
         services.add_SendingRankServiceServicer_to_server(self, self._server)
         self.port = bind(self._server, host, 0, certificates)
         self._server.start()
@@ -270,7 +268,7 @@ class OtherRank:
     ) -> None:
         self.name = rank_name(rank)
         self._metadata = ((KEY_METADATA, key),)
-        self._channel = open_channel(join_host_port(host, port), host, certificates)
+        self._channel = member_channel(join_host_port(host, port), host, certificates)
         self._calls = services.SendingRankServiceStub(self._channel)
         self._running: dict[int, set[grpc.Future[Any]]] = {}
         self._lock = threading.Lock()

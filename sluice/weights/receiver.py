@@ -310,7 +310,9 @@ class WeightReceiver:
         if self._in_place and self._held is not None:
             # From now on it is neither version, until the new one is complete.
             spare, self._held = self._held.buffer, None
-        return spare if spare is not None and spare.plan == plan else WeightBuffer(plan)
+        if spare is not None and spare.plan == plan:
+            return spare
+        return WeightBuffer(plan, is_pinned=self._device.torch_device.type == "cuda")
 
     def _port_for(
         self,

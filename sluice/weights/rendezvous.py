@@ -45,7 +45,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
-SERVER_OPTIONS = (
+_SERVER_OPTIONS = (
     *_OPTIONS,
     ("grpc.so_reuseport", 0),
     # Members whose machine vanished, and strangers that send nothing, lose their connection.
@@ -90,9 +90,7 @@ class RendezvousStore:
         self.host = bare_host(host)
         self._keys = _Keys()
         self._threads = ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="weights-store")
-        self._server = grpc.server(
-            self._threads, interceptors=[MembersOnly(self._keys.is_member)], options=SERVER_OPTIONS
-        )
+        self._server = member_server(self._threads, self._keys.is_member)
         services.add_RendezvousServiceServicer_to_server(self._keys, self._server)
         self.port = bind(self._server, bare_host(bind_host or host), port, certificates)
         self._server.start()
@@ -112,7 +110,12 @@ class RendezvousStore:
         self._threads.shutdown()
 
 
-class MembersOnly(grpc.ServerInterceptor):
+def member_server(threads: ThreadPoolExecutor, is_member: Callable[[bytes], bool]) -> grpc.Server:
+    """Return a server that answers only callers whose `KEY_METADATA` is a member's."""
+    return grpc.server(threads, interceptors=[_MembersOnly(is_member)], options=_SERVER_OPTIONS)
+
+
+class _MembersOnly(grpc.ServerInterceptor):
     """Refuses strangers by the metadata of their call, before its message has come.
 
     gRPC's server keeps a thread for each call while it waits for the message, so a stranger that
@@ -313,7 +316,7 @@ class EpochStore(Store):
                 address = str(probe.getpeername()[0])
         except OSError as error:
             raise WeightSyncError(self._name, phase, f"cannot connect: {error}") from error
-        self._channel = open_channel(join_host_port(address, spec.port), host, spec.certificates)
+        self._channel = member_channel(join_host_port(address, spec.port), host, spec.certificates)
         self._calls = services.RendezvousServiceStub(self._channel)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -427,7 +430,9 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-def open_channel(target: str, host: str, certificates: TransferCertificates | None) -> grpc.Channel:
+def member_channel(
+    target: str, host: str, certificates: TransferCertificates | None
+) -> grpc.Channel:
     """Open a connection of its own to an address; `host` is the name that it stands for."""
     if certificates is None:
         return grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)

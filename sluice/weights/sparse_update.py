@@ -133,12 +133,16 @@ class ChangeReceivingPort:
         Raises:
             WeightSyncError: the bytes that arrived are not changes of this bucket.
         """
-        content = self._staging.bucket(bucket)
-        if self._base is not self._staging:
-            content.copy_(self._base.bucket(bucket))
+        content = self._old(bucket)
         try:
             apply_change(self._plan, bucket, wire.cpu().numpy(), content.numpy())
         except ValueError as error:
             item = f"bucket {bucket.index + 1} of {len(self._plan.buckets)}"
             raise WeightSyncError(*self._peer, f"{item}: {error}") from error
         return self._staging.put(bucket, content)
+
+    def _old(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bucket of the base, to be written to."""
+        if self._base is self._staging or isinstance(self._base, PackedShare):
+            return self._base.bucket(bucket)  # packed: a copy that nothing else reads
+        return self._staging.bucket(bucket).copy_(self._base.bucket(bucket))

@@ -202,7 +202,8 @@ class DeviceSendingPort:
 
     def load(self, bucket: Bucket) -> torch.Tensor:
         wire = self._ring[bucket.index % IN_FLIGHT][: bucket.num_bytes]
-        return wire.copy_(self._buffer.bucket(bucket))
+        # The collective starts behind the copy, and neither memory changes until it has ended.
+        return wire.copy_(self._buffer.bucket(bucket), non_blocking=True)
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
         return self._buffer.bucket(bucket)

@@ -83,7 +83,7 @@ class FrozenWeights:
                 self.tensors,
                 learner.frozen_names,
                 own,
-                is_pinned=torch.cuda.is_available(),
+                is_pinned=any(one.is_cuda for _, one in learner.named_weights()),
             )
 
     @property
