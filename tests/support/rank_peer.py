@@ -330,13 +330,13 @@ def run(
     if fails_to_send is not None and parallel.rank == parallel.world_size - 1:
         fail_to_send(*fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
-    answer("ready")
-    assert sys.stdin.readline() == "go\n"
     samples = MadeSamples(partial(made_batch, model))
     frozen = FrozenWeights(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
     with connected_ranks(
         frozen, parallel, device=CpuDevice(), timeout_s=sends_within_s, keeps_base=True
     ) as others:
+        answer("ready")
+        assert sys.stdin.readline() == "go\n"
         if parallel.rank == 0:
             leader = RankLeader(learner, parallel, timeout_s, samples, frozen)
             obey(leader, frozen, others, model, sends_within_s)
