@@ -49,7 +49,7 @@ _RequestT = TypeVar(
     messages.JoinGroupsRequest,
     messages.EncodeChangesRequest,
     messages.SendVersionRequest,
-    messages.LeaveGroupsRequest,
+    messages.ProbeRequest,
 )
 
 _THREADS = 8
@@ -141,9 +141,11 @@ class SendingRank(services.SendingRankServiceServicer):
         def join(stop: threading.Event) -> messages.JoinGroupsResponse:
             sender = self._sender_of(request)
             with self._lock:
-                if request.epoch in self._left:
-                    raise NotReadyError(f"epoch {request.epoch} is over")
-                self._epochs[request.epoch] = _Epoch(sender)
+                is_over = request.epoch in self._left
+                if not is_over:
+                    self._epochs[request.epoch] = _Epoch(sender)
+            if is_over:
+                sender.abandon("the epoch is over")
             sender.join(stop)
             return messages.JoinGroupsResponse()
 
@@ -191,11 +193,16 @@ class SendingRank(services.SendingRankServiceServicer):
         self, request: messages.LeaveGroupsRequest, context: grpc.ServicerContext
     ) -> messages.LeaveGroupsResponse:
         with self._lock:
-            self._left.append(request.epoch)
+            self._left.append(request.epoch)  # the call that joins it may come later
             epoch = self._epochs.pop(request.epoch, None)
         if epoch is not None:
             epoch.sender.abandon(request.reason)
         return messages.LeaveGroupsResponse()
+
+    def Probe(
+        self, request: messages.ProbeRequest, context: grpc.ServicerContext
+    ) -> messages.ProbeResponse:
+        return messages.ProbeResponse()
 
     def _sender_of(self, request: messages.JoinGroupsRequest) -> RankSender:
         own = self._holdings[self._number]
@@ -290,7 +297,14 @@ class OtherRank:
             ],
         )
         phase = f"forming the transfer groups of epoch {spec.epoch}"
-        self._call(self._calls.JoinGroups, request, phase, spec.timeout_s + _GRACE_S, should_stop)
+        self._call(
+            self._calls.JoinGroups,
+            request,
+            spec.epoch,
+            phase,
+            spec.timeout_s + _GRACE_S,
+            should_stop,
+        )
 
     def encode(
         self,
@@ -309,7 +323,7 @@ class OtherRank:
         )
         phase = f"encoding the changes of version {version}"
         return self._call(
-            self._calls.EncodeChanges, request, phase, timeout_s + _GRACE_S, should_stop
+            self._calls.EncodeChanges, request, epoch, phase, timeout_s + _GRACE_S, should_stop
         ).saves
 
     def send(
@@ -327,7 +341,7 @@ class OtherRank:
         )
         phase = f"broadcasting version {version} in epoch {epoch}"
         answer = self._call(
-            self._calls.SendVersion, request, phase, timeout_s + _GRACE_S, should_stop
+            self._calls.SendVersion, request, epoch, phase, timeout_s + _GRACE_S, should_stop
         )
         return [
             NOTHING if plan is None else _sent(plan, stream)
@@ -336,10 +350,9 @@ class OtherRank:
 
     def probe(self, timeout_s: float) -> None:
         """Find out whether the rank answers."""
-        request = messages.LeaveGroupsRequest(epoch=0, reason="a probe")
-        self._call(
-            self._calls.LeaveGroups, request, "answering a probe", timeout_s, threading.Event()
-        )
+        never = threading.Event()
+        request = messages.ProbeRequest()
+        self._call(self._calls.Probe, request, 0, "answering a probe", timeout_s, never)
 
     def leave(self, epoch: int, reason: str) -> None:
         """Let the rank leave an epoch; end this one's calls for it, and return at once."""
@@ -358,13 +371,14 @@ class OtherRank:
         self,
         method: grpc.UnaryUnaryMultiCallable[_RequestT, _AnswerT],
         request: _RequestT,
+        epoch: int,
         phase: str,
         timeout_s: float,
         should_stop: threading.Event,
     ) -> _AnswerT:
         call = method.future(request, timeout=timeout_s, metadata=self._metadata)
         with self._lock:
-            running = self._running.setdefault(request.epoch, set())
+            running = self._running.setdefault(epoch, set())
             running.add(call)
         try:
             while True:

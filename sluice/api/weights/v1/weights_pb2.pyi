@@ -841,3 +841,27 @@ class LeaveGroupsResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___LeaveGroupsResponse = LeaveGroupsResponse
+
+@typing.final
+class ProbeRequest(google.protobuf.message.Message):
+    """Asks whether the rank answers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ProbeRequest = ProbeRequest
+
+@typing.final
+class ProbeResponse(google.protobuf.message.Message):
+    """It does."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ProbeResponse = ProbeResponse

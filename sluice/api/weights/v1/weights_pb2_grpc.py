@@ -484,6 +484,11 @@ class SendingRankServiceStub(object):
                 request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/sluice.api.weights.v1.SendingRankService/Probe',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeResponse.FromString,
+                _registered_method=True)
 
 
 class SendingRankServiceServicer(object):
@@ -520,6 +525,13 @@ class SendingRankServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SendingRankServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -542,6 +554,11 @@ def add_SendingRankServiceServicer_to_server(servicer, server):
                     servicer.LeaveGroups,
                     request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsRequest.FromString,
                     response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsResponse.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -655,6 +672,33 @@ class SendingRankService(object):
             '/sluice.api.weights.v1.SendingRankService/LeaveGroups',
             sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsRequest.SerializeToString,
             sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.SendingRankService/Probe',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

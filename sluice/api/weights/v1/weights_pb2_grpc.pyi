@@ -258,6 +258,12 @@ class SendingRankServiceStub:
     ]
     """Leaves an epoch's groups; calls in progress fail soon. A second call does nothing more."""
 
+    Probe: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.ProbeRequest,
+        sluice.api.weights.v1.weights_pb2.ProbeResponse,
+    ]
+    """Answers at once."""
+
 class SendingRankServiceAsyncStub:
     """Steers a trainer rank that sends the part of the weights that it holds. Rank 0 calls it, with a
     secret of the run in the metadata `store-key-bin`; the server refuses others before it reads their
@@ -287,6 +293,12 @@ class SendingRankServiceAsyncStub:
         sluice.api.weights.v1.weights_pb2.LeaveGroupsResponse,
     ]
     """Leaves an epoch's groups; calls in progress fail soon. A second call does nothing more."""
+
+    Probe: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.ProbeRequest,
+        sluice.api.weights.v1.weights_pb2.ProbeResponse,
+    ]
+    """Answers at once."""
 
 class SendingRankServiceServicer(metaclass=abc.ABCMeta):
     """Steers a trainer rank that sends the part of the weights that it holds. Rank 0 calls it, with a
@@ -325,5 +337,13 @@ class SendingRankServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.weights.v1.weights_pb2.LeaveGroupsResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.LeaveGroupsResponse]]:
         """Leaves an epoch's groups; calls in progress fail soon. A second call does nothing more."""
+
+    @abc.abstractmethod
+    def Probe(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.ProbeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.ProbeResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.ProbeResponse]]:
+        """Answers at once."""
 
 def add_SendingRankServiceServicer_to_server(servicer: SendingRankServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
