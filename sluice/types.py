@@ -173,9 +173,18 @@ def is_absent(values: TokenIds | RoutedExperts) -> bool:
     return any(np.may_share_memory(values, one) for one in (_ABSENT_TOKEN, _ABSENT_EXPERT))
 
 
+_NO_TOKENS: TokenIds = np.zeros(0, dtype=np.uint32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One model call of a sample: the tokens that the policy sampled in it.
+    """One model call of a sample: the tokens that the policy sampled in it, and what it read before
+    them that the turn it continues had not.
+
+    The sequence that the policy read is the path to the turn: the group's prompt, then `context`
+    and `token_ids` of each turn from the root, then this one's `context`. A root with
+    `is_new_root` begins with its `context` instead of the group's prompt, such as after a template
+    or an agent rewrote the history. Turns that continue the same turn are branches.
 
     `routing` has the engine's experts, if it gave them, of the prompt's tokens and all of these but
     the last, which no pass has read. Where a token was computed again, passes of the replica that
@@ -192,6 +201,13 @@ class Turn:
     text: str
     routing: RoutedExperts | None = None
     answer: Answer | None = None  # only where the request asks to read it
+    parent: int | None = None  # index of the turn that it continues; None: it is a root
+    context: TokenIds = field(default_factory=lambda: _NO_TOKENS)  # [read tokens]
+    is_new_root: bool = False
+    reward: float | None = None  # of this turn, where the environment gives any
+    untrained: str = ""  # why its tokens are masked; empty: they are trained
+    observed: tuple[ChatMessage, ...] = ()  # the messages that `context` renders, for records
+    seconds: Mapping[str, float] = field(default_factory=dict)  # spent, by part, for records
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.behavior_logprobs.shape or self.token_ids.ndim != 1:
@@ -214,22 +230,48 @@ class Turn:
             )
 
 
+class EpisodeEnd(StrEnum):
+    """Why a sample with an environment ended, where it did not fail."""
+
+    DONE = "done"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    INVALID_CALLS = "invalid_calls"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One sample: its turns, in order. Today every sample has exactly one.
+    """One sample: an episode of one or more turns, in the order of their calls.
 
-    The properties that read a single turn describe a single-turn sample's response.
+    A sample without an environment has one turn. The properties with ``[tokens]`` join the sampled
+    tokens of all turns, in order; what the policy only read is in `Turn.context`.
+
+    Args:
+        sample_index: its index within the group.
+        turns: see `Turn`; a turn continues an earlier one, or is a root.
+        end: why its episode ended; ``None``: it has no environment, or failed.
+        outcome: its grade or failure, where the environment decides; ``None``: scorers do.
 
     Raises:
-        ValueError: the number of turns is not one.
+        ValueError: no turns; a turn continues no earlier one; or several turns with routing.
     """
 
     sample_index: int
     turns: tuple[Turn, ...]
+    end: EpisodeEnd | None = None
+    outcome: Scored | Failed | None = None
 
     def __post_init__(self) -> None:
-        if len(self.turns) != 1:
-            raise ValueError(f"sample {self.sample_index}: {len(self.turns)} turns instead of one")
+        if not self.turns:
+            raise ValueError(f"sample {self.sample_index}: no turns")
+        for number, turn in enumerate(self.turns):
+            if turn.parent is not None and not 0 <= turn.parent < number:
+                raise ValueError(
+                    f"sample {self.sample_index}: turn {number} continues turn {turn.parent}, "
+                    "which is not before it"
+                )
+            if turn.routing is not None and len(self.turns) > 1:
+                raise ValueError(f"sample {self.sample_index}: experts of several turns")
 
     @classmethod
     def of_one_turn(
@@ -287,17 +329,30 @@ class Rollout:
     @property
     def token_ids(self) -> TokenIds:
         """Sampled tokens, ``[tokens]``."""
-        return self.turns[0].token_ids
+        if len(self.turns) == 1:
+            return self.turns[0].token_ids
+        return np.concatenate([turn.token_ids for turn in self.turns])
 
     @property
     def behavior_logprobs(self) -> Logprobs:
         """Their log probabilities when they were sampled, ``[tokens]``, natural log."""
-        return self.turns[0].behavior_logprobs
+        if len(self.turns) == 1:
+            return self.turns[0].behavior_logprobs
+        return np.concatenate([turn.behavior_logprobs for turn in self.turns])
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """The policy versions that sampled them."""
-        return self.turns[0].version_spans
+        """The policy versions that sampled them; the spans of each turn follow those before."""
+        if len(self.turns) == 1:
+            return self.turns[0].version_spans
+        spans, offset = list[VersionSpan](), 0
+        for turn in self.turns:
+            spans += [
+                VersionSpan(span.version, offset + span.start, offset + span.end)
+                for span in turn.version_spans
+            ]
+            offset += turn.token_ids.size
+        return tuple(spans)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -306,7 +361,7 @@ class Rollout:
 
     @property
     def routing(self) -> RoutedExperts | None:
-        """The engine's experts; see `Turn`."""
+        """The engine's experts of a single turn; see `Turn`."""
         return self.turns[0].routing
 
     def with_routing(self, routing: RoutedExperts | None) -> Rollout:
@@ -315,6 +370,8 @@ class Rollout:
         Raises:
             ValueError: names the sample; see `Turn`.
         """
+        if len(self.turns) > 1 and routing is None:
+            return self
         (turn,) = self.turns
         try:
             return replace(self, turns=(replace(turn, routing=routing),))
@@ -335,6 +392,16 @@ class Rollout:
     def num_tokens(self) -> int:
         """Sampled tokens, stop tokens included."""
         return sum(turn.token_ids.size for turn in self.turns)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens that its turns read beyond the group's prompt and the turns before."""
+        return sum(turn.context.size for turn in self.turns)
+
+    @property
+    def num_roots(self) -> int:
+        """Turns that continue no other."""
+        return sum(turn.parent is None for turn in self.turns)
 
     @property
     def oldest_version(self) -> int | None:
@@ -377,6 +444,8 @@ class FailureKind(StrEnum):
     SCORER_CRASH = "scorer_crash"
     ENGINE_ERROR = "engine_error"
     ABORTED = "aborted"
+    ENVIRONMENT = "environment"  # it is down, was killed, hung, or its episode had no time left
+    AGENT = "agent"  # the program that worked on the sample failed, or its lease expired
 
 
 @dataclass(frozen=True, slots=True)

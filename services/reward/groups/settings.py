@@ -110,6 +110,8 @@ def outcome_policy(config: RunConfig) -> OutcomePolicy:
             FailureKind.SCORER_CRASH: _rule(outcomes.scorer_crash),
             FailureKind.ENGINE_ERROR: OutcomeRule(OutcomeAction(outcomes.engine_error.then)),
             FailureKind.ABORTED: OutcomeRule(OutcomeAction(outcomes.aborted.then)),
+            FailureKind.ENVIRONMENT: OutcomeRule(OutcomeAction(outcomes.environment.then)),
+            FailureKind.AGENT: OutcomeRule(OutcomeAction(outcomes.agent.then)),
         }
     )
 

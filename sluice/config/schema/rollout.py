@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from sluice.config.schema.actor import FloatDtype
@@ -40,6 +42,34 @@ class MultiTurnConfig(Section, frozen=True):
 
     format: ToolFormat | None = None
     """How the policy writes calls of tools; none: as the model's chat template does."""
+
+    enable: bool = False
+    """Let rows without agent_name have episodes with the tools of function_tool_path or
+    tool_config_path, or the environment of sluice.environment, which implies it.
+    """
+
+    max_assistant_turns: PositiveInt | None = None
+    """Most answers of the policy in an episode; none: no bound."""
+
+    max_user_turns: PositiveInt | None = None
+    """Most turns in an episode that answer the policy, other than tools'; none: no bound."""
+
+    max_parallel_calls: PositiveInt = 1
+    """Calls of one answer that are made; further ones are left out."""
+
+    max_tool_response_length: PositiveInt = 256
+    """Longest text of a tool's response, in characters; the rest is cut."""
+
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """Part of a long text that is kept, as verl names it: left: its beginning; right: its end;
+    middle: both ends.
+    """
+
+    function_tool_path: str | None = None
+    """Python file with functions marked as tools, as in verl."""
+
+    tool_config_path: str | None = None
+    """YAML file that lists tools and their classes, as in verl."""
 
 
 class RolloutConfig(Section, frozen=True):

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from sluice.config.schema.environment import EnvironmentConfig
 from sluice.config.schema.limits import LimitsConfig
 from sluice.config.schema.section import (
     NonNegativeInt,
@@ -216,6 +217,10 @@ class SampleOutcomesConfig(Section, frozen=True):
     engine_error: UnfinishedSampleConfig = UnfinishedSampleConfig()
     # Its group's deadline or token budget aborted it.
     aborted: UnfinishedSampleConfig = UnfinishedSampleConfig()
+    # Its environment is down, was killed or hung, or its episode had no time left.
+    environment: UnfinishedSampleConfig = UnfinishedSampleConfig()
+    # The program that worked on it failed, or its lease expired.
+    agent: UnfinishedSampleConfig = UnfinishedSampleConfig()
     min_share: Annotated[float, Meta(ge=0.5, le=1)] = 0.5
     """Least share of a group's samples that must have a score for the group to be trained; at least
     two samples, and all of them if the loss compares whole groups.
@@ -381,6 +386,7 @@ class ServiceConfig(Section, frozen=True):
     limits: LimitsConfig = LimitsConfig()
     dashboard: DashboardConfig = DashboardConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     max_message_mb: Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)] | None = None
     """Largest gRPC message, MiB; none: 64, or what a sample or a batch's outline needs, if more."""
 

@@ -450,6 +450,60 @@ class Answer(google.protobuf.message.Message):
 global___Answer = Answer
 
 @typing.final
+class Turn(google.protobuf.message.Message):
+    """One model call of a sample: its part of the sample's tokens, and what the policy read before them
+    that the turn it continues had not. The policy read the path to it: the group's prompt, then what
+    each turn from the root read and sampled.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: builtins.int
+    IS_NEW_ROOT_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    CONTEXT_TOKEN_IDS_U32_FIELD_NUMBER: builtins.int
+    NUM_CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
+    FINISH_REASON_FIELD_NUMBER: builtins.int
+    REWARD_FIELD_NUMBER: builtins.int
+    UNTRAINED_FIELD_NUMBER: builtins.int
+    parent: builtins.int
+    """Index of the earlier turn that it continues. Absent: it is a root."""
+    is_new_root: builtins.bool
+    """Whether what it read takes the place of the group's prompt. Only of a root."""
+    num_tokens: builtins.int
+    """How many of the sample's tokens are its own; they follow those of the turns before."""
+    context_token_ids_u32: builtins.bytes
+    """The tokens that it read, little-endian uint32. Absent in answers of TakeBatch."""
+    num_context_tokens: builtins.int
+    """Number of these tokens. Only in answers of TakeBatch."""
+    finish_reason: global___FinishReason.ValueType
+    """Why it ended."""
+    reward: builtins.float
+    """Its own reward, where the environment gives any; finite. Absent without one."""
+    untrained: builtins.str
+    """Why its tokens are masked in training. Empty: they are trained."""
+    def __init__(
+        self,
+        *,
+        parent: builtins.int | None = ...,
+        is_new_root: builtins.bool = ...,
+        num_tokens: builtins.int = ...,
+        context_token_ids_u32: builtins.bytes = ...,
+        num_context_tokens: builtins.int = ...,
+        finish_reason: global___FinishReason.ValueType = ...,
+        reward: builtins.float | None = ...,
+        untrained: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parent", b"_parent", "_reward", b"_reward", "parent", b"parent", "reward", b"reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parent", b"_parent", "_reward", b"_reward", "context_token_ids_u32", b"context_token_ids_u32", "finish_reason", b"finish_reason", "is_new_root", b"is_new_root", "num_context_tokens", b"num_context_tokens", "num_tokens", b"num_tokens", "parent", b"parent", "reward", b"reward", "untrained", b"untrained"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_parent", b"_parent"]) -> typing.Literal["parent"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_reward", b"_reward"]) -> typing.Literal["reward"] | None: ...
+
+global___Turn = Turn
+
+@typing.final
 class Rollout(google.protobuf.message.Message):
     """One sampled response."""
 
@@ -465,6 +519,7 @@ class Rollout(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     HAS_ROUTING_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
+    TURNS_FIELD_NUMBER: builtins.int
     sample_index: builtins.int
     """Index within the group, 0-based."""
     token_ids_u32: builtins.bytes
@@ -495,6 +550,10 @@ class Rollout(google.protobuf.message.Message):
     def answer(self) -> global___Answer:
         """What it says, if the request has tools or a `tool_format`. Absent in unfinished samples."""
 
+    @property
+    def turns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Turn]:
+        """The turns that its tokens make, in order. None: it is one turn after the group's prompt."""
+
     def __init__(
         self,
         *,
@@ -508,9 +567,10 @@ class Rollout(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         has_routing: builtins.bool = ...,
         answer: global___Answer | None = ...,
+        turns: collections.abc.Iterable[global___Turn] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["answer", b"answer", "routing", b"routing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "behavior_logprobs_f32", b"behavior_logprobs_f32", "finish_reason", b"finish_reason", "has_routing", b"has_routing", "num_tokens", b"num_tokens", "routing", b"routing", "sample_index", b"sample_index", "text", b"text", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "behavior_logprobs_f32", b"behavior_logprobs_f32", "finish_reason", b"finish_reason", "has_routing", b"has_routing", "num_tokens", b"num_tokens", "routing", b"routing", "sample_index", b"sample_index", "text", b"text", "token_ids_u32", b"token_ids_u32", "turns", b"turns", "version_spans", b"version_spans"]) -> None: ...
 
 global___Rollout = Rollout
 

@@ -487,12 +487,17 @@ class BatchSample(google.protobuf.message.Message):
     TOKEN_IDS_U32_FIELD_NUMBER: builtins.int
     BEHAVIOR_LOGPROBS_F32_FIELD_NUMBER: builtins.int
     ROUTING_FIELD_NUMBER: builtins.int
+    CONTEXT_TOKEN_IDS_U32_FIELD_NUMBER: builtins.int
     row: builtins.int
     """Its number in the batch."""
     token_ids_u32: builtins.bytes
     """Response token ids, little-endian uint32."""
     behavior_logprobs_f32: builtins.bytes
     """Natural-log probability of each token, little-endian float32; see Rollout."""
+    context_token_ids_u32: builtins.bytes
+    """What its turns read, all of them one after the other, little-endian uint32. Lengths are in
+    Rollout.turns.
+    """
     @property
     def routing(self) -> sluice.api.common.v1.common_pb2.RoutedExperts:
         """The engine's experts. Absent unless Rollout.has_routing."""
@@ -504,9 +509,10 @@ class BatchSample(google.protobuf.message.Message):
         token_ids_u32: builtins.bytes = ...,
         behavior_logprobs_f32: builtins.bytes = ...,
         routing: sluice.api.common.v1.common_pb2.RoutedExperts | None = ...,
+        context_token_ids_u32: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["routing", b"routing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["behavior_logprobs_f32", b"behavior_logprobs_f32", "routing", b"routing", "row", b"row", "token_ids_u32", b"token_ids_u32"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["behavior_logprobs_f32", b"behavior_logprobs_f32", "context_token_ids_u32", b"context_token_ids_u32", "routing", b"routing", "row", b"row", "token_ids_u32", b"token_ids_u32"]) -> None: ...
 
 global___BatchSample = BatchSample
 

@@ -62,6 +62,8 @@ class GenerateRequest(google.protobuf.message.Message):
     TOKEN_BUDGET_FIELD_NUMBER: builtins.int
     WITH_ROUTING_FIELD_NUMBER: builtins.int
     TOOL_FORMAT_FIELD_NUMBER: builtins.int
+    AFFINITY_FIELD_NUMBER: builtins.int
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the caller for logs and traces; at most 128 bytes. May be empty."""
     stream_mode: global___StreamMode.ValueType
@@ -90,6 +92,14 @@ class GenerateRequest(google.protobuf.message.Message):
     """How the policy writes calls of tools: "hermes", "qwen3_coder", "llama3_json", or "plain" for no
     calls. Finished samples then have an `answer`. Empty: with tools, the run's format; without,
     none is read.
+    """
+    affinity: builtins.str
+    """Names the conversation that this prompt continues and that a later one may continue; at most
+    128 bytes. An engine may then keep what it computed for it. Empty: nothing is kept.
+    """
+    max_sequence_tokens: builtins.int
+    """Most tokens of a sample, its prompt included; reduces max_tokens. OUT_OF_RANGE if the prompt
+    leaves none. 0 or absent: what the model's context leaves.
     """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:
@@ -124,9 +134,11 @@ class GenerateRequest(google.protobuf.message.Message):
         token_budget: builtins.int = ...,
         with_routing: builtins.bool = ...,
         tool_format: builtins.str = ...,
+        affinity: builtins.str = ...,
+        max_sequence_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["linger_ms", b"linger_ms", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode", "token_budget", b"token_budget", "tool_format", b"tool_format", "with_routing", b"with_routing"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["affinity", b"affinity", "linger_ms", b"linger_ms", "max_sequence_tokens", b"max_sequence_tokens", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode", "token_budget", b"token_budget", "tool_format", b"tool_format", "with_routing", b"with_routing"]) -> None: ...
 
 global___GenerateRequest = GenerateRequest
 
