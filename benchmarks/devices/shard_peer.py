@@ -24,7 +24,7 @@ from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import TorchDistributed
 from sluice.device.cpu import CpuDevice
 from sluice.device.select import select_device
-from sluice.weights.other_ranks import OtherRank
+from sluice.weights.rank_sender import OtherRank
 from sluice.weights.sender import WeightSender
 from tests.support.taken_samples import MadeSamples
 from tests.support.tiny_policy import make_batch, make_config

@@ -89,7 +89,7 @@ from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import restarts
 from sluice.types import ReplicaInfo, layout_digest
 from sluice.weights.adapters import is_adapter
-from sluice.weights.other_ranks import OtherRank
+from sluice.weights.rank_sender import OtherRank
 from sluice.weights.sender import WeightSender, broadcast_deadline_s
 
 logger = logging.getLogger(__name__)

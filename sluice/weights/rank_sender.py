@@ -6,9 +6,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from sluice.device.protocol import Device
 from sluice.types import TransferGroupSpec
+from sluice.weight_share import WeightShare
 from sluice.weights.digest import WeightDigests
 from sluice.weights.group import TransferGroup, run_together
 from sluice.weights.plan import TransferPlan, WeightBuffer, stream_of
@@ -36,6 +38,63 @@ class SentStream:
 
     digests: WeightDigests
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOrder:
+    """What a rank needs to form its groups of an epoch.
+
+    `shares` and `workers` are those of each class; workers have names by rank. `spec` is common to
+    all groups.
+    """
+
+    spec: TransferGroupSpec
+    shares: tuple[WeightShare, ...]
+    workers: tuple[Mapping[int, str], ...]
+
+
+class OtherRank(Protocol):
+    """Rank 0's calls to another rank that sends. They block; `leave` does not, and ends them.
+
+    Raises (all methods but `leave`):
+        WeightSyncError: the rank failed, vanished, or was stopped. Names it.
+        DeadlineError: it did not answer in time.
+    """
+
+    def join(self, order: JoinOrder, should_stop: threading.Event) -> None:
+        """Let the rank enter its groups, and wait until they are formed."""
+        ...
+
+    def encode(
+        self,
+        epoch: int,
+        bases: Sequence[Base],
+        version: int,
+        timeout_s: float,
+        should_stop: threading.Event,
+    ) -> bool:
+        """Let the rank find its changes; return whether they save bytes. It keeps them."""
+        ...
+
+    def send(
+        self,
+        epoch: int,
+        version: int,
+        plans: Sequence[TransferPlan | None],
+        timeout_s: float,
+        should_stop: threading.Event,
+        has_changes: bool,
+    ) -> list[SentStream]:
+        """Let the rank send a version; return what each class got, by the plans of its streams."""
+        ...
+
+    def probe(self, timeout_s: float) -> None:
+        """Find out whether the rank answers."""
+        ...
+
+    def leave(self, epoch: int, reason: str) -> None:
+        """Let the rank leave an epoch; end this one's calls for it, and return at once."""
+        ...
 
 
 NOTHING = SentStream(WeightDigests((), ()), 0)

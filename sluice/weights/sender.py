@@ -4,7 +4,7 @@ Input: weights and their version, or the changes since an earlier one. Output: o
 version to all members of the current epoch: a header, the buckets, a trailer with the digest of
 each part. Workers that take the same share of the weights are in one group with a broadcast of its
 own; those of an epoch run at the same time. If several trainer ranks hold the weights, each sends
-its part to groups of its own, and rank 0 steers the others (`sluice.weights.other_ranks`). `join`
+its part to groups of its own, and rank 0 steers the others (`OtherRank`). `join`
 waits for members, `broadcast` for each collective, up to the timeout or the stop event. That every
 byte was *sent* proves nothing about a receiver (sockets buffer megabytes); only its answer with the
 same digest does. After a failure the epoch is over: `form_group` starts the next one, and
@@ -35,9 +35,8 @@ from sluice.weights.classes import (
 from sluice.weights.digest import combined_digest, joined
 from sluice.weights.group import SENDER_NAME, rank_name, run_together
 from sluice.weights.holdings import held_part, stream_bucket_bytes, stream_plans
-from sluice.weights.other_ranks import JoinOrder, OtherRank
 from sluice.weights.plan import MOST_HIDING_BUCKETS, TransferPlan, WeightBuffer
-from sluice.weights.rank_sender import Changes, RankSender
+from sluice.weights.rank_sender import Changes, JoinOrder, OtherRank, RankSender
 from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
 from sluice.weights.transfer import Base, version_deadline_s
 

@@ -14,8 +14,8 @@ from services.trainer.fleet.publisher import WeightPublisher
 from sluice.device.cpu import CpuDevice
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
 from sluice.weight_share import WHOLE, Holding, WeightShare
-from sluice.weights.other_ranks import OtherRank
 from sluice.weights.plan import tensor_specs
+from sluice.weights.rank_sender import OtherRank
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers

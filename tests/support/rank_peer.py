@@ -53,7 +53,7 @@ from sluice.vision.image_prompts import load_image_prompts
 from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights import rank_sender
 from sluice.weights.group import TransferGroup
-from sluice.weights.other_ranks import OtherRank
+from sluice.weights.rank_sender import OtherRank
 from tests.support.made_bytes import MadeBytes
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.taken_samples import MadeSamples, outline_of

@@ -14,12 +14,12 @@ import torch
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import WeightPublisher
+from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, InvalidRequestError, SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
 from sluice.weight_share import Cut, Holding
-from sluice.weights.other_ranks import OtherRank, SendingRank
 from sluice.weights.sender import WeightSender
 from sluice.weights.share import pack
 from sluice.weights.snapshot import SnapshotBuffers
@@ -135,7 +135,7 @@ class FaultFleet:
         holdings = halves(specs) if has_halves else ()
         self.snapshots = SnapshotBuffers(specs, holding=holdings[0] if holdings else None)
         self._second: SnapshotBuffers | None = None
-        others: list[OtherRank] = []
+        others: list[SendingRankClient] = []
         if holdings:
             self._second = SnapshotBuffers(specs, holding=holdings[1])
             server = SendingRank(
@@ -150,7 +150,7 @@ class FaultFleet:
                 key=b"k",
             )
             self._stack.callback(server.close)
-            others.append(OtherRank(1, "127.0.0.1", server.port, b"k"))
+            others.append(SendingRankClient(1, "127.0.0.1", server.port, b"k"))
             self._stack.callback(others[0].close)
         self.replicas: dict[str, Replica] = {}
         self.publisher = WeightPublisher(

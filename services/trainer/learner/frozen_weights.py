@@ -18,6 +18,7 @@ from torch import Tensor
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.places import Directory, Placed, TensorPiece, is_held
 from services.trainer.learner.ranks import DataParallel, rank_place
+from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
 from sluice.config.run import RunConfig
 from sluice.device.protocol import Device
 from sluice.device.select import transfer_device
@@ -25,7 +26,6 @@ from sluice.errors import PeerError
 from sluice.rpc.credentials import service_credentials
 from sluice.types import TransferCertificates
 from sluice.weight_share import Cut, Holding
-from sluice.weights.other_ranks import OtherRank, SendingRank
 from sluice.weights.plan import tensor_specs
 from sluice.weights.rendezvous import KEY_BYTES
 from sluice.weights.snapshot import SnapshotBuffers
@@ -125,7 +125,7 @@ def frozen_weights(config: RunConfig, learner: Learner, parallel: DataParallel) 
 @contextmanager
 def sending_ranks(
     config: RunConfig, frozen: FrozenWeights, parallel: DataParallel
-) -> Iterator[list[OtherRank]]:
+) -> Iterator[list[SendingRankClient]]:
     """Let the ranks above 0 that hold weights send them in the block. Collective.
 
     Yields:
@@ -157,7 +157,7 @@ def connected_ranks(
     timeout_s: float,
     keeps_base: bool,
     certificates: TransferCertificates | None = None,
-) -> Iterator[list[OtherRank]]:
+) -> Iterator[list[SendingRankClient]]:
     """As `sending_ranks`, with the settings of `SendingRank`."""
     with ExitStack() as stack:
         if not frozen.holdings:
@@ -184,10 +184,10 @@ def connected_ranks(
             stack.callback(server.close)
             port = server.port
         places = _exchange_addresses(address, port, parallel, phase)
-        others: list[OtherRank] = []
+        others: list[SendingRankClient] = []
         if parallel.rank == 0:
             for holding in frozen.holdings[1:]:
-                other = OtherRank(holding.rank, *places[holding.rank], key, certificates)
+                other = SendingRankClient(holding.rank, *places[holding.rank], key, certificates)
                 stack.callback(other.close)
                 others.append(other)
         yield others

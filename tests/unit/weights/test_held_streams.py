@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, InvalidRequestError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weight_share import WHOLE, Cut, Holding, WeightShare
 from sluice.weights.digest import combined_digest
 from sluice.weights.holdings import check_holdings
-from sluice.weights.other_ranks import OtherRank, SendingRank
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import BroadcastReport, WeightSender
@@ -106,7 +106,7 @@ class _Fleet:
                 key=_KEY,
             )
             self.servers.append(stack.enter_context(closing(server)))
-            other = OtherRank(holding.rank, "127.0.0.1", server.port, _KEY)
+            other = SendingRankClient(holding.rank, "127.0.0.1", server.port, _KEY)
             others.append(stack.enter_context(closing(other)))
         self.sender = stack.enter_context(
             closing(
@@ -233,7 +233,7 @@ def test_a_rank_that_ends_in_front_of_a_version_is_named(stack: ExitStack) -> No
 
 def test_a_stranger_without_the_runs_key_steers_no_rank(stack: ExitStack) -> None:
     fleet = _Fleet(stack, {"one": (WHOLE,)})
-    stranger = OtherRank(1, "127.0.0.1", fleet.servers[0].port, b"x" * 32)
+    stranger = SendingRankClient(1, "127.0.0.1", fleet.servers[0].port, b"x" * 32)
     with closing(stranger), pytest.raises(WeightSyncError, match="not its key"):
         stranger.probe(2.0)
 

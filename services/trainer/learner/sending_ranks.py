@@ -2,8 +2,8 @@
 
 A rank above 0 serves `SendingRank`: it has snapshots of what it holds, and forms groups, encodes
 changes and sends on rank 0's call. It answers when it is done; leaving an epoch ends its calls in
-progress. Rank 0 calls it by an `OtherRank`, whose every wait ends by a deadline, the caller's stop
-or `leave`, and whose errors name the rank.
+progress. Rank 0 calls it by a `SendingRankClient`: every wait ends by a deadline, the caller's stop
+or `leave`, and errors name the rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hmac
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from sluice.config.addresses import join_host_port
 from sluice.device.protocol import Device
 from sluice.errors import DeadlineError, NotReadyError, SluiceError, WeightSyncError
 from sluice.types import TensorSpec, TransferCertificates, TransferGroupSpec
-from sluice.weight_share import Holding, WeightShare
+from sluice.weight_share import Holding
 from sluice.weights.digest import DIGEST_BYTES, WeightDigests, part_names
 from sluice.weights.group import rank_name
 from sluice.weights.holdings import stream_plans
 from sluice.weights.plan import TransferPlan
-from sluice.weights.rank_sender import NOTHING, Changes, RankSender, SentStream
+from sluice.weights.rank_sender import NOTHING, Changes, JoinOrder, RankSender, SentStream
 from sluice.weights.rendezvous import (
     KEY_METADATA,
     bind,
@@ -59,19 +59,6 @@ _GRACE_S = 3.0
 """Beyond the rank's own deadline, so that its error arrives, which says more."""
 _LEAVE_S = 10.0
 _CLOSE_GRACE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class JoinOrder:
-    """What a rank needs to form its groups of an epoch.
-
-    `shares` and `workers` are those of each class; workers have names by rank. `spec` is common to
-    all groups.
-    """
-
-    spec: TransferGroupSpec
-    shares: tuple[WeightShare, ...]
-    workers: tuple[Mapping[int, str], ...]
 
 
 @dataclass(slots=True)
@@ -250,7 +237,7 @@ def _answered(
         raise AssertionError from error  # `abort` raises; its stub does not declare so
 
 
-class OtherRank:
+class SendingRankClient:
     """Rank 0's calls to another rank that sends. They block; `leave` does not, and ends them.
 
     Args:
