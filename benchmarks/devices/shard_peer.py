@@ -10,6 +10,7 @@ import asyncio
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def _memory(key: str) -> int:
 
 
 def _publish(
-    leader: RankLeader, frozen: FrozenWeights, others: list[OtherRank]
+    leader: RankLeader, frozen: FrozenWeights, others: Sequence[OtherRank]
 ) -> list[PublishReport]:
     fleet = Fleet("layout", 1e9)
 
