@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, InvalidRequestError, WeightSyncError
-from sluice.types import TransferGroupSpec
+from sluice.types import TransferCertificates, TransferGroupSpec
 from sluice.weight_share import WHOLE, Cut, Holding, WeightShare
 from sluice.weights.digest import combined_digest
 from sluice.weights.holdings import check_holdings
@@ -25,6 +25,7 @@ from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import BroadcastReport, WeightSender
 from sluice.weights.share import common_cuts, cuts_within, pack, part_name, part_shape
 from sluice.weights.snapshot import SnapshotBuffers
+from tests.support.certified import mutual, service_key
 
 _NEVER = threading.Event()
 _WAIT_S, _KEY = 20.0, b"k" * 32
@@ -88,8 +89,13 @@ def _half(rank: int) -> WeightShare:
 class _Fleet:
     """Four ranks that send, each with snapshots of its own, and replicas of some workers."""
 
-    def __init__(self, stack: ExitStack, shares: Mapping[str, Sequence[WeightShare]]) -> None:
-        self.shares, self.epoch = shares, 0
+    def __init__(
+        self,
+        stack: ExitStack,
+        shares: Mapping[str, Sequence[WeightShare]],
+        certificates: TransferCertificates | None = None,
+    ) -> None:
+        self.shares, self.epoch, self.certificates = shares, 0, certificates
         self.snapshots = [SnapshotBuffers(_SPECS, holding=one) for one in _HOLDINGS]
         self.servers: list[SendingRank] = []
         others = []
@@ -104,9 +110,10 @@ class _Fleet:
                 keeps_base=True,
                 host="127.0.0.1",
                 key=_KEY,
+                certificates=certificates,
             )
             self.servers.append(stack.enter_context(closing(server)))
-            other = SendingRankClient(holding.rank, "127.0.0.1", server.port, _KEY)
+            other = SendingRankClient(holding.rank, "127.0.0.1", server.port, _KEY, certificates)
             others.append(stack.enter_context(closing(other)))
         self.sender = stack.enter_context(
             closing(
@@ -114,6 +121,7 @@ class _Fleet:
                     device=CpuDevice(),
                     bucket_bytes=1 << 14,
                     timeout_s=5.0,
+                    certificates=certificates,
                     holdings=_HOLDINGS,
                     others=others,
                 )
@@ -132,7 +140,10 @@ class _Fleet:
         self.epoch += 1
         specs = self.sender.form_group(self.epoch, list(self.shares), _SPECS, self.shares)
         joined = [
-            self.pool.submit(worker.join, specs[name].of_worker(number))
+            self.pool.submit(
+                worker.join,
+                dataclasses.replace(specs[name].of_worker(number), certificates=self.certificates),
+            )
             for (name, number), worker in self.workers.items()
         ]
         self.sender.join(_NEVER)
@@ -229,6 +240,17 @@ def test_a_rank_that_ends_in_front_of_a_version_is_named(stack: ExitStack) -> No
         fleet.send(1)
     with pytest.raises((WeightSyncError, DeadlineError), match="trainer rank 4"):
         fleet.sender.probe_others(2.0)
+
+
+def test_ranks_are_steered_over_tls_and_refuse_callers_without_it(stack: ExitStack) -> None:
+    fleet = _Fleet(stack, {"one": (WHOLE,)}, mutual(service_key()).for_transfers())
+    fleet.form()
+    fleet.freeze(1)
+    report, staged = fleet.send(1)
+    assert report.digest == staged["one", 0].digest
+    plain = SendingRankClient(1, "127.0.0.1", fleet.servers[0].port, _KEY)
+    with closing(plain), pytest.raises(WeightSyncError, match="trainer rank 1"):
+        plain.probe(2.0)
 
 
 def test_a_stranger_without_the_runs_key_steers_no_rank(stack: ExitStack) -> None:
