@@ -29,16 +29,16 @@ from sluice.errors import ConfigError, DeadlineError, WeightSyncError
 from sluice.types import TransferCertificates, TransferGroupSpec
 
 KEY_BYTES = 32
-"""Length of an epoch's secret."""
+"""Length of a secret."""
+KEY_METADATA = "store-key-bin"  # the suffix lets gRPC carry bytes
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_VALUE_BYTES = 256 << 10
 MAX_KEY_CHARS = 256
 MAX_KEYS_ASKED = 4096
-MAX_KEYS = 16384
-MAX_TABLE_BYTES = 64 << 20
+MAX_KEYS = 65536  # 2048 workers with eight ranks that send: three keys for each pair
+MAX_TABLE_BYTES = 256 << 20
 
 _HANDLER_THREADS = 4
-KEY_METADATA = "store-key-bin"  # the suffix lets gRPC carry bytes
 _CLOSE_GRACE_S = 0.5
 _POLL_MIN_S, _POLL_MAX_S = 0.001, 0.02
 _OPTIONS = (
