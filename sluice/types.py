@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from sluice.weight_share import WeightShare, WorkerPlace
+from sluice.weight_share import Holding, WeightShare, WorkerPlace
 
 TokenIds = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
@@ -615,10 +615,13 @@ class TransferCertificates:
 class TransferGroupSpec:
     """One epoch of a weight-transfer group: everything a member needs to join it.
 
-    `rank` 0 is the trainer (sender). `bucket_bytes` bounds one collective; `timeout_s` bounds the
+    `rank` 0 is the sender. `bucket_bytes` bounds one collective; `timeout_s` bounds the
     formation and each collective. `store_key` is the epoch's secret, for the store at `host` and
     `port`; empty for a store that is open to all. `ranks` are the member's from `rank` on, one for
     each of its devices; if these are not all in group 0, `places` has each one's place.
+    `holdings` are those of the trainer ranks that send, each in a group of its own with the member;
+    none: one rank sends all weights. A place's group then counts classes of workers, each with as
+    many groups as there are holdings.
     `certificates` are each process's own and never travel to another machine; none: no TLS.
     """
 
@@ -637,11 +640,17 @@ class TransferGroupSpec:
     certificates: TransferCertificates | None = field(default=None, repr=False)
     group: int = 0
     places: tuple[WorkerPlace, ...] = ()
+    holdings: tuple[Holding, ...] = field(default=(), repr=False)
 
     def of_worker(self, worker: int) -> TransferGroupSpec:
         """Return the spec of one of the member's workers, 0 to `ranks` - 1."""
         own = asdict(self.places[worker]) if self.places else {"rank": self.rank + worker}
         return replace(self, ranks=1, places=(), **own)
+
+    def of_sender(self, number: int) -> TransferGroupSpec:
+        """Return the spec of the group with one of the senders, for one worker."""
+        senders = max(1, len(self.holdings))
+        return replace(self, holdings=(), group=self.group * senders + number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ _MODELS_ON_HOST = {"torch": 2}
 """Models that an engine's workers hold together in host memory during an update: the version that
 serves and the next; 1 with others, whose workers receive the next in the memory of the former."""
 _SNAPSHOTS = 2
-"""Copies of all weights on the host of trainer rank 0, in their wire dtype."""
+"""Copies of what a trainer rank sends in its host memory, in the dtype of the wire."""
 _MOMENTS_AT_ONCE = 512 * MIB
 """Of offloaded ones, those of one part of the parameters."""
 
@@ -221,7 +221,10 @@ def trainer_pool(
     micro_batches = _micro_batches(config, layout)
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
-    host = config.trainer.n_gpus_per_node * rank_host_bytes(config, shape, decoder, encoder)
+    local = config.trainer.n_gpus_per_node
+    # Each rank of the first copy has snapshots of its shards.
+    sent = min(1.0, local / layout.shard) * _wire_bytes(config, shape)
+    host = local * rank_host_bytes(config, shape, decoder, encoder)
     return TrainerPool(
         layout,
         parts,
@@ -230,7 +233,7 @@ def trainer_pool(
         micro_batches,
         operations / layout.ranks / device.flops,
         sum(moved.values()) * micro_batches / device.link_rate,
-        host + _SNAPSHOTS * _wire_bytes(config, shape),
+        host + _SNAPSHOTS * sent,
     )
 
 

@@ -282,10 +282,24 @@ def test_the_workers_of_a_vendors_replica_hold_one_model_together_in_host_memory
     assert host("torch", 1) == 2 * model
 
 
-def test_the_first_rank_s_machine_holds_two_snapshots_in_the_dtype_of_the_wire() -> None:
-    narrow = pool().host
-    wide = pool("actor_rollout_ref.rollout.dtype=float32").host
-    assert wide - narrow == 2 * SHAPE.total_parameters * (4 - 2)
+@pytest.mark.parametrize(
+    ("keys", "share"),
+    [
+        ([], 1.0),
+        (["trainer.n_gpus_per_node=4", "trainer.nnodes=2"], 0.5),
+        (
+            ["trainer.n_gpus_per_node=4", "trainer.nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=2"],
+            1.0,
+        ),
+    ],
+    ids=["one machine", "a copy over two", "a copy on each of two"],
+)
+def test_the_first_machine_holds_two_snapshots_of_what_its_ranks_send(
+    keys: list[str], share: float
+) -> None:
+    narrow = pool(*keys).host
+    wide = pool("actor_rollout_ref.rollout.dtype=float32", *keys).host
+    assert wide - narrow == 2 * share * SHAPE.total_parameters * (4 - 2)
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
