@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.trainer.learner.batch.micro_batch import (
-    MicroBatch,
-    TrainingRow,
-    build_micro_batch,
-    training_rows,
-)
+from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.checkpoint.adapter_files import Adapter

@@ -14,13 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.learner.batch.micro_batch import (
-    MicroBatch,
-    TrainingRow,
-    build_micro_batch,
-    training_rows,
-)
+from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.ranks import DataParallel
+from sluice.algorithm.episodes import trained_mask
 from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
     MicroBatchPlan,
@@ -37,11 +34,14 @@ from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchTable:
-    """The batch's rows in the order of its groups and their rollouts; W is the longest response."""
+    """The batch's rows in the order of its groups and their rollouts.
+
+    W is the most tokens that were sampled for one, in all of its turns.
+    """
 
     rewards: Tensor  # float32 [rows]
     group_index: Tensor  # int64 [rows]
-    mask: Tensor  # bool [rows, W], true at response tokens
+    mask: Tensor  # bool [rows, W], true at tokens that are trained
     baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
 
 
@@ -50,12 +50,18 @@ def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
     rows = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
     lengths = torch.tensor([batch.groups[g].rollouts[i].num_tokens for g, i in rows], device=device)
     width = max(1, int(lengths.max()))
+    mask = torch.arange(width, device=device) < lengths[:, None]
+    for row, (g, i) in enumerate(rows):
+        turns = batch.groups[g].rollouts[i].turns
+        if any(turn.untrained for turn in turns):
+            trained = torch.from_numpy(trained_mask(turns))
+            mask[row, : trained.numel()] = trained.to(device)
     return BatchTable(
         rewards=torch.tensor(
             [batch.groups[g].scores[i].reward for g, i in rows], dtype=torch.float32, device=device
         ),
         group_index=torch.tensor([g for g, _ in rows], device=device),
-        mask=torch.arange(width, device=device) < lengths[:, None],
+        mask=mask,
         baselines=_baselines(batch, device),
     )
 
@@ -315,7 +321,7 @@ def _mini_batch(
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
         GlobalCounts(
-            tokens=sum(row.size.response_tokens for row in shares.all_rows),
+            tokens=sum(row.num_trained for row in shares.all_rows),
             rows=len(shares.all_rows),
             groups=len(groups),
         ),
