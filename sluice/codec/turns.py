@@ -32,7 +32,7 @@ _FINISH_FROM_PROTO: dict[int, FinishReason] = {v: k for k, v in _FINISH_TO_PROTO
 _Values = TypeVar("_Values", TokenIds, Logprobs)
 
 
-def finish_reason_to_proto(reason: FinishReason) -> common.FinishReason:
+def finish_reason_to_proto(reason: FinishReason) -> common.FinishReason.ValueType:
     """Encode why a turn ended."""
     return _FINISH_TO_PROTO[reason]
 

@@ -43,6 +43,7 @@ class BatchTable:
     group_index: Tensor  # int64 [rows]
     mask: Tensor  # bool [rows, W], true at tokens that are trained
     baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
+    turn_rewards: Tensor | None = None  # float32 [rows, W], each at its turn's last trained token
 
 
 def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
@@ -63,7 +64,33 @@ def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
         group_index=torch.tensor([g for g, _ in rows], device=device),
         mask=mask,
         baselines=_baselines(batch, device),
+        turn_rewards=_turn_rewards(batch, width, device),
     )
+
+
+def _turn_rewards(batch: TrainBatch, width: int, device: torch.device) -> Tensor | None:
+    """Return the rewards of turns as a table; ``None``: no turn has any.
+
+    What an untrained turn earned follows from the trained ones before: it is at their last token.
+    Without any before it stays at its own.
+    """
+    rollouts = [one for group in batch.groups for one in group.rollouts]
+    found: dict[tuple[int, int], float] = {}
+    for row, rollout in enumerate(rollouts):
+        if all(turn.reward is None for turn in rollout.turns):
+            continue
+        trained, end = trained_mask(rollout.turns), 0
+        for turn in rollout.turns:
+            end += turn.token_ids.size
+            before = np.flatnonzero(trained[:end])
+            column = int(before[-1]) if before.size else max(end - 1, 0)
+            found[row, column] = found.get((row, column), 0.0) + (turn.reward or 0.0)
+    if not found:
+        return None
+    values = np.zeros((len(rollouts), width), np.float32)
+    for place, reward in found.items():
+        values[place] = reward
+    return torch.from_numpy(values).to(device)
 
 
 def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:

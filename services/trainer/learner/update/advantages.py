@@ -53,6 +53,8 @@ def token_advantages(
 ) -> AdvantageEstimate:
     """Put rewards on last tokens, subtract the KL penalty if configured, and run the estimator.
 
+    Rewards of turns count where the run trains on them; they are on their turns' last tokens.
+
     As in verl, the penalty counts on all tokens, and rejected tokens leave the mask before the
     estimator runs (`verl/trainer/ppo/ray_trainer.py`, `fit`).
 
@@ -68,6 +70,9 @@ def token_advantages(
         ConfigError: the estimator lacks an input; names it.
     """
     rewards = last_token_rewards(table.rewards, table.mask)
+    turn_rewards = table.turn_rewards if settings.trains_turn_rewards else None
+    if turn_rewards is not None:
+        rewards = rewards + turn_rewards
     metrics: dict[str, float] = {}
     if settings.kl_kind is not None:
         assert passed.old_logprobs is not None
@@ -94,6 +99,7 @@ def token_advantages(
         importance_weights=passed.importance_weights,
         reward_components=components,
         baselines=table.baselines,
+        turn_rewards=turn_rewards,
     )
     found = batch_estimator(settings.estimator)(inputs, settings.advantages)
     metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)
