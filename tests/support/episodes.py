@@ -10,7 +10,6 @@ import numpy as np
 from sluice.types import (
     FinishReason,
     Rollout,
-    Scored,
     TokenIds,
     TrainBatch,
     TrainGroup,
@@ -100,8 +99,3 @@ def sequence_before(prompt: TokenIds, turns: Sequence[Turn], number: int) -> Tok
     else:
         before = [] if turn.is_new_root else [prompt]
     return np.concatenate([*before, turn.context])
-
-
-def scored(group: TrainGroup, rewards: Sequence[float]) -> TrainGroup:
-    """The group with other rewards."""
-    return replace(group, scores=tuple(Scored(one, one, {"acc": one}) for one in rewards))
