@@ -131,6 +131,11 @@ def test_a_compacted_episode_is_two_sequences_of_one_row() -> None:
     (piece,) = whole_groups([first, second], range(2))
     # The prompt counts once; the last token of each of three sequences is no input.
     assert packed.input_ids.numel() == piece_tokens([first, second], piece) - 3
+    # Positions count from the prompt's end, and from 0 after the compaction.
+    prompt = int(group.prompt_token_ids.size)
+    spans = [(0, prompt), (prompt, before - 1), (0, after - 1), (prompt, 3 + 4 + 5 - 1)]
+    positions = [position for start, size in spans for position in range(start, start + size)]
+    assert packed.position_ids[0].tolist() == positions
 
 
 def test_untrained_turns_are_in_no_mask_and_in_no_count() -> None:

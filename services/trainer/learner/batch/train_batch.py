@@ -149,7 +149,11 @@ def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
         parts = [("prompt", prompt_tokens, group.prompt_routing)]
         # The last token has been through no pass. An empty response has no routing of its own.
         parts += [
-            (f"sample {one.sample_index}", prompt_tokens + max(0, one.num_tokens - 1), one.routing)
+            (
+                f"sample {one.sample_index}",
+                prompt_tokens + one.num_context_tokens + max(0, one.num_tokens - 1),
+                one.routing,
+            )
             for one in group.rollouts
         ]
         for name, tokens, found in parts:
