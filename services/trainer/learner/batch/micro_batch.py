@@ -390,12 +390,11 @@ def build_micro_batch(
     pieces = place(rows, plan.pieces)
     if not pieces:
         return None
-    members = [rows[index] for index in plan.row_indices]
-    of_rows = {index: paths for piece in pieces for index, paths in piece.rows.items()}
-    paths_of = [of_rows.get(index, ()) for index in plan.row_indices]
-    lengths = [sum(path.tokens.labels.size for path in paths) for paths in paths_of]
-    paths = [path for paths in paths_of for path in paths]
-    input_ids, position_ids = (_padded(one, pad_to) for one in packed_inputs(rows, pieces, images))
+    paths = [path for piece in pieces for path in piece.paths]
+    sizes = [path.labels.size for path in paths]
+    of_row = {index: number for number, index in enumerate(plan.row_indices)}
+    owners = [of_row[i] for piece in pieces for i, own in piece.rows.items() for _ in own]
+    input_ids, position_ids = (_padded(one, pad_to) for one in packed_inputs(pieces, images))
     predecessors, own = np.concatenate([path.predecessors for path in paths]), None
     num_tokens = input_ids.size
     if share is not None:
@@ -403,39 +402,31 @@ def build_micro_batch(
         indices = share.own(predecessors, num_tokens)
         predecessors = share.local(predecessors[indices], num_tokens)
         own = _tensor(indices, device)
-    # Rows of a prompt share its images, which are packed once like its tokens.
-    prompt_images = [
-        (piece.start, images.get(rows[next(iter(piece.rows))].group)) for piece in pieces
-    ]
     packed = [one for piece in pieces for one in piece.packed]
-    behavior_logprobs = [
-        row.behavior_logprobs[path.tokens.columns]
-        for row, paths in zip(members, paths_of, strict=True)
-        for path in paths
-    ]
+    # Rows of a prompt share its images, which are packed once like its tokens.
+    prompt_images = [(piece.start, images.get(piece.first.group)) for piece in pieces]
     return MicroBatch(
         row_indices=plan.row_indices,
-        row_groups=tuple(row.group for row in members),
+        row_groups=tuple(rows[index].group for index in plan.row_indices),
         layout=replace(build_layout(packed, num_tokens, device), share=share),
         input_ids=_tensor(input_ids[None], device),
         position_ids=_tensor(position_ids[..., None, :], device),
         predecessors=_tensor(predecessors, device),
         # One entry per trained token: its id, its row here and in the batch, its place in the row.
-        labels=_tensor(
-            np.concatenate([path.tokens.token_ids[path.tokens.labels] for path in paths]), device
-        ),
-        rows=_tensor(np.repeat(np.arange(len(members)), lengths), device),
-        batch_rows=_tensor(np.repeat([row.number for row in members], lengths), device),
+        labels=_tensor(np.concatenate([path.labels for path in paths]), device),
+        rows=_tensor(np.repeat(owners, sizes), device),
+        batch_rows=_tensor(np.repeat([path.row.number for path in paths], sizes), device),
         columns=_tensor(np.concatenate([path.tokens.columns for path in paths]), device),
-        behavior_logprobs=torch.from_numpy(np.concatenate(behavior_logprobs)).to(device),
+        behavior_logprobs=torch.from_numpy(
+            np.concatenate([path.behavior_logprobs for path in paths])
+        ).to(device),
         images=pack_images(prompt_images, num_tokens, device, share),
         own=own,
-        routing=_pack_routing(rows, pieces, num_tokens, share),
+        routing=_pack_routing(pieces, num_tokens, share),
     )
 
 
 def _pack_routing(
-    rows: Sequence[TrainingRow],
     pieces: Sequence[PlacedPiece],
     num_tokens: int,
     share: SequenceShare | None,
@@ -444,8 +435,8 @@ def _pack_routing(
     found: list[tuple[int, RoutedExperts]] = []
     for piece in pieces:
         # The prompt's experts are the same in all rows. An episode has none.
-        places = [(piece.start, rows[next(iter(piece.rows))].prompt_routing)]
-        places += [(paths[0].at.start, rows[i].routing) for i, paths in piece.rows.items()]
+        places = [(piece.start, piece.first.prompt_routing)]
+        places += [(paths[0].at.start, paths[0].row.routing) for paths in piece.rows.values()]
         found += [(start, one) for start, one in places if one is not None]
     if not found:
         return None

@@ -91,9 +91,20 @@ class PlacedPath:
     the token before its first; it has no meaning for a path without the group's prompt.
     """
 
+    row: TrainingRow
     tokens: PathTokens
     at: PackedRow
     before: int
+
+    @property
+    def labels(self) -> TokenIds:
+        """Return the tokens to predict, [labels]."""
+        return self.tokens.token_ids[self.tokens.labels]
+
+    @property
+    def behavior_logprobs(self) -> Logprobs:
+        """Return theirs, [labels]."""
+        return self.row.behavior_logprobs[self.tokens.columns]
 
     @property
     def predecessors(self) -> Positions:
@@ -117,6 +128,11 @@ class PlacedPiece:
     def paths(self) -> list[PlacedPath]:
         """Return all paths, in packed order."""
         return [path for paths in self.rows.values() for path in paths]
+
+    @property
+    def first(self) -> TrainingRow:
+        """Return the first row; all have the same prompt."""
+        return self.paths[0].row
 
     @property
     def packed(self) -> Iterator[PackedPiece]:
@@ -176,7 +192,7 @@ def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[Pla
             own = []
             for path in found:
                 at = PackedRow(cursor, int(path.token_ids.size) - 1)
-                own.append(PlacedPath(path, at, before))
+                own.append(PlacedPath(rows[index], path, at, before))
                 cursor += at.length
             of_rows[index] = tuple(own)
         placed.append(PlacedPiece(start, length, of_rows))
@@ -184,9 +200,7 @@ def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[Pla
 
 
 def packed_inputs(
-    rows: Sequence[TrainingRow],
-    pieces: Sequence[PlacedPiece],
-    images: Mapping[int, ImagePrompt],
+    pieces: Sequence[PlacedPiece], images: Mapping[int, ImagePrompt]
 ) -> tuple[Positions, Positions]:
     """Return token ids [T] and positions [T] in packed order, int64; [3, T] with images.
 
@@ -195,12 +209,11 @@ def packed_inputs(
     tokens: list[TokenIds] = []
     positions: list[Positions] = []
     for piece in pieces:
-        first = rows[next(iter(piece.rows))]
-        prompt = first.prompt_token_ids[: piece.length]
+        prompt = piece.first.prompt_token_ids[: piece.length]
         longest = prompt.size + max(path.at.length for path in piece.paths)
         plain = own = np.arange(longest)
         if images:  # three positions per token: time, height and width
-            image = images.get(first.group)
+            image = images.get(piece.first.group)
             plain = own = np.tile(own, (3, 1))
             own = plain if image is None else image.positions.extended(longest)
         tokens.append(prompt)

@@ -53,13 +53,11 @@ def token_advantages(
 ) -> AdvantageEstimate:
     """Put rewards on last tokens, subtract the KL penalty if configured, and run the estimator.
 
-    Rewards of turns count where the run trains on them; they are on their turns' last tokens.
-
     As in verl, the penalty counts on all tokens, and rejected tokens leave the mask before the
     estimator runs (`verl/trainer/ppo/ray_trainer.py`, `fit`).
 
     Args:
-        table: the batch.
+        table: the batch; its rewards of turns count where the run trains on them.
         passed: ``old_logprobs`` and ``ref_logprobs`` for a KL penalty, and the other inputs of the
             estimator.
         components: reward components (gdpo).
@@ -69,10 +67,9 @@ def token_advantages(
     Raises:
         ConfigError: the estimator lacks an input; names it.
     """
-    rewards = last_token_rewards(table.rewards, table.mask)
     turn_rewards = table.turn_rewards if settings.trains_turn_rewards else None
-    if turn_rewards is not None:
-        rewards = rewards + turn_rewards
+    rewards = last_token_rewards(table.rewards, table.mask)
+    rewards = rewards if turn_rewards is None else rewards + turn_rewards
     metrics: dict[str, float] = {}
     if settings.kl_kind is not None:
         assert passed.old_logprobs is not None
