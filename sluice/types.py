@@ -168,6 +168,11 @@ def absent_tokens(size: int) -> TokenIds:
     return np.broadcast_to(_ABSENT_TOKEN, (size,))
 
 
+def absent_logprobs(size: int) -> Logprobs:
+    """Return the place of so many logprobs that are elsewhere; it takes no memory."""
+    return np.broadcast_to(_ABSENT_LOGPROB, (size,))
+
+
 def is_absent(values: TokenIds | RoutedExperts) -> bool:
     """Return whether these tokens, or experts, are elsewhere; no tokens never are."""
     return any(np.may_share_memory(values, one) for one in (_ABSENT_TOKEN, _ABSENT_EXPERT))
@@ -319,7 +324,7 @@ class Rollout:
         return cls.of_one_turn(
             sample_index,
             absent_tokens(num_tokens),
-            np.broadcast_to(_ABSENT_LOGPROB, (num_tokens,)),
+            absent_logprobs(num_tokens),
             version_spans,
             finish_reason,
             "",
@@ -331,6 +336,8 @@ class Rollout:
         """Sampled tokens, ``[tokens]``."""
         if len(self.turns) == 1:
             return self.turns[0].token_ids
+        if self._is_absent:
+            return absent_tokens(self.num_tokens)
         return np.concatenate([turn.token_ids for turn in self.turns])
 
     @property
@@ -338,6 +345,8 @@ class Rollout:
         """Their log probabilities when they were sampled, ``[tokens]``, natural log."""
         if len(self.turns) == 1:
             return self.turns[0].behavior_logprobs
+        if self._is_absent:
+            return absent_logprobs(self.num_tokens)
         return np.concatenate([turn.behavior_logprobs for turn in self.turns])
 
     @property
@@ -402,6 +411,17 @@ class Rollout:
     def num_roots(self) -> int:
         """Turns that continue no other."""
         return sum(turn.parent is None for turn in self.turns)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one answer to the group's prompt, with nothing else to know of its turn."""
+        first = self.turns[0]
+        has_more = first.context.size or first.is_new_root or first.untrained
+        return len(self.turns) == 1 and not has_more and first.reward is None
+
+    @property
+    def _is_absent(self) -> bool:
+        return any(is_absent(turn.token_ids) for turn in self.turns)
 
     @property
     def oldest_version(self) -> int | None:
