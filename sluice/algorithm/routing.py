@@ -22,6 +22,10 @@ MOST_GROWTH = 4.0
 """Most times the present fleet that one measurement may give: beyond it nothing is known about how
 the work would spread. The next measurement continues from there."""
 
+STICKY_MARGIN = 0.25
+"""How far the load of the replica that holds a prefix may be above the least one's, in slots per
+slot. Beyond it a turn waits longer for a token than its prefix takes to compute elsewhere."""
+
 _DEMAND_ROUNDING = 1e-9
 
 
@@ -65,11 +69,16 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRequirement:
-    """What a group needs of a replica; versions are inclusive."""
+    """What a group needs of a replica; versions are inclusive.
+
+    Attributes:
+        prefer: name of the replica that holds the beginning of the prompt; empty: none does.
+    """
 
     num_sequences: int
     lowest_version: int
     highest_version: int | None = None
+    prefer: str = ""
 
     def accepts(self, version: int) -> bool:
         """Return whether a replica that serves `version` will do."""
@@ -109,7 +118,7 @@ class _SameSlots:
                 heappop(self._heap)
             elif num_outstanding and num_outstanding + wanted.num_sequences > self.capacity:
                 break  # and so are all others
-            elif self._has_capacity(member, wanted, now):
+            elif self.has_capacity(member, wanted, now):
                 found = member
             else:
                 passed_over.append(heappop(self._heap))
@@ -117,7 +126,8 @@ class _SameSlots:
             heappush(self._heap, entry)
         return found
 
-    def _has_capacity(self, member: RoutedReplica, wanted: ReplicaRequirement, now: float) -> bool:
+    def has_capacity(self, member: RoutedReplica, wanted: ReplicaRequirement, now: float) -> bool:
+        """Return whether a member takes the group now."""
         if not wanted.accepts(member.announced.policy_version) or member.paused_until > now:
             return False
         if member.num_groups == 0:
@@ -141,6 +151,7 @@ class ReplicaRouter:
         self._slack = slack
         self.announced: tuple[AnnouncedReplica, ...] = ()
         self._members: dict[tuple[str, str], RoutedReplica] = {}
+        self._by_name: dict[str, RoutedReplica] = {}
         self._by_slots: dict[int, _SameSlots] = {}
         self._num_serving: Counter[int] = Counter()  # replicas by policy version
         self._num_free: Counter[int] = Counter()  # sequences by policy version
@@ -172,12 +183,21 @@ class ReplicaRouter:
         return any(wanted.accepts(version) for version in self._num_serving)
 
     def choose(self, wanted: ReplicaRequirement, now: float) -> RoutedReplica | None:
-        """Return the least loaded replica with capacity for the group, or ``None``."""
+        """Return the replica that takes the group, or ``None``: none has capacity.
+
+        The preferred one takes it unless its load is more than `STICKY_MARGIN` above the least
+        one's; otherwise the least loaded one does.
+        """
         if not self.serves(wanted):
             return None
         firsts = [same.first(wanted, now) for same in self._by_slots.values()]
         candidates = [member for member in firsts if member is not None]
-        return min(candidates, key=lambda member: (member.load, member.order), default=None)
+        least = min(candidates, key=lambda member: (member.load, member.order), default=None)
+        preferred = self._by_name.get(wanted.prefer)
+        if least is None or preferred is None or preferred.load > least.load + STICKY_MARGIN:
+            return least
+        same = self._by_slots[preferred.announced.info.slots]
+        return preferred if same.has_capacity(preferred, wanted, now) else least
 
     def num_free(self, lowest_version: int, now: float) -> int:
         """Return how many sequences could start now on replicas of `lowest_version` or later."""
@@ -230,6 +250,7 @@ class ReplicaRouter:
         """Count and sort all members again."""
         self._by_slots, self._num_serving, self._num_free = {}, Counter(), Counter()
         self._paused.clear()
+        self._by_name = {member.announced.info.name: member for member in self._members.values()}
         for order, member in enumerate(self._members.values()):
             member.order = order
             version = member.announced.policy_version

@@ -64,6 +64,8 @@ class GenerationRequest:
         images: encoded files, in the order of their (expanded) placeholder tokens in the prompt.
         for_direct_client: the caller is no service of the run; its tokens are counted apart.
         with_routing: finished samples come with their experts, if the engine notes them.
+        affinity: names the conversation that the prompt continues and that a later one may
+            continue; empty: nothing is kept for it.
     """
 
     request_id: str
@@ -77,6 +79,7 @@ class GenerationRequest:
     images: tuple[bytes, ...] = ()
     for_direct_client: bool = False
     with_routing: bool = False
+    affinity: str = ""
 
     def watch(self) -> StopStringWatch | None:
         """Return a watch for one of its samples, if strings can end it."""

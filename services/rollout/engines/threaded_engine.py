@@ -171,6 +171,16 @@ class EngineCore(ABC, Generic[RunT]):
         """Prompt tokens computed so far, without those from a prefix cache."""
 
     @property
+    @abstractmethod
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of samples that began so far, as far as the engine counts them."""
+
+    @property
+    @abstractmethod
+    def reused_tokens(self) -> int:
+        """Those of `prompt_tokens` that came from a prefix cache."""
+
+    @property
     def broken(self) -> EngineError | None:
         """Why the engine is broken; ``None`` while it works."""
         return self._broken
@@ -346,6 +356,8 @@ class ThreadedEngine(ABC, Generic[CoreT]):
             slots_busy=busy,
             queued=open_samples - busy,
             **self._accounting.token_counters(core.generated_tokens),
+            prompt_tokens=core.prompt_tokens,
+            reused_tokens=core.reused_tokens,
             busy_seconds=seconds[EngineState.GENERATING],
             seconds_by_state=seconds,
             version=core.version,
