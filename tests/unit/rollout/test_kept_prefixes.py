@@ -144,29 +144,39 @@ def _prefix(tokens: Sequence[int]) -> KnownPrefix:
 
 def test_the_least_recently_used_prefix_leaves_first_and_the_bound_holds() -> None:
     kept = KeptPrefixes(10)
-    longer = np.arange(9)
     kept.put("a", _prefix(range(4)))
     kept.put("b", _prefix(range(4)))
-    assert kept.find("a", longer) is not None
+    assert kept.take("a", np.arange(3)) is not None  # a part: it stays
     kept.put("c", _prefix(range(5)))
-    assert kept.find("b", longer) is None
-    assert kept.find("a", longer) is not None
     assert kept.num_tokens == 9
-    kept.put("a", _prefix(range(2)))
-    assert kept.num_tokens == 7
+    assert kept.take("b", np.arange(9)) is None
+    assert kept.take("a", np.arange(9)) is not None
     kept.put("d", _prefix(range(11)))
-    assert kept.find("d", np.arange(20)) is None
-    assert kept.num_tokens == 7
+    assert kept.take("d", np.arange(20)) is None
+    assert kept.num_tokens == 5
 
 
 def test_a_prefix_leaves_a_token_to_compute() -> None:
     kept = KeptPrefixes(10)
     kept.put("a", _prefix(range(5)))
-    found = kept.find("a", np.arange(3))
+    found = kept.take("a", np.arange(3))
     assert found is not None
     assert found.tokens.tolist() == [0, 1]
     assert found.layers[0].shape == (1, 2, 2, 1)
-    assert kept.find("a", np.arange(1)) is None
+    assert kept.take("a", np.arange(1)) is None
+
+
+def test_a_prefix_that_is_continued_leaves_and_the_longest_one_is_taken() -> None:
+    kept = KeptPrefixes(20)
+    for tokens in ([1, 2, 3], [1, 2, 7, 8], [1]):
+        kept.put("a", _prefix(tokens))
+    lengths = []
+    while (found := kept.take("a", np.array([1, 2, 7, 8, 9, 9]))) is not None:
+        lengths.append(len(found.tokens))
+        if len(lengths) == 3:
+            break
+    assert lengths == [4, 2, 2]
+    assert kept.num_tokens == 4
 
 
 async def test_more_conversations_than_slots_are_all_served_without_loss(
@@ -181,4 +191,4 @@ async def test_more_conversations_than_slots_are_all_served_without_loss(
         for task, (tokens, logprobs) in zip(running, alone, strict=True):
             assert task.result()[0] == tokens
             np.testing.assert_allclose(task.result()[1], logprobs, atol=1e-5)
-        assert engine._in_thread()[1].loop._kept.num_tokens <= 24
+        assert engine._in_thread()[1].loop._kept.num_tokens <= 48

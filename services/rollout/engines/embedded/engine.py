@@ -62,9 +62,9 @@ class EmbeddedEngineSettings(EngineSettings):
 
     @property
     def kept_tokens(self) -> int:
-        """Most tokens of kept prefixes: half of those that the slots hold."""
+        """Most tokens of kept prefixes: as many as the slots hold."""
         keeps = self.keeps_prefixes and not self.batch_invariant
-        return self.slots * self.max_model_len // 2 if keeps else 0
+        return self.slots * self.max_model_len if keeps else 0
 
 
 def create(config: RunConfig) -> EmbeddedEngine:

@@ -1,8 +1,9 @@
 """What was computed for conversations that may continue.
 
 A sample that ends leaves a copy of its keys and values here, under the name of its conversation. A
-later prompt of the same name takes as much of it as its tokens agree with, so that a retry and a
-branch find their part too. The copies lie beside the slots: what runs never waits for them.
+later prompt of that name takes what it shares with one of them, so that a retry, a branch and each
+of several agents find their part too. The copies lie beside the slots: what runs never waits for
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from services.rollout.engines.embedded.decoder import KnownPrefix, TokenRow
 
 
 class KeptPrefixes:
-    """The last prefix of each conversation; the least recently used ones leave first.
+    """Prefixes by the name of their conversation; the least recently used ones leave first.
 
     Args:
         max_tokens: of all prefixes together; 0: nothing is kept.
@@ -24,34 +25,54 @@ class KeptPrefixes:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self._by_name: OrderedDict[str, KnownPrefix] = OrderedDict()
+        self._names: OrderedDict[KnownPrefix, str] = OrderedDict()
+        self._by_name: dict[str, list[KnownPrefix]] = {}
 
     def put(self, name: str, prefix: KnownPrefix) -> None:
-        """Keep a prefix in place of the conversation's earlier one."""
-        self._remove(name)
+        """Keep a prefix, unless it alone is beyond the bound."""
         if len(prefix.tokens) > self.max_tokens:
             return
         while self.num_tokens + len(prefix.tokens) > self.max_tokens:
-            self._remove(next(iter(self._by_name)))
-        self._by_name[name] = prefix
+            self._remove(next(iter(self._names)))
+        self._names[prefix] = name
+        self._by_name.setdefault(name, []).append(prefix)
         self.num_tokens += len(prefix.tokens)
 
-    def find(self, name: str, tokens: TokenRow) -> KnownPrefix | None:
-        """Return the kept beginning of `tokens`, which leaves at least one of them to compute."""
-        kept = self._by_name.get(name)
-        if kept is None:
+    def take(self, name: str, tokens: TokenRow) -> KnownPrefix | None:
+        """Return the longest kept beginning of `tokens`, which leaves at least one to compute.
+
+        A prefix that is used to its end leaves: the sample's own will take its place.
+        """
+        kept = self._by_name.get(name, ())
+        shared, best = max(
+            ((_num_shared(prefix.tokens, tokens[:-1]), prefix) for prefix in kept),
+            key=lambda found: found[0],
+            default=(0, None),
+        )
+        if best is None or shared == 0:
             return None
-        self._by_name.move_to_end(name)
-        most = min(len(kept.tokens), len(tokens) - 1)
-        differs = np.flatnonzero(kept.tokens[:most] != tokens[:most])
-        shared = int(differs[0]) if differs.size else most
-        return kept.cut(shared) if shared > 0 else None
+        if shared == len(best.tokens):
+            self._remove(best)
+        else:
+            self._names.move_to_end(best)
+        return best.cut(shared)
 
     def clear(self) -> None:
         """Forget all: other weights computed them."""
+        self._names.clear()
         self._by_name.clear()
         self.num_tokens = 0
 
-    def _remove(self, name: str) -> None:
-        if (old := self._by_name.pop(name, None)) is not None:
-            self.num_tokens -= len(old.tokens)
+    def _remove(self, prefix: KnownPrefix) -> None:
+        name = self._names.pop(prefix)
+        self._by_name[name].remove(prefix)
+        if not self._by_name[name]:
+            del self._by_name[name]
+        self.num_tokens -= len(prefix.tokens)
+
+
+def _num_shared(first: TokenRow, second: TokenRow) -> int:
+    """Return how many tokens two rows begin with alike."""
+    most = min(len(first), len(second))
+    differs = np.flatnonzero(first[:most] != second[:most])
+    return int(differs[0]) if differs.size else most

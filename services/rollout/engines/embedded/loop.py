@@ -432,7 +432,7 @@ class GenerationLoop:
         continued: list[tuple[PrefillUnit, KnownPrefix]] = []
         for unit in new:
             self.prompt_tokens += len(unit.tokens) - 1
-            known = self._kept.find(unit.affinity, unit.tokens[:-1])
+            known = self._kept.take(unit.affinity, unit.tokens[:-1])
             if known is None:
                 whole.append(unit)
             else:
