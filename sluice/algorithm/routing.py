@@ -27,6 +27,7 @@ STICKY_MARGIN = 0.25
 slot. Beyond it a turn waits longer for a token than its prefix takes to compute elsewhere."""
 
 _DEMAND_ROUNDING = 1e-9
+_CONTEXTS, _STEP = 256, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,12 @@ class AnnouncedReplica:
 class RoutedReplica:
     """A replica in use. After a failure it pauses, then proves itself with one group.
 
-    `order` is its index in the announcement.
+    `order` is its index in the announcement, `capacity` the sequences that it may have at once.
     """
 
     announced: AnnouncedReplica
     order: int = 0
+    capacity: int = 0
     num_outstanding: int = 0
     num_groups: int = 0
     paused_until: float = 0.0
@@ -86,8 +88,44 @@ class ReplicaRequirement:
         return below and version >= self.lowest_version
 
 
+def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
+    """Return how many sequences a replica may have at once, at least 1.
+
+    Args:
+        info: the replica.
+        slack: sequences for each one that runs, at least 1.
+        context: tokens that a sequence is expected to have at its end; 0: not known.
+    """
+    running = float(info.slots)
+    if info.kv_tokens and context > 0:
+        running = min(running, info.kv_tokens / context)
+    return max(1, math.floor(running * slack))
+
+
+class MeanContext:
+    """The tokens of a sequence at its end, prompt included: a mean over about the last 256.
+
+    Attributes:
+        expected: the mean, which follows in steps of a tenth; 0 before the first sequence.
+    """
+
+    def __init__(self) -> None:
+        self.expected = 0.0
+        self._mean = 0.0
+        self._num_seen = 0
+
+    def add(self, num_tokens: int) -> bool:
+        """Take a sequence that has ended; return whether `expected` changed."""
+        self._num_seen = min(self._num_seen + 1, _CONTEXTS)
+        self._mean += (num_tokens - self._mean) / self._num_seen
+        if abs(self._mean - self.expected) <= _STEP * self.expected:
+            return False
+        self.expected = self._mean
+        return True
+
+
 class _SameSlots:
-    """Replicas with as many slots as each other, by outstanding sequences, then by order.
+    """Replicas with as many slots and sequences as each other, by those outstanding, then by order.
 
     An entry is valid while its count is the member's; a change of the count adds another.
     """
@@ -152,7 +190,8 @@ class ReplicaRouter:
         self.announced: tuple[AnnouncedReplica, ...] = ()
         self._members: dict[tuple[str, str], RoutedReplica] = {}
         self._by_name: dict[str, RoutedReplica] = {}
-        self._by_slots: dict[int, _SameSlots] = {}
+        self._by_slots: dict[tuple[int, int], _SameSlots] = {}
+        self._context = MeanContext()
         self._num_serving: Counter[int] = Counter()  # replicas by policy version
         self._num_free: Counter[int] = Counter()  # sequences by policy version
         self._paused: set[RoutedReplica] = set()  # since the last announcement
@@ -175,6 +214,7 @@ class ReplicaRouter:
         self.announced = tuple(member.announced for member in self._members.values())
         for gone in previous.values():
             gone.removed = True
+        self._paused.clear()
         self._arrange()
         return tuple(previous.values())
 
@@ -196,7 +236,7 @@ class ReplicaRouter:
         preferred = self._by_name.get(wanted.prefer)
         if least is None or preferred is None or preferred.load > least.load + STICKY_MARGIN:
             return least
-        same = self._by_slots[preferred.announced.info.slots]
+        same = self._peers(preferred)
         return preferred if same.has_capacity(preferred, wanted, now) else least
 
     def num_free(self, lowest_version: int, now: float) -> int:
@@ -225,6 +265,14 @@ class ReplicaRouter:
         reservation.num_missing -= 1
         self._load(reservation.member, -1)
 
+    def context_ended(self, num_tokens: int) -> None:
+        """Note the tokens of a sequence at its end, prompt included.
+
+        From them follows how many sequences fill a replica's KV cache.
+        """
+        if self._context.add(num_tokens):
+            self._arrange()
+
     def give_back(self, reservation: Reservation) -> None:
         """Release the capacity that is left of a group's reservation."""
         reservation.member.num_groups -= 1
@@ -249,15 +297,16 @@ class ReplicaRouter:
     def _arrange(self) -> None:
         """Count and sort all members again."""
         self._by_slots, self._num_serving, self._num_free = {}, Counter(), Counter()
-        self._paused.clear()
         self._by_name = {member.announced.info.name: member for member in self._members.values()}
         for order, member in enumerate(self._members.values()):
+            info = member.announced.info
             member.order = order
+            member.capacity = sequences_at_once(info, self._slack, self._context.expected)
             version = member.announced.policy_version
             self._num_serving[version] += 1
             self._num_free[version] += self._free_sequences(member)
-            slots = member.announced.info.slots
-            self._by_slots.setdefault(slots, _SameSlots(self._capacity(member))).add(member)
+            peers = _SameSlots(member.capacity)
+            self._by_slots.setdefault((info.slots, member.capacity), peers).add(member)
 
     def _load(self, member: RoutedReplica, num_sequences: int) -> None:
         """Add outstanding sequences, or take some away."""
@@ -265,13 +314,13 @@ class ReplicaRouter:
         member.num_outstanding += num_sequences
         if num_sequences and not member.removed:
             self._num_free[member.announced.policy_version] += self._free_sequences(member) - before
-            self._by_slots[member.announced.info.slots].changed(member)
+            self._peers(member).changed(member)
+
+    def _peers(self, member: RoutedReplica) -> _SameSlots:
+        return self._by_slots[member.announced.info.slots, member.capacity]
 
     def _free_sequences(self, member: RoutedReplica) -> int:
-        return max(0, self._capacity(member) - member.num_outstanding)
-
-    def _capacity(self, member: RoutedReplica) -> int:
-        return math.floor(member.announced.info.slots * self._slack)
+        return max(0, member.capacity - member.num_outstanding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,12 +172,14 @@ class EngineLoad(ReplicaCounters):
         version: the policy version that serves; ``None`` before the first weights.
         weight_digest: its digest; empty before the first weights.
         slots_may_wait: a sample with a slot may still wait for others, for space in the KV cache.
+        kv_tokens: tokens that the KV cache holds; 0: not known, or enough for all slots.
     """
 
     slots: int
     version: int | None
     weight_digest: str
     slots_may_wait: bool = False
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

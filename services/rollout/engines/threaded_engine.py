@@ -143,6 +143,8 @@ class EngineCore(ABC, Generic[RunT]):
     """The engine, for messages."""
     slots_may_wait: ClassVar[bool]
     """See `EngineLoad`."""
+    kv_tokens = 0
+    """See `EngineLoad`."""
     abort_timeout_s: ClassVar[float | None]
     """An engine that takes longer to abort samples is broken; ``None``: it may take any time."""
 
@@ -363,6 +365,7 @@ class ThreadedEngine(ABC, Generic[CoreT]):
             version=core.version,
             weight_digest=core.digest,
             slots_may_wait=core.slots_may_wait,
+            kv_tokens=core.kv_tokens,
         )
 
     async def generate(

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from sluice.algorithm.routing import (
     AnnouncedReplica,
+    MeanContext,
     ReplicaRequirement,
     ReplicaRouter,
     Reservation,
     RoutedReplica,
+    sequences_at_once,
 )
 from sluice.types import ReplicaInfo
 
@@ -214,3 +216,53 @@ def test_sessions_keep_their_replica_and_spread_the_load(sessions: int) -> None:
     assert played.kept >= 0.9
     assert played.spread <= 1.3
     assert _play(sticky=False, sessions=sessions).kept < 0.5
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "context", "sequences"),
+    [
+        (0, 1000.0, 12),  # it does not say what its cache holds
+        (4000, 0.0, 12),  # no sequence has ended
+        (8000, 1000.0, 12),  # a cache for all slots
+        (4000, 1000.0, 6),
+        (4000, 999.0, 6),
+        (100, 1000.0, 1),  # one always runs
+    ],
+)
+def test_a_replica_gets_as_many_sequences_as_its_cache_holds_of_their_expected_context(
+    kv_tokens: int, context: float, sequences: int
+) -> None:
+    info = ReplicaInfo("r", "i", "h:1", 8, kv_tokens=kv_tokens)
+    assert sequences_at_once(info, SLACK, context) == sequences
+
+
+def test_the_expected_context_follows_the_last_sequences_in_steps_of_a_tenth() -> None:
+    mean = MeanContext()
+    assert mean.expected == 0.0
+    assert mean.add(1000)
+    assert mean.expected == 1000
+    assert not any(mean.add(length) for length in (1010, 990) * 20)
+    changes = sum(mean.add(2000) for _ in range(2000))
+    assert mean.expected == pytest.approx(2000, rel=0.1)
+    assert 0 < changes <= 8
+
+
+def test_longer_sequences_leave_less_capacity_and_paused_replicas_stay_paused() -> None:
+    fleet = ReplicaRouter(1.0)
+    replicas = [ReplicaInfo(f"r{n}", "i", f"h:{n}", 8, kv_tokens=4000) for n in range(2)]
+    fleet.announce([AnnouncedReplica(info, 1) for info in replicas])
+    assert fleet.num_free(0, 0.0) == 16
+    fleet.failed(fleet._by_name["r0"], 0.0)
+    fleet.context_ended(1000)
+    assert fleet.num_free(0, 0.0) == 4
+    wanted = ReplicaRequirement(4, 0)
+    member = fleet.choose(wanted, 0.0)
+    assert member is fleet._by_name["r1"]
+    reservation = fleet.reservation(member, 4)
+    assert fleet.num_free(0, 0.0) == 0
+    assert fleet.choose(ReplicaRequirement(1, 0), 0.0) is None
+    for _ in range(1000):
+        fleet.context_ended(400)
+    assert fleet.num_free(0, 0.0) == 4
+    fleet.give_back(reservation)
+    assert fleet.num_free(0, 0.0) == 8

@@ -206,6 +206,13 @@ class SglangClient:
         await self._schedulers.open()
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache holds; 0: not known."""
+        started = getattr(self._engine, "_scheduler_init_result", None)
+        infos = getattr(started, "scheduler_infos", None) or [{}]
+        return int(infos[0].get("max_total_num_tokens", 0))
+
+    @property
     def processes(self) -> tuple[int, ...]:
         """Ids of SGLang's processes."""
         return tuple(one.pid for one in self._processes if one.pid is not None)

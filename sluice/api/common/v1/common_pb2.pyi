@@ -636,6 +636,7 @@ class Replica(google.protobuf.message.Message):
     SLOTS_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    KV_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name, unique in the fleet."""
     instance_id: builtins.str
@@ -648,6 +649,8 @@ class Replica(google.protobuf.message.Message):
     """The policy version that it serves, at least 0."""
     ranks: builtins.int
     """Ranks that it takes in a transfer group, one for each of its devices, at most 1024. 0: 1."""
+    kv_tokens: builtins.int
+    """Tokens that its KV cache holds. 0: not known, or never fewer than its slots need."""
     def __init__(
         self,
         *,
@@ -657,8 +660,9 @@ class Replica(google.protobuf.message.Message):
         slots: builtins.int = ...,
         policy_version: builtins.int = ...,
         ranks: builtins.int = ...,
+        kv_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "ranks", b"ranks", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "instance_id", b"instance_id", "kv_tokens", b"kv_tokens", "name", b"name", "policy_version", b"policy_version", "ranks", b"ranks", "slots", b"slots"]) -> None: ...
 
 global___Replica = Replica
 
