@@ -93,7 +93,7 @@ def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
 
     Args:
         info: the replica.
-        slack: sequences for each one that runs, at least 1.
+        slack: sequences for each one that runs.
         context: tokens that a sequence is expected to have at its end; 0: not known.
     """
     running = float(info.slots)
