@@ -391,7 +391,7 @@ class GenerationLoop:
     def _extend(
         self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]
     ) -> list[tuple[PrefilledPrompts, list[int]]]:
-        """Return prompts of which the beginning is known; see `_prefill`."""
+        """Return prompts whose beginning is known; see `_prefill`."""
         reused = sum(len(prefix.tokens) for prefix in known)
         self.reused_tokens += reused
         lengths = [len(prompt) for prompt in prompts]
