@@ -678,7 +678,8 @@ class ReplicaInfo:
     """A rollout replica as the trainer knows it. `instance_id` is new at each process start.
 
     `ranks` are those it takes in a transfer group: one for each of its devices. `shares` are the
-    weights of each; none: every rank takes all of them.
+    weights of each; none: every rank takes all of them. `kv_tokens` is how many tokens its KV cache
+    holds; 0: not known, or never fewer than its slots need.
     """
 
     name: str
@@ -687,6 +688,7 @@ class ReplicaInfo:
     slots: int
     ranks: int = 1
     shares: tuple[WeightShare, ...] = field(default=(), repr=False, compare=False)
+    kv_tokens: int = 0
 
 
 def layout_digest(tensors: Iterable[TensorSpec]) -> str:

@@ -24,7 +24,12 @@ MOST_GROWTH = 4.0
 """Most times the present fleet that one measurement may give: beyond it nothing is known about how
 the work would spread. The next measurement continues from there."""
 
+STICKY_MARGIN = 0.25
+"""How far the load of the replica that holds a prefix may be above the least one's, in slots per
+slot. Beyond it a turn waits longer for a token than its prefix takes to compute elsewhere."""
+
 _DEMAND_ROUNDING = 1e-9
+_CONTEXTS, _STEP = 256, 0.1
 
 
 class ReplicaUse(Enum):
@@ -60,11 +65,12 @@ class AnnouncedReplica:
 class RoutedReplica:
     """A replica in use. After a failure it pauses, then proves itself with one group.
 
-    `order` is its index in the announcement.
+    `order` is its index in the announcement, `capacity` the sequences that it may have at once.
     """
 
     announced: AnnouncedReplica
     order: int = 0
+    capacity: int = 0
     num_outstanding: int = 0
     num_groups: int = 0
     paused_until: float = 0.0
@@ -91,11 +97,15 @@ class ReplicaRequirement:
     """What a group needs of a replica; versions are inclusive.
 
     Only a validation has a `highest_version`: groups for training take any newer one.
+
+    Attributes:
+        prefer: name of the replica that holds the beginning of the prompt; empty: none does.
     """
 
     num_sequences: int
     lowest_version: int
     highest_version: int | None = None
+    prefer: str = ""
 
     def accepts(self, version: int) -> bool:
         """Return whether tokens of `version` will do."""
@@ -119,8 +129,45 @@ class ReplicaRequirement:
         return all(offer.version >= highest and not self.takes(offer) for offer in offers)
 
 
+def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
+    """Return how many sequences a replica may have at once, at least 1.
+
+    Args:
+        info: the replica.
+        slack: sequences for each one that runs.
+        context: tokens that a sequence is expected to have at its end; 0: not known.
+    """
+    running = float(info.slots)
+    if info.kv_tokens and context > 0:
+        running = min(running, info.kv_tokens / context)
+    return max(1, math.floor(running * slack))
+
+
+class MeanContext:
+    """The tokens of a sequence at its end, prompt included: a mean over about the last 256.
+
+    Attributes:
+        expected: the mean, which follows in steps of a tenth; 0 before the first sequence.
+    """
+
+    def __init__(self) -> None:
+        self.expected = 0.0
+        self._mean = 0.0
+        self._num_seen = 0
+
+    def add(self, num_tokens: int) -> bool:
+        """Take a sequence that has ended; return whether `expected` changed."""
+        self._num_seen = min(self._num_seen + 1, _CONTEXTS)
+        self._mean += (num_tokens - self._mean) / self._num_seen
+        if abs(self._mean - self.expected) <= _STEP * self.expected:
+            return False
+        self.expected = self._mean
+        return True
+
+
 class _Alike:
-    """Replicas with as many slots and the same offer, by outstanding sequences, then by order.
+    """Replicas with as many slots and sequences and the same offer, by outstanding sequences, then
+    by order.
 
     An entry is valid while its count is the member's; a change of the count adds another.
     """
@@ -151,7 +198,7 @@ class _Alike:
                 heappop(self._heap)
             elif num_outstanding and num_outstanding + num_sequences > self.capacity:
                 break  # and so are all others
-            elif self._has_capacity(member, num_sequences, now):
+            elif self.has_capacity(member, num_sequences, now):
                 found = member
             else:
                 passed_over.append(heappop(self._heap))
@@ -159,7 +206,8 @@ class _Alike:
             heappush(self._heap, entry)
         return found
 
-    def _has_capacity(self, member: RoutedReplica, num_sequences: int, now: float) -> bool:
+    def has_capacity(self, member: RoutedReplica, num_sequences: int, now: float) -> bool:
+        """Return whether a member takes so many sequences now."""
         if member.paused_until > now:
             return False
         if member.num_groups == 0:
@@ -183,7 +231,9 @@ class ReplicaRouter:
         self._slack = slack
         self.announced: tuple[AnnouncedReplica, ...] = ()
         self._members: dict[tuple[str, str], RoutedReplica] = {}
-        self._alike: dict[tuple[int, Offer], _Alike] = {}
+        self._by_name: dict[str, RoutedReplica] = {}
+        self._alike: dict[tuple[int, int, Offer], _Alike] = {}
+        self._context = MeanContext()
         self._num_free: Counter[Offer] = Counter()  # sequences
         self._paused: set[RoutedReplica] = set()  # since the last announcement
 
@@ -205,6 +255,7 @@ class ReplicaRouter:
         self.announced = tuple(member.announced for member in self._members.values())
         for gone in previous.values():
             gone.removed = True
+        self._paused.clear()
         self._arrange()
         return tuple(previous.values())
 
@@ -216,20 +267,31 @@ class ReplicaRouter:
     def choose(
         self, wanted: ReplicaRequirement, now: float, taken: Collection[Offer] = ()
     ) -> RoutedReplica | None:
-        """Return the least loaded replica with capacity for the group, or ``None``.
+        """Return the replica that takes the group, or ``None``: none has capacity.
+
+        The preferred one takes it unless its load is more than `STICKY_MARGIN` above the least
+        one's; otherwise the least loaded one does.
 
         Args:
             wanted: what the group needs.
             now: seconds.
             taken: offers that others wait for.
         """
+        number = wanted.num_sequences
         firsts = [
-            alike.first(wanted.num_sequences, now)
-            for (_, offer), alike in self._alike.items()
+            alike.first(number, now)
+            for (_, _, offer), alike in self._alike.items()
             if wanted.takes(offer) and offer not in taken
         ]
         candidates = [member for member in firsts if member is not None]
-        return min(candidates, key=lambda member: (member.load, member.order), default=None)
+        least = min(candidates, key=lambda member: (member.load, member.order), default=None)
+        preferred = self._by_name.get(wanted.prefer)
+        if least is None or preferred is None or preferred.load > least.load + STICKY_MARGIN:
+            return least
+        key = self._key(preferred)
+        if not wanted.takes(key[2]) or key[2] in taken:
+            return least
+        return preferred if self._alike[key].has_capacity(preferred, number, now) else least
 
     def num_free(self, lowest_version: int, now: float) -> int:
         """Return how many sequences for training could start now, on `lowest_version` or later."""
@@ -259,6 +321,14 @@ class ReplicaRouter:
         reservation.num_missing -= 1
         self._load(reservation.member, -1)
 
+    def context_ended(self, num_tokens: int) -> None:
+        """Note the tokens of a sequence at its end, prompt included.
+
+        From them follows how many sequences fill a replica's KV cache.
+        """
+        if self._context.add(num_tokens):
+            self._arrange()
+
     def give_back(self, reservation: Reservation) -> None:
         """Release the capacity that is left of a group's reservation."""
         reservation.member.num_groups -= 1
@@ -283,12 +353,14 @@ class ReplicaRouter:
     def _arrange(self) -> None:
         """Count and sort all members again."""
         self._alike, self._num_free = {}, Counter()
-        self._paused.clear()
+        self._by_name = {member.announced.info.name: member for member in self._members.values()}
         for order, member in enumerate(self._members.values()):
+            info = member.announced.info
             member.order = order
+            member.capacity = sequences_at_once(info, self._slack, self._context.expected)
             key = self._key(member)
-            self._num_free[key[1]] += self._free_sequences(member)
-            self._alike.setdefault(key, _Alike(self._capacity(member))).add(member)
+            self._num_free[key[2]] += self._free_sequences(member)
+            self._alike.setdefault(key, _Alike(member.capacity)).add(member)
 
     def _load(self, member: RoutedReplica, num_sequences: int) -> None:
         """Add outstanding sequences, or take some away."""
@@ -296,17 +368,14 @@ class ReplicaRouter:
         member.num_outstanding += num_sequences
         if num_sequences and not member.removed:
             key = self._key(member)
-            self._num_free[key[1]] += self._free_sequences(member) - before
+            self._num_free[key[2]] += self._free_sequences(member) - before
             self._alike[key].changed(member)
 
-    def _key(self, member: RoutedReplica) -> tuple[int, Offer]:
-        return member.announced.info.slots, member.announced.offer
+    def _key(self, member: RoutedReplica) -> tuple[int, int, Offer]:
+        return member.announced.info.slots, member.capacity, member.announced.offer
 
     def _free_sequences(self, member: RoutedReplica) -> int:
-        return max(0, self._capacity(member) - member.num_outstanding)
-
-    def _capacity(self, member: RoutedReplica) -> int:
-        return math.floor(member.announced.info.slots * self._slack)
+        return max(0, member.capacity - member.num_outstanding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replic
         slots=replica.slots,
         policy_version=policy_version,
         ranks=replica.ranks,
+        kv_tokens=replica.kv_tokens,
     )
 
 
@@ -82,7 +83,12 @@ def announced_from_proto(message: common.Replica) -> AnnouncedReplica:
 def replica_from_proto(message: common.Replica) -> ReplicaInfo:
     """Decode a replica whose fields were checked."""
     return ReplicaInfo(
-        message.name, message.instance_id, message.address, message.slots, message.ranks or 1
+        message.name,
+        message.instance_id,
+        message.address,
+        message.slots,
+        message.ranks or 1,
+        kv_tokens=message.kv_tokens,
     )
 
 

@@ -199,3 +199,43 @@ async def test_a_killed_worker_fails_what_runs_and_all_that_follows(world: Contr
             await call
     with pytest.raises(EngineError):
         world.engine.load()  # heartbeats end with it, and so does the replica's process
+
+
+async def test_a_later_turn_finds_its_history_in_the_cache_and_is_counted(
+    world: ContractWorld,
+) -> None:
+    await world.serve(world.first)
+    history = np.random.default_rng(1).integers(8, 100, 300).tolist()
+    await generate(world.engine, request(history, max_tokens=10))
+    before = world.engine.load()
+    await generate(world.engine, request([*history, *range(20, 40)], max_tokens=10))
+    after = world.engine.load()
+    assert after.prompt_tokens - before.prompt_tokens == 320
+    assert after.reused_tokens - before.reused_tokens == 288  # whole blocks of 32
+
+
+async def test_a_full_cache_preempts_the_youngest_and_loses_nothing(folder: Path) -> None:
+    def engine(at: Path) -> VllmEngine:
+        return VllmEngine(_settings(at, num_gpu_blocks_override=32, enable_prefix_caching=False))
+
+    async with contract_world(folder, engine, _blind) as world:
+        await world.serve(world.first)
+        ended: list[int] = []
+
+        async def sampled(number: int) -> None:
+            prompt = [8 + number, 9, 10]
+            samples = await generate(world.engine, request(prompt, max_tokens=300))
+            ended.append(number)
+            ((tokens, logprobs),) = samples.values()
+            assert len(tokens) == 300
+            exact = expected_logprobs(world.first, prompt, tokens, _PLAIN)
+            np.testing.assert_allclose(logprobs, exact, atol=1e-4)
+
+        # The cache holds three of the eight at their ends, and all of them at their beginnings.
+        assert world.engine.load().kv_tokens == 32 * 32
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(8):
+                tasks.create_task(sampled(number))
+        assert sorted(ended) == list(range(8))
+        assert ended[:2] == [0, 1]
+        assert ended.index(7) > 4

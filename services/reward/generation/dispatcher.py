@@ -153,6 +153,10 @@ class ReplicaQueue:
             self._fleet.sequence_ended(reservation)
         self._capacity_changed()
 
+    def context_ended(self, num_tokens: int) -> None:
+        """Note the tokens of a finished sequence, prompt included; see `ReplicaRouter`."""
+        self._fleet.context_ended(num_tokens)
+
     def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
         """Return whether another replica than `member` would take the group at once."""
         if self._waiters:
@@ -408,6 +412,11 @@ class GroupDispatcher:
             self.num_received[request.purpose] += request.progress.num_received - num_before
         if arrival.num_finished:
             self._queue.sequences_ended(reservation, arrival.num_finished)
+            prompt = request.progress.prompt_token_ids
+            for rollout in event.rollouts:
+                self._queue.context_ended(
+                    (0 if prompt is None else prompt.size) + rollout.num_tokens
+                )
         if event.deltas or event.rollouts:
             watch.pace.arrived(arrival.new_tokens, arrival.ended, now)
         elif event.engine_tokens is not None:

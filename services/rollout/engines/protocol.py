@@ -63,6 +63,8 @@ class GenerationRequest:
         images: encoded files, in the order of their (expanded) placeholder tokens in the prompt.
         for_direct_client: the caller is no service of the run; its tokens are counted apart.
         with_routing: finished samples come with their experts, if the engine notes them.
+        affinity: names the conversation that the prompt continues and that a later one may
+            continue; empty: nothing is kept for it.
     """
 
     request_id: str
@@ -76,6 +78,7 @@ class GenerationRequest:
     images: tuple[bytes, ...] = ()
     for_direct_client: bool = False
     with_routing: bool = False
+    affinity: str = ""
 
     def watch(self) -> StopStringWatch | None:
         """Return a watch for one of its samples, if strings can end it."""
@@ -163,12 +166,14 @@ class EngineLoad(ReplicaCounters):
         version: the policy version that serves; ``None`` before the first weights.
         weight_digest: its digest; empty before the first weights.
         slots_may_wait: a sample with a slot may still wait for others, for space in the KV cache.
+        kv_tokens: tokens that the KV cache holds; 0: not known, or enough for all slots.
     """
 
     slots: int
     version: int | None
     weight_digest: str
     slots_may_wait: bool = False
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,8 @@ class EngineCore(ABC, Generic[RunT]):
     """The engine, for messages."""
     slots_may_wait: ClassVar[bool]
     """See `EngineLoad`."""
+    kv_tokens = 0
+    """See `EngineLoad`."""
     abort_timeout_s: ClassVar[float | None]
     """An engine that takes longer to abort samples is broken; ``None``: it may take any time."""
 
@@ -168,6 +170,16 @@ class EngineCore(ABC, Generic[RunT]):
     @abstractmethod
     def prefilled_tokens(self) -> int:
         """Prompt tokens computed so far, without those from a prefix cache."""
+
+    @property
+    @abstractmethod
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of samples that began so far, as far as the engine counts them."""
+
+    @property
+    @abstractmethod
+    def reused_tokens(self) -> int:
+        """Those of `prompt_tokens` that came from a prefix cache."""
 
     @property
     def broken(self) -> EngineError | None:
@@ -337,11 +349,14 @@ class ThreadedEngine(ABC, Generic[CoreT]):
             slots_busy=busy,
             queued=open_samples - busy,
             **self._accounting.token_counters(core.generated_tokens),
+            prompt_tokens=core.prompt_tokens,
+            reused_tokens=core.reused_tokens,
             busy_seconds=seconds[EngineState.GENERATING],
             seconds_by_state=seconds,
             version=core.version,
             weight_digest=core.digest,
             slots_may_wait=core.slots_may_wait,
+            kv_tokens=core.kv_tokens,
         )
 
     async def generate(

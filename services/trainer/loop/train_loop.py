@@ -56,7 +56,7 @@ from services.trainer.metrics.step_metrics import (
     host_memory_metrics,
     step_metrics,
 )
-from sluice.algorithm.accounting import DATA_EXHAUSTED
+from sluice.algorithm.accounting import DATA_EXHAUSTED, ReplicaCounters
 from sluice.algorithm.publishing import held_for_validation
 from sluice.concurrency.waits import deadline
 from sluice.errors import DataExhaustedError, SluiceError
@@ -202,7 +202,7 @@ class TrainLoop:
         return self._state.is_over
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
-        began_s, fleet_began = time.monotonic(), self._fleet.totals()
+        began_s, fleet_began = time.monotonic(), self._fleet.counters()
         with TRACER.span(SpanName.TAKE_BATCH):
             batch = await self._next_batch(step)
         if batch is None:
@@ -495,10 +495,15 @@ class TrainLoop:
     def _generated_tokens(self) -> int:
         return self._fleet.totals()[0]
 
-    def _fleet_interval(self, began: tuple[int, float]) -> FleetInterval:
-        tokens, busy_s = self._fleet.totals()
-        replicas = len(self._fleet.in_state(MemberState.SERVING, MemberState.HELD))
-        return FleetInterval(tokens - began[0], busy_s - began[1], replicas)
+    def _fleet_interval(self, began: ReplicaCounters) -> FleetInterval:
+        now = self._fleet.counters()
+        return FleetInterval(
+            now.generated_tokens - began.generated_tokens,
+            now.busy_seconds - began.busy_seconds,
+            len(self._fleet.in_state(MemberState.SERVING, MemberState.HELD)),
+            prompt_tokens=now.prompt_tokens - began.prompt_tokens,
+            reused_tokens=now.reused_tokens - began.reused_tokens,
+        )
 
 
 def _is_due(step: int, every: int, last: bool) -> bool:

@@ -43,8 +43,9 @@ class _Vendor:
         self._script = script
         self.first_goes_ahead = first_goes_ahead
         self.version: int | None = 1
-        self.sampled = self.prefilled = 0
+        self.sampled = self.prefilled = self.cached = 0
         self.begun: list[int] = []
+        self.names: list[str] = []
         self.asked: list[VendorSample] = []
         self.checked: list[VersionSpans] = []
         self.refusal: EngineError | None = None
@@ -61,9 +62,10 @@ class _Vendor:
             raise EngineError("Vendor: a sample runs before the first weights")
         return self.version
 
-    def count(self, sampled: int, prefilled: int) -> None:
+    def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None:
         self.sampled += sampled
-        self.prefilled += prefilled
+        self.prefilled += prompt - cached
+        self.cached += cached
 
     async def wait_to_begin(self) -> None:
         self.is_awaited.set()
@@ -157,7 +159,7 @@ async def test_tokens_come_in_one_chunk_a_version_when_the_sample_ends() -> None
     chunks, vendor = await _ended(script, request())
     assert chunks.reported == [([4, 5, 6], 1, None), ([8, 9], 2, FinishReason.STOP)]
     np.testing.assert_array_equal(chunks.chunks[1].behavior_logprobs, np.float32([-4, -4.5]))
-    assert (vendor.sampled, vendor.prefilled) == (5, 2)
+    assert (vendor.sampled, vendor.prefilled, vendor.cached) == (5, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,13 @@ class SglangClient:
         """Begin to call the schedulers; do it once, before `call_workers`."""
         await self._schedulers.open()
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache holds; 0: not known."""
+        started = getattr(self._engine, "_scheduler_init_result", None)
+        infos = getattr(started, "scheduler_infos", None) or [{}]
+        return int(infos[0].get("max_total_num_tokens", 0))
+
     async def generate(
         self,
         request_id: str,

@@ -98,6 +98,7 @@ class SglangCore(VendorCore):
         except BaseException:  # its processes end with this one only, and this one may live on
             await core.client.close()
             raise
+        core.kv_tokens = core.client.kv_tokens
         return core
 
     def _begin(self, kind: str) -> WorkerBegin:

@@ -140,8 +140,8 @@ class Vendor(ABC):
         """Return the version that samples tokens now. Raises EngineError if there is none."""
 
     @abstractmethod
-    def count(self, sampled: int, prefilled: int) -> None:
-        """Count sampled response tokens and computed prompt tokens."""
+    def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None:
+        """Count sampled response tokens, and those of a prompt and of its part from the cache."""
 
     @abstractmethod
     async def wait_to_begin(self) -> None:
@@ -352,11 +352,11 @@ class RequestRun(EngineRun):
         return end is not None
 
     def _count(self, sample: VendorSample, delta: Delta) -> None:
-        prefilled = 0
+        prompt = cached = 0
         if not sample.prefill_known and delta.cached_tokens is not None:
             sample.prefill_known = True
-            prefilled = len(sample.prompt) - delta.cached_tokens
-        self._vendor.count(len(delta.token_ids), prefilled)
+            prompt, cached = len(sample.prompt), delta.cached_tokens
+        self._vendor.count(len(delta.token_ids), prompt, cached)
         self.sampled += len(delta.token_ids)
 
     def _routing(

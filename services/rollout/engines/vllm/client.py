@@ -233,6 +233,12 @@ class VllmClient:
             ) from error
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache holds; 0: not known."""
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
+
+    @property
     def is_broken(self) -> bool:
         """Whether vLLM's process is gone."""
         return self._llm is None or bool(self._llm.errored)

@@ -114,6 +114,7 @@ class VllmCore(VendorCore):
         except BaseException:  # its processes end with this one only, and this one may live on
             client.close()
             raise
+        core.kv_tokens = client.kv_tokens
         return core
 
     @property

@@ -661,6 +661,7 @@ class Replica(google.protobuf.message.Message):
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     USE_FIELD_NUMBER: builtins.int
+    KV_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name, unique in the fleet."""
     instance_id: builtins.str
@@ -675,6 +676,8 @@ class Replica(google.protobuf.message.Message):
     """Ranks that it takes in a transfer group, one for each of its devices, at most 1024. 0: 1."""
     use: global___ReplicaUse.ValueType
     """What it gets requests for; only in an announcement of a policy."""
+    kv_tokens: builtins.int
+    """Tokens that its KV cache holds. 0: not known, or never fewer than its slots need."""
     def __init__(
         self,
         *,
@@ -685,8 +688,9 @@ class Replica(google.protobuf.message.Message):
         policy_version: builtins.int = ...,
         ranks: builtins.int = ...,
         use: global___ReplicaUse.ValueType = ...,
+        kv_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "ranks", b"ranks", "slots", b"slots", "use", b"use"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "instance_id", b"instance_id", "kv_tokens", b"kv_tokens", "name", b"name", "policy_version", b"policy_version", "ranks", b"ranks", "slots", b"slots", "use", b"use"]) -> None: ...
 
 global___Replica = Replica
 
