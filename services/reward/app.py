@@ -9,8 +9,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from services.reward.episodes.drivers import EpisodeDrivers
+from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
-from services.reward.generation.request import GenerationClient, greedy_sampling, training_sampling
+from services.reward.generation.request import (
+    GenerationClient,
+    SampleGenerator,
+    greedy_sampling,
+    training_sampling,
+)
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import check_routes, scorer_for
 from services.reward.group_table import GroupState, GroupTable, prompts_lost
@@ -20,6 +27,7 @@ from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
     BatchRules,
     GroupSettings,
+    episode_rules,
     outcome_policy,
     round_size,
     sampling_rules,
@@ -130,6 +138,7 @@ class RewardApp:
         scorers: the running pool.
         client: how replicas are called.
         files: what the service writes into the run's folder; ``None``: nothing.
+        drivers: run the environments of episodes; ``None``: a sample is one answer.
 
     Raises:
         ConfigError: settings that cannot work together.
@@ -142,6 +151,7 @@ class RewardApp:
         scorers: SampleScorer,
         client: GenerationClient,
         files: RunFiles | None = None,
+        drivers: EpisodeDrivers | None = None,
     ) -> None:
         files = files or RunFiles()
         open_stream: Callable[[DataProgress], PromptStream] | None = None
@@ -176,7 +186,7 @@ class RewardApp:
         self.grader = Grader(scorers, shaping, outcome_policy(config))
         self.traces = _traces(config, self.ledger)
         capacity = ChangeSignal()
-        self._build_generation(config, client, capacity)
+        self._build_generation(config, client, capacity, drivers)
         self.counters = GroupStatistics(
             self.dispatcher.num_received,
             round_size=round_size(self.strategy.rules),
@@ -198,7 +208,11 @@ class RewardApp:
             logger.info("%d prompts of an earlier service wait again", self.source.num_waiting)
 
     def _build_generation(
-        self, config: RunConfig, client: GenerationClient, capacity: ChangeSignal
+        self,
+        config: RunConfig,
+        client: GenerationClient,
+        capacity: ChangeSignal,
+        drivers: EpisodeDrivers | None,
     ) -> None:
         self.queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
         self.dispatcher = GroupDispatcher(
@@ -207,6 +221,14 @@ class RewardApp:
             max_attempts=config.sluice.reward.max_attempts,
             rules=straggler_rules(config),
         )
+        self.generator: SampleGenerator = self.dispatcher
+        if drivers is not None:
+            self.generator = EpisodeGenerator(
+                self.dispatcher,
+                drivers,
+                episode_rules(config),
+                config.actor_rollout_ref.rollout.seed,
+            )
 
     def _build_loop(
         self, settings: GroupSettings, memory: PromptMemoryStore | None, capacity: ChangeSignal
@@ -228,7 +250,7 @@ class RewardApp:
         runs = GroupRun(
             settings=settings,
             groups=self.groups,
-            dispatcher=self.dispatcher,
+            generator=self.generator,
             grader=self.grader,
             quarantine=self.quarantine,
             strategy=self.strategy,
@@ -267,7 +289,7 @@ class RewardApp:
             None
             if validation is None
             else partial(validation_stream, validation, config.data, images=sets.images),
-            self.dispatcher,
+            self.generator,
             self.grader,
             self.dumps,
             lambda: self.groups.policy_version,

@@ -45,12 +45,12 @@ from sluice.types import (
     VersionSpan,
 )
 
-_FINISH_TO_PROTO = {
+FINISH_TO_PROTO = {
     FinishReason.STOP: common.FINISH_REASON_STOP,
     FinishReason.LENGTH: common.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: common.FINISH_REASON_ABORTED,
 }
-_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+_FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
 
 # Bounds on what one request may cost a replica before it generates anything.
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
@@ -68,7 +68,7 @@ def rollout_to_proto(rollout: Rollout) -> common.Rollout:
         token_ids_u32=token_ids_to_bytes(rollout.token_ids),
         behavior_logprobs_f32=logprobs_to_bytes(rollout.behavior_logprobs),
         version_spans=_spans_to_proto(rollout),
-        finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
+        finish_reason=FINISH_TO_PROTO[rollout.finish_reason],
         text=rollout.text,
         routing=None if routing is None else routing_to_proto(routing),
         answer=None if rollout.answer is None else answer_to_proto(rollout.answer),
@@ -80,7 +80,7 @@ def rollout_outline_to_proto(rollout: Rollout) -> common.Rollout:
     return common.Rollout(
         sample_index=rollout.sample_index,
         version_spans=_spans_to_proto(rollout),
-        finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
+        finish_reason=FINISH_TO_PROTO[rollout.finish_reason],
         num_tokens=rollout.num_tokens,
         has_routing=rollout.routing is not None,
     )
@@ -232,6 +232,13 @@ def within_budget(sampling: SamplingParams, token_budget: int, num_samples: int)
     if not token_budget:
         return sampling
     return replace(sampling, max_tokens=min(sampling.max_tokens, token_budget // num_samples))
+
+
+def within_sequence(sampling: SamplingParams, most: int, num_prompt_tokens: int) -> SamplingParams:
+    """Limit a sample to what its prompt leaves of `most` tokens; 0: no bound."""
+    if not most:
+        return sampling
+    return replace(sampling, max_tokens=min(sampling.max_tokens, most - num_prompt_tokens))
 
 
 def chat_prompt_to_proto(

@@ -1,0 +1,244 @@
+"""What an episode needs of its environment, and environments behind gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+from sluice.algorithm.episodes import Observation
+from sluice.api.environment.v1 import environment_pb2 as environment
+from sluice.codec.environment import (
+    grade_from_proto,
+    observation_from_proto,
+    open_to_proto,
+    step_to_proto,
+)
+from sluice.errors import InvalidRequestError, SluiceError
+from sluice.rpc.client import ChannelPool, UnaryMethod, environment_stub, unary_call
+from sluice.rpc.credentials import OPEN, Credentials
+from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
+from sluice.types import Answer, FinishReason, Prompt, Scored
+
+ABANDON_S = 5.0
+"""Most seconds of giving an episode up; a server that does not answer drops it later."""
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+class EnvironmentUnavailableError(SluiceError):
+    """An environment did not answer as agreed. Names the peer. The sample then has no reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTask:
+    """A new episode.
+
+    Args:
+        episode_id: unique, at most 128 bytes.
+        prompt: the row.
+        seed: the same for all samples of a prompt.
+        timeout_s: seconds after which the environment may drop it.
+    """
+
+    episode_id: str
+    prompt: Prompt
+    seed: int
+    timeout_s: float
+
+
+class EpisodeDriver(Protocol):
+    """One episode's environment. Its calls do not overlap.
+
+    All but `abandon` raise EnvironmentUnavailableError.
+    """
+
+    async def open(self) -> Observation:
+        """Begin; return what the policy reads after the row's prompt."""
+        ...
+
+    async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
+        """Take the answer with this number, from 0; return what the policy reads next."""
+        ...
+
+    async def close(self) -> Scored | None:
+        """End; return the score, or ``None`` if scorers grade the last answer."""
+        ...
+
+    async def abandon(self) -> None:
+        """Give the episode up, within `ABANDON_S`. Raise no error."""
+        ...
+
+
+class EpisodeDrivers(Protocol):
+    """Where episodes run."""
+
+    def begin(self, task: EpisodeTask) -> EpisodeDriver:
+        """Return the driver of a new episode."""
+        ...
+
+
+class EnvironmentServers(Protocol):
+    """The servers of EnvironmentService."""
+
+    def address_for(self, episode_id: str) -> str:
+        """Return where an episode shall run: host:port, or ``unix:`` and a path.
+
+        Raises:
+            EnvironmentUnavailableError: no server is up.
+        """
+        ...
+
+
+class ServedEnvironments:
+    """Episodes on servers of EnvironmentService.
+
+    Args:
+        servers: choose the server of each episode.
+        call_timeout_s: seconds of one call.
+        max_message_bytes: largest message.
+        credentials: shown to servers that are not on this machine's own sockets.
+    """
+
+    def __init__(
+        self,
+        servers: EnvironmentServers,
+        *,
+        call_timeout_s: float,
+        max_message_bytes: int,
+        credentials: Credentials = OPEN,
+    ) -> None:
+        self._servers, self._call_timeout_s = servers, call_timeout_s
+        self._remote = ChannelPool(max_message_bytes, credentials)
+        self._local = ChannelPool(max_message_bytes)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._remote.close()
+        await self._local.close()
+
+    def begin(self, task: EpisodeTask) -> ServedEpisode:
+        """Return the driver of a new episode."""
+        return ServedEpisode(task, self)
+
+    def place(self, episode_id: str) -> tuple[str, ChannelPool]:
+        """Return the server of an episode, and its channels."""
+        address = self._servers.address_for(episode_id)
+        return address, self._local if address.startswith("unix:") else self._remote
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Seconds of one call."""
+        return self._call_timeout_s
+
+
+class ServedEpisode:
+    """An episode on a server.
+
+    Args:
+        task: the episode.
+        environments: where its server is found.
+    """
+
+    def __init__(self, task: EpisodeTask, environments: ServedEnvironments) -> None:
+        self._task, self._environments = task, environments
+        self._address: str | None = None
+        self._channels: ChannelPool | None = None
+
+    async def open(self) -> Observation:
+        """Choose a server and begin."""
+        self._address, self._channels = self._environments.place(self._task.episode_id)
+        channel = self._channels.acquire(self._address)
+        self._stub = environment_stub(channel)
+        request = open_to_proto(
+            self._task.prompt,
+            episode_id=self._task.episode_id,
+            environment_name="",
+            seed=self._task.seed,
+            timeout_s=self._task.timeout_s,
+        )
+        phase = "opening an episode"
+        response = await self._call(self._stub.Open, request, phase)
+        return self._observed(response.observation, phase)
+
+    async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
+        """Take an answer; a lost connection is tried again with the same turn."""
+        request = step_to_proto(self._task.episode_id, turn, answer, finish)
+        phase = f"answering turn {turn}"
+        response = await self._call(self._stub.Step, request, phase)
+        return self._observed(response.observation, phase)
+
+    async def close(self) -> Scored | None:
+        """End and grade."""
+        request = environment.CloseRequest(episode_id=self._task.episode_id)
+        phase = "grading an episode"
+        response = await self._call(self._stub.Close, request, phase)
+        try:
+            scored = grade_from_proto(response)
+        except InvalidRequestError as error:
+            raise self._unavailable(phase, error) from error
+        await self._release()
+        return scored
+
+    async def abandon(self) -> None:
+        """Give the episode up; a server that is gone has nothing left of it."""
+        if self._channels is None:
+            return
+        request = environment.CloseRequest(episode_id=self._task.episode_id, is_abandoned=True)
+        try:
+            await unary_call(
+                self._stub.Close,
+                request,
+                peer=self._peer,
+                phase="giving an episode up",
+                deadline_s=ABANDON_S,
+            )
+        except SluiceError:
+            return
+        finally:
+            await self._release()
+
+    async def _release(self) -> None:
+        if self._channels is not None and self._address is not None:
+            channels, self._channels = self._channels, None
+            await channels.release(self._address)
+
+    @property
+    def _peer(self) -> str:
+        return f"environment at {self._address}"
+
+    async def _call(
+        self, method: UnaryMethod[RequestT, ResponseT], request: RequestT, phase: str
+    ) -> ResponseT:
+        seconds = self._environments.call_timeout_s
+        try:
+            with TRACER.span(SpanName.ENVIRONMENT, {Key.DETAIL: phase}, SpanKind.CLIENT):
+                return await unary_call(
+                    method, request, peer=self._peer, phase=phase, deadline_s=seconds
+                )
+        except SluiceError as error:
+            raise self._unavailable(phase, error) from error
+
+    def _observed(self, message: environment.Observation, phase: str) -> Observation:
+        try:
+            return observation_from_proto(message)
+        except InvalidRequestError as error:
+            raise self._unavailable(phase, error) from error
+
+    def _unavailable(self, phase: str, error: SluiceError) -> EnvironmentUnavailableError:
+        text, peer = str(error), self._peer
+        return EnvironmentUnavailableError(
+            text if text.startswith(peer) else f"{peer}: while {phase}: {text}"
+        )
+
+
+async def abandoned(driver: EpisodeDriver) -> None:
+    """Give an episode up, however its task ends."""
+    try:
+        async with asyncio.timeout(ABANDON_S):
+            await driver.abandon()
+    except TimeoutError:
+        return
