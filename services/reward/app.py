@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,6 +191,7 @@ class RewardApp:
             self.dispatcher.num_received,
             round_size=round_size(self.strategy.rules),
             scorer_seconds=lambda: scorers.busy_seconds,
+            tool_names=self.tool_names,
         )
         self.failures = FailureLog()
         group_filter = config.algorithm.filter_groups
@@ -222,13 +223,11 @@ class RewardApp:
             rules=straggler_rules(config),
         )
         self.generator: SampleGenerator = self.dispatcher
+        self.tool_names: Collection[str] = ()
         if drivers is not None:
-            self.generator = EpisodeGenerator(
-                self.dispatcher,
-                drivers,
-                episode_rules(config),
-                config.actor_rollout_ref.rollout.seed,
-            )
+            seed = config.actor_rollout_ref.rollout.seed
+            episodes = EpisodeGenerator(self.dispatcher, drivers, episode_rules(config), seed)
+            self.generator, self.tool_names = episodes, episodes.tool_names
 
     def _build_loop(
         self, settings: GroupSettings, memory: PromptMemoryStore | None, capacity: ChangeSignal

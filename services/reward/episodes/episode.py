@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -96,6 +96,18 @@ FirstTurn = Callable[[int, Sequence[ChatMessage], Sequence[Tool]], Awaitable[Ans
 """Samples the first turn of a sample, perhaps together with others'."""
 
 
+class EpisodeNotes(Protocol):
+    """Where the run counts what happens in episodes."""
+
+    def offered(self, tools: Sequence[Tool]) -> None:
+        """Note tools that an environment offers."""
+        ...
+
+    def rewritten(self, reason: str) -> None:
+        """Note that the template cannot continue a turn's tokens."""
+        ...
+
+
 class Episode:
     """One sample of a group.
 
@@ -106,7 +118,7 @@ class Episode:
         rules: its limits.
         driver: its environment.
         dispatcher: samples further turns.
-        on_rewritten: called with the reason when the template cannot continue a turn's tokens.
+        notes: where the run counts what happens.
     """
 
     def __init__(
@@ -117,15 +129,11 @@ class Episode:
         rules: EpisodeRules,
         driver: EpisodeDriver,
         dispatcher: GroupDispatcher,
-        on_rewritten: Callable[[str], None],
+        notes: EpisodeNotes,
     ) -> None:
-        self._index, self._id, self._request, self._rules = (
-            sample_index,
-            episode_id,
-            request,
-            rules,
-        )
-        self._driver, self._dispatcher, self._on_rewritten = driver, dispatcher, on_rewritten
+        self._index, self._id = sample_index, episode_id
+        self._request, self._rules = request, rules
+        self._driver, self._dispatcher, self._notes = driver, dispatcher, notes
         self._counts = EpisodeCounts(rules)
         self._turns: list[Turn] = []
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
@@ -205,7 +213,9 @@ class Episode:
 
     def _begun(self, seen: Observation) -> Continued:
         """Return what the next turn reads, and which turn it continues."""
-        self._tools = seen.tools or self._tools
+        if seen.tools:
+            self._tools = seen.tools
+            self._notes.offered(seen.tools)
         messages = within_limits(seen.messages, self._rules)
         if seen.is_whole:
             histories = [self._history(index) for index in range(len(self._turns))]
@@ -234,7 +244,7 @@ class Episode:
             except HistoryRewrittenError as error:
                 if parent is None:
                     raise
-                self._on_rewritten(str(error))
+                self._notes.rewritten(str(error))
                 whole = (*self._history(parent), *begun.messages)
                 return await self._sampled(Continued(None, whole))
             except GroupFailedError as error:

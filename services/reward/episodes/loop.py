@@ -54,6 +54,7 @@ class EpisodeGenerator:
 
     Attributes:
         num_rewritten: turns that had to begin a new root, since the template rewrites history.
+        tool_names: of all tools that environments have offered.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class EpisodeGenerator:
         self._dispatcher, self._drivers = dispatcher, drivers
         self._limits, self._seed = limits, seed
         self.num_rewritten = 0
+        self.tool_names: set[str] = set()
 
     @property
     def rules(self) -> StragglerRules:
@@ -135,11 +137,16 @@ class EpisodeGenerator:
             self._limits,
             self._drivers.begin(task),
             self._dispatcher,
-            self._note_rewritten,
+            self,
         )
 
-    def _note_rewritten(self, reason: str) -> None:
-        """Count a turn that begins a new root; warn of the first."""
+    def offered(self, tools: Sequence[Tool]) -> None:
+        """Note tools that an environment offers."""
+        self.tool_names.update(tool.name for tool in tools)
+
+    def rewritten(self, reason: str) -> None:
+        """Count a turn that begins a new root, since the template rewrites history; warn of the
+        first."""
         self.num_rewritten += 1
         if self.num_rewritten == 1:
             logger.warning(
