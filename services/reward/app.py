@@ -29,6 +29,7 @@ from services.reward.groups.settings import (
     GroupSettings,
     episode_rules,
     outcome_policy,
+    plays_by_default,
     round_size,
     sampling_rules,
     straggler_rules,
@@ -225,8 +226,13 @@ class RewardApp:
         self.generator: SampleGenerator = self.dispatcher
         self.tool_names: Collection[str] = ()
         if drivers is not None:
-            seed = config.actor_rollout_ref.rollout.seed
-            episodes = EpisodeGenerator(self.dispatcher, drivers, episode_rules(config), seed)
+            episodes = EpisodeGenerator(
+                self.dispatcher,
+                drivers,
+                episode_rules(config),
+                by_default=plays_by_default(config),
+                seed=config.actor_rollout_ref.rollout.seed,
+            )
             self.generator, self.tool_names = episodes, episodes.tool_names
 
     def _build_loop(

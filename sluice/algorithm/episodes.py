@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,11 @@ from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Tool, To
 ASSISTANT, TOOL, USER = "assistant", "tool", "user"
 CONTINUING_ROLES = frozenset((USER, TOOL))
 """Roles of messages that follow an answer whose exact tokens are continued."""
+
+AGENT_NAME = "agent_name"
+"""verl's column that chooses how a row is played; in `Prompt.extra_info`."""
+SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
+"""verl's names: one answer, and the tools of the run."""
 
 TruncateSide = Literal["left", "middle", "right"]
 _MARK = "(truncated)"
@@ -81,6 +86,22 @@ class Continued(NamedTuple):
 
     parent: int | None
     messages: tuple[ChatMessage, ...]
+
+
+def environment_of(extra_info: Mapping[str, object], *, by_default: bool) -> str | None:
+    """Return the environment of a row; empty: the run's only one; ``None``: its samples are one
+    answer.
+
+    Args:
+        extra_info: of the row.
+        by_default: whether a row that chooses nothing is played with an environment.
+    """
+    name = extra_info.get(AGENT_NAME)
+    if not name:
+        return "" if by_default else None
+    if name == SINGLE_TURN:
+        return None
+    return "" if name == TOOL_AGENT else str(name)
 
 
 def answer_message(answer: Answer) -> ChatMessage:

@@ -188,7 +188,8 @@ async def playing(
         dispatcher = GroupDispatcher(client, queue, max_attempts=2)
         info = ReplicaInfo("rollout-0", "one", address, 8)
         await dispatcher.announce([AnnouncedReplica(info, 3)])
-        yield Played(EpisodeGenerator(dispatcher, drivers, rules, 7), dispatcher, engine, queue)
+        generator = EpisodeGenerator(dispatcher, drivers, rules, by_default=True, seed=7)
+        yield Played(generator, dispatcher, engine, queue)
 
 
 def group_request(

@@ -37,12 +37,14 @@ class EpisodeTask:
 
     Args:
         episode_id: unique, at most 128 bytes.
+        environment: the row's; empty: the run's only one.
         prompt: the row.
         seed: the same for all samples of a prompt.
         timeout_s: seconds after which the environment may drop it.
     """
 
     episode_id: str
+    environment: str
     prompt: Prompt
     seed: int
     timeout_s: float
@@ -156,7 +158,7 @@ class ServedEpisode:
         request = open_to_proto(
             self._task.prompt,
             episode_id=self._task.episode_id,
-            environment_name="",
+            environment_name=self._task.environment,
             seed=self._task.seed,
             timeout_s=self._task.timeout_s,
         )
@@ -167,7 +169,7 @@ class ServedEpisode:
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
         """Take an answer; a lost connection is tried again with the same turn."""
         request = step_to_proto(self._task.episode_id, turn, answer, finish)
-        phase = f"answering turn {turn}"
+        phase = "answering the policy"
         response = await self._call(self._stub.Step, request, phase)
         return self._observed(response.observation, phase)
 

@@ -137,6 +137,7 @@ class Episode:
         self._counts = EpisodeCounts(rules)
         self._turns: list[Turn] = []
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
+        self._lengths: list[int] = []  # of what was read and sampled up to its end
         self._tools: tuple[Tool, ...] = ()
         self._replica = ""
         self._phase = "opening"
@@ -281,7 +282,7 @@ class Episode:
         if read is None:
             context = turn.context
         elif begun.parent is not None:
-            context = read[self._path(begun.parent).size :]
+            context = read[self._lengths[begun.parent] :]
         else:
             is_new_root = group_prompt is None or not np.array_equal(read, group_prompt)
             context = read if is_new_root else turn.context
@@ -295,6 +296,7 @@ class Episode:
                 seconds={QUEUE: answered.queued_s, MODEL: seconds - answered.queued_s},
             )
         )
+        self._lengths.append((0 if read is None else read.size) + turn.token_ids.size)
         self._added.append((*begun.messages, answer_message(_answer_of(answered.rollout))))
         self._replica = answered.replica
 

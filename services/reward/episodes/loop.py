@@ -28,7 +28,7 @@ from services.reward.generation.request import (
     for_prompt,
 )
 from services.reward.generation.stream import CollectedSamples
-from sluice.algorithm.episodes import EpisodeRules, same_prompt_key
+from sluice.algorithm.episodes import EpisodeRules, environment_of, same_prompt_key
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.types import (
     ChatMessage,
@@ -50,6 +50,7 @@ class EpisodeGenerator:
         dispatcher: samples turns.
         drivers: run environments.
         limits: of each episode.
+        by_default: whether rows that choose nothing have an environment (`environment_of`).
         seed: of the run; environments get one that depends on it and on the prompt.
 
     Attributes:
@@ -58,10 +59,16 @@ class EpisodeGenerator:
     """
 
     def __init__(
-        self, dispatcher: GroupDispatcher, drivers: EpisodeDrivers, limits: EpisodeRules, seed: int
+        self,
+        dispatcher: GroupDispatcher,
+        drivers: EpisodeDrivers,
+        limits: EpisodeRules,
+        *,
+        by_default: bool,
+        seed: int,
     ) -> None:
         self._dispatcher, self._drivers = dispatcher, drivers
-        self._limits, self._seed = limits, seed
+        self._limits, self._by_default, self._seed = limits, by_default, seed
         self.num_rewritten = 0
         self.tool_names: set[str] = set()
 
@@ -86,12 +93,15 @@ class EpisodeGenerator:
                 group was over before any of its samples finished.
         """
         prompt, progress = request.prompt, request.progress
+        environment = environment_of(prompt.extra_info, by_default=self._by_default)
+        if environment is None:
+            return await self._dispatcher.generate(request, on_sample)
         if prompt.images:
             raise GroupFailedError(
                 f"{prompt.place or prompt.prompt_id}: {len(prompt.images)} images in a row with an "
                 "environment; train rows with images without one (sluice.environment)"
             )
-        rollouts = await self._played(request, on_sample)
+        rollouts = await self._played(request, environment, on_sample)
         ordered = tuple(rollouts[index] for index in sorted(rollouts))
         if progress.is_over and not progress.has_finished_samples:
             raise GroupFailedError(
@@ -108,7 +118,7 @@ class EpisodeGenerator:
         return RolloutGroup(prompt, progress.prompt_token_ids, ordered)
 
     async def _played(
-        self, request: GroupRequest, on_sample: SampleCallback | None
+        self, request: GroupRequest, environment: str, on_sample: SampleCallback | None
     ) -> dict[int, Rollout]:
         rollouts: dict[int, Rollout] = {}
         name, batch = f"prompt {request.prompt.prompt_id}", uuid4().hex
@@ -116,7 +126,7 @@ class EpisodeGenerator:
             async with asyncio.TaskGroup() as tasks:
                 first = FirstTurns(tasks, self._dispatcher, request)
                 for index in request.sample_indexes:
-                    episode = self._episode(request, f"{batch}.{index}", index)
+                    episode = self._episode(request, environment, f"{batch}.{index}", index)
                     tasks.create_task(
                         _play(episode, index, first, request, rollouts, on_sample),
                         name=f"{name}, episode {index}",
@@ -125,11 +135,14 @@ class EpisodeGenerator:
             raise decisive_error(errors) from errors
         return rollouts
 
-    def _episode(self, request: GroupRequest, episode_id: str, index: int) -> Episode:
+    def _episode(
+        self, request: GroupRequest, environment: str, episode_id: str, index: int
+    ) -> Episode:
         base = replace(request.sampling, seed=self._seed)
         label = f"environment, {request.purpose.value}"
         seed = for_prompt(base, request.prompt, label=label).seed
-        task = EpisodeTask(episode_id, request.prompt, seed, self._limits.timeout_s)
+        timeout_s = self._limits.timeout_s
+        task = EpisodeTask(episode_id, environment, request.prompt, seed, timeout_s)
         return Episode(
             index,
             episode_id,

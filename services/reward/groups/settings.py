@@ -116,6 +116,13 @@ def episode_rules(config: RunConfig) -> EpisodeRules:
     )
 
 
+def plays_by_default(config: RunConfig) -> bool:
+    """Return whether rows without `agent_name` have an environment."""
+    environment = config.sluice.environment
+    is_given = environment.path is not None or bool(environment.addresses)
+    return is_given or config.actor_rollout_ref.rollout.multi_turn.enable
+
+
 def outcome_policy(config: RunConfig) -> OutcomePolicy:
     """Return `sluice.reward.outcomes` as rules; the dispatcher counts the engine's attempts."""
     outcomes = config.sluice.reward.outcomes

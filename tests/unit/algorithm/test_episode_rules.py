@@ -12,6 +12,7 @@ from sluice.algorithm.episodes import (
     EpisodeRules,
     Observation,
     continued,
+    environment_of,
     same_prompt_key,
     truncated,
     turn_seed,
@@ -59,6 +60,22 @@ def test_ids_order_of_arguments_and_thoughts_do_not_make_another_history() -> No
 )
 def test_a_conversation_that_continues_no_turn_is_a_root(messages: tuple[ChatMessage, ...]) -> None:
     assert continued([FIRST], messages) == Continued(None, messages)
+
+
+@pytest.mark.parametrize(
+    ("row", "by_default", "environment"),
+    [
+        ({}, True, ""),
+        ({}, False, None),
+        ({"agent_name": "single_turn_agent"}, True, None),
+        ({"agent_name": "tool_agent"}, False, ""),
+        ({"agent_name": "chess"}, False, "chess"),
+    ],
+)
+def test_a_row_chooses_its_environment_by_verls_names(
+    row: dict[str, object], by_default: bool, environment: str | None
+) -> None:
+    assert environment_of(row, by_default=by_default) == environment
 
 
 def test_first_prompts_are_the_same_only_if_a_template_would_write_them_alike() -> None:

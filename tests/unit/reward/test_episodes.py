@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ async def test_a_call_that_takes_too_long_fails_the_sample(tmp_path: Path) -> No
     async with playing(tmp_path, jar_policy("C"), world, call_timeout_s=0.2) as played:
         group = await played.generator.generate(group_request(1))
     failed = failure_of(group.rollouts[0])
-    assert "no answer within 0.2 s while answering turn 0" in failed.detail
+    assert "no answer within 0.2 s while answering the policy" in failed.detail
     assert list(world.closed.values()) == [True]
 
 
@@ -406,3 +407,16 @@ async def test_the_oldest_token_of_all_turns_decides_the_age(tmp_path: Path) -> 
     assert progress.num_received == group.rollouts[0].num_tokens
     assert progress.num_requested == 1
     assert group.rollouts[0].finish_reason is FinishReason.STOP
+
+
+async def test_a_row_that_chooses_one_answer_has_no_environment(tmp_path: Path) -> None:
+    world = ScriptedEnvironment()
+    request = group_request(2)
+    single = replace(request.prompt, extra_info={"agent_name": "single_turn_agent"})
+    named = replace(request.prompt, extra_info={"agent_name": "jars"})
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        group = await played.generator.generate(replace(request, prompt=single))
+        assert not world.opened
+        await played.generator.generate(replace(request, prompt=named))
+    assert [rollout.end for rollout in group.rollouts] == [None, None]
+    assert {one.environment for one in world.opened} == {"jars"}

@@ -86,7 +86,11 @@ def config(**changes: Any) -> RunConfig:
         "data": {"train_batch_size": 1},
         "actor_rollout_ref": {"rollout": {"n": 3}},
         "algorithm": {"filter_groups": {"enable": True}},
-        "sluice": {"asynchrony": {"max_staleness": 1}, **changes},
+        "sluice": {
+            "asynchrony": {"max_staleness": 1},
+            "environment": {"addresses": ["one:1"]},
+            **changes,
+        },
     }
     return msgspec.convert(tree, RunConfig)
 
