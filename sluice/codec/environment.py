@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from sluice.algorithm.episodes import CONTINUING_ROLES, Observation
+from sluice.algorithm.episode_rules import CONTINUING_ROLES, Observation
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.codec.fields import shortened

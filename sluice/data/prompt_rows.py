@@ -8,7 +8,7 @@ from reprlib import repr as short_repr  # bounded, however deep or long a value 
 
 import pyarrow as pa
 
-from sluice.algorithm.episodes import AGENT_NAME
+from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.data.image_sources import ImageSource, image_source
 from sluice.errors import DataError
 from sluice.types import IMAGE_MARK, ChatMessage

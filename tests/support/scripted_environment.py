@@ -17,7 +17,7 @@ from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import GroupProgress, GroupRequest, Purpose
-from sluice.algorithm.episodes import EpisodeRules
+from sluice.algorithm.episode_rules import EpisodeRules
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment

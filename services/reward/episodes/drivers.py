@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
-from sluice.algorithm.episodes import Observation
+from sluice.algorithm.episode_rules import Observation
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.codec.environment import (
     grade_from_proto,

@@ -24,7 +24,7 @@ from services.reward.episodes.drivers import (
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import GroupFailedError, GroupRequest, TurnRequest
 from services.reward.generation.stream import CollectedSamples
-from sluice.algorithm.episodes import (
+from sluice.algorithm.episode_rules import (
     Continued,
     EpisodeCounts,
     EpisodeRules,

@@ -28,7 +28,7 @@ from services.reward.generation.request import (
     for_prompt,
 )
 from services.reward.generation.stream import CollectedSamples
-from sluice.algorithm.episodes import EpisodeRules, environment_of, same_prompt_key
+from sluice.algorithm.episode_rules import EpisodeRules, environment_of, same_prompt_key
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.types import (
     ChatMessage,
@@ -82,7 +82,7 @@ class EpisodeGenerator:
     ) -> RolloutGroup:
         """Play the requested samples.
 
-        A sample whose environment fails has the failure as its outcome; its siblings go on.
+        A sample whose environment fails has the failure as its outcome; its siblings do not.
 
         Args:
             request: the samples.

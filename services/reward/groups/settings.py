@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sluice.algorithm.episodes import EpisodeRules
+from sluice.algorithm.episode_rules import EpisodeRules
 from sluice.algorithm.groups.filter import (
     GroupNeeds,
     OutcomeAction,

@@ -38,7 +38,7 @@ class EpisodeCounts:
     def __init__(self, tool_names: Collection[str] = ()) -> None:
         self._tool_names = tool_names
         self._num = 0
-        self._sums = Counter[str]()  # of what is reported as a mean
+        self._sums: dict[str, float] = {}  # of what is reported as a mean
         self._counts = Counter[str]()
 
     def graded(self, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
@@ -51,13 +51,16 @@ class EpisodeCounts:
 
     def _add(self, rollout: Rollout) -> None:
         self._num += 1
-        self._sums["train/episode_turns_mean"] += len(rollout.turns)
-        self._sums["train/episode_roots_mean"] += rollout.num_roots
-        self._sums["train/episode_context_tokens_mean"] += rollout.num_context_tokens
+        values = {
+            "train/episode_turns_mean": len(rollout.turns),
+            "train/episode_roots_mean": rollout.num_roots,
+            "train/episode_context_tokens_mean": rollout.num_context_tokens,
+            **{f"train/episode_seconds/{part}": s for part, s in seconds_of(rollout).items()},
+        }
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
         if rollout.end is not None:
             self._counts[f"train/episode_ends/{rollout.end}"] += 1
-        for part, seconds in seconds_of(rollout).items():
-            self._sums[f"train/episode_seconds/{part}"] += seconds
         for turn in rollout.turns:
             if turn.answer is not None:
                 self._counts["train/unreadable_calls"] += bool(turn.answer.tool_error)
@@ -70,7 +73,7 @@ class EpisodeCounts:
     def take(self) -> dict[str, float]:
         """Return the metrics of the interval and begin again; none without episodes."""
         num, sums, counts = self._num, self._sums, self._counts
-        self._num, self._sums, self._counts = 0, Counter(), Counter()
+        self._num, self._sums, self._counts = 0, {}, Counter()
         if not num and not counts.total():
             return {}
         ends = (f"train/episode_ends/{end}" for end in (*EpisodeEnd, "failed"))

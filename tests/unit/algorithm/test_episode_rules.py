@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sluice.algorithm.episodes import (
+from sluice.algorithm.episode_rules import (
     Continued,
     EpisodeCounts,
     EpisodeRules,

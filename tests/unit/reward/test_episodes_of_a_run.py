@@ -13,7 +13,7 @@ from services.reward.episodes.drivers import EnvironmentUnavailableError, Episod
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.groups.validation import ValidationOrder, Validator
 from services.reward.records.group_log import SampleDumps
-from sluice.algorithm.episodes import Observation
+from sluice.algorithm.episode_rules import Observation
 from sluice.config.run import RunConfig
 from sluice.types import (
     Answer,
