@@ -10,25 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 
-from services.reward.episodes.drivers import EnvironmentUnavailableError, ServedEnvironments
+from services.reward.episodes.drivers import (
+    EnvironmentUnavailableError,
+    EpisodeTask,
+    ServedEnvironments,
+)
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import GroupProgress, GroupRequest, Purpose
-from sluice.algorithm.episode_rules import EpisodeRules
+from sluice.algorithm.episode_rules import EpisodeRules, Observation
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.types import (
+    Answer,
     ChatMessage,
+    FinishReason,
     Prompt,
     PromptOrigin,
     ReplicaInfo,
     Rollout,
     SamplingParams,
+    Scored,
     TokenIds,
 )
 from tests.support.scripted_policy import Policy, ScriptedEngine, scripted_policy
@@ -233,13 +239,34 @@ def read_by(prompt: TokenIds, rollout: Rollout, number: int) -> list[int]:
     return path[: len(path) - rollout.turns[number].token_ids.size]
 
 
+@dataclass
+class ThisProcess:
+    """Environments without a server: `respond` takes the turn and the answer."""
+
+    respond: Callable[[int, Answer], Observation]
+
+    def begin(self, task: EpisodeTask) -> ThisProcess:
+        """Every episode is alike."""
+        return self
+
+    async def open(self) -> Observation:
+        """Nothing follows the prompt."""
+        return Observation()
+
+    async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
+        """Respond."""
+        return self.respond(turn, answer)
+
+    async def close(self) -> Scored | None:
+        """Scorers grade."""
+        return None
+
+    async def abandon(self) -> None:
+        """Nothing is held."""
+
+
 async def eventually(condition: Callable[[], bool]) -> None:
     """Polls within a deadline."""
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
-
-
-def no_tokens() -> TokenIds:
-    """Of a turn that read nothing new."""
-    return np.zeros(0, np.uint32)
