@@ -124,7 +124,7 @@ class EpisodeGenerator:
         name, batch = f"prompt {request.prompt.prompt_id}", uuid4().hex
         try:
             async with asyncio.TaskGroup() as tasks:
-                first = FirstTurns(tasks, self._dispatcher, request)
+                first = FirstTurns(tasks, self._dispatcher, request, batch)
                 for index in request.sample_indexes:
                     episode = self._episode(request, environment, f"{batch}.{index}", index)
                     tasks.create_task(
@@ -202,12 +202,18 @@ class FirstTurns:
         tasks: of the group's samples; the requests become tasks of it.
         dispatcher: samples them.
         request: the group's.
+        batch: begins the names of the episodes.
     """
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, dispatcher: GroupDispatcher, request: GroupRequest
+        self,
+        tasks: asyncio.TaskGroup,
+        dispatcher: GroupDispatcher,
+        request: GroupRequest,
+        batch: str,
     ) -> None:
         self._tasks, self._dispatcher, self._request = tasks, dispatcher, request
+        self._batch = batch
         self._awaited = set(request.sample_indexes)
         self._waiters: dict[int, _Waiter] = {}
 
@@ -238,12 +244,15 @@ class FirstTurns:
 
     async def _request_turns(self, indexes: Sequence[int]) -> None:
         waiter = self._waiters[indexes[0]]
-        tool_format = "" if waiter.tools else READ_TEXT
-        request = replace(
-            self._request,
-            sample_indexes=tuple(indexes),
-            turn=TurnRequest(0, waiter.messages, tools=waiter.tools, tool_format=tool_format),
+        alone = f"{self._batch}.{indexes[0]}" if len(indexes) == 1 else ""
+        turn = TurnRequest(
+            0,
+            waiter.messages,
+            tools=waiter.tools,
+            tool_format="" if waiter.tools else READ_TEXT,
+            affinity=alone or self._batch,
         )
+        request = replace(self._request, sample_indexes=tuple(indexes), turn=turn)
 
         def on_sample(rollout: Rollout) -> None:
             self._deliver(collected, rollout.sample_index)

@@ -169,7 +169,8 @@ class TurnRequest:
             is a root.
         tools: that the policy may call.
         tool_format: how answers are read; empty: as the run's policy writes calls.
-        affinity: names the episode, for engines that keep what they computed; may be empty.
+        affinity: names the episode, for engines that keep what they computed; may be empty. Of
+            several samples it is what their episodes' names begin with, before a dot.
         max_sequence_tokens: bounds what is read and sampled together; 0: only the row's prompt and
             the response are bounded.
         prefer: replica of the turn before; empty: none.

@@ -11,10 +11,12 @@ import msgspec
 from services.reward.app import RewardApp
 from services.reward.episodes.drivers import EnvironmentUnavailableError, EpisodeTask
 from services.reward.episodes.loop import EpisodeGenerator
+from services.reward.generation.request import GroupRequest
 from services.reward.groups.validation import ValidationOrder, Validator
 from services.reward.records.group_log import SampleDumps
 from sluice.algorithm.episode_rules import Observation
 from sluice.config.run import RunConfig
+from sluice.errors import EngineError
 from sluice.types import (
     Answer,
     ChatMessage,
@@ -120,6 +122,22 @@ async def test_a_batch_holds_episodes_with_the_scores_of_their_environment() -> 
     assert batch.statistics["train/trained_tokens"] == 3 * 2 * 8
     assert worlds.open_now == set()
     assert len({task.seed for task in worlds.tasks}) == 1
+
+
+async def test_a_sample_that_no_replica_continues_fails_and_its_environment_is_closed() -> None:
+    async def break_one(_name: str, request: GroupRequest, index: int) -> None:
+        if request.turn is not None and (request.turn.number, index) == (1, 2):
+            raise EngineError("out of memory")
+
+    client, worlds = ScriptedClient(before_sample=break_one), Worlds()
+    async with running_app(config(), client, drivers=worlds) as app:
+        submit(app, [MIXED])
+        await publish(app, client, 0)
+        batch = await train(app, client, 1)
+        assert booked(app) == 0.0
+    assert [rollout.sample_index for rollout in batch.groups[0].rollouts] == [0, 1]
+    assert batch.statistics["train/outcomes/engine_error"] == 1
+    assert worlds.open_now == set()
 
 
 async def test_a_failed_environment_leaves_its_sample_out_of_the_group() -> None:
