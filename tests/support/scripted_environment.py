@@ -11,11 +11,8 @@ from typing import Any
 
 import grpc
 
-from services.reward.episodes.drivers import (
-    EnvironmentUnavailableError,
-    EpisodeTask,
-    ServedEnvironments,
-)
+from services.reward.episodes.client import ServedEnvironments
+from services.reward.episodes.drivers import EnvironmentUnavailableError, EpisodeTask
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
