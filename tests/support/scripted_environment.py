@@ -91,7 +91,7 @@ class ScriptedEnvironment(environment_pb2_grpc.EnvironmentServiceServicer):
     opening: Callable[[environment.OpenRequest], environment.Observation] = lambda _: (
         environment.Observation(tools=[LOOK])
     )
-    score: float | None = 1.0
+    score: Callable[[str], float | None] = lambda _: 1.0
     before: Callable[[str, str, Any], Any] | None = None
     opened: list[environment.OpenRequest] = field(default_factory=list)
     steps: list[environment.StepRequest] = field(default_factory=list)
@@ -116,9 +116,10 @@ class ScriptedEnvironment(environment_pb2_grpc.EnvironmentServiceServicer):
         if not request.is_abandoned:
             await self._before("close", request.episode_id, context)
         self.closed[request.episode_id] = request.is_abandoned
-        if self.score is None or request.is_abandoned:
+        found = None if request.is_abandoned else self.score(request.episode_id)
+        if found is None:
             return environment.CloseResponse()
-        score = common.Score(score=self.score, metrics={"acc": self.score})
+        score = common.Score(score=found, metrics={"acc": found})
         return environment.CloseResponse(score=score, metrics={"looked": 2.0})
 
     async def _before(self, call: str, episode_id: str, context: Any) -> None:
@@ -142,12 +143,15 @@ def index_of(episode_id: str) -> int:
 
 
 @asynccontextmanager
-async def served(world: ScriptedEnvironment, folder: Path) -> AsyncIterator[None]:
-    """Serve it on a unix socket for the length of the block."""
+async def served(world: ScriptedEnvironment, folder: Path | None = None) -> AsyncIterator[None]:
+    """Serve it on a unix socket in a folder, or on a free port, for the length of the block."""
     server = grpc.aio.server()
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(world, server)
-    world.address = f"unix:{folder / 'environment.sock'}"
-    server.add_insecure_port(world.address)
+    if folder is None:
+        world.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    else:
+        world.address = f"unix:{folder / 'environment.sock'}"
+        server.add_insecure_port(world.address)
     await server.start()
     try:
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self, TypeVar
+from zlib import crc32
 
 from services.reward.episodes.drivers import (
     ABANDON_S,
@@ -26,6 +28,21 @@ from sluice.types import Answer, FinishReason, Scored
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+
+
+class GivenServers:
+    """Servers of a user's own; each gets an equal share of the episodes.
+
+    Args:
+        addresses: host:port of each, at least one.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = tuple(addresses)
+
+    def address_for(self, episode_id: str) -> str:
+        """Return the same server for the same episode."""
+        return self._addresses[crc32(episode_id.encode()) % len(self._addresses)]
 
 
 class ServedEnvironments:

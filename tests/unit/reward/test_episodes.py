@@ -337,7 +337,7 @@ async def test_rewards_of_turns_and_the_environments_score_are_used(tmp_path: Pa
         seen.reward = 0.5 + turn
         return seen
 
-    world = ScriptedEnvironment(respond=respond, score=0.75)
+    world = ScriptedEnvironment(respond=respond, score=lambda _: 0.75)
     async with playing(tmp_path, jar_policy("C"), world) as played:
         group = await played.generator.generate(group_request(1))
     assert [turn.reward for turn in group.rollouts[0].turns] == [0.5, 1.5]
@@ -352,7 +352,7 @@ async def test_rewards_of_turns_and_the_environments_score_are_used(tmp_path: Pa
 
 
 async def test_without_a_score_the_rows_scorer_grades_the_last_answer(tmp_path: Path) -> None:
-    world = ScriptedEnvironment(score=None)
+    world = ScriptedEnvironment(score=lambda _: None)
     async with playing(tmp_path, jar_policy("C", "D"), world) as played:
         group = await played.generator.generate(group_request(1))
     graded = await Grader(InlineScorer(), None).grade(group)
