@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Self, TypeVar
 from zlib import crc32
@@ -20,7 +21,8 @@ from sluice.codec.environment import (
     open_to_proto,
     step_to_proto,
 )
-from sluice.errors import InvalidRequestError, SluiceError
+from sluice.concurrency.waits import waiting_for
+from sluice.errors import InvalidRequestError, PeerError, SluiceError
 from sluice.rpc.client import ChannelPool, UnaryMethod, environment_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
@@ -28,6 +30,13 @@ from sluice.types import Answer, FinishReason, Scored
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+
+
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
+
+
+class _DownError(EnvironmentUnavailableError):
+    """No server answers; one may soon."""
 
 
 class GivenServers:
@@ -99,35 +108,66 @@ class ServedEpisode:
 
     def __init__(self, task: EpisodeTask, environments: ServedEnvironments) -> None:
         self._task, self._environments = task, environments
+        self._id, self._num_tries = task.episode_id, 1
         self._address: str | None = None
         self._channels: ChannelPool | None = None
 
     async def open(self) -> Observation:
-        """Choose a server and begin."""
-        self._address, self._channels = self._environments.place(self._task.episode_id)
-        channel = self._channels.acquire(self._address)
+        """Choose a server and begin; wait for one that is down, within the time of a call.
+
+        Otherwise groups would fail as fast as they start, and use the data set up, while a server
+        restarts.
+        """
+        loop, backoff_s = asyncio.get_running_loop(), _FIRST_BACKOFF_S
+        ends_at = loop.time() + self._environments.call_timeout_s
+        while True:
+            try:
+                return await self._open()
+            except _DownError as error:
+                if loop.time() + backoff_s >= ends_at:
+                    raise EnvironmentUnavailableError(str(error)) from error
+            await self.abandon()
+            with waiting_for("environment", "being up"):
+                await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            # The server may have begun the episode before its answer was lost.
+            self._num_tries += 1
+            self._id = f"{self._num_tries}-{self._task.episode_id}"
+
+    async def _open(self) -> Observation:
+        try:
+            self._address, channels = self._environments.place(self._id)
+        except EnvironmentUnavailableError as error:
+            raise _DownError(str(error)) from error
+        self._channels, channel = channels, channels.acquire(self._address)
         self._stub = environment_stub(channel)
         request = open_to_proto(
             self._task.prompt,
-            episode_id=self._task.episode_id,
+            episode_id=self._id,
             environment_name=self._task.environment,
             seed=self._task.seed,
             timeout_s=self._task.timeout_s,
         )
         phase = "opening an episode"
-        response = await self._call(self._stub.Open, request, phase)
+        try:
+            response = await self._call(self._stub.Open, request, phase)
+        except EnvironmentUnavailableError as error:
+            cause = error.__cause__
+            if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
+                raise _DownError(str(error)) from error
+            raise
         return self._observed(response.observation, phase)
 
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
         """Take an answer; a lost connection is tried again with the same turn."""
-        request = step_to_proto(self._task.episode_id, turn, answer, finish)
+        request = step_to_proto(self._id, turn, answer, finish)
         phase = "answering the policy"
         response = await self._call(self._stub.Step, request, phase)
         return self._observed(response.observation, phase)
 
     async def close(self) -> Scored | None:
         """End and grade."""
-        request = environment.CloseRequest(episode_id=self._task.episode_id)
+        request = environment.CloseRequest(episode_id=self._id)
         phase = "grading an episode"
         response = await self._call(self._stub.Close, request, phase)
         try:
@@ -141,7 +181,7 @@ class ServedEpisode:
         """Give the episode up; a server that is gone has nothing left of it."""
         if self._channels is None:
             return
-        request = environment.CloseRequest(episode_id=self._task.episode_id, is_abandoned=True)
+        request = environment.CloseRequest(episode_id=self._id, is_abandoned=True)
         try:
             await unary_call(
                 self._stub.Close,

@@ -292,13 +292,18 @@ class Episode:
                 parent=begun.parent,
                 context=context,
                 is_new_root=is_new_root,
-                observed=begun.messages if context.size else (),
+                observed=begun.messages if context.size else self._beyond_row(begun),
                 seconds={QUEUE: answered.queued_s, MODEL: seconds - answered.queued_s},
             )
         )
         self._lengths.append((0 if read is None else read.size) + turn.token_ids.size)
         self._added.append((*begun.messages, answer_message(_answer_of(answered.rollout))))
         self._replica = answered.replica
+
+    def _beyond_row(self, begun: Continued) -> tuple[ChatMessage, ...]:
+        """Return what a root reads after the row's messages."""
+        row = self._request.prompt.messages
+        return begun.messages[len(row) :] if begun.messages[: len(row)] == row else begun.messages
 
     def _history(self, index: int) -> tuple[ChatMessage, ...]:
         """Return the conversation up to a turn's answer."""

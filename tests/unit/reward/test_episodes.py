@@ -115,11 +115,32 @@ async def test_a_group_none_of_whose_episodes_begins_fails_by_its_environment(
     tmp_path: Path,
 ) -> None:
     world = ScriptedEnvironment()
-    async with playing(tmp_path, jar_policy("C"), world) as played:
+    async with playing(tmp_path, jar_policy("C"), world, call_timeout_s=0.3) as played:
         world.address = ""
         with pytest.raises(GroupFailedError, match=r"none of 2 episodes.*none is up") as found:
             await played.generator.generate(group_request(2))
     assert found.value.kind is FailureKind.ENVIRONMENT
+
+
+async def test_an_environment_that_is_down_is_waited_for(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def come_up(call: str, episode_id: str, context: Any) -> None:
+        asked.append(episode_id)
+        if call == "open" and len(asked) == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
+
+    world = ScriptedEnvironment(before=come_up)
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        address, world.address = world.address, ""
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(played.generator.generate(group_request(1)))
+            await asyncio.sleep(0.05)
+            assert not world.opened
+            world.address = address
+    assert task.result().rollouts[0].end is EpisodeEnd.DONE
+    # Each attempt is another episode: the server may have begun the first one.
+    assert len({one.episode_id for one in world.opened}) == len(world.opened) == 2
 
 
 async def test_a_step_whose_connection_breaks_is_tried_again_with_the_same_turn(
@@ -329,6 +350,8 @@ async def test_samples_with_another_first_prompt_are_roots_of_their_own(tmp_path
     assert roots[0] == roots[2]
     for rollout in group.rollouts:
         assert read_by(group.prompt_token_ids, rollout, 0) in played.engine.prompts
+    seen = group.rollouts[1].turns[0].observed
+    assert seen[-1].content == "Hurry."
 
 
 async def test_rewards_of_turns_and_the_environments_score_are_used(tmp_path: Path) -> None:
