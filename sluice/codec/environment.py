@@ -11,7 +11,7 @@ from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.codec.fields import shortened
 from sluice.codec.reward import score_from_proto
-from sluice.codec.rollout import FINISH_TO_PROTO, MAX_TURNS, check_turns
+from sluice.codec.rollout import MAX_TURNS, check_turns
 from sluice.codec.tools import (
     answer_to_proto,
     check_calls,
@@ -61,7 +61,7 @@ def step_to_proto(
         episode_id=episode_id,
         turn=turn,
         answer=answer_to_proto(answer),
-        finish_reason=FINISH_TO_PROTO[finish],
+        finish_reason=common.FinishReason.Value(f"FINISH_REASON_{finish.name}"),
     )
 
 

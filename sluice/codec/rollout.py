@@ -45,12 +45,12 @@ from sluice.types import (
     VersionSpan,
 )
 
-FINISH_TO_PROTO = {
+_FINISH_TO_PROTO = {
     FinishReason.STOP: common.FINISH_REASON_STOP,
     FinishReason.LENGTH: common.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: common.FINISH_REASON_ABORTED,
 }
-_FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
+_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 
 # Bounds on what one request may cost a replica before it generates anything.
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
@@ -68,7 +68,7 @@ def rollout_to_proto(rollout: Rollout) -> common.Rollout:
         token_ids_u32=token_ids_to_bytes(rollout.token_ids),
         behavior_logprobs_f32=logprobs_to_bytes(rollout.behavior_logprobs),
         version_spans=_spans_to_proto(rollout),
-        finish_reason=FINISH_TO_PROTO[rollout.finish_reason],
+        finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
         text=rollout.text,
         routing=None if routing is None else routing_to_proto(routing),
         answer=None if rollout.answer is None else answer_to_proto(rollout.answer),
@@ -80,7 +80,7 @@ def rollout_outline_to_proto(rollout: Rollout) -> common.Rollout:
     return common.Rollout(
         sample_index=rollout.sample_index,
         version_spans=_spans_to_proto(rollout),
-        finish_reason=FINISH_TO_PROTO[rollout.finish_reason],
+        finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
         num_tokens=rollout.num_tokens,
         has_routing=rollout.routing is not None,
     )
