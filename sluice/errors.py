@@ -40,6 +40,10 @@ class PromptTooLongError(InvalidRequestError):
         )
 
 
+class SequenceTooLongError(SluiceError):
+    """A conversation has as many tokens as it may have, and leaves none to sample."""
+
+
 class HistoryRewrittenError(SluiceError):
     """The chat template writes earlier turns differently, so exact tokens cannot be continued."""
 

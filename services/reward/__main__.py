@@ -6,11 +6,13 @@ import argparse
 import asyncio
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
 
 from services.reward.app import RewardApp, open_prompt_sets, open_run_files
+from services.reward.episodes.client import GivenServers, ServedEnvironments
 from services.reward.generation.client import RolloutClient
 from services.reward.grading.pool import configured_scorer_pool
 from services.reward.ledger.ledger import PromptLedger
@@ -73,8 +75,9 @@ async def _serve(config: RunConfig) -> None:
     stop = asyncio.Event()
     pool = configured_scorer_pool(config.reward, Path(config.sluice.run_dir))
     with stop_on_signals(stop), open_run_files(config) as files:
-        async with client, pool as scorers:
-            app = RewardApp(config, sets, scorers, client, files)
+        environments = _environments(config, limit, credentials)
+        async with client, pool as scorers, environments or nullcontext():
+            app = RewardApp(config, sets, scorers, client, files, environments)
             server = _server(config, app, limit, credentials)
             await server.start()
             try:
@@ -85,6 +88,21 @@ async def _serve(config: RunConfig) -> None:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
                 app.traces.close()
     logger.info("ended")
+
+
+def _environments(
+    config: RunConfig, limit: int, credentials: Credentials
+) -> ServedEnvironments | None:
+    """Return where episodes run; ``None``: a sample is one answer."""
+    environment = config.sluice.environment
+    if not environment.addresses:
+        return None
+    return ServedEnvironments(
+        GivenServers(environment.addresses),
+        call_timeout_s=environment.call_timeout_s,
+        max_message_bytes=limit,
+        credentials=credentials,
+    )
 
 
 def _server(config: RunConfig, app: RewardApp, limit: int, credentials: Credentials) -> RpcServer:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from services.reward.episodes.drivers import EpisodeDrivers
+from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
-from services.reward.generation.request import GenerationClient, greedy_sampling, training_sampling
+from services.reward.generation.request import (
+    GenerationClient,
+    SampleGenerator,
+    greedy_sampling,
+    training_sampling,
+)
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import check_routes, scorer_for
 from services.reward.group_table import GroupState, GroupTable, prompts_lost
@@ -20,7 +27,9 @@ from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
     BatchRules,
     GroupSettings,
+    episode_rules,
     outcome_policy,
+    plays_by_default,
     round_size,
     sampling_rules,
     straggler_rules,
@@ -136,6 +145,7 @@ class RewardApp:
         scorers: the running pool.
         client: how replicas are called.
         files: what the service writes into the run's folder; ``None``: nothing.
+        drivers: run the environments of episodes; ``None``: a sample is one answer.
 
     Raises:
         ConfigError: settings that cannot work together.
@@ -148,6 +158,7 @@ class RewardApp:
         scorers: SampleScorer,
         client: GenerationClient,
         files: RunFiles | None = None,
+        drivers: EpisodeDrivers | None = None,
     ) -> None:
         files = files or RunFiles()
         open_stream: Callable[[DataProgress], PromptStream] | None = None
@@ -182,11 +193,12 @@ class RewardApp:
         self.grader = Grader(scorers, shaping, outcome_policy(config))
         self.traces = _traces(config, self.ledger)
         capacity = ChangeSignal()
-        self._build_generation(config, client, capacity)
+        self._build_generation(config, client, capacity, drivers)
         self.counters = GroupStatistics(
             self.dispatcher.num_received,
             round_size=round_size(self.strategy.rules),
             scorer_seconds=lambda: scorers.busy_seconds,
+            tool_names=self.tool_names,
         )
         self.failures = FailureLog()
         group_filter = config.algorithm.filter_groups
@@ -204,7 +216,11 @@ class RewardApp:
             logger.info("%d prompts of an earlier service wait again", self.source.num_waiting)
 
     def _build_generation(
-        self, config: RunConfig, client: GenerationClient, capacity: ChangeSignal
+        self,
+        config: RunConfig,
+        client: GenerationClient,
+        capacity: ChangeSignal,
+        drivers: EpisodeDrivers | None,
     ) -> None:
         self.queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
         self.dispatcher = GroupDispatcher(
@@ -213,6 +229,17 @@ class RewardApp:
             max_attempts=config.sluice.reward.max_attempts,
             rules=straggler_rules(config),
         )
+        self.generator: SampleGenerator = self.dispatcher
+        self.tool_names: Collection[str] = ()
+        if drivers is not None:
+            episodes = EpisodeGenerator(
+                self.dispatcher,
+                drivers,
+                episode_rules(config),
+                by_default=plays_by_default(config),
+                seed=config.actor_rollout_ref.rollout.seed,
+            )
+            self.generator, self.tool_names = episodes, episodes.tool_names
 
     def _build_loop(
         self, settings: GroupSettings, memory: PromptMemoryStore | None, capacity: ChangeSignal
@@ -234,7 +261,7 @@ class RewardApp:
         runs = GroupRun(
             settings=settings,
             groups=self.groups,
-            dispatcher=self.dispatcher,
+            generator=self.generator,
             grader=self.grader,
             quarantine=self.quarantine,
             strategy=self.strategy,
@@ -273,7 +300,7 @@ class RewardApp:
             None
             if validation is None
             else partial(validation_stream, validation, config.data, images=sets.images),
-            self.dispatcher,
+            self.generator,
             self.grader,
             self.dumps,
             lambda: self.groups.policy_version,

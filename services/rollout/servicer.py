@@ -41,6 +41,7 @@ from sluice.codec.rollout import (
     rollout_to_proto,
     sampling_from_proto,
     within_budget,
+    within_sequence,
 )
 from sluice.codec.tools import tools_from_proto
 from sluice.codec.weights import (
@@ -49,7 +50,7 @@ from sluice.codec.weights import (
 )
 from sluice.concurrency.process import process_age_s
 from sluice.concurrency.waits import Waiting, waiting_for
-from sluice.data.prompt_length import PromptLimit, check_context
+from sluice.data.prompt_length import PromptLimit, check_context, check_sequence
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import caller_of, is_service_of_run, served
@@ -195,7 +196,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         is_own = is_service_of_run(context, self._tokens)
-        prompt_token_ids = await self._prompt_tokens(request.prompt, is_own=is_own)
+        prompt_token_ids = await self._prompt_tokens(request, is_own=is_own)
         decoded = replace(self._decode(request, prompt_token_ids), for_direct_client=not is_own)
         # First of all the prompt's tokens: the caller may need them to continue elsewhere.
         await context.write(self._accepted(decoded))
@@ -240,7 +241,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     def _decode(
         self, request: rollout.GenerateRequest, prompt_token_ids: TokenIds
     ) -> GenerationRequest:
-        indexes = tuple(request.sample_indexes)
+        indexes, sampling = tuple(request.sample_indexes), request.sampling
         # A partial of a sample that was not asked for would be lost without a word.
         unasked = {partial.sample_index for partial in request.partials} - set(indexes)
         if unasked:
@@ -249,14 +250,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             request_id=request.request_id,
             prompt_token_ids=prompt_token_ids,
             sample_indexes=indexes,
-            sampling=within_budget(
-                sampling_from_proto(
-                    request.sampling,
-                    default_seed=secrets.randbits(_SEED_BITS),
-                    longest=self._engine.max_model_len,
+            sampling=within_sequence(
+                within_budget(
+                    sampling_from_proto(
+                        sampling,
+                        default_seed=secrets.randbits(_SEED_BITS),
+                        longest=self._engine.max_model_len,
+                    ),
+                    request.token_budget,
+                    len(indexes),
                 ),
-                request.token_budget,
-                len(indexes),
+                request.max_sequence_tokens,
+                prompt_token_ids.size,
             ),
             priority=request.priority,
             partials=tuple(
@@ -271,13 +276,22 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             with_routing=request.with_routing,
         )
 
-    async def _prompt_tokens(self, prompt: common.PromptInput, *, is_own: bool) -> TokenIds:
-        """Return the whole prompt; a longer one of the run's own services may be cut."""
+    async def _prompt_tokens(self, request: rollout.GenerateRequest, *, is_own: bool) -> TokenIds:
+        """Return the whole prompt; a longer one of the run's own services may be cut, unless it has
+        a bound of its own."""
+        prompt, longest = request.prompt, self._engine.max_model_len
+        most = request.max_sequence_tokens
+        if most:
+            earlier = len(prompt.continuation.token_ids_u32) // 4
+            check_sequence(earlier, min(most, longest))
         ids = await self._encoded(prompt)
+        if most:
+            check_sequence(ids.size, min(most, longest))
+            return ids
         is_rendered = prompt.WhichOneof("input") in ("chat", "text")
         if is_own and self._training_prompts is not None and is_rendered:
             ids = self._training_prompts.fit(ids, has_images=bool(prompt.chat.images))
-        check_context(ids.size, self._engine.max_model_len)
+        check_context(ids.size, longest)
         return ids
 
     async def _encoded(self, prompt: common.PromptInput) -> TokenIds:

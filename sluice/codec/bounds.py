@@ -112,6 +112,8 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "linger_ms": _whole(0, 60_000),
         "partial_interval_ms": _whole(0, 3_600_000),
         "priority": _whole(-MAX_PRIORITY, MAX_PRIORITY),
+        "affinity": _NAME_OR_NONE,
+        "max_sequence_tokens": _whole(0, MAX_NUMBER),
     },
     reward.SubmitPromptsRequest: {"data_source": _SOURCE},
     reward.ScoreItem: {"data_source": _SOURCE},

@@ -228,6 +228,13 @@ def within_budget(sampling: SamplingParams, token_budget: int, num_samples: int)
     return replace(sampling, max_tokens=min(sampling.max_tokens, token_budget // num_samples))
 
 
+def within_sequence(sampling: SamplingParams, most: int, num_prompt_tokens: int) -> SamplingParams:
+    """Limit a sample to what its prompt leaves of `most` tokens; 0: no bound."""
+    if not most:
+        return sampling
+    return replace(sampling, max_tokens=min(sampling.max_tokens, most - num_prompt_tokens))
+
+
 def chat_prompt_to_proto(
     messages: Sequence[ChatMessage], images: Sequence[bytes] = (), tools: Sequence[Tool] = ()
 ) -> common.PromptInput:

@@ -290,4 +290,5 @@ def _versions(versions: list[int], announced: int, *, is_validation: bool) -> li
 
 
 def _response(response: SampledResponse) -> dict[str, Any]:
-    return dict(msgspec.structs.asdict(response))
+    turns = [msgspec.structs.asdict(turn) for turn in response.turns]
+    return {**msgspec.structs.asdict(response), "turns": turns}

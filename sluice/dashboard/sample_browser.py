@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from sluice.dashboard.sample_lines import (
     ShownOutcome,
     shown_group,
 )
-from sluice.telemetry.samples import FOLDER_NAME, SampledGroup
+from sluice.telemetry.samples import FOLDER_NAME, SampledGroup, SampledResponse
 
 MOST_GROUPS = 200_000
 _EXAMPLES = "validation"
@@ -278,7 +278,13 @@ def _load(entry: IndexEntry) -> SampledGroup | None:
         return None
 
 
+def _texts(response: SampledResponse) -> Iterator[str]:
+    yield response.text
+    for turn in response.turns:
+        yield from (turn.read, turn.text)
+
+
 def _holds(group: SampledGroup, needle: str) -> bool:
     return needle in group.prompt.casefold() or any(
-        needle in response.text.casefold() for response in group.responses
+        needle in text.casefold() for response in group.responses for text in _texts(response)
     )

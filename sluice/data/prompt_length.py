@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from sluice.errors import InvalidRequestError, PromptTooLongError
+from sluice.errors import InvalidRequestError, PromptTooLongError, SequenceTooLongError
 from sluice.types import TokenIds
 
 Truncation = Literal["error", "left", "right", "middle"]
@@ -72,4 +72,17 @@ def check_context(num_tokens: int, max_model_len: int) -> None:
             f"prompt: {num_tokens} tokens; the model's context of {max_model_len} takes "
             f"{max_model_len - 1} and one of the response: shorten the prompt, or have the run "
             "started with a greater actor_rollout_ref.rollout.max_model_len"
+        )
+
+
+def check_sequence(num_tokens: int, most: int) -> None:
+    """Check that a conversation leaves space for one more token.
+
+    Raises:
+        SequenceTooLongError: it does not.
+    """
+    if num_tokens >= most:
+        raise SequenceTooLongError(
+            f"prompt: {num_tokens} tokens; max_sequence_tokens, or the model's context, allows "
+            f"{most} with the response: end the conversation"
         )

@@ -8,6 +8,7 @@ from reprlib import repr as short_repr  # bounded, however deep or long a value 
 
 import pyarrow as pa
 
+from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.data.image_sources import ImageSource, image_source
 from sluice.errors import DataError
 from sluice.types import IMAGE_MARK, ChatMessage
@@ -32,6 +33,7 @@ class PromptColumns:
     data_source: str = "data_source"
     reward_model: str = "reward_model"
     extra_info: str = "extra_info"
+    agent_name: str = AGENT_NAME
     images: str | None = None
     refused_images: str | None = None
 
@@ -56,13 +58,16 @@ class PromptColumns:
 
     def present(self, names: list[str]) -> tuple[str, ...]:
         """Return the columns to read of a file with the columns `names`."""
-        optional = [self.extra_info, *([self.images] if self.images else [])]
+        optional = [self.extra_info, self.agent_name, *([self.images] if self.images else [])]
         return (*self.needed, *(name for name in optional if name in names))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """The content of a row. `place` is its file and number, from 0, for messages."""
+    """The content of a row. `place` is its file and number, from 0, for messages.
+
+    `extra_info` holds the column `agent_name`, too, where a row has one.
+    """
 
     messages: tuple[ChatMessage, ...]
     data_source: str
@@ -155,6 +160,11 @@ def decode_row(
     if extra_info is not None and not isinstance(extra_info, dict):
         found = short_repr(extra_info)
         raise _bad_row(place, f"'{columns.extra_info}' is {found}, not a mapping")
+    agent = values.get(columns.agent_name)
+    if agent is not None and not isinstance(agent, str):
+        raise _bad_row(place, f"'{columns.agent_name}' is {short_repr(agent)}, not a name")
+    if agent:
+        extra_info = {**(extra_info or {}), AGENT_NAME: agent}
     if columns.refused_images and values.get(columns.refused_images):
         raise images_refused(place, columns.refused_images)
     messages = tuple(_message(turn, place, columns.prompt) for turn in turns)

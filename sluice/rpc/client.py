@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
 
+from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2_grpc
@@ -52,6 +53,12 @@ def reward_stub(channel: grpc.aio.Channel) -> reward_pb2_grpc.RewardServiceAsync
     """Return the calls of the reward service."""
     stub = reward_pb2_grpc.RewardServiceStub(channel)
     return cast("reward_pb2_grpc.RewardServiceAsyncStub", stub)
+
+
+def environment_stub(channel: grpc.aio.Channel) -> environment_pb2_grpc.EnvironmentServiceAsyncStub:
+    """Return the calls of an environment."""
+    stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
+    return cast("environment_pb2_grpc.EnvironmentServiceAsyncStub", stub)
 
 
 def launch_stub(channel: grpc.aio.Channel) -> launch_pb2_grpc.LaunchServiceAsyncStub:

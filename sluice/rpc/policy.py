@@ -62,6 +62,12 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "TrainerService/Pause": _QUICK,
     "TrainerService/Resume": _QUICK,
     "TrainerService/Stop": _QUICK,
+    # The reward service gives each call what `sluice.environment.call_timeout_s` leaves.
+    "EnvironmentService/Open": CallPolicy(deadline_s=60.0),
+    # A repeated turn has the same answer.
+    "EnvironmentService/Step": CallPolicy(deadline_s=60.0, attempts=2),
+    "EnvironmentService/Close": CallPolicy(deadline_s=60.0),
+    "EnvironmentService/GetStatus": _QUICK,
     "LaunchService/SetReplicas": _QUICK,
     "LaunchService/GetServices": _QUICK,
 }

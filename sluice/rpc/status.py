@@ -7,6 +7,7 @@ may ignore it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import grpc
@@ -45,6 +46,7 @@ _LONGEST_DETAILS_BYTES = 2000
 _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.PromptTooLongError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.SequenceTooLongError, grpc.StatusCode.OUT_OF_RANGE),
     (errors.HistoryRewrittenError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.AccessDeniedError, grpc.StatusCode.UNAUTHENTICATED),
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
@@ -76,6 +78,13 @@ _CLASS_NEEDED = (
 _ERROR_BY_NAME = {
     (kind.__name__, code): kind for kind, code in _CODE_BY_ERROR if code in _CLASS_NEEDED
 }
+
+_ERROR_BY_CODE: Mapping[grpc.StatusCode, type[errors.SluiceError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: errors.SequenceTooLongError,
+    grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
+}
+"""Codes that identify the error, and whose details say it all."""
 
 
 def short_method(path: str) -> str:
@@ -153,15 +162,12 @@ def error_of(
         deadline_s: seconds that the call had.
     """
     named = _ERROR_BY_NAME.get((class_name or "", code))
+    named = named or _ERROR_BY_CODE.get(code)
     if named is not None:
         return named(details)
     match code:
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            return errors.InvalidRequestError(details)
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return errors.AccessDeniedError(f"{peer}: refused while {phase}: {details}")
-        case grpc.StatusCode.NOT_FOUND:
-            return errors.NotFoundError(details)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineError(peer, phase, deadline_s, details)
         case grpc.StatusCode.ABORTED:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout
+from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout, Turn
 
 FOLDER_NAME = "samples"
 _NUM_FILES = 8
 _FLUSH_BYTES = 1 << 20
 
 _CUT = "\n[… {} characters left out …]\n"
+
+_LEAST_CHARS = 200  # of each of many turns
 
 _OWN_COLUMNS = ("input", "output", "gts", "score", "step")
 
@@ -87,6 +89,32 @@ def mib(number: int) -> int:
     return number << 20
 
 
+class SampledTurn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One turn of a response.
+
+    Args:
+        text: what the policy wrote; shortened.
+        tokens: that it sampled.
+        read: the messages that it read before, each after its role; shortened.
+        read_tokens: tokens that it read beyond the turn that it continues.
+        parent: index of the turn that it continues; null: it is a root.
+        is_new_root: it does not begin with the group's prompt.
+        finish: why it ended, a `FinishReason`.
+        reward: of its own; null without one.
+        seconds: spent, by part.
+    """
+
+    text: str
+    tokens: int
+    read: str = ""
+    read_tokens: int = 0
+    parent: int | None = None
+    is_new_root: bool = False
+    finish: str = ""
+    reward: float | None = None
+    seconds: dict[str, float] = {}
+
+
 class SampledResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """One response.
 
@@ -99,6 +127,9 @@ class SampledResponse(msgspec.Struct, frozen=True, omit_defaults=True):
         failure: why there is no score; empty if there is one.
         versions: oldest and newest policy version that sampled a token; null if there is none.
         metrics: further numbers of the scorer.
+        turns: if there are several; the text is then the last one's. All of their texts together
+            are about as long as one response may be.
+        episode_end: why the environment ended, an `EpisodeEnd`; empty: there is none, or it failed.
     """
 
     text: str
@@ -109,6 +140,8 @@ class SampledResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: str = ""
     versions: tuple[int, int] | None = None
     metrics: dict[str, float | None] = {}
+    turns: list[SampledTurn] = []
+    episode_end: str = ""
 
 
 class SampledGroup(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -188,7 +221,12 @@ def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledRes
     text = shortened_middle(rollout.text, most_chars)
     sampled_by = (min(versions), max(versions)) if versions else None
     response = SampledResponse(
-        text, rollout.num_tokens, rollout.finish_reason.value, versions=sampled_by
+        text,
+        rollout.num_tokens,
+        rollout.finish_reason.value,
+        versions=sampled_by,
+        turns=_sampled_turns(rollout, most_chars),
+        episode_end=rollout.end.value if rollout.end else "",
     )
     if isinstance(outcome, Failed):
         failure = shortened_middle(f"{outcome.kind.value}: {outcome.detail}", most_chars)
@@ -196,6 +234,38 @@ def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledRes
     return msgspec.structs.replace(
         response, score=outcome.score, reward=outcome.reward, metrics=dict(outcome.metrics)
     )
+
+
+def _sampled_turns(rollout: Rollout, most_chars: int) -> list[SampledTurn]:
+    if len(rollout.turns) == 1:
+        return []
+    most = max(most_chars // (2 * len(rollout.turns)), min(most_chars, _LEAST_CHARS))
+    return [
+        SampledTurn(
+            shortened_middle(turn.text, most),
+            int(turn.token_ids.size),
+            shortened_middle(_read(turn), most),
+            int(turn.context.size),
+            turn.parent,
+            turn.is_new_root,
+            turn.finish_reason.value,
+            turn.reward,
+            {part: round(seconds, 3) for part, seconds in turn.seconds.items()},
+        )
+        for turn in rollout.turns
+    ]
+
+
+def transcript(rollout: Rollout) -> str:
+    """Return the text of a sample: of several turns, with what it read between them."""
+    if len(rollout.turns) == 1:
+        return rollout.text
+    parts = (part for turn in rollout.turns for part in (_read(turn), turn.text))
+    return "\n".join(part for part in parts if part)
+
+
+def _read(turn: Turn) -> str:
+    return "\n".join(f"[{message.role}] {message.content}" for message in turn.observed)
 
 
 @dataclass(frozen=True, slots=True)

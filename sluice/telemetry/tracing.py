@@ -40,6 +40,8 @@ class SpanName(StrEnum):
     READ = "draw"
     ADMIT = "admit"
     GENERATE = "generate"
+    TURN = "turn"
+    ENVIRONMENT = "environment"
     ATTEMPT = "attempt"
     GRADE = "grade"
     FILTER = "filter"

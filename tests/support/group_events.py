@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.reward.generation.request import GroupProgress
 from services.reward.group_table import EventKind, Group, GroupEnding, GroupEvent, GroupState
 from sluice.algorithm.sampling.attempt import Attempt
-from sluice.types import Prompt, PromptEnd
+from sluice.types import GradedGroup, Prompt, PromptEnd
 from tests.support.client_prompt import client_prompt
 
 
@@ -18,8 +18,9 @@ def group_ended(
     started_s: float = 0.0,
     replicas: tuple[str, ...] = ("a",),
     step: int | None = None,
+    graded: GradedGroup | None = None,
 ) -> GroupEvent:
-    """Return the end of a group without samples; with no `version` it never started."""
+    """Return the end of a group, by default without samples; with no `version` it never started."""
     attempt = attempt or Attempt("aa", 3, None, 4)
     group = Group(
         prompt or client_prompt(),
@@ -29,6 +30,7 @@ def group_ended(
         attempt=attempt,
         version=version,
         started_s=started_s,
+        graded=graded,
         progress=GroupProgress(replicas=list(replicas)),
     )
     return GroupEvent(EventKind.ENDED, group, GroupState.GENERATING)

@@ -7,14 +7,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.reward.app import PromptSets, RewardApp, RunFiles
+from services.reward.episodes.drivers import EpisodeDrivers
 from services.reward.generation.request import GenerateEvent, GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.scorers.math_dapo import compute_score
 from services.reward.prompts.submissions import Submission, SubmissionSession
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.config.run import RunConfig
-from sluice.types import ChatMessage, Failed, ReplicaInfo, Rollout, Scored, TrainBatch
+from sluice.types import ChatMessage, Failed, ReplicaInfo, Rollout, Scored, TokenIds, TrainBatch
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
 
 
@@ -47,7 +50,7 @@ class ScriptedClient:
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream scripted samples."""
         self.calls.append((replica.name, request.prompt.prompt_id, tuple(sample_indexes)))
-        yield GenerateEvent((PROMPT_TOKENS, self.versions.get(replica.name, 0)), ())
+        yield GenerateEvent((_read(request), self.versions.get(replica.name, 0)), ())
         try:
             for index in sample_indexes:
                 if self.before_sample is not None:
@@ -65,6 +68,13 @@ class ScriptedClient:
             return self.make(name, request, index)
         text = answer_text(request.prompt.messages[-1].content, index)
         return rollout_of(text, index, self.versions.get(name, 0), request.sampling.seed, 8)
+
+
+def _read(request: GroupRequest) -> TokenIds:
+    """The prompt, or the turns before and one more token."""
+    if request.turn is None or request.turn.earlier is None:
+        return PROMPT_TOKENS
+    return np.concatenate([request.turn.earlier, PROMPT_TOKENS[:1]])
 
 
 class InlineScorer:
@@ -88,9 +98,10 @@ async def running_app(
     client: ScriptedClient,
     sets: PromptSets | None = None,
     files: RunFiles | None = None,
+    drivers: EpisodeDrivers | None = None,
 ) -> AsyncIterator[RewardApp]:
     """The app, by default without a data set and without files, its group loop running."""
-    app = RewardApp(config, sets or PromptSets(None, None), InlineScorer(), client, files)
+    app = RewardApp(config, sets or PromptSets(None, None), InlineScorer(), client, files, drivers)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(app.loop.run())
         yield app

@@ -18,16 +18,24 @@ from services.rollout.servicer import ReplicaIdentity
 from sluice.config.loading.loader import load_config
 from sluice.quickstart.tokenizer import save_tokenizer
 from sluice.rpc.credentials import OPEN
-from tests.support.causal_lms import VOCABULARY, reference_model, running_engine, save_config
+from tests.support.causal_lms import EOS, VOCABULARY, reference_model, running_engine, save_config
 
 BOS = VOCABULARY - 1
 MAX_PROMPT_LENGTH, MAX_MODEL_LEN = 8, 32
-_BOS_TEXT = "<s>"
+_BOS_TEXT, _END_TEXT = "<s>", "<|im_end|>"
 _TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     "{% for step in range(steps | default(0)) %} w8{% endfor %}"
     "{% if think is defined and think is false %} w9{% endif %}"
 )
+
+
+DIALOGUE = (
+    "{% for message in messages %}"
+    "{{ 'w2 ' if message['role'] == 'assistant' else 'w1 ' }}{{ message['content'] }}<|im_end|> "
+    "{% endfor %}w2 "
+)
+"""A template whose answers end with the token `EOS`."""
 
 
 def words(*tokens: int) -> str:
@@ -36,23 +44,25 @@ def words(*tokens: int) -> str:
 
 
 @asynccontextmanager
-async def word_replica(folder: Path, *settings: str) -> AsyncIterator[str]:
+async def word_replica(
+    folder: Path, *settings: str, template: str = _TEMPLATE, max_model_len: int = MAX_MODEL_LEN
+) -> AsyncIterator[str]:
     """The address of a replica whose training prompts may have `MAX_PROMPT_LENGTH` tokens."""
     save_config("qwen3", folder)
-    _save_words(folder)
+    _save_words(folder, template, max_model_len)
     config = load_config(
         None,
         [
             f"actor_rollout_ref.model.path={folder}",
             f"data.max_prompt_length={MAX_PROMPT_LENGTH}",
-            f"data.max_response_length={MAX_MODEL_LEN - MAX_PROMPT_LENGTH}",
+            f"data.max_response_length={max_model_len - MAX_PROMPT_LENGTH}",
             "sluice.rollout.endpoint.host=127.0.0.1",
             "sluice.rollout.endpoint.port=0",
             *settings,
         ],
     )
     model = reference_model(folder)
-    async with running_engine(folder, model, max_model_len=MAX_MODEL_LEN) as engine:
+    async with running_engine(folder, model, max_model_len=max_model_len) as engine:
         identity = ReplicaIdentity("rollout-0", "one")
         server = _server(config, engine, _encoder(config), identity, OPEN)
         await server.start()
@@ -62,12 +72,15 @@ async def word_replica(folder: Path, *settings: str) -> AsyncIterator[str]:
             await server.stop(0)
 
 
-def _save_words(folder: Path) -> None:
+def _save_words(folder: Path, template: str, max_model_len: int) -> None:
     vocabulary = {f"w{token}": token for token in range(BOS)} | {_BOS_TEXT: BOS}
+    if _END_TEXT in template:
+        del vocabulary[f"w{EOS}"]
+        vocabulary[_END_TEXT] = EOS
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.add_special_tokens([_BOS_TEXT])
+    tokenizer.add_special_tokens([text for text in (_BOS_TEXT, _END_TEXT) if text in vocabulary])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{_BOS_TEXT} $A", special_tokens=[(_BOS_TEXT, BOS)]
     )
-    save_tokenizer(tokenizer, folder, MAX_MODEL_LEN, _TEMPLATE)
+    save_tokenizer(tokenizer, folder, max_model_len, template)

@@ -8,10 +8,12 @@ from typing import Self
 
 from services.reward.generation.request import PHASE, GenerateEvent, GroupRequest, Purpose
 from sluice.algorithm.groups.stragglers import partial_interval_ms
+from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.codec.fields import token_ids_from_bytes
 from sluice.codec.rollout import (
     chat_prompt_to_proto,
+    continuation_to_proto,
     new_tokens_from_proto,
     rollout_from_proto,
     rollout_to_proto,
@@ -104,17 +106,32 @@ class RolloutClient:
     def _message(
         self, request: GroupRequest, sample_indexes: Sequence[int], partials: Sequence[Rollout]
     ) -> rollout_pb2.GenerateRequest:
+        turn = request.turn
+        is_training = request.purpose is Purpose.TRAINING
         return rollout_pb2.GenerateRequest(
             request_id=request.prompt.prompt_id[:MAX_REQUEST_ID_CHARACTERS],
-            prompt=chat_prompt_to_proto(request.prompt.messages, request.prompt.images),
+            prompt=_prompt(request),
             sample_indexes=sample_indexes,
             sampling=sampling_to_proto(request.sampling),
             stream_mode=rollout_pb2.STREAM_MODE_SAMPLES,
             linger_ms=self._linger_ms,
             partials=[rollout_to_proto(partial) for partial in partials],
             partial_interval_ms=self._partial_interval_ms,
-            with_routing=self._with_routing and request.purpose is Purpose.TRAINING,
+            # Experts of several turns would have to be joined.
+            with_routing=self._with_routing and is_training and turn is None,
+            tool_format=turn.tool_format if turn else "",
+            affinity=turn.affinity if turn else "",
+            max_sequence_tokens=turn.max_sequence_tokens if turn else 0,
         )
+
+
+def _prompt(request: GroupRequest) -> common_pb2.PromptInput:
+    turn = request.turn
+    if turn is None:
+        return chat_prompt_to_proto(request.prompt.messages, request.prompt.images)
+    if turn.earlier is None:
+        return chat_prompt_to_proto(turn.messages, tools=turn.tools)
+    return continuation_to_proto(turn.earlier, turn.messages, turn.tools)
 
 
 def _decode(message: rollout_pb2.GenerateResponse, peer: str) -> GenerateEvent:

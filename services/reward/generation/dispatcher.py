@@ -28,6 +28,7 @@ from services.reward.generation.request import (
     OverlongPromptError,
     Purpose,
     SampleCallback,
+    SampleGenerator,
     decisive_error,
     first_samples,
     for_prompt,
@@ -46,9 +47,11 @@ from sluice.concurrency.waits import waiting_for
 from sluice.errors import (
     EngineError,
     ExhaustedError,
+    HistoryRewrittenError,
     InvalidRequestError,
     PeerDefectError,
     PromptTooLongError,
+    SequenceTooLongError,
     SluiceError,
     ValidationFailedError,
 )
@@ -273,12 +276,27 @@ class GroupDispatcher:
                 ended before any of its samples finished.
             ValidationFailedError: no replica may validate the wanted version any more.
         """
-        collected, progress = CollectedSamples(request, on_sample), request.progress
+        collected = CollectedSamples(request, on_sample)
+        await self.collect(collected)
+        return collected.group()
+
+    async def collect(self, collected: CollectedSamples) -> None:
+        """Generate the samples that are missing; see `generate`.
+
+        Raises:
+            GroupFailedError: see `generate`. A request for a turn ends with unfinished samples
+                instead, if these may be missing.
+            HistoryRewrittenError: the template cannot continue the turn's tokens.
+            SequenceTooLongError: the turn's prompt leaves no token to sample.
+        """
+        request, progress = collected.request, collected.request.progress
         failures: list[str] = []
         while (missing := collected.missing) and not progress.check(_now()):
             partials = collected.partials()
             collected.note_version()
+            queued_since = _now()
             reservation = await self._reserved(request, len(missing))
+            collected.queued_s += _now() - queued_since
             if reservation is None:
                 break
             try:
@@ -291,7 +309,6 @@ class GroupDispatcher:
                 end_without_missing(collected, failures)
         if collected.missing:
             end_early(collected)
-        return collected.group()
 
     async def _reserved(self, request: GroupRequest, num_sequences: int) -> Reservation | None:
         """Reserve capacity on a replica; ``None``: the group was over before."""
@@ -324,6 +341,8 @@ class GroupDispatcher:
         except PromptTooLongError as error:
             prompt = collected.request.prompt
             raise OverlongPromptError(f"{prompt.place or prompt.prompt_id}: {error}") from error
+        except (HistoryRewrittenError, SequenceTooLongError):
+            raise  # about the turn: the replica works
         except InvalidRequestError as error:
             if not self._may_be_too_small(reservation, len(collected.missing)):
                 raise GroupFailedError(f"refused by {name}: {error}") from error
@@ -402,7 +421,7 @@ class GroupDispatcher:
         if event.started is not None:
             self._queue.answered(reservation.member)
             prompt_token_ids, version = event.started
-            request.progress.started(prompt_token_ids, now)
+            collected.accepted(prompt_token_ids, reservation.member.announced.info.name, now)
             watch.pace.accepted(now)
             collected.note_version(or_version=version)
         num_before = request.progress.num_received
@@ -412,7 +431,7 @@ class GroupDispatcher:
             self.num_received[request.purpose] += request.progress.num_received - num_before
         if arrival.num_finished:
             self._queue.sequences_ended(reservation, arrival.num_finished)
-            prompt = request.progress.prompt_token_ids
+            prompt = collected.prompt_token_ids
             for rollout in event.rollouts:
                 self._queue.context_ended(
                     (0 if prompt is None else prompt.size) + rollout.num_tokens
@@ -480,7 +499,7 @@ class GeneratedGroup:
 
 
 async def generate_group(
-    dispatcher: GroupDispatcher,
+    dispatcher: SampleGenerator,
     request: GroupRequest,
     greedy: SamplingParams | None,
     on_sample: SampleCallback | None = None,
@@ -488,7 +507,7 @@ async def generate_group(
     """Generate a prompt's samples and, with `greedy`, one more response with those parameters.
 
     Args:
-        dispatcher: where groups are generated.
+        dispatcher: generates them.
         request: the samples; the greedy response keeps to the same versions.
         greedy: parameters of the greedy response; ``None``: there is none.
         on_sample: called with each sample that has finished, but not with the greedy response.
@@ -518,7 +537,7 @@ async def generate_group(
     return GeneratedGroup(samples.result(), response.result())
 
 
-async def _response(dispatcher: GroupDispatcher, request: GroupRequest) -> RolloutGroup:
+async def _response(dispatcher: SampleGenerator, request: GroupRequest) -> RolloutGroup:
     try:
         return await dispatcher.generate(request)
     except GroupFailedError as error:
@@ -543,6 +562,9 @@ def end_early(collected: CollectedSamples) -> None:
     """
     prompt_id, state = collected.request.prompt.prompt_id, collected.state()
     limits = "sluice.reward.group_deadline_s or group_token_budget"
+    if collected.request.turn is not None:
+        collected.end_unfinished()
+        return
     if not collected.request.progress.has_finished_samples:
         raise GroupFailedError(f"no sample finished within {limits}: {state}", FailureKind.ABORTED)
     logger.warning(
@@ -560,7 +582,8 @@ def end_without_missing(collected: CollectedSamples, failures: Sequence[str]) ->
     """
     request, missing = collected.request, collected.missing
     detail = f"{len(failures)} attempts failed, the last: {failures[-1]}"
-    if not (request.allows_missing and request.progress.has_finished_samples):
+    is_turn = request.turn is not None
+    if not (request.allows_missing and (is_turn or request.progress.has_finished_samples)):
         raise GroupFailedError(detail, FailureKind.ENGINE_ERROR)
     logger.warning(
         "prompt %s: continues without samples %s: %s", request.prompt.prompt_id, missing, detail

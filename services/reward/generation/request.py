@@ -17,7 +17,17 @@ from sluice.algorithm.growing_sample import NewTokens
 from sluice.algorithm.routing import ReplicaRequirement
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import SluiceError, leaves
-from sluice.types import FailureKind, Prompt, ReplicaInfo, Rollout, SamplingParams, TokenIds
+from sluice.types import (
+    ChatMessage,
+    FailureKind,
+    Prompt,
+    ReplicaInfo,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    TokenIds,
+    Tool,
+)
 
 PHASE = "generating"
 
@@ -106,8 +116,13 @@ class GroupProgress:
             self.end()
         return self.is_over
 
-    def started(self, prompt_token_ids: TokenIds, now: float) -> None:
-        """Note that a replica accepted a request of the group."""
+    def started(self, prompt_token_ids: TokenIds | None, now: float) -> None:
+        """Note that a replica accepted a request of the group.
+
+        Args:
+            prompt_token_ids: the group's prompt; ``None``: the request is for a later turn.
+            now: seconds of the event loop's clock.
+        """
         if self.first_start is None:
             self.first_start, self.prompt_token_ids = now, prompt_token_ids
             self._notify()
@@ -143,6 +158,34 @@ class GroupProgress:
             observer()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnRequest:
+    """What a turn of an episode reads, where a request is not for a row's prompt alone.
+
+    Args:
+        number: of the turn in its episode, from 0.
+        messages: the whole conversation, or those that follow `earlier`.
+        earlier: tokens that were read and sampled, which the prompt begins with; ``None``: the turn
+            is a root.
+        tools: that the policy may call.
+        tool_format: how answers are read; empty: as the run's policy writes calls.
+        affinity: names the episode, for engines that keep what they computed; may be empty. Of
+            several samples it is what their episodes' names begin with, before a dot.
+        max_sequence_tokens: bounds what is read and sampled together; 0: only the row's prompt and
+            the response are bounded.
+        prefer: replica of the turn before; empty: none.
+    """
+
+    number: int
+    messages: tuple[ChatMessage, ...]
+    earlier: TokenIds | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_format: str = ""
+    affinity: str = ""
+    max_sequence_tokens: int = 0
+    prefer: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
     """Samples of one prompt, from replicas of `lowest_version` up to `highest_version`.
@@ -152,7 +195,8 @@ class GroupRequest:
     `progress`, which bounds the group and counts its tokens.
 
     With `allows_missing` the samples that no replica could generate are left out, unless none
-    remains.
+    remains. A request for a `turn` ends without its missing samples instead of an error: the
+    episode decides.
     """
 
     prompt: Prompt
@@ -163,6 +207,7 @@ class GroupRequest:
     highest_version: int | None = None
     progress: GroupProgress = field(default_factory=GroupProgress, compare=False, repr=False)
     allows_missing: bool = False
+    turn: TurnRequest | None = None
 
     def __post_init__(self) -> None:
         indexes = self.sample_indexes
@@ -176,7 +221,8 @@ class GroupRequest:
 
     def requirement(self, num_sequences: int) -> ReplicaRequirement:
         """Return what a replica needs for so many of the samples."""
-        return ReplicaRequirement(num_sequences, self.lowest_version, self.highest_version)
+        prefer = "" if self.turn is None else self.turn.prefer
+        return ReplicaRequirement(num_sequences, self.lowest_version, self.highest_version, prefer)
 
 
 def first_samples(count: int) -> tuple[int, ...]:
@@ -241,6 +287,25 @@ class OverlongPromptError(GroupFailedError):
 
 
 SampleCallback = Callable[[Rollout], None]
+
+
+class SampleGenerator(Protocol):
+    """Generates the samples of groups: the dispatcher, or with an environment its episodes."""
+
+    @property
+    def rules(self) -> StragglerRules:
+        """When streams and groups are given up."""
+        ...
+
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica, busy or paused, serves validations of `version`."""
+        ...
+
+    async def generate(
+        self, request: GroupRequest, on_sample: SampleCallback | None = None
+    ) -> RolloutGroup:
+        """Generate the requested samples; see `GroupDispatcher.generate`."""
+        ...
 
 
 def decisive_error(group: ExceptionGroup[Exception]) -> SluiceError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,7 +19,7 @@ from sluice.algorithm.groups.stragglers import StragglerRules, StreamPace
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.algorithm.routing import RoutedReplica
 from sluice.errors import PeerError
-from sluice.types import FinishReason, Rollout, RolloutGroup
+from sluice.types import FinishReason, Rollout, RolloutGroup, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,18 @@ class CollectedSamples:
         on_sample: called with each sample that has finished.
         num_tokens: response tokens that it holds, of unfinished samples too.
         was_moved: it was taken away from a slow replica.
+        prompt_token_ids: what the replica read, [tokens]; ``None``: none accepted it yet.
+        replica: the last one that got the request.
+        queued_s: seconds without a replica.
     """
 
     request: GroupRequest
     on_sample: SampleCallback | None = None
     num_tokens: int = 0
     was_moved: bool = False
+    prompt_token_ids: TokenIds | None = None
+    replica: str = ""
+    queued_s: float = 0.0
     _rollouts: dict[int, Rollout] = field(default_factory=dict)
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
     _requested: set[int] = field(default_factory=set)
@@ -80,12 +86,38 @@ class CollectedSamples:
         versions = (*sampled_by, *growing_by, or_version)
         return min((v for v in versions if v is not None), default=None)
 
+    @property
+    def is_first_turn(self) -> bool:
+        """Whether the samples begin with it."""
+        return self.request.turn is None or self.request.turn.number == 0
+
+    def accepted(self, prompt_token_ids: TokenIds, replica: str, now: float) -> None:
+        """Note that a replica accepted the request; raise `PeerError` if its prompt is another one
+        than the turn continues, or than an earlier replica read."""
+        turn = self.request.turn
+        if turn is not None:
+            for known, whose in (
+                (turn.earlier, "of the turns before"),
+                (self.prompt_token_ids, "that another replica read"),
+            ):
+                if known is not None and not _begins_with(prompt_token_ids, known):
+                    raise PeerError(
+                        replica,
+                        PHASE,
+                        f"its prompt of {prompt_token_ids.size} tokens does not begin with the "
+                        f"{known.size} tokens {whose}",
+                    )
+        self.prompt_token_ids = prompt_token_ids
+        self.request.progress.started(prompt_token_ids if self.is_first_turn else None, now)
+
     def requested(self, replica: str) -> None:
         """Note that a replica gets a request for the samples that are missing."""
         progress, missing = self.request.progress, set(self.missing)
+        self.replica = replica
         if replica not in progress.replicas:
             progress.replicas.append(replica)
-        progress.num_requested += len(missing - self._requested)
+        if self.is_first_turn:
+            progress.num_requested += len(missing - self._requested)
         self._requested |= missing
         self._is_accepted = False
 
@@ -142,7 +174,8 @@ class CollectedSamples:
             self._growing[index].adopt(rollout)
             return
         self._rollouts[index] = rollout
-        self.request.progress.has_finished_samples = True
+        if self.request.turn is None:  # else more turns may follow
+            self.request.progress.has_finished_samples = True
         if self.on_sample is not None:
             self.on_sample(rollout)
 
@@ -173,6 +206,11 @@ class CollectedSamples:
         for index in self.missing:
             self._rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
 
+    @property
+    def rollouts(self) -> Mapping[int, Rollout]:
+        """The samples that have ended, by their index."""
+        return self._rollouts
+
     def state(self) -> str:
         """Describe how far it is, for the log."""
         num_finished = sum(
@@ -194,6 +232,10 @@ class CollectedSamples:
         assert prompt_token_ids is not None
         rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
         return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)
+
+
+def _begins_with(token_ids: TokenIds, known: TokenIds) -> bool:
+    return bool(np.array_equal(token_ids[: known.size], known))
 
 
 class StreamEnd(StrEnum):

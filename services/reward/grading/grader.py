@@ -134,8 +134,10 @@ class Grader:
         return GradedGroup(group, outcomes, GradedGroup(greedy, tuple(graded)) if greedy else None)
 
     async def outcomes(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Outcome, ...]:
-        """Return one outcome per response to a prompt; aborted ones are never graded."""
+        """Return one outcome per response to a prompt: its environment's, if that decided one;
+        aborted ones are never graded."""
         question = prompt.messages[-1].content if prompt.messages else ""
+        decided = [_decided(rollout) for rollout in rollouts]
         items = [
             ScorerInput(
                 prompt.data_source,
@@ -144,16 +146,13 @@ class Grader:
                 prompt.extra_info,
                 question=question,
             )
-            for rollout in rollouts
-            if rollout.finish_reason is not FinishReason.ABORTED
+            for rollout, outcome in zip(rollouts, decided, strict=True)
+            if outcome is None
         ]
         scored = iter(await self._scored(items))
-        aborted = Failed(FailureKind.ABORTED, "generation was ended from outside")
         return tuple(
-            aborted
-            if rollout.finish_reason is FinishReason.ABORTED
-            else self._shaped(next(scored), rollout)
-            for rollout in rollouts
+            self._shaped(next(scored) if outcome is None else outcome, rollout)
+            for rollout, outcome in zip(rollouts, decided, strict=True)
         )
 
     async def _scored(self, items: Sequence[ScorerInput]) -> Sequence[Outcome]:
@@ -176,6 +175,13 @@ class Grader:
         if self._shaping.log:
             metrics |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
         return replace(outcome, reward=outcome.score + penalty, metrics=metrics)
+
+
+def _decided(rollout: Rollout) -> Outcome | None:
+    """Return the outcome of a sample that needs no scorer; ``None``: a scorer grades it."""
+    if rollout.outcome is None and rollout.finish_reason is FinishReason.ABORTED:
+        return Failed(FailureKind.ABORTED, "generation was ended from outside")
+    return rollout.outcome
 
 
 class ScoreRequests:

@@ -26,13 +26,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
-from services.reward.generation.dispatcher import GeneratedGroup, GroupDispatcher, generate_group
+from services.reward.generation.dispatcher import GeneratedGroup, generate_group
 from services.reward.generation.request import (
     GroupFailedError,
     GroupRequest,
     OverlongPromptError,
     Purpose,
     SampleCallback,
+    SampleGenerator,
     decisive_error,
     for_prompt,
 )
@@ -76,7 +77,7 @@ class GroupRun:
     Args:
         settings: of groups.
         groups: all groups.
-        dispatcher: generates samples.
+        generator: generates samples.
         grader: grades them.
         quarantine: counts strikes.
         strategy: decides about the rest of a group, and learns from its end.
@@ -89,7 +90,7 @@ class GroupRun:
         *,
         settings: GroupSettings,
         groups: GroupTable,
-        dispatcher: GroupDispatcher,
+        generator: SampleGenerator,
         grader: Grader,
         quarantine: Quarantine,
         strategy: SamplingStrategy,
@@ -97,7 +98,7 @@ class GroupRun:
     ) -> None:
         self._settings = settings
         self._groups = groups
-        self._dispatcher = dispatcher
+        self._generator = generator
         self._grader = grader
         self._quarantine = quarantine
         self._strategy = strategy
@@ -108,7 +109,7 @@ class GroupRun:
     async def run(self, group: Group) -> None:
         """Run one attempt until its group is kept or its prompt has ended."""
         progress = group.progress
-        progress.rules = self._dispatcher.rules
+        progress.rules = self._generator.rules
         progress.on_oldest_version = partial(self._note_oldest_version, group)
         try:
             await self._run(group)
@@ -301,7 +302,7 @@ class GroupRun:
         )
         group.num_ungraded += request.num_samples + (greedy is not None)
         with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
-            sampled = await generate_group(self._dispatcher, request, greedy, on_sample)
+            sampled = await generate_group(self._generator, request, greedy, on_sample)
         self._groups.generated(group, sampled.num_greedy_tokens)
         return sampled
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sluice.algorithm.episode_rules import EpisodeRules
 from sluice.algorithm.groups.filter import (
     GroupNeeds,
     OutcomeAction,
@@ -13,7 +14,7 @@ from sluice.algorithm.groups.filter import (
 from sluice.algorithm.groups.staleness import OnStale
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.config.derived import batch_invariant, on_policy_fill
+from sluice.config.derived import batch_invariant, max_row_tokens, on_policy_fill
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import ScoringFailureConfig
 from sluice.types import FailureKind, SamplingParams
@@ -98,6 +99,28 @@ def straggler_rules(config: RunConfig) -> StragglerRules:
         group_deadline_s=reward.group_deadline_s,
         group_token_budget=reward.group_token_budget,
     )
+
+
+def episode_rules(config: RunConfig) -> EpisodeRules:
+    """Return the limits of episodes."""
+    turns, environment = config.actor_rollout_ref.rollout.multi_turn, config.sluice.environment
+    return EpisodeRules(
+        max_sequence_tokens=max_row_tokens(config.data),
+        max_assistant_turns=turns.max_assistant_turns,
+        max_user_turns=turns.max_user_turns,
+        max_parallel_calls=turns.max_parallel_calls,
+        max_tool_response_length=turns.max_tool_response_length,
+        truncate_side=turns.tool_response_truncate_side,
+        max_invalid_calls=environment.max_invalid_calls,
+        timeout_s=environment.episode_timeout_s,
+    )
+
+
+def plays_by_default(config: RunConfig) -> bool:
+    """Return whether rows without `agent_name` have an environment."""
+    environment = config.sluice.environment
+    is_given = environment.path is not None or bool(environment.addresses)
+    return is_given or config.actor_rollout_ref.rollout.multi_turn.enable
 
 
 def outcome_policy(config: RunConfig) -> OutcomePolicy:

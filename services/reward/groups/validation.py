@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import (
     GroupFailedError,
     GroupProgress,
     GroupRequest,
     OverlongPromptError,
     Purpose,
+    SampleGenerator,
     first_samples,
     for_prompt,
 )
@@ -160,7 +160,7 @@ class Validator:
 
     Args:
         open_stream: opens the validation set; ``None``: there is none.
-        dispatcher: generates groups, before any training group.
+        generator: generates groups, before any training group.
         grader: grades them as in training.
         on_tokens: called with the tokens generated for each group, whatever its outcome.
         failures: logs samples without a score.
@@ -171,14 +171,14 @@ class Validator:
     def __init__(
         self,
         open_stream: Callable[[], ValidationRows] | None,
-        dispatcher: GroupDispatcher,
+        generator: SampleGenerator,
         grader: Grader,
         dumps: SampleDumps,
         announced_version: Callable[[], int | None],
         on_tokens: Callable[[int], None] = lambda _: None,
         failures: FailureLog | None = None,
     ) -> None:
-        self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
+        self._open_stream, self._generator, self._grader = open_stream, generator, grader
         self._dumps, self._announced_version = dumps, announced_version
         self._on_tokens = on_tokens
         self._failures = failures or FailureLog()
@@ -210,7 +210,7 @@ class Validator:
             await self._turn.acquire()
         try:
             announced = self._announced_version()
-            if announced != version and not self._dispatcher.may_validate(version):
+            if announced != version and not self._generator.may_validate(version):
                 raise NotReadyError(
                     f"version {version} is to be validated, but "
                     f"{'none' if announced is None else announced} is announced; announce it first"
@@ -254,7 +254,7 @@ class Validator:
             self._failures.note(str(error), "prompts left out", prompt.prompt_id)
             return
         except GroupFailedError as error:
-            failed = Failed(FailureKind.ENGINE_ERROR, str(error))
+            failed = Failed(error.kind or FailureKind.ENGINE_ERROR, str(error))
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
             found.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
             self._note_failure(prompt, failed, progress)
@@ -281,7 +281,7 @@ class Validator:
             highest_version=order.policy_version,
             progress=progress,
         )
-        group = await self._dispatcher.generate(request)
+        group = await self._generator.generate(request)
         versions = {span.version for r in group.rollouts for span in r.version_spans}
         if versions - {order.policy_version}:
             raise ValidationFailedError(

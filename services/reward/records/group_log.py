@@ -14,6 +14,7 @@ import logging
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
+from services.reward.records.episode_counts import calls_of, is_episode, seconds_of
 from sluice.algorithm.groups.filter import is_right
 from sluice.concurrency.threads import BoundedWriter, WriteError
 from sluice.config.schema.trainer import TrainerConfig
@@ -30,6 +32,7 @@ from sluice.telemetry.samples import (
     SampleArchive,
     SampledGroup,
     sampled_group,
+    transcript,
     write_dump,
 )
 from sluice.types import GradedGroup, Outcome, Prompt, Rollout, RolloutGroup, Scored
@@ -43,6 +46,26 @@ MOST_WAITING_BYTES = 128 << 20
 """Of texts that wait for the archive, unless those of a batch need more."""
 _REMEDY = "free the disk or the folder"
 _ID_LENGTH = 8  # of a few starts in a file; each line holds it
+
+
+class EpisodeLine(msgspec.Struct, frozen=True):
+    """One sample with an environment, in a line of the log.
+
+    Args:
+        turns: answers of the policy.
+        roots: turns that continue no other.
+        read: tokens that it read beyond the prompt.
+        end: why it ended, an `EpisodeEnd`; null: it failed.
+        calls: of each tool.
+        seconds: spent, by part.
+    """
+
+    turns: int
+    roots: int
+    read: int
+    end: str | None
+    calls: dict[str, int]
+    seconds: dict[str, float]
 
 
 class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +88,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
         probability: with which it started, given what was known of its prompt.
         step: that trained it; null for others.
         instance: names the start of the service that its times are counted from.
+        episodes: the graded samples, where they have an environment; else left out.
     """
 
     prompt_id: str
@@ -83,6 +107,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
     probability: float
     step: int | None = None
     instance_id: str
+    episodes: list[EpisodeLine] | msgspec.UnsetType = msgspec.UNSET
 
 
 class GroupLog:
@@ -201,6 +226,7 @@ class GroupLog:
             probability=group.attempt.probability,
             step=ending.step,
             instance_id=self._instance_id,
+            episodes=_episode_lines(graded.group.rollouts if graded else ()),
         )
 
     def _since_start(self, at_s: float) -> float:
@@ -211,6 +237,22 @@ def waiting_bytes(samples_per_batch: int, most_chars: int) -> int:
     """Return how many bytes of text may wait for the archive: those of a batch, whose groups all
     end at once, at two bytes a character."""
     return max(MOST_WAITING_BYTES, 2 * samples_per_batch * most_chars)
+
+
+def _episode_lines(rollouts: Sequence[Rollout]) -> list[EpisodeLine] | msgspec.UnsetType:
+    if not any(map(is_episode, rollouts)):
+        return msgspec.UNSET
+    return [
+        EpisodeLine(
+            len(rollout.turns),
+            rollout.num_roots,
+            rollout.num_context_tokens,
+            None if rollout.end is None else rollout.end.value,
+            dict(Counter(call.name for turn in rollout.turns for call in calls_of(turn))),
+            seconds_of(rollout),
+        )
+        for rollout in rollouts
+    ]
 
 
 def _append(path: Path, lines: Sequence[GroupLine]) -> None:
@@ -243,6 +285,7 @@ def _text_bytes(group: SampledGroup) -> int:
     texts = [group.prompt, group.ground_truth]
     for response in group.responses:
         texts += (response.text, response.failure)
+        texts += (text for turn in response.turns for text in (turn.text, turn.read))
     return sum(map(sys.getsizeof, texts))
 
 
@@ -306,7 +349,7 @@ def _samples(
     return [
         DumpedSample(
             input="\n".join(message.content for message in prompt.messages),
-            output=rollout.text,
+            output=transcript(rollout),
             gts=prompt.ground_truth,
             score=outcome.score,
             extras={**outcome.metrics, "reward": outcome.reward, "uid": prompt.prompt_id},

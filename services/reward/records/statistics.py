@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from services.reward.group_table import (
     GroupState,
     outcome_counts,
 )
+from services.reward.records.episode_counts import EpisodeCounts
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ class GroupStatistics:
         round_size: groups that ``train/num_gen_batches`` counts as one round: the groups of a wave,
             or of a train batch where there are no waves.
         scorer_seconds: seconds the scorers have worked so far.
+        tool_names: of the tools that environments have offered so far.
 
     Attributes:
         on_batch: called with a batch that is formed, its version and the seconds it took to fill.
@@ -195,6 +197,7 @@ class GroupStatistics:
         *,
         round_size: int,
         scorer_seconds: Callable[[], float],
+        tool_names: Collection[str] = (),
     ) -> None:
         self._received = received
         self._round_size = round_size
@@ -203,6 +206,7 @@ class GroupStatistics:
         self._num_ended = 0
         # Of the interval since the last batch, and the counters at its start.
         self._ends: Counter[PromptEnd] = Counter()
+        self._episodes = EpisodeCounts(tool_names)
         self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
         self._before = self.totals()
         self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] | None = None
@@ -229,6 +233,7 @@ class GroupStatistics:
     def _graded(self, group: Group, graded: GradedGroup) -> None:
         outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        self._episodes.graded(zip(graded.group.rollouts, graded.outcomes, strict=True))
         self._totals["reward/samples_graded"] += len(outcomes)
         self._totals["reward/samples_failed"] += len(failed)
         for name, count in outcome_counts(outcomes).items():
@@ -317,6 +322,7 @@ class GroupStatistics:
             **{name: float(ends[end]) for end, name in _NAME_BY_END.items()},
             "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
+            **self._episodes.take(),
             "timing_s/batch_fill": batch_fill_s,
             "timing_s/reward": scorer_seconds - self._scorer_seconds_before,
             "perf/reward_rss_mb": _peak_memory_mb(),

@@ -43,7 +43,7 @@ function response(one, needle) {
   if (one.reward !== null && one.reward !== one.score) details.push(`reward ${fixed(one.reward)}`);
   if (one.tokens) details.push(`${count(one.tokens)} tokens`);
   if (one.versions) details.push(`version ${versions(one.versions)}`);
-  if (one.finish) details.push(`ended by ${one.finish}`);
+  if (one.episode_end || one.finish) details.push(`ended by ${one.episode_end || one.finish}`);
   for (const [name, value] of Object.entries(one.metrics)) details.push(`${name} ${fixed(value)}`);
   const grade = one.failure
     ? element("span", { class: "failure" }, `no score: ${one.failure}`)
@@ -52,8 +52,24 @@ function response(one, needle) {
     "li",
     {},
     element("p", { class: "head" }, grade, details.length ? ` · ${details.join(" · ")}` : ""),
-    element("pre", { class: "response" }, marked(one.text, needle)),
+    ...(one.turns.length
+      ? one.turns.flatMap((each, number) => turn(each, number, needle))
+      : [element("pre", { class: "response" }, marked(one.text, needle))]),
   );
+}
+
+function turn(one, number, needle) {
+  const details = [`${count(one.tokens)} tokens`];
+  if (one.read_tokens) details.push(`${count(one.read_tokens)} read`);
+  if (one.is_new_root) details.push("new root");
+  else if (one.parent !== null && one.parent !== number - 1) details.push(`after turn ${one.parent}`);
+  if (one.reward !== null) details.push(`reward ${fixed(one.reward)}`);
+  for (const [part, seconds] of Object.entries(one.seconds)) details.push(`${part} ${fixed(seconds)} s`);
+  return [
+    ...(one.read ? [element("pre", { class: "response" }, marked(one.read, needle))] : []),
+    element("p", { class: "head" }, `turn ${number} · ${details.join(" · ")}`),
+    element("pre", { class: "response" }, marked(one.text, needle)),
+  ];
 }
 
 export function versions(pair) {

@@ -27,29 +27,15 @@ from services.reward.groups.validation import (
     Validator,
     check_failures,
 )
-from services.reward.prompts.dataset import IssuedRow
 from services.reward.records.group_log import SampleDumps
-from sluice.data.prompt_rows import PromptRow
 from sluice.errors import DeadlineError, EngineError, PromptTooLongError, ValidationFailedError
-from sluice.types import ChatMessage, Failed, FailureKind, Outcome, Rollout, SamplingParams, Scored
+from sluice.types import Failed, FailureKind, Outcome, Rollout, SamplingParams, Scored
 from tests.support.reward_app import InlineScorer, ScriptedClient, replica, settled
 from tests.support.scripted_rollout import rollout_of
+from tests.support.validation_rows import Rows
 
 SAMPLES = 2
 RIGHT = Scored(1.0, 1.0, {})
-
-
-class Rows:
-    """A validation set whose prompts are answered right by the first sample only."""
-
-    def __init__(self, count: int) -> None:
-        self.rows_per_epoch = count
-        asked = [(ChatMessage("user", f"answer=1 right=1 number={i}"),) for i in range(count)]
-        self._draws = [IssuedRow(i, PromptRow(a, "math_dapo", "1")) for i, a in enumerate(asked)]
-
-    def take(self, count: int) -> list[IssuedRow]:
-        taken, self._draws = self._draws[:count], self._draws[count:]
-        return taken
 
 
 class BreakingPrompts:

@@ -19,8 +19,8 @@ from sluice.client import (
 )
 from sluice.client.generation_types import Prompt
 from sluice.codec.fields import token_ids_from_bytes
-from sluice.codec.rollout import chat_prompt_to_proto
-from sluice.errors import InvalidRequestError, PromptTooLongError
+from sluice.codec.rollout import chat_prompt_to_proto, continuation_to_proto
+from sluice.errors import InvalidRequestError, PromptTooLongError, SequenceTooLongError
 from sluice.rpc.client import open_channel, rollout_stub, stream_call
 from sluice.rpc.metadata import SERVICE_KEY
 from tests.support.word_replica import BOS, MAX_MODEL_LEN, MAX_PROMPT_LENGTH, word_replica, words
@@ -37,10 +37,27 @@ async def read_of_client(address: str, prompt: Prompt, **options: object) -> lis
         return [int(token) for token in (await client.generate(prompt, wanted)).prompt_token_ids]
 
 
-async def read_of_caller(address: str, prompt: common.PromptInput, service: str = "") -> list[int]:
+async def read_of_caller(
+    address: str, prompt: common.PromptInput, service: str = "", **fields: int
+) -> list[int]:
     """The same of a caller who gives no name, or as a service of the run."""
+    return (await answered(address, prompt, service, **fields))[0]
+
+
+async def answered(
+    address: str,
+    prompt: common.PromptInput,
+    service: str = "",
+    *,
+    max_tokens: int = 1,
+    max_sequence_tokens: int = 0,
+) -> tuple[list[int], common.Rollout]:
+    """What the model reads, and the sample."""
     request = rollout.GenerateRequest(
-        prompt=prompt, sample_indexes=[0], sampling=common.SamplingParams(max_tokens=1)
+        prompt=prompt,
+        sample_indexes=[0],
+        sampling=common.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        max_sequence_tokens=max_sequence_tokens,
     )
     named = ((SERVICE_KEY, service),) if service else ()
     async with open_channel(address, max_message_bytes=1 << 20, metadata=lambda: named) as channel:
@@ -55,9 +72,9 @@ async def read_of_caller(address: str, prompt: common.PromptInput, service: str 
                 deadline_s=60,
             )
         ]
-    assert answers[-1].rollouts
+    (sample,) = answers[-1].rollouts
     ids = answers[0].accepted.prompt_token_ids_u32
-    return [int(token) for token in token_ids_from_bytes(ids, "ids")]
+    return [int(token) for token in token_ids_from_bytes(ids, "ids")], sample
 
 
 @pytest.mark.parametrize("truncation", ["error", "left", "right", "middle"])
@@ -194,3 +211,23 @@ async def test_arguments_of_other_languages_clients_are_held_to_the_same(tmp_pat
             prompt.chat.template_kwargs.update(arguments)
             with pytest.raises(InvalidRequestError, match=reported):
                 await read_of_caller(address, prompt)
+
+
+async def test_a_bound_of_the_sequence_takes_the_place_of_the_prompts_and_shortens_the_sample(
+    tmp_path: Path,
+) -> None:
+    chat = chat_prompt_to_proto(TURNS)
+    async with word_replica(tmp_path, "data.truncation=error") as address:
+        read, sample = await answered(
+            address, chat, "reward", max_tokens=9, max_sequence_tokens=len(LONG) + 3
+        )
+        assert read == list(LONG)
+        assert len(sample.token_ids_u32) == 3 * 4
+        assert sample.finish_reason == common.FINISH_REASON_LENGTH
+        for prompt in (chat, continuation_to_proto(np.array(LONG, np.uint32))):
+            with pytest.raises(SequenceTooLongError, match=r"20 tokens; .* allows 20"):
+                await answered(address, prompt, "reward", max_sequence_tokens=len(LONG))
+        # The model's context bounds it, too.
+        long = continuation_to_proto(np.ones(MAX_MODEL_LEN, np.uint32))
+        with pytest.raises(SequenceTooLongError, match="32 tokens"):
+            await answered(address, long, "reward", max_sequence_tokens=1000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from sluice.api.environment.v1 import environment_pb2
 from sluice.api.launch.v1 import launch_pb2
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
@@ -12,6 +13,7 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.api.weights.v1 import weights_pb2
 from sluice.rpc.policy import CALL_POLICIES, policy_key
 
+MODULES = (environment_pb2, launch_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2)
 # What the protos promise to be harmless when it is repeated.
 IDEMPOTENT = {
     "WeightSyncService/CommitUpdate",
@@ -25,6 +27,8 @@ IDEMPOTENT = {
     "TrainerService/Pause",
     "TrainerService/Resume",
     "TrainerService/Stop",
+    "EnvironmentService/Step",
+    "EnvironmentService/GetStatus",
     "LaunchService/SetReplicas",
     "LaunchService/GetServices",
 }
@@ -33,7 +37,7 @@ IDEMPOTENT = {
 def methods() -> dict[str, MethodDescriptor]:
     return {
         f"{service.name}/{method.name}": method
-        for module in (launch_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2)
+        for module in MODULES
         for service in module.DESCRIPTOR.services_by_name.values()
         if service.name != "RendezvousService"  # bounded by each epoch's own timeout
         for method in service.methods

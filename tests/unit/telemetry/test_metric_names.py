@@ -33,7 +33,7 @@ from sluice.algorithm.accounting import (
 )
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.telemetry.metric_names import instruments
-from sluice.types import FailureKind, Scored
+from sluice.types import EpisodeEnd, FailureKind, Scored
 from tests.support.metric_rows import NAMES, ROWS, expanded, without_row
 from tests.support.source_tree import ROOT, python_files, syntax_tree
 from tests.support.tiny_policy import make_batch, make_config, save_model
@@ -111,7 +111,7 @@ def test_something_emits_every_row() -> None:
 
     The accounts and scores of validations have tests of their own.
     """
-    code = texts(*PRODUCERS) | set(FailureKind)
+    code = texts(*PRODUCERS) | set(FailureKind) | set(EpisodeEnd)
     templates = [
         re.compile("(.+)".join(map(re.escape, text.split(HOLE))))
         for text in code

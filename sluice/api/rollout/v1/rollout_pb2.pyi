@@ -95,11 +95,13 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     affinity: builtins.str
     """Names the conversation that this prompt continues and that a later one may continue; at most
-    128 bytes. An engine may then keep what it computed for it. Empty: nothing is kept.
+    128 bytes. In a request for several samples each has a conversation of its own, by this name,
+    a dot and its index. An engine may keep what it computed for it. Empty: nothing is kept.
     """
     max_sequence_tokens: builtins.int
-    """Most tokens of a sample, its prompt included; reduces max_tokens. OUT_OF_RANGE if the prompt
-    leaves none. 0 or absent: what the model's context leaves.
+    """Most tokens of a sample, its prompt included; reduces max_tokens, and takes the place of the
+    run's bound of prompts. OUT_OF_RANGE if the prompt leaves none. 0 or absent: what the model's
+    context leaves.
     """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:

@@ -1,0 +1,229 @@
+"""Call EnvironmentService: episodes on servers, ours or a user's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Self, TypeVar
+from zlib import crc32
+
+from services.reward.episodes.drivers import (
+    ABANDON_S,
+    EnvironmentServers,
+    EnvironmentUnavailableError,
+    EpisodeTask,
+)
+from sluice.algorithm.episode_rules import Observation
+from sluice.api.environment.v1 import environment_pb2 as environment
+from sluice.codec.environment import (
+    grade_from_proto,
+    observation_from_proto,
+    open_to_proto,
+    step_to_proto,
+)
+from sluice.concurrency.waits import waiting_for
+from sluice.errors import InvalidRequestError, PeerError, SluiceError
+from sluice.rpc.client import ChannelPool, UnaryMethod, environment_stub, unary_call
+from sluice.rpc.credentials import OPEN, Credentials
+from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
+from sluice.types import Answer, FinishReason, Scored
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
+
+
+class _DownError(EnvironmentUnavailableError):
+    """No server answers; one may soon."""
+
+
+class GivenServers:
+    """Servers of a user's own; each gets an equal share of the episodes.
+
+    Args:
+        addresses: host:port of each, at least one.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = tuple(addresses)
+
+    def address_for(self, episode_id: str) -> str:
+        """Return the same server for the same episode."""
+        return self._addresses[crc32(episode_id.encode()) % len(self._addresses)]
+
+
+class ServedEnvironments:
+    """Episodes on servers of EnvironmentService.
+
+    Args:
+        servers: choose the server of each episode.
+        call_timeout_s: seconds of one call.
+        max_message_bytes: largest message.
+        credentials: shown to servers that are not on this machine's own sockets.
+    """
+
+    def __init__(
+        self,
+        servers: EnvironmentServers,
+        *,
+        call_timeout_s: float,
+        max_message_bytes: int,
+        credentials: Credentials = OPEN,
+    ) -> None:
+        self._servers, self._call_timeout_s = servers, call_timeout_s
+        self._remote = ChannelPool(max_message_bytes, credentials)
+        self._local = ChannelPool(max_message_bytes, credentials=OPEN)  # a folder of ours
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._remote.close()
+        await self._local.close()
+
+    def begin(self, task: EpisodeTask) -> ServedEpisode:
+        """Return the driver of a new episode."""
+        return ServedEpisode(task, self)
+
+    def place(self, episode_id: str) -> tuple[str, ChannelPool]:
+        """Return the server of an episode, and its channels."""
+        address = self._servers.address_for(episode_id)
+        return address, self._local if address.startswith("unix:") else self._remote
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Seconds of one call."""
+        return self._call_timeout_s
+
+
+class ServedEpisode:
+    """An episode on a server.
+
+    Args:
+        task: the episode.
+        environments: where its server is found.
+    """
+
+    def __init__(self, task: EpisodeTask, environments: ServedEnvironments) -> None:
+        self._task, self._environments = task, environments
+        self._id, self._num_tries = task.episode_id, 1
+        self._address: str | None = None
+        self._channels: ChannelPool | None = None
+
+    async def open(self) -> Observation:
+        """Choose a server and begin; wait for one that is down, within the time of a call.
+
+        Otherwise groups would fail as fast as they start, and use the data set up, while a server
+        restarts.
+        """
+        loop, backoff_s = asyncio.get_running_loop(), _FIRST_BACKOFF_S
+        ends_at = loop.time() + self._environments.call_timeout_s
+        while True:
+            try:
+                return await self._open()
+            except _DownError as error:
+                if loop.time() + backoff_s >= ends_at:
+                    raise EnvironmentUnavailableError(str(error)) from error
+            await self.abandon()
+            with waiting_for("environment", "being up"):
+                await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            # The server may have begun the episode before its answer was lost.
+            self._num_tries += 1
+            self._id = f"{self._num_tries}-{self._task.episode_id}"
+
+    async def _open(self) -> Observation:
+        try:
+            self._address, channels = self._environments.place(self._id)
+        except EnvironmentUnavailableError as error:
+            raise _DownError(str(error)) from error
+        self._channels, channel = channels, channels.acquire(self._address)
+        self._stub = environment_stub(channel)
+        request = open_to_proto(
+            self._task.prompt,
+            episode_id=self._id,
+            environment_name=self._task.environment,
+            seed=self._task.seed,
+            timeout_s=self._task.timeout_s,
+        )
+        phase = "opening an episode"
+        try:
+            response = await self._call(self._stub.Open, request, phase)
+        except EnvironmentUnavailableError as error:
+            cause = error.__cause__
+            if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
+                raise _DownError(str(error)) from error
+            raise
+        return self._observed(response.observation, phase)
+
+    async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
+        """Take an answer; a lost connection is tried again with the same turn."""
+        request = step_to_proto(self._id, turn, answer, finish)
+        phase = "answering the policy"
+        response = await self._call(self._stub.Step, request, phase)
+        return self._observed(response.observation, phase)
+
+    async def close(self) -> Scored | None:
+        """End and grade."""
+        request = environment.CloseRequest(episode_id=self._id)
+        phase = "grading an episode"
+        response = await self._call(self._stub.Close, request, phase)
+        try:
+            scored = grade_from_proto(response)
+        except InvalidRequestError as error:
+            raise self._unavailable(phase, error) from error
+        await self._release()
+        return scored
+
+    async def abandon(self) -> None:
+        """Give the episode up; a server that is gone has nothing left of it."""
+        if self._channels is None:
+            return
+        request = environment.CloseRequest(episode_id=self._id, is_abandoned=True)
+        try:
+            await unary_call(
+                self._stub.Close,
+                request,
+                peer=self._peer,
+                phase="giving an episode up",
+                deadline_s=ABANDON_S,
+            )
+        except SluiceError:
+            return
+        finally:
+            await self._release()
+
+    async def _release(self) -> None:
+        if self._channels is not None and self._address is not None:
+            channels, self._channels = self._channels, None
+            await channels.release(self._address)
+
+    @property
+    def _peer(self) -> str:
+        return f"environment at {self._address}"
+
+    async def _call(
+        self, method: UnaryMethod[RequestT, ResponseT], request: RequestT, phase: str
+    ) -> ResponseT:
+        seconds = self._environments.call_timeout_s
+        try:
+            with TRACER.span(SpanName.ENVIRONMENT, {Key.DETAIL: phase}, SpanKind.CLIENT):
+                return await unary_call(
+                    method, request, peer=self._peer, phase=phase, deadline_s=seconds
+                )
+        except SluiceError as error:
+            raise self._unavailable(phase, error) from error
+
+    def _observed(self, message: environment.Observation, phase: str) -> Observation:
+        try:
+            return observation_from_proto(message)
+        except InvalidRequestError as error:
+            raise self._unavailable(phase, error) from error
+
+    def _unavailable(self, phase: str, error: SluiceError) -> EnvironmentUnavailableError:
+        text, peer = str(error), self._peer
+        return EnvironmentUnavailableError(
+            text if text.startswith(peer) else f"{peer}: while {phase}: {text}"
+        )

@@ -1,0 +1,89 @@
+"""What an episode needs of its environment."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from sluice.algorithm.episode_rules import Observation
+from sluice.errors import SluiceError
+from sluice.types import Answer, FinishReason, Prompt, Scored
+
+ABANDON_S = 5.0
+"""Most seconds of giving an episode up; a server that does not answer drops it later."""
+
+
+class EnvironmentUnavailableError(SluiceError):
+    """An environment did not answer as agreed. Names the peer. The sample then has no reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTask:
+    """A new episode.
+
+    Args:
+        episode_id: unique, at most 128 bytes.
+        environment: the row's; empty: the run's only one.
+        prompt: the row.
+        seed: the same for all samples of a prompt.
+        timeout_s: seconds after which the environment may drop it.
+    """
+
+    episode_id: str
+    environment: str
+    prompt: Prompt
+    seed: int
+    timeout_s: float
+
+
+class EpisodeDriver(Protocol):
+    """One episode's environment. Its calls do not overlap.
+
+    All but `abandon` raise EnvironmentUnavailableError.
+    """
+
+    async def open(self) -> Observation:
+        """Begin; return what the policy reads after the row's prompt."""
+        ...
+
+    async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
+        """Take the answer with this number, from 0; return what the policy reads next."""
+        ...
+
+    async def close(self) -> Scored | None:
+        """End; return the score, or ``None`` if scorers grade the last answer."""
+        ...
+
+    async def abandon(self) -> None:
+        """Give the episode up, within `ABANDON_S`. Raise no error."""
+        ...
+
+
+class EpisodeDrivers(Protocol):
+    """Where episodes run."""
+
+    def begin(self, task: EpisodeTask) -> EpisodeDriver:
+        """Return the driver of a new episode."""
+        ...
+
+
+class EnvironmentServers(Protocol):
+    """The servers of EnvironmentService."""
+
+    def address_for(self, episode_id: str) -> str:
+        """Return where an episode shall run: host:port, or ``unix:`` and a path.
+
+        Raises:
+            EnvironmentUnavailableError: no server is up.
+        """
+        ...
+
+
+async def abandoned(driver: EpisodeDriver) -> None:
+    """Give an episode up, however its task ends."""
+    try:
+        async with asyncio.timeout(ABANDON_S):
+            await driver.abandon()
+    except TimeoutError:
+        return

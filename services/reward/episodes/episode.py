@@ -1,0 +1,355 @@
+"""One episode: the policy answers, its environment responds, until one of them or a limit ends it.
+
+Waits for: the environment, within the group's time; samples, by the dispatcher's rules. All of it
+within the episode's time. On failure: the environment's ends this sample alone, with a failure and
+without a number. However it ends, its environment is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from services.reward.episodes.drivers import (
+    EnvironmentUnavailableError,
+    EpisodeDriver,
+    abandoned,
+)
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.request import GroupFailedError, GroupRequest, TurnRequest
+from services.reward.generation.stream import CollectedSamples
+from sluice.algorithm.episode_rules import (
+    Continued,
+    EpisodeCounts,
+    EpisodeRules,
+    Observation,
+    answer_message,
+    continued,
+    made_calls,
+    turn_seed,
+    within_limits,
+)
+from sluice.algorithm.growing_sample import GrowingSample
+from sluice.errors import HistoryRewrittenError, SequenceTooLongError
+from sluice.telemetry.tracing import TRACER, Key, SpanName
+from sluice.types import (
+    Answer,
+    ChatMessage,
+    EpisodeEnd,
+    Failed,
+    FailureKind,
+    FinishReason,
+    Rollout,
+    TokenIds,
+    Tool,
+    Turn,
+)
+
+logger = logging.getLogger(__name__)
+
+QUEUE, MODEL, ENVIRONMENT = "queue", "model", "environment"
+"""Parts of a turn's seconds."""
+READ_TEXT = "plain"
+"""How answers are read where the policy has no tools."""
+
+ResultT = TypeVar("ResultT")
+
+
+class _GroupOverError(Exception):
+    """The group has used its time or its tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnsweredTurn:
+    """A sampled turn.
+
+    Args:
+        rollout: its tokens, as a sample of one turn.
+        prompt_token_ids: what the policy read, [tokens]; ``None``: no replica accepted it.
+        replica: where it was sampled last.
+        queued_s: seconds without a replica.
+    """
+
+    rollout: Rollout
+    prompt_token_ids: TokenIds | None
+    replica: str
+    queued_s: float
+
+    @classmethod
+    def of(cls, collected: CollectedSamples, sample_index: int) -> AnsweredTurn:
+        """Return a sample of a request."""
+        return cls(
+            collected.rollouts[sample_index],
+            collected.prompt_token_ids,
+            collected.replica,
+            collected.queued_s,
+        )
+
+
+FirstTurn = Callable[[int, Sequence[ChatMessage], Sequence[Tool]], Awaitable[AnsweredTurn]]
+"""Samples the first turn of a sample, perhaps together with others'."""
+
+
+class EpisodeNotes(Protocol):
+    """Where the run counts what happens in episodes."""
+
+    def offered(self, tools: Sequence[Tool]) -> None:
+        """Note tools that an environment offers."""
+        ...
+
+    def rewritten(self, reason: str) -> None:
+        """Note that the template cannot continue a turn's tokens."""
+        ...
+
+
+class Episode:
+    """One sample of a group.
+
+    Args:
+        sample_index: its index within the group.
+        episode_id: its name for replicas.
+        request: the group's.
+        rules: its limits.
+        driver: its environment.
+        dispatcher: samples further turns.
+        notes: where the run counts what happens.
+    """
+
+    def __init__(
+        self,
+        sample_index: int,
+        episode_id: str,
+        request: GroupRequest,
+        rules: EpisodeRules,
+        driver: EpisodeDriver,
+        dispatcher: GroupDispatcher,
+        notes: EpisodeNotes,
+    ) -> None:
+        self._index, self._id = sample_index, episode_id
+        self._request, self._rules = request, rules
+        self._driver, self._dispatcher, self._notes = driver, dispatcher, notes
+        self._counts = EpisodeCounts(rules)
+        self._turns: list[Turn] = []
+        self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
+        self._lengths: list[int] = []  # of what was read and sampled up to its end
+        self._tools: tuple[Tool, ...] = ()
+        self._replica = ""
+        self._phase = "opening"
+
+    async def run(self, first_turn: FirstTurn) -> Rollout:
+        """Return the sample.
+
+        Raises:
+            GroupFailedError: of the group's prompt, or of an engine where no sample may be missing.
+        """
+        is_closed = False
+        try:
+            async with asyncio.timeout(self._rules.timeout_s) as scope:
+                rollout = await self._played(first_turn)
+                is_closed = rollout.end is not None
+                return rollout
+        except EnvironmentUnavailableError as error:
+            return self._failed(FailureKind.ENVIRONMENT, str(error))
+        except _GroupOverError:
+            detail = f"its group was over while {self._phase}"
+            return self._failed(FailureKind.ABORTED, detail)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            limit = f"sluice.environment.episode_timeout_s={self._rules.timeout_s:g}"
+            return self._failed(
+                FailureKind.ENVIRONMENT, f"{limit} seconds had passed while {self._phase}"
+            )
+        finally:
+            if not is_closed:
+                await abandoned(self._driver)
+
+    async def _played(self, first_turn: FirstTurn) -> Rollout:
+        """Play to the end. A sample without an `end` was aborted, and its environment is open."""
+        seen = await self._called("opening", self._driver.open())
+        if seen.done:
+            raise EnvironmentUnavailableError(
+                "the environment ended the episode before the first answer"
+            )
+        begun = self._begun(seen)
+        self._phase = "sampling turn 0"
+        sampled_since = time.monotonic()
+        answered = await first_turn(self._index, begun.messages, self._tools)
+        while True:
+            self._add(begun, answered, time.monotonic() - sampled_since)
+            if answered.rollout.finish_reason is FinishReason.ABORTED:
+                return Rollout(self._index, tuple(self._turns))
+            seen = await self._observed(answered.rollout)
+            end = self._counts.end(answered.rollout.finish_reason, seen)
+            if end is None:
+                begun, sampled_since = self._begun(seen), time.monotonic()
+                begun, found = await self._sampled(begun)
+                if found is not None:
+                    answered = found
+                    continue
+                end = EpisodeEnd.MAX_TOKENS
+            return await self._ended(end)
+
+    async def _ended(self, end: EpisodeEnd) -> Rollout:
+        scored = await self._called("grading", self._driver.close())
+        return Rollout(self._index, tuple(self._turns), end, scored)
+
+    async def _observed(self, rollout: Rollout) -> Observation:
+        """Give an answer to the environment; return what it leads to."""
+        answer, number = _answer_of(rollout), len(self._turns) - 1
+        self._counts.answered(answer)
+        since = time.monotonic()
+        call = self._driver.step(number, made_calls(answer, self._rules), rollout.finish_reason)
+        seen = await self._called(f"answering turn {number}", call)
+        turn = self._turns[-1]
+        seconds = {**turn.seconds, ENVIRONMENT: time.monotonic() - since}
+        self._turns[-1] = replace(turn, reward=seen.reward, seconds=seconds)
+        return seen
+
+    def _begun(self, seen: Observation) -> Continued:
+        """Return what the next turn reads, and which turn it continues."""
+        if seen.tools:
+            self._tools = seen.tools
+            self._notes.offered(seen.tools)
+        messages = within_limits(seen.messages, self._rules)
+        if seen.is_whole:
+            histories = [self._history(index) for index in range(len(self._turns))]
+            found = continued(histories, messages)
+        elif self._turns:
+            found = Continued(len(self._turns) - 1, messages)
+        else:
+            found = Continued(None, (*self._request.prompt.messages, *messages))
+        if not found.messages:
+            raise EnvironmentUnavailableError(
+                "the environment sent nothing to read, and the episode is not done"
+            )
+        return found
+
+    async def _sampled(self, begun: Continued) -> tuple[Continued, AnsweredTurn | None]:
+        """Sample another turn. Return how it begins, which changes where the template rewrites
+        history, and the turn; ``None``: no token is left."""
+        number, parent = len(self._turns), begun.parent
+        self._phase = f"sampling turn {number}"
+        collected = CollectedSamples(self._turn_request(number, begun))
+        with TRACER.span(SpanName.TURN, {Key.SAMPLE_INDEX: self._index}):
+            try:
+                await self._dispatcher.collect(collected)
+            except SequenceTooLongError:
+                return begun, None
+            except HistoryRewrittenError as error:
+                if parent is None:
+                    raise
+                self._notes.rewritten(str(error))
+                whole = (*self._history(parent), *begun.messages)
+                return await self._sampled(Continued(None, whole))
+            except GroupFailedError as error:
+                if error.kind is not None:
+                    raise
+                raise EnvironmentUnavailableError(
+                    f"what the environment sent cannot be read by the policy: {error}"
+                ) from error
+        return begun, AnsweredTurn.of(collected, self._index)
+
+    def _turn_request(self, number: int, begun: Continued) -> GroupRequest:
+        sampling = self._request.sampling
+        return replace(
+            self._request,
+            sample_indexes=(self._index,),
+            sampling=replace(sampling, seed=turn_seed(sampling.seed, number)),
+            turn=TurnRequest(
+                number,
+                begun.messages,
+                None if begun.parent is None else self._path(begun.parent),
+                self._tools,
+                tool_format="" if self._tools else READ_TEXT,
+                affinity=self._id,
+                max_sequence_tokens=self._rules.max_sequence_tokens,
+                prefer=self._replica,
+            ),
+        )
+
+    def _add(self, begun: Continued, answered: AnsweredTurn, seconds: float) -> None:
+        """Add a sampled turn, with what it read beyond the turn that it continues."""
+        (turn,), read = answered.rollout.turns, answered.prompt_token_ids
+        group_prompt = self._request.progress.prompt_token_ids
+        is_new_root = False
+        if read is None:
+            context = turn.context
+        elif begun.parent is not None:
+            context = read[self._lengths[begun.parent] :]
+        else:
+            is_new_root = group_prompt is None or not np.array_equal(read, group_prompt)
+            context = read if is_new_root else turn.context
+        self._turns.append(
+            replace(
+                turn,
+                parent=begun.parent,
+                context=context,
+                is_new_root=is_new_root,
+                observed=begun.messages if context.size else self._beyond_row(begun),
+                seconds={QUEUE: answered.queued_s, MODEL: seconds - answered.queued_s},
+            )
+        )
+        self._lengths.append((0 if read is None else read.size) + turn.token_ids.size)
+        self._added.append((*begun.messages, answer_message(_answer_of(answered.rollout))))
+        self._replica = answered.replica
+
+    def _beyond_row(self, begun: Continued) -> tuple[ChatMessage, ...]:
+        """Return what a root reads after the row's messages."""
+        row = self._request.prompt.messages
+        return begun.messages[len(row) :] if begun.messages[: len(row)] == row else begun.messages
+
+    def _history(self, index: int) -> tuple[ChatMessage, ...]:
+        """Return the conversation up to a turn's answer."""
+        parts: list[tuple[ChatMessage, ...]] = []
+        at: int | None = index
+        while at is not None:
+            parts.append(self._added[at])
+            at = self._turns[at].parent
+        return tuple(message for part in reversed(parts) for message in part)
+
+    def _path(self, index: int) -> TokenIds:
+        """Return what was read and sampled up to the end of a turn, [tokens]."""
+        parts: list[TokenIds] = []
+        at: int | None = index
+        while at is not None:
+            turn = self._turns[at]
+            parts += [turn.token_ids, turn.context]
+            if turn.parent is None and not turn.is_new_root:
+                group_prompt = self._request.progress.prompt_token_ids
+                assert group_prompt is not None
+                parts.append(group_prompt)
+            at = turn.parent
+        return np.concatenate(parts[::-1])
+
+    def _failed(self, kind: FailureKind, detail: str) -> Rollout:
+        turns = tuple(self._turns) or GrowingSample().rollout(self._index).turns
+        return Rollout(self._index, turns, outcome=Failed(kind, detail))
+
+    async def _called(self, phase: str, call: Awaitable[ResultT]) -> ResultT:
+        """Wait for the environment, at most until the group is over."""
+        self._phase, progress = phase, self._request.progress
+        try:
+            async with asyncio.timeout_at(progress.over_at) as scope:
+
+                def reschedule() -> None:
+                    if not scope.expired():
+                        scope.reschedule(progress.over_at)
+
+                with progress.observed(reschedule):
+                    return await call
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            progress.end()
+            raise _GroupOverError from None
+
+
+def _answer_of(rollout: Rollout) -> Answer:
+    return rollout.answer or Answer(rollout.text)

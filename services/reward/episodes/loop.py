@@ -1,0 +1,273 @@
+"""Episodes of a group: the samples of a prompt, each played with its environment.
+
+Consumes: requests for samples, as the dispatcher does. Each sample has a task. All open their
+environments first; then the first turns of samples with equal prompts are one request, so that the
+replica reads the prompt once. Every further turn is a request of its own. Waits for: environments
+and the dispatcher, see `episode`. Produces: whole groups, whose samples may hold their outcomes.
+On failure: of an environment: its sample alone; of the prompt: the group. On shutdown: cancelling a
+call closes its episodes, each within `drivers.ABANDON_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from uuid import uuid4
+
+from services.reward.episodes.drivers import EpisodeDrivers, EpisodeTask
+from services.reward.episodes.episode import READ_TEXT, AnsweredTurn, Episode
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.request import (
+    GroupFailedError,
+    GroupRequest,
+    SampleCallback,
+    TurnRequest,
+    decisive_error,
+    for_prompt,
+)
+from services.reward.generation.stream import CollectedSamples
+from sluice.algorithm.episode_rules import EpisodeRules, environment_of, same_prompt_key
+from sluice.algorithm.groups.stragglers import StragglerRules
+from sluice.types import (
+    ChatMessage,
+    Failed,
+    FailureKind,
+    FinishReason,
+    Rollout,
+    RolloutGroup,
+    Tool,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class EpisodeGenerator:
+    """Generates groups whose samples are episodes.
+
+    Args:
+        dispatcher: samples turns.
+        drivers: run environments.
+        limits: of each episode.
+        by_default: whether rows that choose nothing have an environment (`environment_of`).
+        seed: of the run; environments get one that depends on it and on the prompt.
+
+    Attributes:
+        num_rewritten: turns that had to begin a new root, since the template rewrites history.
+        tool_names: of all tools that environments have offered.
+    """
+
+    def __init__(
+        self,
+        dispatcher: GroupDispatcher,
+        drivers: EpisodeDrivers,
+        limits: EpisodeRules,
+        *,
+        by_default: bool,
+        seed: int,
+    ) -> None:
+        self._dispatcher, self._drivers = dispatcher, drivers
+        self._limits, self._by_default, self._seed = limits, by_default, seed
+        self.num_rewritten = 0
+        self.tool_names: set[str] = set()
+
+    @property
+    def rules(self) -> StragglerRules:
+        """When streams and groups are given up."""
+        return self._dispatcher.rules
+
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica, busy or paused, serves validations of `version`."""
+        return self._dispatcher.may_validate(version)
+
+    async def generate(
+        self, request: GroupRequest, on_sample: SampleCallback | None = None
+    ) -> RolloutGroup:
+        """Play the requested samples.
+
+        A sample whose environment fails has the failure as its outcome; its siblings do not.
+
+        Args:
+            request: the samples.
+            on_sample: called with each sample that has finished.
+
+        Raises:
+            GroupFailedError: the prompt is refused or has images, no sample could begin, or the
+                group was over before any of its samples finished.
+        """
+        prompt, progress = request.prompt, request.progress
+        environment = environment_of(prompt.extra_info, by_default=self._by_default)
+        if environment is None:
+            return await self._dispatcher.generate(request, on_sample)
+        if prompt.images:
+            raise GroupFailedError(
+                f"{prompt.place or prompt.prompt_id}: {len(prompt.images)} images in a row with an "
+                "environment; train rows with images without one (sluice.environment)"
+            )
+        rollouts = await self._played(request, environment, on_sample)
+        ordered = tuple(rollouts[index] for index in sorted(rollouts))
+        if progress.is_over and not progress.has_finished_samples:
+            raise GroupFailedError(
+                "no episode finished within sluice.reward.group_deadline_s or group_token_budget",
+                FailureKind.ABORTED,
+            )
+        if progress.prompt_token_ids is None:
+            failed = next((r.outcome for r in ordered if isinstance(r.outcome, Failed)), None)
+            detail = f", the first: {failed.detail}" if failed else ""
+            raise GroupFailedError(
+                f"none of {len(ordered)} episodes began{detail}",
+                failed.kind if failed else FailureKind.ENGINE_ERROR,
+            )
+        return RolloutGroup(prompt, progress.prompt_token_ids, ordered)
+
+    async def _played(
+        self, request: GroupRequest, environment: str, on_sample: SampleCallback | None
+    ) -> dict[int, Rollout]:
+        rollouts: dict[int, Rollout] = {}
+        name, batch = f"prompt {request.prompt.prompt_id}", uuid4().hex
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                first = FirstTurns(tasks, self._dispatcher, request, batch)
+                for index in request.sample_indexes:
+                    episode = self._episode(request, environment, f"{batch}.{index}", index)
+                    tasks.create_task(
+                        _play(episode, index, first, request, rollouts, on_sample),
+                        name=f"{name}, episode {index}",
+                    )
+        except ExceptionGroup as errors:
+            raise decisive_error(errors) from errors
+        return rollouts
+
+    def _episode(
+        self, request: GroupRequest, environment: str, episode_id: str, index: int
+    ) -> Episode:
+        base = replace(request.sampling, seed=self._seed)
+        label = f"environment, {request.purpose.value}"
+        seed = for_prompt(base, request.prompt, label=label).seed
+        timeout_s = self._limits.timeout_s
+        task = EpisodeTask(episode_id, environment, request.prompt, seed, timeout_s)
+        return Episode(
+            index,
+            episode_id,
+            request,
+            self._limits,
+            self._drivers.begin(task),
+            self._dispatcher,
+            self,
+        )
+
+    def offered(self, tools: Sequence[Tool]) -> None:
+        """Note tools that an environment offers."""
+        self.tool_names.update(tool.name for tool in tools)
+
+    def rewritten(self, reason: str) -> None:
+        """Count a turn that begins a new root, since the template rewrites history; warn of the
+        first."""
+        self.num_rewritten += 1
+        if self.num_rewritten == 1:
+            logger.warning(
+                "turns begin new roots, which are trained apart, and whose history is read again "
+                "each time: %s; a chat template that leaves history as it was avoids this",
+                reason,
+            )
+
+
+async def _play(
+    episode: Episode,
+    index: int,
+    first: FirstTurns,
+    request: GroupRequest,
+    rollouts: dict[int, Rollout],
+    on_sample: SampleCallback | None,
+) -> None:
+    try:
+        rollout = rollouts[index] = await episode.run(first.turn)
+    finally:
+        first.without(index)
+    if rollout.end is None:
+        return
+    request.progress.has_finished_samples = True
+    if on_sample is not None:
+        on_sample(rollout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...]
+    answered: asyncio.Future[AnsweredTurn]
+
+
+class FirstTurns:
+    """Requests the first turns, when each sample of a group waits for its own or has failed.
+
+    Args:
+        tasks: of the group's samples; the requests become tasks of it.
+        dispatcher: samples them.
+        request: the group's.
+        batch: begins the names of the episodes.
+    """
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        dispatcher: GroupDispatcher,
+        request: GroupRequest,
+        batch: str,
+    ) -> None:
+        self._tasks, self._dispatcher, self._request = tasks, dispatcher, request
+        self._batch = batch
+        self._awaited = set(request.sample_indexes)
+        self._waiters: dict[int, _Waiter] = {}
+
+    async def turn(
+        self, index: int, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    ) -> AnsweredTurn:
+        """Return the first turn of a sample, once it has been sampled."""
+        answered: asyncio.Future[AnsweredTurn] = asyncio.get_running_loop().create_future()
+        self._waiters[index] = _Waiter(tuple(messages), tuple(tools), answered)
+        self.without(index)
+        return await answered
+
+    def without(self, index: int) -> None:
+        """Wait no longer for a sample: it waits for its turn, or has ended."""
+        if index not in self._awaited:
+            return
+        self._awaited.remove(index)
+        if self._awaited:
+            return
+        bundles: dict[str, list[int]] = {}
+        for number, waiter in sorted(self._waiters.items()):
+            if not waiter.answered.done():  # else its episode had no time left, or was cancelled
+                key = same_prompt_key(waiter.messages, waiter.tools)
+                bundles.setdefault(key, []).append(number)
+        for indexes in bundles.values():
+            name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
+            self._tasks.create_task(self._request_turns(indexes), name=name)
+
+    async def _request_turns(self, indexes: Sequence[int]) -> None:
+        waiter = self._waiters[indexes[0]]
+        alone = f"{self._batch}.{indexes[0]}" if len(indexes) == 1 else ""
+        turn = TurnRequest(
+            0,
+            waiter.messages,
+            tools=waiter.tools,
+            tool_format="" if waiter.tools else READ_TEXT,
+            affinity=alone or self._batch,
+        )
+        request = replace(self._request, sample_indexes=tuple(indexes), turn=turn)
+
+        def on_sample(rollout: Rollout) -> None:
+            self._deliver(collected, rollout.sample_index)
+
+        collected = CollectedSamples(request, on_sample)
+        await self._dispatcher.collect(collected)
+        for index, rollout in collected.rollouts.items():
+            if rollout.finish_reason is FinishReason.ABORTED:
+                self._deliver(collected, index)
+
+    def _deliver(self, collected: CollectedSamples, index: int) -> None:
+        answered = self._waiters[index].answered
+        if not answered.done():
+            answered.set_result(AnsweredTurn.of(collected, index))

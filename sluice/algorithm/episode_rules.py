@@ -1,0 +1,235 @@
+"""Episodes as values: what the policy reads next, which earlier turn a conversation continues, and
+when an episode ends.
+
+The history of a turn is the conversation up to its answer, the answer included. Two histories are
+the same if role, text and calls of each message are; ids of calls and thoughts do not count, since
+agents replace or leave them out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Tool, ToolCall
+
+ASSISTANT, TOOL, USER = "assistant", "tool", "user"
+CONTINUING_ROLES = frozenset((USER, TOOL))
+"""Roles of messages that follow an answer whose exact tokens are continued."""
+
+AGENT_NAME = "agent_name"
+"""verl's column that chooses how a row is played; in `Prompt.extra_info`."""
+SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
+"""verl's names: one answer, and the tools of the run."""
+
+TruncateSide = Literal["left", "middle", "right"]
+_MARK = "(truncated)"
+_SEED_BYTES = 8
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the policy reads next.
+
+    Args:
+        messages: turns that follow its last answer, or the row's prompt; with `is_whole` the whole
+            conversation, which may continue any earlier turn, or none.
+        is_whole: see `messages`.
+        tools: that it may call; after the first observation none means the same as before.
+        done: the episode is over, and the policy reads nothing more.
+        reward: of the answer before; ``None``: it has none of its own.
+    """
+
+    messages: tuple[ChatMessage, ...] = ()
+    is_whole: bool = False
+    tools: tuple[Tool, ...] = ()
+    done: bool = False
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRules:
+    """The limits of an episode.
+
+    Args:
+        max_sequence_tokens: most tokens of a conversation, what it only read included.
+        max_assistant_turns: most answers of the policy; ``None``: no bound.
+        max_user_turns: most observations with a user's message; ``None``: no bound.
+        max_parallel_calls: calls of an answer that are made; further ones are left out.
+        max_tool_response_length: longest text of a tool, in characters; the rest is cut.
+        truncate_side: the part of a long text that is kept, by verl's names.
+        max_invalid_calls: answers in a row with unreadable calls that end an episode.
+        timeout_s: most seconds of an episode, its answers included.
+    """
+
+    max_sequence_tokens: int
+    max_assistant_turns: int | None = None
+    max_user_turns: int | None = None
+    max_parallel_calls: int = 1
+    max_tool_response_length: int = 256
+    truncate_side: TruncateSide = "middle"
+    max_invalid_calls: int = 3
+    timeout_s: float = 1800.0
+
+
+class Continued(NamedTuple):
+    """How a turn begins.
+
+    Args:
+        parent: index of the turn whose tokens it continues; ``None``: it is a root.
+        messages: that follow the parent's answer; of a root, the whole conversation.
+    """
+
+    parent: int | None
+    messages: tuple[ChatMessage, ...]
+
+
+def environment_of(extra_info: Mapping[str, object], *, by_default: bool) -> str | None:
+    """Return the environment of a row; empty: the run's only one; ``None``: its samples are one
+    answer.
+
+    Args:
+        extra_info: of the row.
+        by_default: whether a row that chooses nothing is played with an environment.
+    """
+    name = extra_info.get(AGENT_NAME)
+    if not name:
+        return "" if by_default else None
+    if name == SINGLE_TURN:
+        return None
+    return "" if name == TOOL_AGENT else str(name)
+
+
+def answer_message(answer: Answer) -> ChatMessage:
+    """Return an answer as a message of the conversation."""
+    return ChatMessage(ASSISTANT, answer.content, answer.tool_calls, reasoning=answer.reasoning)
+
+
+def continued(
+    histories: Sequence[Sequence[ChatMessage]], messages: Sequence[ChatMessage]
+) -> Continued:
+    """Return which turn a whole conversation continues: the longest history that it begins with.
+
+    A turn is only continued by messages of users and tools, at least one; a conversation that
+    continues no turn is a root.
+
+    Args:
+        histories: of the turns so far, in their order.
+        messages: the whole conversation.
+    """
+    found = [_canonical(message) for message in messages]
+    best: int | None = None
+    for index, history in enumerate(histories):
+        size = len(history)
+        if size >= len(found) or (best is not None and size <= len(histories[best])):
+            continue
+        rest = {message.role for message in messages[size:]}
+        if rest <= CONTINUING_ROLES and found[:size] == [_canonical(one) for one in history]:
+            best = index
+    if best is None:
+        return Continued(None, tuple(messages))
+    return Continued(best, tuple(messages[len(histories[best]) :]))
+
+
+def same_prompt_key(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
+    """Return a text that two first prompts share exactly if a template writes them alike."""
+    turns = [[*_canonical(message), message.reasoning] for message in messages]
+    offered = [[tool.name, tool.description, tool.parameters] for tool in tools]
+    return json.dumps([turns, offered])
+
+
+def _canonical(message: ChatMessage) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    calls = tuple((call.name, _arguments(call)) for call in message.tool_calls)
+    return message.role, message.content, calls
+
+
+def _arguments(call: ToolCall) -> str:
+    """Return the arguments, the same text for the same values."""
+    try:
+        return json.dumps(json.loads(call.arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return call.arguments
+
+
+def within_limits(messages: Sequence[ChatMessage], rules: EpisodeRules) -> tuple[ChatMessage, ...]:
+    """Return the messages with the texts of tools cut to their limit."""
+    return tuple(
+        replace(one, content=truncated(one.content, rules)) if one.role == TOOL else one
+        for one in messages
+    )
+
+
+def truncated(text: str, rules: EpisodeRules) -> str:
+    """Return a tool's text, cut as verl does: its beginning, its end, or half of each."""
+    most = rules.max_tool_response_length
+    if len(text) <= most:
+        return text
+    if rules.truncate_side == "left":
+        return f"{text[:most]}...{_MARK}"
+    if rules.truncate_side == "right":
+        return f"{_MARK}...{text[-most:]}"
+    half = most // 2
+    return f"{text[:half]}...{_MARK}...{text[len(text) - half :]}"
+
+
+def made_calls(answer: Answer, rules: EpisodeRules) -> Answer:
+    """Return the answer with the calls that are made."""
+    return replace(answer, tool_calls=answer.tool_calls[: rules.max_parallel_calls])
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn; the first turn's is that of a sample without an environment."""
+    if turn == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/turn {turn}".encode(), digest_size=_SEED_BYTES).digest()
+    return int.from_bytes(digest, "little") & _SEED_MASK
+
+
+@dataclass(slots=True)
+class EpisodeCounts:
+    """What an episode has used of its limits.
+
+    Attributes:
+        rules: its limits.
+        answers: of the policy.
+        user_turns: observations that a user's message is part of.
+        invalid_answers: the last ones in a row with calls that cannot be read.
+    """
+
+    rules: EpisodeRules
+    answers: int = 0
+    user_turns: int = 0
+    invalid_answers: int = 0
+
+    def answered(self, answer: Answer) -> None:
+        """Count an answer."""
+        self.answers += 1
+        self.invalid_answers = self.invalid_answers + 1 if answer.tool_error else 0
+
+    def end(self, finish: FinishReason, seen: Observation) -> EpisodeEnd | None:
+        """Return why the episode ends after an observation; ``None``: the policy reads it.
+
+        Args:
+            finish: of the answer before.
+            seen: the observation; one that is read is counted.
+        """
+        rules = self.rules
+        if seen.done:
+            return EpisodeEnd.DONE
+        if self.invalid_answers >= rules.max_invalid_calls:
+            return EpisodeEnd.INVALID_CALLS
+        if finish is FinishReason.LENGTH:
+            return EpisodeEnd.MAX_TOKENS
+        if rules.max_assistant_turns is not None and self.answers >= rules.max_assistant_turns:
+            return EpisodeEnd.MAX_TURNS
+        new = seen.messages[-1:] if seen.is_whole else seen.messages
+        if all(message.role != USER for message in new):
+            return None
+        if rules.max_user_turns is not None and self.user_turns >= rules.max_user_turns:
+            return EpisodeEnd.MAX_TURNS
+        self.user_turns += 1
+        return None

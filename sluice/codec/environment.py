@@ -1,0 +1,114 @@
+"""Calls to an environment: encode tasks and answers; check and decode what it observes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+from sluice.algorithm.episode_rules import CONTINUING_ROLES, Observation
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.environment.v1 import environment_pb2 as environment
+from sluice.codec.fields import shortened
+from sluice.codec.reward import score_from_proto
+from sluice.codec.rollout import MAX_TURNS, check_turns
+from sluice.codec.tools import (
+    answer_to_proto,
+    check_calls,
+    check_tools,
+    message_from_proto,
+    message_to_proto,
+    tools_from_proto,
+)
+from sluice.errors import InvalidRequestError
+from sluice.types import Answer, FinishReason, Prompt, Scored
+
+_ROLES = frozenset(("system", "assistant")) | CONTINUING_ROLES
+
+
+def open_to_proto(
+    prompt: Prompt, *, episode_id: str, environment_name: str, seed: int, timeout_s: float
+) -> environment.OpenRequest:
+    """Encode the task of an episode.
+
+    Args:
+        prompt: the row.
+        episode_id: unique, at most 128 bytes.
+        environment_name: the row's environment; empty: the server's only one.
+        seed: the same for all samples of a group.
+        timeout_s: seconds after which the server may drop the episode.
+    """
+    row = {
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+    }
+    return environment.OpenRequest(
+        episode_id=episode_id,
+        environment=environment_name,
+        messages=[message_to_proto(message) for message in prompt.messages],
+        row_json=json.dumps(row, ensure_ascii=False, default=str),
+        seed=seed,
+        timeout_s=timeout_s,
+    )
+
+
+def step_to_proto(
+    episode_id: str, turn: int, answer: Answer, finish: FinishReason
+) -> environment.StepRequest:
+    """Encode an answer of the policy."""
+    return environment.StepRequest(
+        episode_id=episode_id,
+        turn=turn,
+        answer=answer_to_proto(answer),
+        finish_reason=common.FinishReason.Value(f"FINISH_REASON_{finish.name}"),
+    )
+
+
+def observation_from_proto(message: environment.Observation) -> Observation:
+    """Check and decode an observation.
+
+    Raises:
+        InvalidRequestError: a message, a tool or the reward cannot be used.
+    """
+    field = "observation"
+    check_turns(f"{field}.messages", message.messages, MAX_TURNS)
+    for index, turn in enumerate(message.messages):
+        _check_role(f"{field}.messages[{index}]", turn, is_whole=message.is_whole)
+    check_tools(f"{field}.tools", message.tools)
+    reward = message.reward if message.HasField("reward") else None
+    if reward is not None and not math.isfinite(reward):
+        raise InvalidRequestError(f"{field}.reward: {reward}; send a finite number, or none")
+    return Observation(
+        tuple(map(message_from_proto, message.messages)),
+        message.is_whole,
+        tools_from_proto(message.tools),
+        message.done,
+        reward,
+    )
+
+
+def _check_role(field: str, turn: common.ChatMessage, *, is_whole: bool) -> None:
+    allowed = _ROLES if is_whole else CONTINUING_ROLES
+    if turn.role not in allowed:
+        raise InvalidRequestError(
+            f"{field}.role: {shortened(turn.role)}; send {', '.join(sorted(allowed))}"
+            + ("" if is_whole else ", or the whole conversation with is_whole")
+        )
+    check_calls(field, turn)
+
+
+def grade_from_proto(message: environment.CloseResponse) -> Scored | None:
+    """Check and decode an episode's score, its further numbers included; ``None``: it has none.
+
+    Raises:
+        InvalidRequestError: a number is not finite.
+    """
+    if not message.HasField("score"):
+        return None
+    scored = score_from_proto(message.score)
+    metrics: Mapping[str, float] = {**scored.metrics, **message.metrics}
+    for name, value in {"score": scored.score, **metrics}.items():
+        if not math.isfinite(value):
+            raise InvalidRequestError(f"score.{name}: {value}; send finite numbers")
+    return Scored(scored.score, scored.score, metrics, scored.prediction)

@@ -1,0 +1,52 @@
+"""The reward service plays episodes with a server of a user's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.types import ReplicaInfo, Rollout
+from tests.support.reward_process import reward_process
+from tests.support.reward_scenarios import SAMPLES, WAIT_S, mixed
+from tests.support.scripted_environment import ScriptedEnvironment, index_of, jar_policy, served
+from tests.support.scripted_policy import scripted_policy
+
+
+@dataclass
+class Announced:
+    """A replica that a trainer would announce."""
+
+    info: ReplicaInfo
+    version: int = 3
+
+
+async def test_a_service_with_addresses_trains_episodes_and_closes_each(
+    tmp_path: Path, configure: Callable[..., Path]
+) -> None:
+    world = ScriptedEnvironment(score=lambda episode: float(index_of(episode) == 0))
+    config = configure(mixed(12), sluice__environment__call_timeout_s=20.0)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    async with (
+        served(world),
+        scripted_policy("qwen2.5", folder, jar_policy("C", "F")) as (address, engine),
+        reward_process(config, f"sluice.environment.addresses=[{world.address}]") as service,
+    ):
+        replica = Announced(ReplicaInfo("rollout-0", "one", address, 8))
+        await service.announce(3, [replica])
+        batch = await service.take(4, 3, WAIT_S)
+        prompts = set(map(tuple, engine.prompts))
+        await service.acknowledge(batch, 4)
+        assert await service.stop() == 0
+    rollouts: list[Rollout] = [one for group in batch.groups for one in group.rollouts]
+    assert all(len(group.rollouts) == SAMPLES for group in batch.groups)
+    assert [s.score for s in batch.groups[0].scores] == [1.0] + [0.0] * (SAMPLES - 1)
+    assert batch.statistics["train/episode_turns_mean"] == 3.0
+    assert batch.statistics["train/tool_calls/look"] > 0
+    assert all(tuple(group.prompt_token_ids.tolist()) in prompts for group in batch.groups)
+    assert min(rollout.num_tokens for rollout in rollouts) > 0
+    async with asyncio.timeout(WAIT_S):
+        while len(world.closed) < len(world.opened):
+            await asyncio.sleep(0.01)

@@ -1,0 +1,146 @@
+"""Which turn a conversation continues, and what an episode may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sluice.algorithm.episode_rules import (
+    Continued,
+    EpisodeCounts,
+    EpisodeRules,
+    Observation,
+    continued,
+    environment_of,
+    same_prompt_key,
+    truncated,
+    turn_seed,
+)
+from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Tool, ToolCall
+
+ASK = ChatMessage("user", "Add jars.")
+MORE = ChatMessage("user", "And?")
+
+
+def said(text: str, *calls: ToolCall, reasoning: str = "") -> ChatMessage:
+    return ChatMessage("assistant", text, calls, reasoning=reasoning)
+
+
+def result(text: str, call_id: str = "call_0") -> ChatMessage:
+    return ChatMessage("tool", text, tool_call_id=call_id)
+
+
+CALL = ToolCall("look", '{"jar": "C", "deep": true}', "call_0")
+FIRST = (ASK, said("", CALL, reasoning="hm"))
+SECOND = (*FIRST, result("6"), said("6."))
+
+
+def test_the_longest_history_that_a_conversation_begins_with_is_continued() -> None:
+    assert continued([FIRST, SECOND], [*SECOND, MORE]) == Continued(1, (MORE,))
+    assert continued([FIRST, SECOND], [*FIRST, result("7")]) == Continued(0, (result("7"),))
+
+
+def test_ids_order_of_arguments_and_thoughts_do_not_make_another_history() -> None:
+    replayed = said("", ToolCall("look", '{"deep":true,"jar":"C"}', "other"))
+    new = result("6", "other")
+    assert continued([FIRST], [ASK, replayed, new]) == Continued(0, (new,))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (ASK, said("", ToolCall("look", '{"jar": "D", "deep": true}')), MORE),
+        (ASK, said("something else"), MORE),
+        (ChatMessage("system", "Be brief."), *FIRST, MORE),
+        (ASK,),
+        FIRST,  # nothing new to read
+        (*FIRST, result("6"), said("an answer of another policy"), MORE),
+    ],
+)
+def test_a_conversation_that_continues_no_turn_is_a_root(messages: tuple[ChatMessage, ...]) -> None:
+    assert continued([FIRST], messages) == Continued(None, messages)
+
+
+@pytest.mark.parametrize(
+    ("row", "by_default", "environment"),
+    [
+        ({}, True, ""),
+        ({}, False, None),
+        ({"agent_name": "single_turn_agent"}, True, None),
+        ({"agent_name": "tool_agent"}, False, ""),
+        ({"agent_name": "chess"}, False, "chess"),
+    ],
+)
+def test_a_row_chooses_its_environment_by_verls_names(
+    row: dict[str, object], by_default: bool, environment: str | None
+) -> None:
+    assert environment_of(row, by_default=by_default) == environment
+
+
+def test_first_prompts_are_the_same_only_if_a_template_would_write_them_alike() -> None:
+    tool = Tool("look", "Look.", "{}")
+    keys = {
+        same_prompt_key([ASK], [tool]),
+        same_prompt_key([ASK], []),
+        same_prompt_key([MORE], [tool]),
+        same_prompt_key([ASK], [Tool("look", "Look into a jar.", "{}")]),
+    }
+    assert len(keys) == 4
+    assert same_prompt_key([ASK], [tool]) in keys
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"),
+    [
+        ("left", "01234...(truncated)"),
+        ("right", "(truncated)...56789"),
+        ("middle", "01...(truncated)...89"),
+    ],
+)
+def test_a_long_text_of_a_tool_is_cut_as_verl_does(side: Any, kept: str) -> None:
+    rules = EpisodeRules(100, max_tool_response_length=5, truncate_side=side)
+    assert truncated("0123456789", rules) == kept
+    assert truncated("01234", rules) == "01234"
+
+
+def test_the_first_turn_has_the_seed_of_a_sample_without_an_environment() -> None:
+    assert turn_seed(11, 0) == 11
+    assert len({turn_seed(11, 0), turn_seed(11, 1), turn_seed(11, 2), turn_seed(12, 1)}) == 4
+    assert 0 <= turn_seed(11, 1) < 2**63
+
+
+def ended(finish: FinishReason, seen: Observation, **limits: Any) -> EpisodeEnd | None:
+    counts = EpisodeCounts(EpisodeRules(100, **limits))
+    counts.answered(Answer("", tool_error="no call"))
+    return counts.end(finish, seen)
+
+
+def test_an_environment_that_is_done_ends_before_any_limit() -> None:
+    over = {"max_assistant_turns": 1, "max_invalid_calls": 1}
+    assert ended(FinishReason.LENGTH, Observation(done=True), **over) is EpisodeEnd.DONE
+    assert ended(FinishReason.STOP, Observation((MORE,)), **over) is EpisodeEnd.INVALID_CALLS
+    assert ended(FinishReason.LENGTH, Observation((MORE,))) is EpisodeEnd.MAX_TOKENS
+    assert ended(FinishReason.STOP, Observation((MORE,)), max_assistant_turns=1) is (
+        EpisodeEnd.MAX_TURNS
+    )
+    assert ended(FinishReason.STOP, Observation((MORE,))) is None
+
+
+def test_only_answers_in_a_row_count_as_unreadable() -> None:
+    counts = EpisodeCounts(EpisodeRules(100, max_invalid_calls=2))
+    seen = Observation((result("?"),))
+    for error, end in (("no call", None), ("", None), ("no call", None)):
+        counts.answered(Answer("", tool_error=error))
+        assert counts.end(FinishReason.STOP, seen) is end
+    counts.answered(Answer("", tool_error="no call"))
+    assert counts.end(FinishReason.STOP, seen) is EpisodeEnd.INVALID_CALLS
+
+
+def test_results_of_tools_are_no_turns_of_a_user() -> None:
+    counts = EpisodeCounts(EpisodeRules(100, max_user_turns=1))
+    assert counts.end(FinishReason.STOP, Observation((result("6"),))) is None
+    whole = Observation((*FIRST, result("6")), is_whole=True)
+    assert counts.end(FinishReason.STOP, whole) is None
+    assert counts.end(FinishReason.STOP, Observation((MORE,))) is None
+    assert counts.end(FinishReason.STOP, Observation((MORE,))) is EpisodeEnd.MAX_TURNS
