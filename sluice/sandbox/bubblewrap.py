@@ -25,6 +25,7 @@ from sluice.sandbox.system_calls import filter_program
 
 NOBODY = 65534
 FOLDER = "/tmp"  # noqa: S108 - of the sandbox, which has its own
+_SHARED = "/dev/shm"  # noqa: S108 - the same
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _OF_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _VARIABLES = {
@@ -117,7 +118,6 @@ class BubblewrapSandbox:
                 first_process=(reader, writer),
                 is_ready_told=True,
                 user=self._user,
-                environment={},
             )
 
     def _view(self, limits: Limits) -> list[str]:
@@ -138,7 +138,7 @@ class BubblewrapSandbox:
         size = str(limits.tmp_bytes)
         # What root's processes could change is covered, even though none runs as root.
         view += ["--proc", "/proc", "--tmpfs", "/proc/sys", "--remount-ro", "/proc/sys"]
-        view += ["--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        view += ["--dev", "/dev", "--size", size, "--tmpfs", _SHARED, "--remount-ro", "/dev"]
         view += ["--size", size, "--tmpfs", FOLDER, "--remount-ro", "/"]
         return view
 
@@ -216,9 +216,7 @@ def _at_most(limit: int, value: int) -> int:
 
 
 def _outside_usr(*folders: str) -> tuple[str, ...]:
-    return tuple(
-        dict.fromkeys(one for one in folders if one != "/" and not one.startswith("/usr"))
-    )
+    return tuple(dict.fromkeys(one for one in folders if one != "/" and not one.startswith("/usr")))
 
 
 @contextmanager

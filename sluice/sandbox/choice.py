@@ -28,7 +28,9 @@ ProcessSandbox = BubblewrapSandbox | CommandSandbox
 """Sandboxes whose programs are processes of this machine, and can be talked to as they run."""
 
 
-def backend_of(sandbox: SandboxConfig, fusion: SandboxFusionConfig = _NO_FUSION) -> BackendKey | None:
+def backend_of(
+    sandbox: SandboxConfig, fusion: SandboxFusionConfig = _NO_FUSION
+) -> BackendKey | None:
     """Return which sandbox is configured; ``None``: none, so programs are refused."""
     if sandbox.backend is None and fusion.url is not None:
         return "sandbox_fusion"
@@ -77,7 +79,7 @@ def configured_sandbox(
         return process_sandbox(sandbox)
     if fusion.url is None:
         raise ConfigError(
-            "sluice.sandbox.backend = sandbox_fusion, and reward.sandbox_fusion.url is not set; set it"
+            "sluice.sandbox.backend = sandbox_fusion needs a server; set reward.sandbox_fusion.url"
         )
     limits = replace(limits_of(sandbox), memory_bytes=fusion.memory_limit_mb * MIB)
     return SandboxFusionSandbox(fusion.url, limits)

@@ -27,6 +27,8 @@ START_TIMEOUT_S = 10.0
 """Seconds in which the wrapper has to say which process is the first of its namespace."""
 READY = b"sluice: ready\n"
 """What the sandbox writes to standard error once its limits hold, just before the program."""
+MARK_VARIABLES = ("SLUICE_SCORER_MARK",)
+"""Variables by which the reward service finds what its processes started."""
 _LOOK_S = 0.05
 _CHUNK_BYTES = 1 << 16
 _SHOWN_BYTES = 500
@@ -43,7 +45,7 @@ class Containment:
         is_ready_told: whether it writes `READY`.
         user: the user and group that it runs as; ``None``: this process's.
         failure_code: exit code that means that the wrapper itself has failed.
-        environment: its variables; ``None``: this process's.
+        environment: its variables; marks by which this process's own are found are added.
     """
 
     argv: Sequence[str]
@@ -52,7 +54,7 @@ class Containment:
     is_ready_told: bool = False
     user: int | None = None
     failure_code: int | None = None
-    environment: Mapping[str, str] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -135,6 +137,10 @@ class ContainedProcess:
             os.killpg(self.process.pid, number)
 
 
+def _marks() -> Mapping[str, str]:
+    return {name: os.environ[name] for name in MARK_VARIABLES if name in os.environ}
+
+
 @contextmanager
 def contained(containment: Containment, *, merged: bool = False) -> Iterator[ContainedProcess]:
     """Start the command line; nothing of it outlives the block.
@@ -156,11 +162,13 @@ def contained(containment: Containment, *, merged: bool = False) -> Iterator[Con
             bufsize=0,
             pass_fds=tuple(containment.descriptors),
             start_new_session=True,
-            env=containment.environment,
+            env={**_marks(), **containment.environment},
             **({} if user is None else {"user": user, "group": user, "extra_groups": []}),
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxUnavailableError(f"{containment.argv[0]} cannot be started: {error}") from error
+        raise SandboxUnavailableError(
+            f"{containment.argv[0]} cannot be started: {error}"
+        ) from error
     finally:
         if containment.first_process is not None:
             os.close(containment.first_process[1])

@@ -78,9 +78,7 @@ class CommandSandbox:
             yield Containment(
                 [*(_filled(word, values) for word in self._command), *inside],
                 failure_code=FAILURE_CODE,
-                environment={
-                    name: os.environ[name] for name in _INHERITED if name in os.environ
-                },
+                environment={name: os.environ[name] for name in _INHERITED if name in os.environ},
             )
 
 

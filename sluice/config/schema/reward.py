@@ -122,8 +122,8 @@ class SandboxFusionConfig(Section, frozen=True):
     """A server of SandboxFusion, which runs programs elsewhere."""
 
     url: str | None = None
-    """URL that runs a program; it usually ends in /run_code. If it is set and sluice.sandbox.backend
-    is not, this server is the sandbox.
+    """URL that runs a program; it usually ends in /run_code. This server is the sandbox if
+    sluice.sandbox.backend is not set.
     """
 
     memory_limit_mb: PositiveInt = 1024
