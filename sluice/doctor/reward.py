@@ -130,7 +130,7 @@ def _rows(examined: Examined) -> list[PromptRow]:
     config, counts = examined.config, Counter[str]()
     reward, rows = config.reward, list[PromptRow]()
     routes = {**DEFAULT_ROUTES, **reward.scorer_routes}
-    ungraded = {None}
+    ungraded: set[str | None] = {None}
     if backend_of(config.sluice.sandbox, reward.sandbox_fusion) is None:
         ungraded.add(PROGRAM_TESTS)
     is_custom = reward.custom_reward_function.path is not None

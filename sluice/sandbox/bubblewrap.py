@@ -43,7 +43,8 @@ ulimit -c 0 && ulimit -t {cpu_s} && ulimit -v {memory_kib} && ulimit -f {file_bl
 ulimit -n {open_files} && { ulimit -u {processes} 2>/dev/null || ulimit -p {processes}; } ||
 exit 125
 echo 'sluice: ready' >&2
-exec "$@"
+"$@"
+exit $?
 """
 _NO_NAMESPACE = (
     "this system gives unprivileged processes no user namespace. On Ubuntu 24.04: sysctl "
@@ -123,7 +124,9 @@ class BubblewrapSandbox:
     def _view(self, limits: Limits) -> list[str]:
         """Return bubblewrap's options: namespaces, and the file system."""
         view = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
-        view += ["--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+        # The shell is the first process, so bwrap waits for its end, and reaps it: of an init of
+        # its own it would leave a zombie to whatever is the machine's first process.
+        view += ["--as-pid-1", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
         view += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--clearenv"]
         for name, value in _VARIABLES.items():
             view += ["--setenv", name, value]

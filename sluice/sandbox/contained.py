@@ -112,11 +112,11 @@ class ContainedProcess:
         if self._first is not None:
             gone = self._first.kill_and_wait(END_TIMEOUT_S)
         try:
-            if self._containment.first_process is None:
+            if self._first is None:
                 # A wrapper may have to take its sandbox down.
                 self._signal(signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(END_TIMEOUT_S / 2)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_TIMEOUT_S / 2)  # it reaps the first process
             self._signal(signal.SIGKILL)
             self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -163,7 +163,9 @@ def contained(containment: Containment, *, merged: bool = False) -> Iterator[Con
             pass_fds=tuple(containment.descriptors),
             start_new_session=True,
             env={**_marks(), **containment.environment},
-            **({} if user is None else {"user": user, "group": user, "extra_groups": []}),
+            user=user,
+            group=user,
+            extra_groups=None if user is None else (),
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxUnavailableError(

@@ -173,7 +173,7 @@ def _module(name: str) -> dict[str, Any]:
 
 
 def _scripted(program: str, namespace: dict[str, Any]) -> None:
-    builtins.open = namespace["open"] = _open_or_input  # type: ignore[assignment]
+    builtins.open = namespace["open"] = _open_or_input
     try:
         exec(compile(program, "main.py", "exec"), namespace)  # noqa: S102 - what the sandbox is for
     except SystemExit:
@@ -183,7 +183,7 @@ def _scripted(program: str, namespace: dict[str, Any]) -> None:
             thread.join()
 
 
-_OPEN = builtins.open
+_OPEN: Any = builtins.open
 
 
 def _open_or_input(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as open
@@ -198,7 +198,8 @@ def _open_or_input(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any
 
 def _called(job: Job, given: object, namespace: dict[str, Any]) -> object:
     """Return what the function returns; tuples become lists on their way out."""
-    program = job["program"]
+    program, name = job["program"], job["fn_name"] or ""
+    namespace.pop(name, None)  # operator has an add, but the program has to have one
     exec(compile(program, "main.py", "exec"), namespace)  # noqa: S102 - what the sandbox is for
     lines = given.split("\n") if isinstance(given, str) else None
     arguments: Any = given if lines is None else [json.loads(line) for line in lines]
@@ -206,7 +207,6 @@ def _called(job: Job, given: object, namespace: dict[str, Any]) -> object:
         # JSON has text for keys.
         with suppress(ValueError):
             arguments = [{int(key): value for key, value in arguments[0].items()}]
-    name = job["fn_name"] or ""
     owner = namespace["Solution"]() if "class Solution" in program else None
     function = namespace[name] if owner is None else getattr(owner, name)
     return function(*arguments)
