@@ -54,7 +54,7 @@ print(found)
 @pytest.fixture(scope="module")
 def grade() -> ProgramTests:
     need_bubblewrap()
-    return ProgramTests(process_sandbox(BUBBLEWRAP), limits_of(BUBBLEWRAP), 5.0)
+    return ProgramTests(process_sandbox(BUBBLEWRAP), limits_of(BUBBLEWRAP), 15.0)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_sandbox_that_fails_is_no_score() -> None:
         no_python("print(1)", DOUBLES)
 
 
-RULES_ONLY, POOL = CustomRewardFunctionConfig(), ScorerPoolConfig(num_workers=1, timeout_s=5.0)
+RULES_ONLY, POOL = CustomRewardFunctionConfig(), ScorerPoolConfig(num_workers=1, timeout_s=15.0)
 
 
 @pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])
