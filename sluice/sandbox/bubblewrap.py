@@ -136,14 +136,14 @@ class BubblewrapSandbox:
                 view += ["--symlink", str(folder.readlink()), str(folder)]
             elif folder.is_dir():
                 view += ["--ro-bind", str(folder), str(folder)]
-        for path in (*_OF_ETC, *self._shown):
-            view += ["--ro-bind-try", path, path]
         size = str(limits.tmp_bytes)
         # What root's processes could change is covered, even though none runs as root.
         view += ["--proc", "/proc", "--tmpfs", "/proc/sys", "--remount-ro", "/proc/sys"]
         view += ["--dev", "/dev", "--size", size, "--tmpfs", _SHARED, "--remount-ro", "/dev"]
-        view += ["--size", size, "--tmpfs", FOLDER, "--remount-ro", "/"]
-        return view
+        view += ["--size", size, "--tmpfs", FOLDER]
+        for path in (*_OF_ETC, *self._shown):  # an interpreter may lie below /tmp
+            view += ["--ro-bind-try", path, path]
+        return [*view, "--remount-ro", "/"]
 
     def _interpreter(self, chosen: str | None) -> tuple[str, tuple[str, ...]]:
         """Return the interpreter, and folders outside /usr that it needs."""

@@ -197,6 +197,10 @@ def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Res
         process = running.process
         if end is None:
             _drain(process, output)
+        elif containment.is_ready_told and not output.of(2) and process.stderr is not None:
+            # The limit was reached before this stream had its turn.
+            with suppress(BlockingIOError):
+                output.chunks[2] = [os.read(process.stderr.fileno(), len(READY))]
         code = process.wait(END_TIMEOUT_S) if end is None else None
     stdout, stderr = output.of(1), output.of(2)
     if containment.is_ready_told and not stderr.startswith(READY):
