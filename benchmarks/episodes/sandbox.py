@@ -10,11 +10,9 @@ runs_per_s         programs of one line, one after the other
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.reporting import print_report
 from sluice.config.schema.sandbox import SandboxConfig
@@ -47,7 +45,7 @@ def sandbox_figures() -> Mapping[str, float]:
         SandboxUnavailableError: it does not work here.
     """
     sandbox = process_sandbox(SandboxConfig(backend="bubblewrap"))
-    with tempfile.TemporaryDirectory() as folder, attack_world(Path(folder)) as world:
+    with attack_world() as world:
         contained = sum(not world.breaches(name, sandbox) for name in ATTACKS)
     began_s = time.monotonic()
     for _ in range(NUM_RUNS):

@@ -99,6 +99,9 @@ def proven_sandbox(
     try:
         seen = chosen.run([PYTHON, "probe.py"], {"probe.py": f"print('{_WORD}')"}, limits=limits)
     except SandboxUnavailableError as error:
+        if isinstance(chosen, SandboxFusionSandbox):
+            text = f"{error}; start the server, or correct reward.sandbox_fusion.url"
+            raise SandboxUnavailableError(text) from error
         raise with_remedy(error) from error
     if seen.stdout.strip() != _WORD.encode():
         said = seen.stderr[-500:].decode(errors="replace").strip() or "nothing"

@@ -25,8 +25,8 @@ def sandbox() -> BubblewrapSandbox:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackWorld]:
-    with attack_world(tmp_path_factory.mktemp("outside")) as opened:
+def world() -> Iterator[AttackWorld]:
+    with attack_world() as opened:
         yield opened
 
 

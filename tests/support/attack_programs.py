@@ -119,7 +119,8 @@ for way in ("/proc/1/root", "/proc/1/cwd", "/proc/self/root"):
     if os.path.exists(way + file): escaped(way)
 """,
     "follows a symbolic link out": """
-os.symlink(file, "/tmp/link"); open("/tmp/link", "a").write("x"); escaped("link")
+os.symlink(file, "/tmp/link"); open("/tmp/link", "a").write("x")
+if secret in open("/tmp/link").read(): escaped("link")
 """,
     "uses inherited descriptors": """
 for name in os.listdir("/proc/self/fd"):
@@ -158,18 +159,18 @@ while True:
     try:
         if os.fork() == 0: time.sleep(60)
         most += 1
+        if most == 33: escaped(most)
     except OSError:
         break
-if most > 32: escaped(most)
 """,
     "starts threads without end": """
 most = 0
 try:
     while True:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); most += 1
+        if most == 33: escaped(most)
 except RuntimeError:
     pass
-if most > 32: escaped(most)
 os._exit(0)
 """,
     "takes memory": """

@@ -7,6 +7,7 @@ import secrets
 import select
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,7 +47,9 @@ class AttackWorld:
             found.append("killed a process outside")
         if self._file.read_text() != self._content:
             found.append("changed a file outside")
-        if select.select(self._listeners, [], [], 0)[0]:
+            self._file.write_text(self._content)
+        for listener in select.select(self._listeners, [], [], 0)[0]:
+            listener.accept()[0].close()
             found.append("connected to a socket outside")
         return found
 
@@ -64,7 +67,7 @@ def processes_of(namespace: str) -> list[int]:
 
 
 @contextmanager
-def attack_world(folder: Path) -> Iterator[AttackWorld]:
+def attack_world() -> Iterator[AttackWorld]:
     """Open sockets, write a file that all users may read and write, and start a process."""
     with ExitStack() as closing:
         listeners = []
@@ -76,7 +79,8 @@ def attack_world(folder: Path) -> Iterator[AttackWorld]:
             listener.bind(address)
             listener.listen()
             listeners.append(listener)
-        file = folder / "outside.txt"
+        # Not in a folder of a test: only root may enter those.
+        file = Path(closing.enter_context(tempfile.NamedTemporaryFile()).name)
         file.write_text(secrets.token_hex(16))
         file.chmod(0o666)
         # As the sandbox's user where possible: only the namespace keeps that one from a signal.
