@@ -1,7 +1,4 @@
-"""A Python tool for episodes: an environment of multi-turn runs, or the base of one.
-
-``sluice.environment: {path: pkg://sluice.sandbox.python_tool, name: Python}``
-"""
+"""A Python tool for episodes: the base of an environment of multi-turn runs."""
 
 from __future__ import annotations
 
