@@ -117,7 +117,7 @@ class BubblewrapSandbox:
                 ],
                 descriptors,
                 first_process=(reader, writer),
-                is_ready_told=True,
+                announces_ready=True,
                 user=self._user,
             )
 

@@ -42,7 +42,7 @@ class Containment:
         argv: of the wrapper, with the program's.
         descriptors: files that it reads.
         first_process: descriptor on which it reports the first process of its namespace.
-        is_ready_told: whether it writes `READY`.
+        announces_ready: whether it writes `READY`.
         user: the user and group that it runs as; ``None``: this process's.
         failure_code: exit code that means that the wrapper itself has failed.
         environment: its variables; marks by which this process's own are found are added.
@@ -51,7 +51,7 @@ class Containment:
     argv: Sequence[str]
     descriptors: Sequence[int] = ()
     first_process: tuple[int, int] | None = None
-    is_ready_told: bool = False
+    announces_ready: bool = False
     user: int | None = None
     failure_code: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -197,13 +197,13 @@ def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Res
         process = running.process
         if end is None:
             _drain(process, output)
-        elif containment.is_ready_told and not output.of(2) and process.stderr is not None:
+        elif containment.announces_ready and not output.of(2) and process.stderr is not None:
             # The limit was reached before this stream had its turn.
             with suppress(BlockingIOError):
                 output.chunks[2] = [os.read(process.stderr.fileno(), len(READY))]
         code = process.wait(END_TIMEOUT_S) if end is None else None
     stdout, stderr = output.of(1), output.of(2)
-    if containment.is_ready_told and not stderr.startswith(READY):
+    if containment.announces_ready and not stderr.startswith(READY):
         if end is SandboxEnd.TIMED_OUT:
             raise SandboxUnavailableError(f"it did not start within {limits.wall_s:g} s")
         raise SandboxUnavailableError(_reason(stderr, code))
@@ -212,7 +212,7 @@ def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Res
     if end is None:
         code = code if code is None or code >= 0 else 128 - code
         end = _end_of(code, limits, time.monotonic() - began_s)
-    stderr = stderr.removeprefix(READY) if containment.is_ready_told else stderr
+    stderr = stderr.removeprefix(READY) if containment.announces_ready else stderr
     return Result(end, code if end is SandboxEnd.FINISHED else None, stdout, stderr)
 
 

@@ -30,7 +30,7 @@ class Reply:
 
     Attributes:
         output: its standard output and error, at most the limit's bytes.
-        end: ``None``: the interpreter goes on; else why it is gone, with its variables and files.
+        end: ``None``: the interpreter still runs; else why it is gone, with variables and files.
             FINISHED: the code has ended it.
     """
 
@@ -93,7 +93,7 @@ class Interpreter:
         except BaseException:
             self._open.close()
             raise
-        self._head = READY if containment.is_ready_told else b""
+        self._head = READY if containment.announces_ready else b""
 
     def _exchange(
         self, running: ContainedProcess, request: bytes, mark: bytes

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from sluice.sandbox.run_result import MIB, PYTHON, Limits, Result, SandboxEnd
 from tests.support.attack_programs import ATTACKS, LIMITS
 from tests.support.attack_world import AttackWorld, attack_world, processes_of
 from tests.support.sandboxes import need_bubblewrap
+from tests.support.source_tree import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +120,32 @@ def test_input_and_files_reach_a_program(sandbox: BubblewrapSandbox) -> None:
     assert result.end is SandboxEnd.OUTPUT_TOO_LARGE
     result = sandbox.run([PYTHON, "main.py"], files, "ü".encode(), LIMITS)
     assert (result.exit_code, result.stdout.decode()) == (0, "üé\n")
+
+
+RUNNING = """
+import time
+from sluice.sandbox.contained import contained
+from sluice.sandbox.choice import process_sandbox
+from tests.support.attack_programs import LIMITS
+from tests.support.sandboxes import BUBBLEWRAP
+
+text = "import os, time; print(os.readlink('/proc/self/ns/pid'), flush=True); time.sleep(600)"
+sandbox = process_sandbox(BUBBLEWRAP)
+with sandbox.command(["python3", "-c", text], {}, LIMITS) as command, contained(command) as running:
+    print(running.process.stdout.readline().decode(), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_is_in_a_sandbox_ends_with_a_scorer_that_is_killed() -> None:
+    need_bubblewrap()
+    command = [sys.executable, "-c", RUNNING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as scorer:
+        assert scorer.stdout is not None
+        namespace = scorer.stdout.readline().strip()
+        assert processes_of(namespace)
+        scorer.kill()
+    ends_s = time.monotonic() + 30
+    while processes_of(namespace):
+        assert time.monotonic() < ends_s, "it is still there"
+        time.sleep(0.02)
