@@ -9,9 +9,8 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol, TypedDict
 
 from services.rollout.engines.text import Decode, StopStringWatch
@@ -99,11 +98,6 @@ class SampleChunk:
     version: int
     finish_reason: FinishReason | None
     routing: RoutedExperts | None = None
-
-
-def num_tokens(chunks: Iterable[SampleChunk]) -> int:
-    """Return the number of tokens in all chunks."""
-    return sum(int(chunk.token_ids.size) for chunk in chunks)
 
 
 @dataclass(slots=True, eq=False)
@@ -197,21 +191,6 @@ class CommitResult:
     stall_s: float
 
 
-class PauseMode(StrEnum):
-    """What becomes of samples that hold a slot when the engine pauses.
-
-    KEEP: they continue later where they were. RECOMPUTE: they continue after their KV caches have
-    been recomputed, and no later sample uses an earlier prompt's cache. ABORT: they end as aborted
-    with the tokens they have; samples that wait for a slot end, too. DRAIN: they finish first;
-    samples that wait for a slot keep waiting, even if others of their group have one.
-    """
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    ABORT = "abort"
-    DRAIN = "drain"
-
-
 class Engine(Protocol):
     """One replica's engine."""
 
@@ -281,18 +260,6 @@ class Engine(Protocol):
         """
         ...
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample no token from its return until `resume`; further samples wait until then.
-
-        Everything else works meanwhile: probes, ending calls, and new weights; after their commit
-        the engine stays paused. Pausing again is harmless. After a cancelled call, call `resume`.
-        """
-        ...
-
-    async def resume(self) -> None:
-        """Sample again. Harmless without a pause."""
-        ...
-
     async def join_group(self, spec: TransferGroupSpec) -> str:
         """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         ...
@@ -316,8 +283,8 @@ class Engine(Protocol):
     async def sleep(self) -> bool:
         """Free memory of the device until the next `join_group` or `stage`; sample nothing then.
 
-        The weights stay, and samples continue afterwards. Idempotent. Until then `pause`, `resume`
-        and `commit` raise NotReadyError.
+        The weights stay, and samples continue afterwards. Idempotent. Until then `commit` raises
+        NotReadyError.
 
         Returns:
             whether it sleeps; an engine that cannot does nothing.

@@ -21,7 +21,6 @@ from services.rollout.engines.protocol import (
     CommitResult,
     EngineLoad,
     GenerationRequest,
-    PauseMode,
     RequestTokens,
     SampleChunk,
     StagedVersion,
@@ -213,14 +212,6 @@ class EngineCore(ABC, Generic[RunT]):
             EngineError: the engine is broken, for example by a swap that could not resume.
         """
         self._check_works()
-
-    @abstractmethod
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing from the return of this call until `resume`."""
-
-    @abstractmethod
-    async def resume(self) -> None:
-        """Sample again."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -421,16 +412,6 @@ class ThreadedEngine(ABC, Generic[CoreT]):
     def _enter_state(self) -> None:
         if self._core is not None and self._core.version is not None:
             self._clock.enter(EngineState.GENERATING if self._unfinished else EngineState.IDLE)
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample no token from its return until `resume`; see the protocol."""
-        thread, core = self._in_thread()
-        await thread.call(core.pause(mode), f"pausing ({mode})")
-
-    async def resume(self) -> None:
-        """Sample again."""
-        thread, core = self._in_thread()
-        await thread.call(core.resume(), "resuming after a pause")
 
     async def sleep(self) -> bool:
         """Do nothing: this engine cannot sleep."""

@@ -115,7 +115,8 @@ def _wait_groups(batch: TrainBatch, wait_batch_s: float) -> dict[str, float]:
 def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:
     response_tokens = sum(r.num_tokens for group in batch.groups for r in group.rollouts)
     prompt_tokens = sum(int(g.prompt_token_ids.size) * len(g.rollouts) for g in batch.groups)
-    total_tokens = prompt_tokens + response_tokens
+    read_tokens = sum(r.num_context_tokens for group in batch.groups for r in group.rollouts)
+    total_tokens = prompt_tokens + response_tokens + read_tokens
     phases = {
         "gen": times.wait_batch_s,
         "update_weights": times.update_weights_s,

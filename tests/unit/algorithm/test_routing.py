@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.algorithm.routing import (
     AnnouncedReplica,
+    Offer,
     ReplicaRequirement,
     ReplicaRouter,
+    ReplicaUse,
     Reservation,
     RoutedReplica,
 )
@@ -19,8 +22,17 @@ from sluice.types import ReplicaInfo
 SLACK = 1.5
 
 
-def announced(number: int, slots: int, version: int) -> AnnouncedReplica:
-    return AnnouncedReplica(ReplicaInfo(f"r{number}", "i", f"h:{number}", slots), version)
+def announced(
+    number: int, slots: int, version: int, use: ReplicaUse = ReplicaUse.ANY
+) -> AnnouncedReplica:
+    return AnnouncedReplica(ReplicaInfo(f"r{number}", "i", f"h:{number}", slots), version, use)
+
+
+def suits(member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
+    replica = member.announced
+    is_validation = wanted.highest_version is not None
+    other = ReplicaUse.TRAINING if is_validation else ReplicaUse.VALIDATION
+    return wanted.accepts(replica.policy_version) and replica.use is not other
 
 
 def capacity(member: RoutedReplica) -> int:
@@ -28,7 +40,7 @@ def capacity(member: RoutedReplica) -> int:
 
 
 def has_capacity(member: RoutedReplica, wanted: ReplicaRequirement, now: float) -> bool:
-    if not wanted.accepts(member.announced.policy_version) or member.paused_until > now:
+    if not suits(member, wanted) or member.paused_until > now:
         return False
     if member.num_groups == 0:
         return True
@@ -37,9 +49,13 @@ def has_capacity(member: RoutedReplica, wanted: ReplicaRequirement, now: float) 
 
 
 def expected(
-    members: list[RoutedReplica], wanted: ReplicaRequirement, now: float
+    members: list[RoutedReplica],
+    wanted: ReplicaRequirement,
+    now: float,
+    taken: Collection[Offer] = (),
 ) -> RoutedReplica | None:
-    candidates = [m for m in members if has_capacity(m, wanted, now)]
+    untaken = [m for m in members if m.announced.offer not in taken]
+    candidates = [m for m in untaken if has_capacity(m, wanted, now)]
     return min(candidates, key=lambda m: m.load, default=None)
 
 
@@ -47,11 +63,17 @@ def expected_free(members: list[RoutedReplica], lowest: int, now: float) -> int:
     return sum(
         max(0, capacity(m) - m.num_outstanding)
         for m in members
-        if m.announced.policy_version >= lowest and m.paused_until <= now
+        if m.announced.policy_version >= lowest
+        and m.announced.use is not ReplicaUse.VALIDATION
+        and m.paused_until <= now
     )
 
 
-FLEETS = st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 2)), min_size=1, max_size=6)
+FLEETS = st.lists(
+    st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 2), st.sampled_from(ReplicaUse)),
+    min_size=1,
+    max_size=6,
+)
 WANTED = st.builds(
     ReplicaRequirement, st.integers(1, 9), st.integers(0, 2), st.sampled_from([None, 0, 1, 2])
 )
@@ -69,14 +91,16 @@ ACTIONS = st.lists(
 
 @given(fleet_of=FLEETS, then=FLEETS, actions=ACTIONS)
 def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
-    fleet_of: list[tuple[int, int]], then: list[tuple[int, int]], actions: list[tuple]
+    fleet_of: list[tuple[int, int, ReplicaUse]],
+    then: list[tuple[int, int, ReplicaUse]],
+    actions: list[tuple],
 ) -> None:
     fleet = ReplicaRouter(SLACK)
     members: list[RoutedReplica] = []
     reservations: list[Reservation] = []
 
-    def announce(replicas: list[tuple[int, int]]) -> None:
-        fleet.announce([announced(i, slots, v) for i, (slots, v) in enumerate(replicas)])
+    def announce(replicas: list[tuple[int, int, ReplicaUse]]) -> None:
+        fleet.announce([announced(i, *one) for i, one in enumerate(replicas)])
         members[:] = list(fleet._members.values())
 
     announce(fleet_of)
@@ -86,9 +110,12 @@ def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
         assert fleet.num_free(wanted.lowest_version, now) == expected_free(
             members, wanted.lowest_version, now
         )
-        assert fleet.serves(wanted) == any(
-            wanted.accepts(m.announced.policy_version) for m in members
-        )
+        taken = {members[pick % len(members)].announced.offer}
+        assert fleet.choose(wanted, now, taken) is expected(members, wanted, now, taken)
+        assert set(fleet.offers) == {m.announced.offer for m in members}
+        assert {offer for offer in fleet.offers if wanted.takes(offer)} == {
+            m.announced.offer for m in members if suits(m, wanted)
+        }
         match action:
             case "grant" if chosen is not None:
                 reservations.append(fleet.reservation(chosen, wanted.num_sequences))

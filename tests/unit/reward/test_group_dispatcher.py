@@ -113,6 +113,7 @@ async def test_who_waits_for_a_version_nobody_serves_blocks_no_one() -> None:
                 request(0, purpose=Purpose.VALIDATION, lowest_version=4, highest_version=4)
             )
         )
+        await settled(lambda: setting.queue.num_waiting == 1)
         await setting.dispatcher.generate(request(1))
         assert not blocked.done()
         await setting.dispatcher.announce([replica("a", 4)])

@@ -26,7 +26,7 @@ from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.loop import EmbeddedRun, GenerationLoop
 from services.rollout.engines.embedded.routing import RoutedDecoder
-from services.rollout.engines.protocol import CommitResult, GenerationRequest, PauseMode
+from services.rollout.engines.protocol import CommitResult, GenerationRequest
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, InboxEngine, Pace
@@ -183,19 +183,6 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
     async def heartbeat(self, _timeout_s: float) -> None:
         """Answer between two steps."""
         self._check_works()
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing from the return of this call until `resume`."""
-        with self._between_steps():
-            self.loop.pause(mode)
-        while self.loop.is_draining:
-            await asyncio.sleep(0)  # a step each time
-            self._check_works()
-
-    async def resume(self) -> None:
-        """Sample again."""
-        with self._between_steps():
-            self.loop.resume()
 
     async def swap(self, new: NewWeights, version: int, digest: str) -> float:
         """Take new weights between two steps; return the seconds without a token.

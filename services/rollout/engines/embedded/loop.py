@@ -21,11 +21,7 @@ from services.rollout.engines.embedded.batch_invariance import DecodeShapes
 from services.rollout.engines.embedded.decoder import Decoder, PrefilledPrompts, TokenRow
 from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.embedded.rows import RowTable, RunningSample
-from services.rollout.engines.protocol import (
-    GenerationRequest,
-    PauseMode,
-    SampleChunk,
-)
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.sampling import (
     SamplingPlan,
     plan_sampling,
@@ -204,7 +200,6 @@ class GenerationLoop:
         self._queue = PrefillQueue(slots)
         self._plan = SamplingPlan()
         self._next_due = math.inf
-        self._pause: PauseMode | None = None
         self.version: int | None = None
         self.digest = ""
         self.generated_tokens = 0
@@ -229,28 +224,7 @@ class GenerationLoop:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        if self._pause is None:
-            return self._table.busy > 0 or self._queue.waiting > 0
-        return self.is_draining
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether running samples still have to finish before a pause."""
-        return self._pause is PauseMode.DRAIN and self._table.busy > 0
-
-    def pause(self, mode: PauseMode) -> None:
-        """Let no sample in and compute nothing until `resume`; DRAIN still finishes what runs."""
-        self._pause = mode
-        if mode is PauseMode.ABORT:
-            self.abort_all()
-
-    def resume(self) -> None:
-        """End a pause."""
-        recompute, self._pause = self._pause is PauseMode.RECOMPUTE, None
-        if recompute:
-            with torch.inference_mode():
-                self._queue.forget_prefilled()
-                self._recompute()
+        return self._table.busy > 0 or self._queue.waiting > 0
 
     def submit(self, run: EmbeddedRun) -> None:
         """Queue a request's samples; one that is complete already ends at once."""
@@ -377,8 +351,6 @@ class GenerationLoop:
                 self._sample_tokens()
 
     def _admit(self) -> None:
-        if self._pause is not None:
-            return
         admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
         # A prompt of one token has no state before its last token.
         new = [a.unit for a in admissions if a.unit.prefilled is None and len(a.unit.tokens) > 1]

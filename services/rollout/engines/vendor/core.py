@@ -55,7 +55,6 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         self._runs: set[RequestRun] = set()
         self._idle = asyncio.Event()
         self._swapping = asyncio.Lock()
-        self._is_paused = False
 
     def _break(self, error: EngineError) -> None:
         """Cancel all runs: their tokens would carry the version of other weights."""

@@ -262,8 +262,8 @@ class ReplicaStatus(google.protobuf.message.Message):
     IDLE_SHARE_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
     state: builtins.str
-    """"pending", "serving", "draining", or "stalled": it is alive and has work, but its engine
-    generates nothing.
+    """"pending", "serving", "held": it keeps its version for a validation, "draining", or "stalled": it
+    is alive and has work, but its engine generates nothing.
     """
     heartbeat_age_seconds: builtins.float
     """Seconds since its last heartbeat."""

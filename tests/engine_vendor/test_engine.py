@@ -1,4 +1,4 @@
-"""What of vLLM the contract does not reach: its caches, its processes, its refusals."""
+"""What the contract does not reach: the vendor's caches, processes and refusals."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.settings import VllmSettings
-from sluice.errors import ConfigError, EngineError
-from sluice.types import SamplingParams
-from tests.engine_vllm.shared_gpu import BACKEND, MEMORY
+from sluice.errors import ConfigError, EngineError, InvalidRequestError
+from tests.engine_vendor.vendor import VendorInsight, make_engine, worker_processes
 from tests.support.causal_lms import expected_logprobs, request
 from tests.support.engine_contract_world import (
+    PLAIN,
     TIED,
     ContractWorld,
-    Insight,
     chunks_of,
     contract_world,
     generate,
@@ -34,44 +33,25 @@ from tests.support.engine_contract_world import (
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # the vendor's own
     pytest.mark.timeout(900),
 ]
 _ROOT = Path(__file__).parents[2]
-_PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)
-_OWNER = """
+_STARTED = "the engine has started"
+_OWNER = f"""
 import asyncio, sys
 from pathlib import Path
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.settings import VllmSettings
+from tests.engine_vendor.vendor import make_engine
 
 async def main():
-    engine = VllmEngine(
-        VllmSettings(
-            sys.argv[1], slots=4, max_model_len=128, arguments={"gpu_memory_utilization": 0.2}
-        )
-    )
+    engine = make_engine(Path(sys.argv[1]), slots=4, max_model_len=128)
     await engine.start()
-    print("processes", *await engine.processes(), flush=True)
+    print("{_STARTED}", flush=True)
     await asyncio.Event().wait()
 
 if __name__ == "__main__":
     asyncio.run(main())
 """
-
-
-def _settings(folder: Path, **arguments: object) -> VllmSettings:
-    return VllmSettings(
-        str(folder),
-        slots=16,
-        max_model_len=512,
-        weights_backend=BACKEND,
-        arguments={**MEMORY, "enable_prefix_caching": True, **arguments},
-    )
-
-
-def _blind(_: VllmEngine) -> Insight | None:
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(folder: Path) -> AsyncIterator[ContractWorld]:
-    async with contract_world(folder, lambda at: VllmEngine(_settings(at)), _blind) as running:
+    make = partial(make_engine, max_model_len=512, recompute_kv=False)
+    async with contract_world(folder, make, VendorInsight) as running:
         yield running
 
 
@@ -94,10 +75,10 @@ async def test_the_cache_of_the_old_weights_serves_no_sample_of_the_new_ones(
         await world.serve(model)
         before = world.engine.prefilled_tokens
         for tokens, logprobs in (await generate(world.engine, wanted)).values():
-            exact = expected_logprobs(model, prompt, tokens, _PLAIN)
+            exact = expected_logprobs(model, prompt, tokens, PLAIN)
             np.testing.assert_allclose(logprobs, exact, atol=1e-4)
         # It is there to be used: the two samples share it.
-        assert world.engine.prefilled_tokens - before < 2 * len(prompt)
+        assert len(prompt) <= world.engine.prefilled_tokens - before < 2 * len(prompt)
 
 
 async def test_without_recomputation_running_samples_keep_their_cache(
@@ -114,13 +95,19 @@ async def test_without_recomputation_running_samples_keep_their_cache(
     chunks = running.result()
     assert [chunk.version for chunk in chunks] == [world.trainer.version - 1, world.trainer.version]
     tokens = [int(token) for chunk in chunks for token in chunk.token_ids]
-    exact = np.array(expected_logprobs(world.second, (5, 9, 23, 54), tokens, _PLAIN))
+    exact = np.array(expected_logprobs(world.second, (5, 9, 23, 54), tokens, PLAIN))
     start = chunks[0].token_ids.size
     assert np.abs(exact[start:] - chunks[1].behavior_logprobs).max() > 1e-2
 
 
-async def test_vllm_names_the_arguments_it_does_not_know(folder: Path) -> None:
-    engine = VllmEngine(_settings(folder, no_such_argument=1))
+async def test_a_model_of_text_refuses_images(world: ContractWorld) -> None:
+    await world.serve(world.first)
+    with pytest.raises(InvalidRequestError, match="1 images"):
+        await generate(world.engine, replace(request(), images=(b"png",)))
+
+
+async def test_the_vendors_unknown_arguments_are_refused_by_name(folder: Path) -> None:
+    engine = make_engine(folder, no_such_argument=1)
     with pytest.raises(ConfigError, match="no_such_argument"):
         await engine.start()
 
@@ -133,34 +120,13 @@ def _is_running(process: int) -> bool:
     return state != "Z"
 
 
-async def test_vllms_processes_end_with_a_killed_owner(folder: Path, tmp_path: Path) -> None:
-    program = tmp_path / "owner.py"
-    program.write_text(_OWNER)
-    with subprocess.Popen(
-        [sys.executable, str(program), str(folder)],
-        cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": str(_ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as owner:
-        assert owner.stdout is not None
-        line = ""
-        while not line.startswith("processes "):  # vLLM says things there too
-            line = await asyncio.to_thread(owner.stdout.readline)
-            assert line, "the owner ended"
-        processes = [int(one) for one in line.split()[1:]]
-        assert owner.pid not in processes
-        assert all(_is_running(one) for one in processes)
-        owner.kill()
-    await until(lambda: not any(_is_running(one) for one in processes))
-
-
-def _children(process: int) -> list[int]:
-    return [
+def _descendants(process: int) -> list[int]:
+    children = [
         int(one)
         for path in Path(f"/proc/{process}/task").glob("*/children")
         for one in path.read_text().split()
     ]
+    return [*children, *(one for child in children for one in _descendants(child))]
 
 
 def _is_starting_engine(process: int) -> bool:
@@ -174,31 +140,52 @@ def _is_starting_engine(process: int) -> bool:
         return False
 
 
-async def test_vllms_processes_end_with_an_owner_that_is_killed_while_they_start(
-    folder: Path, tmp_path: Path
-) -> None:
-    program = tmp_path / "owner.py"
+@contextmanager
+def _owner(folder: Path, at: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts an engine, and ends with the block by a signal that it cannot see."""
+    program = at / "owner.py"
     program.write_text(_OWNER)
+    paths = os.pathsep.join((str(_ROOT), os.environ.get("PYTHONPATH", "")))
     with subprocess.Popen(
         [sys.executable, str(program), str(folder)],
         cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": str(_ROOT)},
-        stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
     ) as owner:
+        try:
+            yield owner
+        finally:
+            owner.kill()
+
+
+async def test_the_vendors_processes_end_with_a_killed_owner(folder: Path, tmp_path: Path) -> None:
+    with _owner(folder, tmp_path) as owner:
+        assert owner.stdout is not None
+        line = ""
+        while line.strip() != _STARTED:  # vendors say things there too
+            line = await asyncio.to_thread(owner.stdout.readline)
+            assert line, "the owner ended"
+        processes = _descendants(owner.pid)
+        assert processes
+    await until(lambda: not any(_is_running(one) for one in processes))
+
+
+async def test_the_vendors_processes_end_with_an_owner_that_is_killed_while_they_start(
+    folder: Path, tmp_path: Path
+) -> None:
+    with _owner(folder, tmp_path) as owner:
         begun: list[int] = []
         while not begun:
             await asyncio.sleep(0.01)
             assert owner.poll() is None, "the owner ended"
-            begun = [one for one in _children(owner.pid) if _is_starting_engine(one)]
-        owner.kill()
+            begun = [one for one in _descendants(owner.pid) if _is_starting_engine(one)]
     await until(lambda: not any(_is_running(one) for one in begun))
 
 
-async def test_a_killed_engine_process_fails_what_runs_and_all_that_follows(
-    world: ContractWorld,
-) -> None:
+async def test_a_killed_worker_fails_what_runs_and_all_that_follows(world: ContractWorld) -> None:
     await world.serve(world.first)
-    processes = await world.engine.processes()
+    processes = await worker_processes(world.engine)
     stream = world.engine.generate(request(samples=3, max_tokens=400), every_token=True)
     async with aclosing(stream) as chunks:
         await anext(chunks)
