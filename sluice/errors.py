@@ -119,6 +119,10 @@ class EngineError(SluiceError):
     """The inference engine failed while generating."""
 
 
+class SandboxUnavailableError(SluiceError):
+    """The sandbox could not run a program: an infrastructure failure, never the program's fault."""
+
+
 class CheckpointError(SluiceError):
     """A checkpoint is missing, incomplete or of another model."""
 

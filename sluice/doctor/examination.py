@@ -8,7 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sluice.doctor import configuration, files, machine, network, packages, prompts, reward
+from sluice.doctor import (
+    configuration,
+    files,
+    machine,
+    network,
+    packages,
+    programs,
+    prompts,
+    reward,
+)
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
 from sluice.errors import SluiceError
 
@@ -102,6 +111,15 @@ CHECKS: tuple[Check, ...] = (
     Check("npu", "NPUs, CANN and their variables", machine.check_npus, needs_run=False),
     Check("open-files", "the limit of open files", machine.check_open_files, needs_run=False),
     Check("network", "the networks of collectives", network.check_network, needs_run=False),
+    Check(
+        "sandbox",
+        "the sandbox of programs",
+        programs.check_sandbox,
+        needs_run=False,
+        deadline_s=programs.DEADLINE_S,
+        before_start=True,
+        of_host=True,
+    ),
     Check(
         "configuration",
         "the configuration's rules",
