@@ -119,6 +119,17 @@ class EngineError(SluiceError):
     """The inference engine failed while generating."""
 
 
+class EnvironmentUnavailable(SluiceError):
+    """What an environment needs does not answer; the sample is left out and never counts as wrong.
+
+    Environments raise it, as `sluice.EnvironmentUnavailable`.
+    """
+
+
+class EnvironmentDefectError(SluiceError):
+    """An environment's own code failed. Names the method, the exception and its place."""
+
+
 class CheckpointError(SluiceError):
     """A checkpoint is missing, incomplete or of another model."""
 
