@@ -8,7 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sluice.doctor import configuration, files, machine, network, packages, prompts, reward
+from sluice.doctor import (
+    configuration,
+    environment,
+    files,
+    machine,
+    network,
+    packages,
+    prompts,
+    reward,
+)
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
 from sluice.errors import SluiceError
 
@@ -133,6 +142,13 @@ CHECKS: tuple[Check, ...] = (
         "what grades responses",
         reward.check_reward,
         deadline_s=reward.DEADLINE_S,
+        before_start=True,
+    ),
+    Check(
+        "environment",
+        "the environment of episodes",
+        environment.check_environment,
+        deadline_s=environment.DEADLINE_S,
         before_start=True,
     ),
     Check(

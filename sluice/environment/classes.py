@@ -80,10 +80,9 @@ def _columns(kind: type, where: str) -> tuple[str, ...]:
     if reset is None:
         return ()
     parameters = list(inspect.signature(reset).parameters.values())[1:]
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        columns = COLUMNS
-    else:
-        columns = tuple(one.name for one in parameters if one.name in COLUMNS)
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    names = {one.name for one in parameters}
+    columns = tuple(column for column in COLUMNS if takes_all or column in names)
     try:
         inspect.signature(reset).bind(None, **dict.fromkeys(columns))
     except TypeError as error:
@@ -116,7 +115,7 @@ class ClassEnvironment:
         return tuple(method.tool for method in self.methods.values())
 
     def begin(
-        self, task: EpisodeTask, calls: AuthorCalls, _tasks: asyncio.TaskGroup
+        self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup
     ) -> ClassEpisode:
         """Return a new episode."""
         return ClassEpisode(self, task, calls)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, SupportsFloat, TypeGuard
 
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
 from sluice.errors import EnvironmentDefectError, EnvironmentUnavailable
@@ -87,15 +87,17 @@ class PlayedEpisode(Protocol):
 
 
 class Environment(Protocol):
-    """What a file defines.
+    """What a file defines."""
 
-    Attributes:
-        name: the class or function, which rows may name.
-        tools: that every episode offers.
-    """
+    @property
+    def name(self) -> str:
+        """The class or function, which rows may name."""
+        ...
 
-    name: str
-    tools: tuple[Tool, ...]
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """Tools that an episode offers where its row does not choose."""
+        ...
 
     def begin(
         self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup
@@ -210,10 +212,13 @@ def text_of(value: object) -> str:
     """Return a method's result as the policy reads it: texts as they are, else JSON; cut."""
     if value is None:
         return ""
-    is_text = isinstance(value, str)
-    text = value if is_text else json.dumps(value, ensure_ascii=False, default=str)
+    text = value if isinstance(value, str) else _json(value)
     text = text if len(text) <= MAX_RESULT_CHARS else text[:MAX_RESULT_CHARS] + _CUT
     return text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def with_reward(what: str, value: object) -> tuple[object, float | None]:
@@ -232,7 +237,7 @@ def with_reward(what: str, value: object) -> tuple[object, float | None]:
     return value, None
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[SupportsFloat]:
     """Return whether a value counts as a number; text and lists never do."""
     return hasattr(type(value), "__float__") and not isinstance(value, str | bytes)
 

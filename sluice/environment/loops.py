@@ -147,9 +147,7 @@ class LoopEnvironment:
     function: Callable[..., Coroutine[Any, Any, object]]
     tools: tuple[Tool, ...] = ()
 
-    def begin(
-        self, task: EpisodeTask, _calls: AuthorCalls, tasks: asyncio.TaskGroup
-    ) -> LoopEpisode:
+    def begin(self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> LoopEpisode:
         """Return a new episode."""
         return LoopEpisode(self, task, tasks)
 

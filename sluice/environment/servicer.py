@@ -69,8 +69,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._world, self._tasks, self._calls, self._clock = world, tasks, calls, clock
         self._episodes: dict[str, _Open] = {}
 
-    # Generated base classes type the context as Any.
-    async def Open(  # type: ignore[override]
+    async def Open(
         self,
         request: environment.OpenRequest,
         _context: Any,  # noqa: ANN401
@@ -87,7 +86,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         seen = await self._observed(episode, -1, played.open())
         return environment.OpenResponse(observation=observation_to_proto(seen))
 
-    async def Step(  # type: ignore[override]
+    async def Step(
         self,
         request: environment.StepRequest,
         _context: Any,  # noqa: ANN401
@@ -110,7 +109,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 seen = await self._observed(episode, turn, episode.played.step(answer, finish))
         return environment.StepResponse(observation=observation_to_proto(seen))
 
-    async def Close(  # type: ignore[override]
+    async def Close(
         self,
         request: environment.CloseRequest,
         _context: Any,  # noqa: ANN401
@@ -131,7 +130,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             return environment.CloseResponse()
         return environment.CloseResponse(score=score_to_proto(scored))
 
-    async def GetStatus(  # type: ignore[override]
+    async def GetStatus(
         self,
         _request: environment.GetStatusRequest,
         _context: Any,  # noqa: ANN401

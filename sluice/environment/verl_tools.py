@@ -149,9 +149,7 @@ class VerlEnvironment:
         """What the policy sees where its row does not choose."""
         return tuple(one.tool for one in self.by_name.values())
 
-    def begin(
-        self, task: EpisodeTask, calls: AuthorCalls, _tasks: asyncio.TaskGroup
-    ) -> VerlEpisode:
+    def begin(self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> VerlEpisode:
         """Return a new episode."""
         return VerlEpisode(self.by_name, task, calls)
 
