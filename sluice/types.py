@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from sluice.weight_share import WeightShare, WorkerPlace
+from sluice.weight_share import Holding, WeightShare, WorkerPlace
 
 TokenIds = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
@@ -166,6 +166,11 @@ _ABSENT_EXPERT = np.zeros((1, 1, 1), dtype=np.uint8)
 def absent_tokens(size: int) -> TokenIds:
     """Return the place of so many tokens that are elsewhere; it takes no memory."""
     return np.broadcast_to(_ABSENT_TOKEN, (size,))
+
+
+def absent_logprobs(size: int) -> Logprobs:
+    """Return the place of so many logprobs that are elsewhere; it takes no memory."""
+    return np.broadcast_to(_ABSENT_LOGPROB, (size,))
 
 
 def is_absent(values: TokenIds | RoutedExperts) -> bool:
@@ -319,7 +324,7 @@ class Rollout:
         return cls.of_one_turn(
             sample_index,
             absent_tokens(num_tokens),
-            np.broadcast_to(_ABSENT_LOGPROB, (num_tokens,)),
+            absent_logprobs(num_tokens),
             version_spans,
             finish_reason,
             "",
@@ -331,6 +336,8 @@ class Rollout:
         """Sampled tokens, ``[tokens]``."""
         if len(self.turns) == 1:
             return self.turns[0].token_ids
+        if self._is_absent:
+            return absent_tokens(self.num_tokens)
         return np.concatenate([turn.token_ids for turn in self.turns])
 
     @property
@@ -338,6 +345,8 @@ class Rollout:
         """Their log probabilities when they were sampled, ``[tokens]``, natural log."""
         if len(self.turns) == 1:
             return self.turns[0].behavior_logprobs
+        if self._is_absent:
+            return absent_logprobs(self.num_tokens)
         return np.concatenate([turn.behavior_logprobs for turn in self.turns])
 
     @property
@@ -402,6 +411,17 @@ class Rollout:
     def num_roots(self) -> int:
         """Turns that continue no other."""
         return sum(turn.parent is None for turn in self.turns)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one answer to the group's prompt, with nothing else to know of its turn."""
+        first = self.turns[0]
+        has_more = first.context.size or first.is_new_root or first.untrained
+        return len(self.turns) == 1 and not has_more and first.reward is None
+
+    @property
+    def _is_absent(self) -> bool:
+        return any(is_absent(turn.token_ids) for turn in self.turns)
 
     @property
     def oldest_version(self) -> int | None:
@@ -615,10 +635,13 @@ class TransferCertificates:
 class TransferGroupSpec:
     """One epoch of a weight-transfer group: everything a member needs to join it.
 
-    `rank` 0 is the trainer (sender). `bucket_bytes` bounds one collective; `timeout_s` bounds the
+    `rank` 0 is the sender. `bucket_bytes` bounds one collective; `timeout_s` bounds the
     formation and each collective. `store_key` is the epoch's secret, for the store at `host` and
     `port`; empty for a store that is open to all. `ranks` are the member's from `rank` on, one for
     each of its devices; if these are not all in group 0, `places` has each one's place.
+    `holdings` are those of the trainer ranks that send, each in a group of its own with the member;
+    none: one rank sends all weights. A place's group then counts classes of workers, each with as
+    many groups as there are holdings.
     `certificates` are each process's own and never travel to another machine; none: no TLS.
     """
 
@@ -637,11 +660,17 @@ class TransferGroupSpec:
     certificates: TransferCertificates | None = field(default=None, repr=False)
     group: int = 0
     places: tuple[WorkerPlace, ...] = ()
+    holdings: tuple[Holding, ...] = field(default=(), repr=False)
 
     def of_worker(self, worker: int) -> TransferGroupSpec:
         """Return the spec of one of the member's workers, 0 to `ranks` - 1."""
         own = asdict(self.places[worker]) if self.places else {"rank": self.rank + worker}
         return replace(self, ranks=1, places=(), **own)
+
+    def of_sender(self, number: int) -> TransferGroupSpec:
+        """Return the spec of the group with one of the senders, for one worker."""
+        senders = max(1, len(self.holdings))
+        return replace(self, holdings=(), group=self.group * senders + number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -649,7 +678,8 @@ class ReplicaInfo:
     """A rollout replica as the trainer knows it. `instance_id` is new at each process start.
 
     `ranks` are those it takes in a transfer group: one for each of its devices. `shares` are the
-    weights of each; none: every rank takes all of them.
+    weights of each; none: every rank takes all of them. `kv_tokens` is how many tokens its KV cache
+    holds; 0: not known, or never fewer than its slots need.
     """
 
     name: str
@@ -658,6 +688,7 @@ class ReplicaInfo:
     slots: int
     ranks: int = 1
     shares: tuple[WeightShare, ...] = field(default=(), repr=False, compare=False)
+    kv_tokens: int = 0
 
 
 def layout_digest(tensors: Iterable[TensorSpec]) -> str:

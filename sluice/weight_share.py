@@ -1,4 +1,4 @@
-"""The part of the weights that one worker of a replica takes, and its place in an epoch."""
+"""The parts of the weights that workers take and trainer ranks hold, and places in an epoch."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ class WeightShare:
 
 WHOLE = WeightShare()
 """All weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The part of the weights that one trainer rank holds and sends.
+
+    `parts` are by tensor, in the order of the weights, each with its cuts; a tensor without cuts is
+    held whole, and one that is not named is not held.
+    """
+
+    rank: int
+    parts: tuple[tuple[str, tuple[Cut, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)

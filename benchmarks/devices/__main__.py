@@ -15,9 +15,15 @@ launches    launches_placed: published launches whose processes have the devices
 shares      bytes_share_ratio: bytes into a worker of a replica of four over a quarter of the model,
             the worst; host_share_ratio: its host memory for weights over its share, the most
             during three updates
+shards      rank_host_ratio: host memory of a trainer rank beside its shards over two snapshots of
+            what it sends, the most of two ranks during three updates; rank_bytes_ratio: bytes that
+            a rank sends over half of the model, the worst
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
+receipts    receipts_s: seconds until the prompts of such a batch are on disk; acknowledge_s:
+            until its acknowledgement is; outline_mb: MiB of the batch without tokens;
+            archived_share: of its groups that reach the archive of samples
 recovery    recovery_s: p95 of the seconds from the kill of a replica, the reward service or the
             trainer until it works again, by name
 fleet       fleet_samples_per_s: samples that the reward service's process grades, while 50,000
@@ -35,21 +41,39 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.devices import engines, fleet, launches, overlap, recovery, shares, wire
+from benchmarks.devices import (
+    engines,
+    fleet,
+    launches,
+    overlap,
+    receipts,
+    recovery,
+    shards,
+    shares,
+    wire,
+)
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 from benchmarks.reporting import print_line
 
-_MODULES = (overlap, wire, shares, launches, engines, fleet, recovery)
+_MODULES = (overlap, wire, receipts, shares, shards, launches, engines, fleet, recovery)
 KEYS = tuple(key for module in _MODULES for key in module.KEYS)
 MOST: Mapping[str, float] = {
     **overlap.MOST,
     **wire.MOST,
+    **receipts.MOST,
     **shares.MOST,
+    **shards.MOST,
     **engines.MOST,
     **fleet.MOST,
     **recovery.MOST,
 }
-LEAST: Mapping[str, float] = {**overlap.LEAST, **launches.LEAST, **engines.LEAST, **fleet.LEAST}
+LEAST: Mapping[str, float] = {
+    **overlap.LEAST,
+    **receipts.LEAST,
+    **launches.LEAST,
+    **engines.LEAST,
+    **fleet.LEAST,
+}
 
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
@@ -69,7 +93,9 @@ def _launches(parsed: argparse.Namespace) -> Mapping[str, object]:
 PARTS: Mapping[str, Part] = {
     "overlap": lambda _: overlap.measure(),
     "wire": lambda _: wire.measure(),
+    "receipts": lambda _: receipts.measure(),
     "shares": lambda _: shares.measure(),
+    "shards": lambda _: shards.measure(),
     "launches": _launches,
     "engines": _engines,
     "fleet": lambda parsed: fleet.measure(fleet.Scale(parsed.concurrent)),

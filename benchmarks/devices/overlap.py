@@ -27,10 +27,11 @@ from services.trainer.fleet.publisher import PublishReport
 from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.reward_client import RewardClient
 from sluice.algorithm.publishing import may_overlap, swaps_at_once
+from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.codec.fields import token_ids_to_bytes
 from sluice.codec.rollout import rollout_to_proto
-from sluice.types import DataProgress, FinishReason, ReplicaInfo, Rollout, TrainBatch, VersionSpan
+from sluice.types import DataProgress, FinishReason, Rollout, TrainBatch, VersionSpan
 from tests.support.loop_world import World
 from tests.support.publisher_fleet import Trainer
 from tests.support.reward_process import RewardProcess, reward_process, write_config
@@ -151,7 +152,7 @@ class _Run(World):
     async def announce(
         self,
         version: int,
-        replicas: Sequence[ReplicaInfo],
+        replicas: Sequence[AnnouncedReplica],
         progress: Callable[[], DataProgress | None],
         /,
     ) -> None:

@@ -14,10 +14,10 @@ KEYS = ("batch_bytes_ratio", "batch_s")
 MOST: Mapping[str, float] = {"batch_bytes_ratio": 1.2, "batch_s": 20.0}
 
 _RANKS, _ANSWER_S = 4, 300.0
-_BATCH = ServedBatch(groups=512, samples=16, tokens=20_000, prompt_tokens=1000)
+BATCH = ServedBatch(groups=512, samples=16, tokens=20_000, prompt_tokens=1000)
 
 
-def measure(served: ServedBatch = _BATCH) -> Mapping[str, Any]:
+def measure(served: ServedBatch = BATCH) -> Mapping[str, Any]:
     """Let four gloo ranks take a batch from the reward service's calls, each its samples.
 
     The server's process has the calls' own code and a made-up batch. Bytes are those of messages:

@@ -24,7 +24,7 @@ from benchmarks.gpu_smoke.parts import PYTEST, PYTHON, Part, main
 _QUICKSTART = (*PYTHON, "benchmarks.gpu_smoke.quickstart")
 # Triton's attention, the one that vLLM has for float32, would multiply in TF32 otherwise.
 _EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-_VLLM = "tests/engine_vllm"
+_VLLM = "tests/engine_vendor"
 _PARTS: Mapping[str, Part] = {
     "ranks": Part(400, (*PYTEST, "tests/gpu/test_gpu_ranks.py"), devices=2),
     "weights": Part(400, (*PYTEST, "tests/gpu/test_gpu_weights.py"), None, 2, None, _EXACT),
@@ -32,7 +32,7 @@ _PARTS: Mapping[str, Part] = {
         1800,
         (*PYTEST, _VLLM),
         # `make test-vllm` runs all of them on the CPU.
-        (*PYTEST, f"{_VLLM}/test_engine_contract_vllm.py", "-k", "qwen3 and greedy"),
+        (*PYTEST, f"{_VLLM}/test_contract.py", "-k", "qwen3 and greedy"),
         devices=2,
         package="vllm",
         environment=_EXACT,

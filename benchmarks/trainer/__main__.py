@@ -9,7 +9,8 @@ plans       plans: every published launch by name: fits, peak_gib, seconds
 plan-error  plan_error_worst: bytes of a plan against real ranks
 states      read_share_worst: bytes that a rank reads at its start over those of its shards;
             async_block_share: seconds that an asynchronous save blocks training over all of it;
-            beside_buckets_worst: buckets beside a rank's shards while weights are streamed;
+            beside_buckets_worst: buckets beside a rank's shards and snapshots while it freezes
+            its weights;
             checkpoint_equal: weights and moments that other layouts load
 head        head_memory_ratio: peak of the head in blocks over that of all logits
 loop        learner_vs_hf: tokens/s over those of a plain transformers loop with padding

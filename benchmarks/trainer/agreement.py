@@ -160,7 +160,7 @@ class Engine:
     def serve(self, learner: Learner) -> dict[str, torch.Tensor]:
         """Send a learner's weights; return them, in bfloat16."""
         weights = self._fleet.weights.tensors
-        sent = dict(learner.stream())
+        sent = dict(learner.parts())
         if sent.keys() != weights.keys():
             raise RuntimeError(f"other names: {sorted(sent.keys() ^ weights.keys())}")
         for name, tensor in sent.items():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.dry_run.live_bytes import LiveBytes
+from services.trainer.learner.frozen_weights import frozen_weights
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import local_part
@@ -83,9 +84,9 @@ def main() -> int:
         parallel.all_gather([0.0], "starting a save together")
         folder = Path(f"{arguments['saved']}-{number}") / "actor"
         blocked.append(_blocked_share(learner, folder))
+    frozen = frozen_weights(config, learner, parallel)
     with LiveBytes() as live:
-        for _ in learner.stream():
-            pass
+        frozen.freeze(1)
     answer = {"read": read, "own": own, "blocked": blocked}
     sys.stdout.write(json.dumps(answer | {"beside_buckets": live.peak / BUCKET_BYTES}) + "\n")
     sys.stdout.flush()

@@ -48,7 +48,7 @@ from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
 from services.reward.records.failures import FailureLog, YieldGuard
-from services.reward.records.group_log import GroupLog, sample_dumps
+from services.reward.records.group_log import GroupLog, sample_dumps, waiting_bytes
 from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
 from sluice.algorithm.groups.filter import GroupNeeds
@@ -118,8 +118,14 @@ def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
     archive = SampleArchive(folder / FOLDER_NAME, mib(kept.samples_mb)) if kept.samples_mb else None
     if path is None and archive is None:
         return None
-    num_samples = config.actor_rollout_ref.rollout.n
-    return GroupLog(path, num_samples, samples=archive, most_chars=kept.sample_chars)
+    num_samples, most_chars = config.actor_rollout_ref.rollout.n, kept.sample_chars
+    return GroupLog(
+        path,
+        num_samples,
+        samples=archive,
+        most_chars=most_chars,
+        most_bytes=waiting_bytes(config.data.train_batch_size * num_samples, most_chars),
+    )
 
 
 def _uses_memory(config: RunConfig) -> bool:

@@ -15,16 +15,15 @@ from services.reward.group_table import GroupState, PromptOutcome
 from services.reward.groups.loop import as_waits
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
-from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.bounds import check_fields
 from sluice.codec.messages import (
+    announced_from_proto,
+    announced_to_proto,
     check_submitted_images,
     present_waits_to_proto,
-    replica_from_proto,
-    replica_to_proto,
 )
 from sluice.codec.reward import (
     PROMPT_END_TO_PROTO,
@@ -166,7 +165,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         await self._app.loop.announce(
             request.trainer_instance_id,
             request.policy_version,
-            [AnnouncedReplica(replica_from_proto(r), r.policy_version) for r in request.replicas],
+            [announced_from_proto(replica) for replica in request.replicas],
             progress_from_proto(request.resume_from) if request.HasField("resume_from") else None,
         )
         await self._app.ledger.durable()
@@ -184,7 +183,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Evaluate(
         self, request: reward.EvaluateRequest, context: Context
     ) -> reward.EvaluateResponse:
-        """Validate the announced policy."""
+        """Validate the announced policy, or a version that replicas are held at."""
         with TRACER.unrecorded():
             result = await self._app.validation.run(
                 self._order_from_proto(request), _seconds(context, "Evaluate")
@@ -301,9 +300,7 @@ def _validation_to_proto(result: FinishedValidation) -> reward.EvaluateResponse:
 def _status_to_proto(app: RewardApp) -> reward.GetStatusResponse:
     loop, ledger = app.loop, app.ledger
     awaited = loop.awaited()
-    replicas: list[common.Replica] = [
-        replica_to_proto(replica.info, replica.policy_version) for replica in app.queue.replicas
-    ]
+    replicas: list[common.Replica] = [announced_to_proto(replica) for replica in app.queue.replicas]
     return reward.GetStatusResponse(
         prompts_submitted=ledger.num_submitted,
         prompts_by_end={end.value: count for end, count in ledger.by_end.items()},

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from services.rollout.engines.protocol import Engine
+from services.rollout.engines.protocol import Engine, EngineLoad
 from services.rollout.engines.registry import create_engine
 from services.rollout.generation import GenerationRunner
 from services.rollout.prompt_encoder import PromptEncoder
@@ -115,7 +115,7 @@ async def _run_replica(config: RunConfig, name: str) -> None:
             server = _server(config, engine, encoder, identity, credentials)
             await server.start()
             try:
-                replica = _replica(config, identity, server.port)
+                replica = _replica(config, identity, server.port, engine.load())
                 notify = partial(server.set_named, WEIGHTS_HEALTH)
                 with (
                     watching(config, identity.name, engine.load, replica.address),
@@ -192,7 +192,9 @@ def _server(
     )
 
 
-def _replica(config: RunConfig, identity: ReplicaIdentity, port: int) -> ReplicaInfo:
+def _replica(
+    config: RunConfig, identity: ReplicaIdentity, port: int, load: EngineLoad
+) -> ReplicaInfo:
     """Return what the trainer needs to know; the port is known only after binding."""
     return ReplicaInfo(
         identity.name,
@@ -200,6 +202,7 @@ def _replica(config: RunConfig, identity: ReplicaIdentity, port: int) -> Replica
         advertised_address(config.sluice.rollout.endpoint, port),
         config.actor_rollout_ref.rollout.max_num_seqs,
         replica_devices(config),
+        kv_tokens=load.kv_tokens,
     )
 
 

@@ -272,6 +272,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 for partial in request.partials
             ),
             images=tuple(request.prompt.chat.images),
+            affinity=request.affinity,
             with_routing=request.with_routing,
         )
 

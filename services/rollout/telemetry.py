@@ -89,6 +89,8 @@ def load_readings(load: EngineLoad) -> Iterator[InstrumentReading]:
         "sluice_replica_direct_client_tokens_total",
         load.direct_sent_tokens + load.direct_unsent_tokens,
     )
+    yield reading("sluice_replica_prompt_tokens_total", load.prompt_tokens)
+    yield reading("sluice_replica_reused_tokens_total", load.reused_tokens)
     yield reading("sluice_replica_busy_seconds_total", load.busy_seconds)
     for state, seconds in load.seconds_by_state.items():
         yield reading("sluice_replica_seconds_total", seconds, state)

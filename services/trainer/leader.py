@@ -13,6 +13,7 @@ import logging
 import math
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,11 @@ from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
 from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.learner.frozen_weights import (
+    FrozenWeights,
+    frozen_weights,
+    sending_ranks,
+)
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
@@ -81,11 +87,10 @@ from sluice.rpc.ports import bound_socket
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import restarts
-from sluice.types import ReplicaInfo, TensorSpec, layout_digest
+from sluice.types import ReplicaInfo, layout_digest
 from sluice.weights.adapters import is_adapter
-from sluice.weights.plan import tensor_specs
+from sluice.weights.rank_sender import OtherRank
 from sluice.weights.sender import WeightSender, broadcast_deadline_s
-from sluice.weights.snapshot import SnapshotBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +107,8 @@ class _Trained:
     """The loaded learner, and the values that depend on its weights."""
 
     learner: LearnerThread
-    snapshots: SnapshotBuffers
-    tensors: tuple[TensorSpec, ...]
+    frozen: FrozenWeights
+    others: Sequence[OtherRank]
     total_steps: int
     start: StartPoint
 
@@ -147,7 +152,7 @@ async def _lead(config: RunConfig) -> None:
         # Both calls block the event loop, which nothing else needs yet.
         parallel = join_ranks(config)
         stack.callback(parallel.close)
-        trained = _load(config, parallel, total_training_steps(config, dataset_rows))
+        trained = _load(config, parallel, total_training_steps(config, dataset_rows), stack)
         stack.push_async_callback(trained.learner.close)
         observed = _observed(config, trained, instance_id)
         reporter = await _open_reporter(config, trained.start.replaces_after, observed.history)
@@ -193,7 +198,7 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
     )
     checkpoint = trained.start.checkpoint
     step = checkpoint.step if checkpoint else 0
-    weights = [spec for spec in trained.tensors if not is_adapter(spec.name)]
+    weights = [spec for spec in trained.frozen.tensors if not is_adapter(spec.name)]
     return TrainerMetrics(
         RunState(instance_id, trained.total_steps, step, process_age_s()),
         Fleet(layout_digest(weights), service.replica_ttl_s, service.replica_stall_s, weights),
@@ -286,12 +291,16 @@ async def _serve(
     stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
 
 
-def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Trained:
+def _load(
+    config: RunConfig, parallel: DataParallel, total_steps: int, stack: AsyncExitStack
+) -> _Trained:
     share_total_steps(parallel, total_steps)
     logger.info("loading the model from %s", config.actor_rollout_ref.model.path)
     learner = Learner(config, parallel, total_steps)
     timeout_s = command_timeout_s(config)
-    leader = RankLeader(learner, parallel, timeout_s, reward_samples(config))
+    frozen = frozen_weights(config, learner, parallel)
+    others = stack.enter_context(sending_ranks(config, frozen, parallel))
+    leader = RankLeader(learner, parallel, timeout_s, reward_samples(config), frozen)
     folder = Path(checkpoint_folder(config))
     store = CheckpointStore(
         folder, config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
@@ -300,18 +309,8 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     if start.checkpoint is not None:
         leader.load(start.checkpoint.actor)
         logger.info("resumed from step %d", start.checkpoint.step)
-    wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
-    tensors = tensor_specs(learner.named_weights(), wire_dtype)
-    snapshots = SnapshotBuffers(tensors, learner.frozen_names)
-    thread = LearnerThread(
-        leader,
-        snapshots,
-        store,
-        config.sluice.weights.timeout_s,
-        learner.peaks,
-        gives_back=sleeps_while_training(config),
-    )
-    return _Trained(thread, snapshots, tensors, total_steps, start)
+    thread = LearnerThread(leader, store, learner.peaks, gives_back=sleeps_while_training(config))
+    return _Trained(thread, frozen, others, total_steps, start)
 
 
 def _publisher(
@@ -324,8 +323,11 @@ def _publisher(
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
     bucket_bytes = weights.bucket_mb << 20
-    transfer_timeout_s = broadcast_deadline_s(trained.tensors, bucket_bytes, weights.timeout_s)
-    elements = sum(math.prod(tensor.shape) for tensor in trained.tensors)
+    frozen = trained.frozen
+    transfer_timeout_s = broadcast_deadline_s(
+        frozen.tensors, bucket_bytes, weights.timeout_s, frozen.holdings
+    )
+    elements = sum(math.prod(tensor.shape) for tensor in frozen.tensors)
     wire_bytes = elements * getattr(torch, config.actor_rollout_ref.rollout.dtype).itemsize
     commit_s = commit_timeout_s(config, wire_bytes)
     sends_changes = weights.delta == "auto"
@@ -339,6 +341,8 @@ def _publisher(
             bind_host=endpoint.host,
             certificates=credentials.for_transfers(),
             keeps_base=sends_changes,
+            holdings=frozen.holdings,
+            others=trained.others,
         )
 
     def connect(replica: ReplicaInfo) -> ReplicaClient:
@@ -352,8 +356,8 @@ def _publisher(
 
     return WeightPublisher(
         observed.fleet,
-        trained.snapshots,
-        trained.tensors,
+        frozen.snapshots,
+        frozen.tensors,
         make_sender=make_sender,
         connect=connect,
         timeout_s=weights.timeout_s,

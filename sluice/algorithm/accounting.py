@@ -49,6 +49,8 @@ class ReplicaCounters:
         running_tokens: tokens of open calls that are not sent yet.
         direct_sent_tokens: tokens sent to callers that are no service of the run.
         direct_unsent_tokens: the part of `unsent_tokens` that was sampled for such callers.
+        prompt_tokens: tokens of the prompts of samples that began.
+        reused_tokens: those of them that came from a prefix cache.
         busy_seconds: time with at least one running sequence.
         wall_seconds: age of the process, by another clock than the states' one.
         seconds_by_state: time by state of the engine; they add up to the age of the process.
@@ -61,6 +63,8 @@ class ReplicaCounters:
     running_tokens: int = 0
     direct_sent_tokens: int = 0
     direct_unsent_tokens: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
     busy_seconds: float = 0.0
     wall_seconds: float = 0.0
     seconds_by_state: Mapping[str, float] = field(default_factory=dict)

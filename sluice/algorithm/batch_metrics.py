@@ -23,13 +23,23 @@ PER_TOKEN_PHASES = ("gen", "ref", "values", "adv", "update_critic", "update_acto
 class BatchRows:
     """One entry per response, groups one after the other; all arrays are [rows].
 
-    `advantages` is the value that every token of the row carries.
+    `advantages` is the value that every token of the row carries. The last three are there if any
+    row is an episode.
     """
 
     rewards: FloatRows
     advantages: FloatRows
     prompt_lengths: IntRows
     response_lengths: IntRows
+    read_lengths: IntRows | None = None  # tokens that turns read beyond the prompt
+    turns: IntRows | None = None
+    roots: IntRows | None = None
+
+    @property
+    def lengths(self) -> IntRows:
+        """All tokens of each row: its prompt's, and those it sampled and read."""
+        own = self.prompt_lengths + self.response_lengths
+        return own if self.read_lengths is None else own + self.read_lengths
 
 
 def batch_rows(batch: TrainBatch, advantages: FloatRows) -> BatchRows:
@@ -47,11 +57,20 @@ def batch_rows(batch: TrainBatch, advantages: FloatRows) -> BatchRows:
         raise ValueError(
             f"batch {batch.batch_id} has {len(rows)} rows, but {advantages.size} advantages"
         )
+    episodes: dict[str, IntRows] = {}
+    if any(not g.rollouts[i].is_plain for g, i in rows):
+        counts = [
+            (one.num_context_tokens, len(one.turns), one.num_roots)
+            for one in (g.rollouts[i] for g, i in rows)
+        ]
+        names = ("read_lengths", "turns", "roots")
+        episodes = dict(zip(names, np.array(counts, dtype=np.int64).T, strict=True))
     return BatchRows(
         rewards=np.array([group.scores[i].reward for group, i in rows], dtype=np.float64),
         advantages=advantages,
         prompt_lengths=np.array([g.prompt_token_ids.size for g, _ in rows], dtype=np.int64),
         response_lengths=np.array([g.rollouts[i].num_tokens for g, i in rows], dtype=np.int64),
+        **episodes,
     )
 
 
@@ -79,7 +98,19 @@ def batch_metrics(
         **_lengths("response_length_non_aborted", lengths, max_response_tokens),
         **_lengths("prompt_length", rows.prompt_lengths, max_prompt_tokens),
         "response/aborted_ratio": 1.0 - float(with_tokens.mean()) if with_tokens.size else 0.0,
-        "perf/total_num_tokens": float(rows.prompt_lengths.sum() + rows.response_lengths.sum()),
+        "perf/total_num_tokens": float(rows.lengths.sum()),
+        **_episodes(rows),
+    }
+
+
+def _episodes(rows: BatchRows) -> dict[str, float]:
+    if rows.read_lengths is None or rows.turns is None or rows.roots is None:
+        return {}
+    return {
+        **_spread("num_turns", rows.turns),
+        "episodes/roots/mean": float(rows.roots.mean()),
+        "episodes/tokens_read": float(rows.read_lengths.sum()),
+        "episodes/tokens_sampled": float(rows.response_lengths.sum()),
     }
 
 

@@ -102,11 +102,28 @@ def _merge(left: _State, right: _State) -> _State:
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """Lengths of one training row. Rows of equal `group` have the same prompt."""
+    """Lengths of one training row. Rows of equal `group` have the same prompt.
+
+    `response_tokens` are all but the prompt's. An episode may be several sequences: `paths` has the
+    length of each that follows the prompt, without it, and `alone` of those that do not. Without
+    both it is one sequence after the prompt.
+    """
 
     group: int
     prompt_tokens: int
     response_tokens: int
+    paths: tuple[int, ...] = ()
+    alone: tuple[int, ...] = ()
+
+    @property
+    def attention(self) -> int:
+        """Return the cost of attention on top of the prompt's, in arbitrary units.
+
+        A token attends to the prompt and its own sequence, so a sequence after the prompt costs
+        ``(P + R)**2 - P**2``.
+        """
+        paths = self.paths if self.paths or self.alone else (self.response_tokens,)
+        return sum(r * (r + 2 * self.prompt_tokens) for r in paths) + sum(r * r for r in self.alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,21 +246,19 @@ def whole_groups(rows: Sequence[RowSize], row_indices: Iterable[int]) -> list[Gr
 
 
 def piece_tokens(rows: Sequence[RowSize], piece: GroupPiece) -> int:
-    """Return tokens computed for a piece: its prompt once and every response."""
+    """Return tokens computed for a piece: its prompt once and every response.
+
+    The prompt counts even if no row follows it.
+    """
     prompt_tokens = rows[piece.row_indices[0]].prompt_tokens
     return prompt_tokens + sum(rows[index].response_tokens for index in piece.row_indices)
 
 
 def piece_workload(rows: Sequence[RowSize], piece: GroupPiece) -> int:
-    """Return the cost of a piece; for a single row `workload` of its length.
-
-    A response token attends to prompt and response, so a row costs ``(P + R)**2 - P**2`` on top of
-    the prompt's own ``P**2``.
-    """
-    prompt_tokens = rows[piece.row_indices[0]].prompt_tokens
-    responses = [rows[index].response_tokens for index in piece.row_indices]
-    attention = prompt_tokens**2 + sum(r * (r + 2 * prompt_tokens) for r in responses)
-    return LINEAR_WORKLOAD * (prompt_tokens + sum(responses)) + attention
+    """Return the cost of a piece; for a single row of one answer `workload` of its length."""
+    attention = rows[piece.row_indices[0]].prompt_tokens ** 2
+    attention += sum(rows[index].attention for index in piece.row_indices)
+    return LINEAR_WORKLOAD * piece_tokens(rows, piece) + attention
 
 
 def _rows_of(pieces: Sequence[GroupPiece], chosen: Iterable[int]) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""When the transfer of a version may run beside the next step, and how many replicas swap at once.
+"""When the transfer of a version may run beside the next step, how many replicas swap at once, and
+how many keep a version that is being validated.
 
 *Beside the next step.* While the fleet still serves version v, the batch of v is trained and in
 transfer, and the trainer takes the batch of v + 1. Groups that start meanwhile start under v, so
@@ -9,6 +10,11 @@ gain nothing: the batch of v + 1 waits until no group of v runs.
 *In turns.* A replica that swaps weights samples no token. If replicas swap one after another, the
 fleet keeps the capacity of all others. Where generation and training alternate (S = 0), the fleet
 is idle anyway, and all swap together.
+
+*Held for a validation.* A validation samples with one version only. If the next version is ready
+before it ends, a quarter of the replicas keep the version and serve the validation, and the others
+swap and sample for training. A fleet of one has nothing to divide, and at S = 0 nothing is sampled
+for training before the swap: the next version waits there.
 """
 
 from __future__ import annotations
@@ -17,6 +23,9 @@ import math
 
 LEAST_STALENESS = 2
 """S from which a group that starts during a transfer finds a batch slot."""
+
+HELD_SHARE = 0.25
+"""Share of the replicas that keep a validated version."""
 
 MOST_TURNS = 8
 """A larger fleet swaps several replicas in a turn, so that the last one does not wait for long."""
@@ -41,3 +50,15 @@ def swaps_at_once(num_replicas: int, max_staleness: int) -> int:
     if max_staleness == 0:
         return max(1, num_replicas)
     return max(1, math.ceil(num_replicas / MOST_TURNS))
+
+
+def held_for_validation(num_replicas: int, max_staleness: int) -> int:
+    """Return how many replicas keep a version until its validation ends; 0: the next one waits.
+
+    Args:
+        num_replicas: replicas that serve the version.
+        max_staleness: S >= 0, versions that a trained sample may lag behind.
+    """
+    if max_staleness == 0 or num_replicas < 2:
+        return 0
+    return math.ceil(num_replicas * HELD_SHARE)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from sluice.types import ReplicaInfo
 
@@ -22,26 +24,53 @@ MOST_GROWTH = 4.0
 """Most times the present fleet that one measurement may give: beyond it nothing is known about how
 the work would spread. The next measurement continues from there."""
 
+STICKY_MARGIN = 0.25
+"""How far the load of the replica that holds a prefix may be above the least one's, in slots per
+slot. Beyond it a turn waits longer for a token than its prefix takes to compute elsewhere."""
+
 _DEMAND_ROUNDING = 1e-9
+_CONTEXTS, _STEP = 256, 0.1
+
+
+class ReplicaUse(Enum):
+    """The purposes that a replica gets requests for, as far as its version suits them."""
+
+    ANY = "any"
+    TRAINING = "training"  # it leaves the version that is validated
+    VALIDATION = "validation"  # it is held at the version that is validated
+
+
+class Offer(NamedTuple):
+    """What all that matters to a group has in common among replicas: version and use."""
+
+    version: int
+    use: ReplicaUse
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedReplica:
-    """A replica and the policy version it serves."""
+    """A replica, the policy version it serves, and what for."""
 
     info: ReplicaInfo
     policy_version: int
+    use: ReplicaUse = ReplicaUse.ANY
+
+    @property
+    def offer(self) -> Offer:
+        """Its version and use."""
+        return Offer(self.policy_version, self.use)
 
 
 @dataclass(slots=True, eq=False)
 class RoutedReplica:
     """A replica in use. After a failure it pauses, then proves itself with one group.
 
-    `order` is its index in the announcement.
+    `order` is its index in the announcement, `capacity` the sequences that it may have at once.
     """
 
     announced: AnnouncedReplica
     order: int = 0
+    capacity: int = 0
     num_outstanding: int = 0
     num_groups: int = 0
     paused_until: float = 0.0
@@ -65,20 +94,80 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRequirement:
-    """What a group needs of a replica; versions are inclusive."""
+    """What a group needs of a replica; versions are inclusive.
+
+    Only a validation has a `highest_version`: groups for training take any newer one.
+
+    Attributes:
+        prefer: name of the replica that holds the beginning of the prompt; empty: none does.
+    """
 
     num_sequences: int
     lowest_version: int
     highest_version: int | None = None
+    prefer: str = ""
 
     def accepts(self, version: int) -> bool:
-        """Return whether a replica that serves `version` will do."""
+        """Return whether tokens of `version` will do."""
         below = self.highest_version is None or version <= self.highest_version
         return below and version >= self.lowest_version
 
+    def takes(self, offer: Offer) -> bool:
+        """Return whether a replica with this offer will do."""
+        other = ReplicaUse.VALIDATION if self.highest_version is None else ReplicaUse.TRAINING
+        return offer.use is not other and self.accepts(offer.version)
 
-class _SameSlots:
-    """Replicas with as many slots as each other, by outstanding sequences, then by order.
+    def came_too_late(self, offers: Collection[Offer]) -> bool:
+        """Return whether no replica will do, now or later.
+
+        Versions only rise, and a replica that is about to swap is not held later. Without any
+        replica the next one may still do.
+        """
+        highest = self.highest_version
+        if highest is None or not offers:
+            return False
+        return all(offer.version >= highest and not self.takes(offer) for offer in offers)
+
+
+def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
+    """Return how many sequences a replica may have at once, at least 1.
+
+    Args:
+        info: the replica.
+        slack: sequences for each one that runs.
+        context: tokens that a sequence is expected to have at its end; 0: not known.
+    """
+    running = float(info.slots)
+    if info.kv_tokens and context > 0:
+        running = min(running, info.kv_tokens / context)
+    return max(1, math.floor(running * slack))
+
+
+class MeanContext:
+    """The tokens of a sequence at its end, prompt included: a mean over about the last 256.
+
+    Attributes:
+        expected: the mean, which follows in steps of a tenth; 0 before the first sequence.
+    """
+
+    def __init__(self) -> None:
+        self.expected = 0.0
+        self._mean = 0.0
+        self._num_seen = 0
+
+    def add(self, num_tokens: int) -> bool:
+        """Take a sequence that has ended; return whether `expected` changed."""
+        self._num_seen = min(self._num_seen + 1, _CONTEXTS)
+        self._mean += (num_tokens - self._mean) / self._num_seen
+        if abs(self._mean - self.expected) <= _STEP * self.expected:
+            return False
+        self.expected = self._mean
+        return True
+
+
+class _Alike:
+    """Replicas with as many slots and sequences and the same offer, by outstanding sequences, then
+    by order.
 
     An entry is valid while its count is the member's; a change of the count adds another.
     """
@@ -99,17 +188,17 @@ class _SameSlots:
             return
         heappush(self._heap, (member.num_outstanding, member.order, member))
 
-    def first(self, wanted: ReplicaRequirement, now: float) -> RoutedReplica | None:
-        """Return the member with the fewest sequences among those with capacity for the group."""
+    def first(self, num_sequences: int, now: float) -> RoutedReplica | None:
+        """Return the member with the fewest sequences among those with capacity for so many."""
         passed_over: list[tuple[int, int, RoutedReplica]] = []
         found = None
         while self._heap and found is None:
             num_outstanding, _, member = self._heap[0]
             if num_outstanding != member.num_outstanding:
                 heappop(self._heap)
-            elif num_outstanding and num_outstanding + wanted.num_sequences > self.capacity:
+            elif num_outstanding and num_outstanding + num_sequences > self.capacity:
                 break  # and so are all others
-            elif self._has_capacity(member, wanted, now):
+            elif self.has_capacity(member, num_sequences, now):
                 found = member
             else:
                 passed_over.append(heappop(self._heap))
@@ -117,14 +206,15 @@ class _SameSlots:
             heappush(self._heap, entry)
         return found
 
-    def _has_capacity(self, member: RoutedReplica, wanted: ReplicaRequirement, now: float) -> bool:
-        if not wanted.accepts(member.announced.policy_version) or member.paused_until > now:
+    def has_capacity(self, member: RoutedReplica, num_sequences: int, now: float) -> bool:
+        """Return whether a member takes so many sequences now."""
+        if member.paused_until > now:
             return False
         if member.num_groups == 0:
             return True
         if member.on_probation:
             return False
-        return member.num_outstanding + wanted.num_sequences <= self.capacity
+        return member.num_outstanding + num_sequences <= self.capacity
 
 
 class ReplicaRouter:
@@ -141,9 +231,10 @@ class ReplicaRouter:
         self._slack = slack
         self.announced: tuple[AnnouncedReplica, ...] = ()
         self._members: dict[tuple[str, str], RoutedReplica] = {}
-        self._by_slots: dict[int, _SameSlots] = {}
-        self._num_serving: Counter[int] = Counter()  # replicas by policy version
-        self._num_free: Counter[int] = Counter()  # sequences by policy version
+        self._by_name: dict[str, RoutedReplica] = {}
+        self._alike: dict[tuple[int, int, Offer], _Alike] = {}
+        self._context = MeanContext()
+        self._num_free: Counter[Offer] = Counter()  # sequences
         self._paused: set[RoutedReplica] = set()  # since the last announcement
 
     @property
@@ -164,33 +255,58 @@ class ReplicaRouter:
         self.announced = tuple(member.announced for member in self._members.values())
         for gone in previous.values():
             gone.removed = True
+        self._paused.clear()
         self._arrange()
         return tuple(previous.values())
 
-    def serves(self, wanted: ReplicaRequirement) -> bool:
-        """Return whether any replica, busy or paused, is of a wanted version."""
-        return any(wanted.accepts(version) for version in self._num_serving)
+    @property
+    def offers(self) -> Collection[Offer]:
+        """The offers of all replicas, busy and paused ones too."""
+        return self._num_free.keys()
 
-    def choose(self, wanted: ReplicaRequirement, now: float) -> RoutedReplica | None:
-        """Return the least loaded replica with capacity for the group, or ``None``."""
-        if not self.serves(wanted):
-            return None
-        firsts = [same.first(wanted, now) for same in self._by_slots.values()]
+    def choose(
+        self, wanted: ReplicaRequirement, now: float, taken: Collection[Offer] = ()
+    ) -> RoutedReplica | None:
+        """Return the replica that takes the group, or ``None``: none has capacity.
+
+        The preferred one takes it unless its load is more than `STICKY_MARGIN` above the least
+        one's; otherwise the least loaded one does.
+
+        Args:
+            wanted: what the group needs.
+            now: seconds.
+            taken: offers that others wait for.
+        """
+        number = wanted.num_sequences
+        firsts = [
+            alike.first(number, now)
+            for (_, _, offer), alike in self._alike.items()
+            if wanted.takes(offer) and offer not in taken
+        ]
         candidates = [member for member in firsts if member is not None]
-        return min(candidates, key=lambda member: (member.load, member.order), default=None)
+        least = min(candidates, key=lambda member: (member.load, member.order), default=None)
+        preferred = self._by_name.get(wanted.prefer)
+        if least is None or preferred is None or preferred.load > least.load + STICKY_MARGIN:
+            return least
+        key = self._key(preferred)
+        if not wanted.takes(key[2]) or key[2] in taken:
+            return least
+        return preferred if self._alike[key].has_capacity(preferred, number, now) else least
 
     def num_free(self, lowest_version: int, now: float) -> int:
-        """Return how many sequences could start now on replicas of `lowest_version` or later."""
+        """Return how many sequences for training could start now, on `lowest_version` or later."""
         free = 0
-        for version, count in self._num_free.items():  # asked at every start: no generator
-            if version >= lowest_version:
+        for offer, count in self._num_free.items():  # asked at every start: no generator
+            if offer.version >= lowest_version and offer.use is not ReplicaUse.VALIDATION:
                 free += count
         if not self._paused:
             return free
         paused = sum(
             self._free_sequences(member)
             for member in self._paused
-            if member.paused_until > now and member.announced.policy_version >= lowest_version
+            if member.paused_until > now
+            and member.announced.policy_version >= lowest_version
+            and member.announced.use is not ReplicaUse.VALIDATION
         )
         return free - paused
 
@@ -204,6 +320,14 @@ class ReplicaRouter:
         """Release the capacity of one finished sequence."""
         reservation.num_missing -= 1
         self._load(reservation.member, -1)
+
+    def context_ended(self, num_tokens: int) -> None:
+        """Note the tokens of a sequence at its end, prompt included.
+
+        From them follows how many sequences fill a replica's KV cache.
+        """
+        if self._context.add(num_tokens):
+            self._arrange()
 
     def give_back(self, reservation: Reservation) -> None:
         """Release the capacity that is left of a group's reservation."""
@@ -228,29 +352,30 @@ class ReplicaRouter:
 
     def _arrange(self) -> None:
         """Count and sort all members again."""
-        self._by_slots, self._num_serving, self._num_free = {}, Counter(), Counter()
-        self._paused.clear()
+        self._alike, self._num_free = {}, Counter()
+        self._by_name = {member.announced.info.name: member for member in self._members.values()}
         for order, member in enumerate(self._members.values()):
+            info = member.announced.info
             member.order = order
-            version = member.announced.policy_version
-            self._num_serving[version] += 1
-            self._num_free[version] += self._free_sequences(member)
-            slots = member.announced.info.slots
-            self._by_slots.setdefault(slots, _SameSlots(self._capacity(member))).add(member)
+            member.capacity = sequences_at_once(info, self._slack, self._context.expected)
+            key = self._key(member)
+            self._num_free[key[2]] += self._free_sequences(member)
+            self._alike.setdefault(key, _Alike(member.capacity)).add(member)
 
     def _load(self, member: RoutedReplica, num_sequences: int) -> None:
         """Add outstanding sequences, or take some away."""
         before = self._free_sequences(member)
         member.num_outstanding += num_sequences
         if num_sequences and not member.removed:
-            self._num_free[member.announced.policy_version] += self._free_sequences(member) - before
-            self._by_slots[member.announced.info.slots].changed(member)
+            key = self._key(member)
+            self._num_free[key[2]] += self._free_sequences(member) - before
+            self._alike[key].changed(member)
+
+    def _key(self, member: RoutedReplica) -> tuple[int, int, Offer]:
+        return member.announced.info.slots, member.capacity, member.announced.offer
 
     def _free_sequences(self, member: RoutedReplica) -> int:
-        return max(0, self._capacity(member) - member.num_outstanding)
-
-    def _capacity(self, member: RoutedReplica) -> int:
-        return math.floor(member.announced.info.slots * self._slack)
+        return max(0, member.capacity - member.num_outstanding)
 
 
 @dataclass(frozen=True, slots=True)

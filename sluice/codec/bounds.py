@@ -104,6 +104,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "policy_version": _NUMBER,
         "address": _address,
         "ranks": _whole(0, 1024),  # one for each device; 0 is 1
+        "kv_tokens": _NUMBER,
     },
     common.DataProgress: {"low_water": _NUMBER},
     rollout.GenerateRequest: {

@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
 from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
+from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.codec.bounds import check_fields
 from sluice.codec.fields import check_count, shortened
@@ -46,13 +47,48 @@ def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replic
         slots=replica.slots,
         policy_version=policy_version,
         ranks=replica.ranks,
+        kv_tokens=replica.kv_tokens,
     )
+
+
+_USES = {
+    common.REPLICA_USE_UNSPECIFIED: ReplicaUse.ANY,
+    common.REPLICA_USE_TRAINING: ReplicaUse.TRAINING,
+    common.REPLICA_USE_VALIDATION: ReplicaUse.VALIDATION,
+}
+_USES_TO_PROTO = {use: number for number, use in _USES.items()}
+
+
+def announced_to_proto(replica: AnnouncedReplica) -> common.Replica:
+    """Encode a replica with the version that it serves and its use."""
+    message = replica_to_proto(replica.info, replica.policy_version)
+    message.use = _USES_TO_PROTO[replica.use]
+    return message
+
+
+def announced_from_proto(message: common.Replica) -> AnnouncedReplica:
+    """Decode a replica whose fields were checked.
+
+    Raises:
+        InvalidRequestError: its use is unknown.
+    """
+    use = _USES.get(message.use)
+    if use is None:
+        raise InvalidRequestError(
+            f"replicas.use: {message.use} is unknown; use the protocol files of this release"
+        )
+    return AnnouncedReplica(replica_from_proto(message), message.policy_version, use)
 
 
 def replica_from_proto(message: common.Replica) -> ReplicaInfo:
     """Decode a replica whose fields were checked."""
     return ReplicaInfo(
-        message.name, message.instance_id, message.address, message.slots, message.ranks or 1
+        message.name,
+        message.instance_id,
+        message.address,
+        message.slots,
+        message.ranks or 1,
+        kv_tokens=message.kv_tokens,
     )
 
 

@@ -34,23 +34,21 @@ from sluice.codec.tools import (
     message_to_proto,
     tools_to_proto,
 )
+from sluice.codec.turns import (
+    finish_reason_from_proto,
+    finish_reason_to_proto,
+    turns_to_proto,
+    with_turns,
+)
 from sluice.errors import InvalidRequestError
 from sluice.types import (
     ChatMessage,
-    FinishReason,
     Rollout,
     SamplingParams,
     TokenIds,
     Tool,
     VersionSpan,
 )
-
-_FINISH_TO_PROTO = {
-    FinishReason.STOP: common.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common.FINISH_REASON_LENGTH,
-    FinishReason.ABORTED: common.FINISH_REASON_ABORTED,
-}
-_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 
 # Bounds on what one request may cost a replica before it generates anything.
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
@@ -68,7 +66,7 @@ def rollout_to_proto(rollout: Rollout) -> common.Rollout:
         token_ids_u32=token_ids_to_bytes(rollout.token_ids),
         behavior_logprobs_f32=logprobs_to_bytes(rollout.behavior_logprobs),
         version_spans=_spans_to_proto(rollout),
-        finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
+        finish_reason=finish_reason_to_proto(rollout.finish_reason),
         text=rollout.text,
         routing=None if routing is None else routing_to_proto(routing),
         answer=None if rollout.answer is None else answer_to_proto(rollout.answer),
@@ -80,9 +78,10 @@ def rollout_outline_to_proto(rollout: Rollout) -> common.Rollout:
     return common.Rollout(
         sample_index=rollout.sample_index,
         version_spans=_spans_to_proto(rollout),
-        finish_reason=_FINISH_TO_PROTO[rollout.finish_reason],
+        finish_reason=finish_reason_to_proto(rollout.finish_reason),
         num_tokens=rollout.num_tokens,
         has_routing=rollout.routing is not None,
+        turns=turns_to_proto(rollout, with_context=False),
     )
 
 
@@ -90,18 +89,20 @@ def rollout_outline_from_proto(message: common.Rollout) -> Rollout:
     """Decode a sample whose tokens are absent.
 
     Raises:
-        InvalidRequestError: unknown finish reason, or spans that do not fit the number of tokens.
+        InvalidRequestError: unknown finish reason, or spans or turns that do not fit the number of
+            tokens.
     """
     try:
-        return Rollout.absent(
+        joined = Rollout.absent(
             message.sample_index,
             message.num_tokens,
             _spans_from_proto(message),
-            _finish_reason(message),
+            finish_reason_from_proto(message.finish_reason, "rollout.finish_reason"),
             has_routing=message.has_routing,
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
+    return with_turns(joined, message.turns, f"sample {message.sample_index}")
 
 
 def rollout_from_proto(message: common.Rollout) -> Rollout:
@@ -118,7 +119,7 @@ def rollout_from_proto(message: common.Rollout) -> Rollout:
                 message.behavior_logprobs_f32, "rollout.behavior_logprobs_f32"
             ),
             version_spans=_spans_from_proto(message),
-            finish_reason=_finish_reason(message),
+            finish_reason=finish_reason_from_proto(message.finish_reason, "rollout.finish_reason"),
             text=message.text,
             routing=(
                 routing_from_proto(message.routing, "rollout.routing")
@@ -140,13 +141,6 @@ def _spans_to_proto(rollout: Rollout) -> list[common.VersionSpan]:
 
 def _spans_from_proto(message: common.Rollout) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(s.version, s.start, s.end) for s in message.version_spans)
-
-
-def _finish_reason(message: common.Rollout) -> FinishReason:
-    found = _FINISH_FROM_PROTO.get(message.finish_reason)
-    if found is None:
-        raise InvalidRequestError(f"rollout.finish_reason: {message.finish_reason} is unknown")
-    return found
 
 
 def new_tokens_from_proto(message: rollout.TokenDelta) -> NewTokens:

@@ -26,6 +26,7 @@ from sluice.codec.reward import (
     score_to_proto,
 )
 from sluice.codec.rollout import rollout_outline_from_proto, rollout_outline_to_proto
+from sluice.codec.turns import with_tokens
 from sluice.errors import InvalidRequestError
 from sluice.types import Rollout, RoutedExperts, TrainBatch, TrainGroup, absent_tokens
 
@@ -243,6 +244,7 @@ def _sample_to_proto(row: int, rollout: Rollout) -> reward.BatchSample:
         token_ids_u32=token_ids_to_bytes(rollout.token_ids),
         behavior_logprobs_f32=logprobs_to_bytes(rollout.behavior_logprobs),
         routing=None if rollout.routing is None else routing_to_proto(rollout.routing),
+        context_token_ids_u32=b"".join(token_ids_to_bytes(t.context) for t in rollout.turns),
     )
 
 
@@ -282,16 +284,9 @@ def _with_sample(rollout: Rollout, found: reward.BatchSample, name: str) -> Roll
     if unusable.size:
         first = int(unusable[0])
         raise InvalidRequestError(f"{name}: the logprob of token {first} is {logprobs[first]}")
+    context = token_ids_from_bytes(found.context_token_ids_u32, f"{name}, context_token_ids_u32")
     try:
-        return Rollout.of_one_turn(
-            rollout.sample_index,
-            tokens,
-            logprobs,
-            rollout.version_spans,
-            rollout.finish_reason,
-            rollout.text,
-            routing,
-        )
+        return with_tokens(rollout, tokens, logprobs, context).with_routing(routing)
     except ValueError as error:
         raise InvalidRequestError(f"{name}: {error}") from error
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.bounds import check_fields
 from sluice.codec.fields import check_range, shortened
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec, TransferGroupSpec
-from sluice.weight_share import Cut, WeightShare, WorkerPlace
+from sluice.weight_share import Cut, Holding, WeightShare, WorkerPlace
 from sluice.weights.adapters import merged_shapes
 
 _TENSORS_PER_WEIGHT = 5  # with the halves of an adapter, or of two of experts'
@@ -41,6 +41,10 @@ def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
                 plan_digest=place.plan_digest,
             )
             for place in spec.places
+        ],
+        holdings=[
+            weights.Holding(rank=one.rank, tensors=_cuts_to_proto(one.parts))
+            for one in spec.holdings
         ],
     )
 
@@ -77,6 +81,10 @@ def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpe
             WorkerPlace(place.group, place.rank, place.world_size, place.plan_digest)
             for place in message.places
         ),
+        holdings=tuple(
+            Holding(one.rank, _cuts_from_proto(one.tensors, f"holdings[{index}]"))
+            for index, one in enumerate(message.holdings)
+        ),
     )
 
 
@@ -92,22 +100,12 @@ def _check_places(places: Sequence[weights.WorkerPlace], ranks: int) -> None:
 
 def share_to_proto(share: WeightShare) -> weights.WeightShare:
     """Encode the weights that one worker takes."""
-    return weights.WeightShare(
-        tensors=[
-            weights.TensorCuts(
-                name=name,
-                cuts=[
-                    weights.Cut(
-                        dimension=cut.dimension,
-                        starts=[start for start, _ in cut.ranges],
-                        lengths=[length for _, length in cut.ranges],
-                    )
-                    for cut in cuts
-                ],
-            )
-            for name, cuts in share.cuts
-        ]
-    )
+    return weights.WeightShare(tensors=_cuts_to_proto(share.cuts))
+
+
+def share_from_proto(message: weights.WeightShare, field: str) -> WeightShare:
+    """Decode the weights that one worker takes; `field` names it in errors."""
+    return WeightShare(_cuts_from_proto(message.tensors, field))
 
 
 def shares_from_proto(
@@ -126,14 +124,31 @@ def shares_from_proto(
             f"shares: {len(messages)} for {ranks} ranks; send one for each, or none"
         )
     return tuple(
-        WeightShare(
-            tuple(
-                (tensor.name, tuple(_cut(cut, f"shares[{rank}]") for cut in tensor.cuts))
-                for tensor in message.tensors
-            )
-        )
-        for rank, message in enumerate(messages)
+        share_from_proto(message, f"shares[{rank}]") for rank, message in enumerate(messages)
     )
+
+
+def _cuts_to_proto(parts: Iterable[tuple[str, Sequence[Cut]]]) -> list[weights.TensorCuts]:
+    return [
+        weights.TensorCuts(
+            name=name,
+            cuts=[
+                weights.Cut(
+                    dimension=cut.dimension,
+                    starts=[start for start, _ in cut.ranges],
+                    lengths=[length for _, length in cut.ranges],
+                )
+                for cut in cuts
+            ],
+        )
+        for name, cuts in parts
+    ]
+
+
+def _cuts_from_proto(
+    messages: Iterable[weights.TensorCuts], field: str
+) -> tuple[tuple[str, tuple[Cut, ...]], ...]:
+    return tuple((one.name, tuple(_cut(cut, field) for cut in one.cuts)) for one in messages)
 
 
 def _cut(message: weights.Cut, field: str) -> Cut:

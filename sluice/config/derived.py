@@ -31,6 +31,9 @@ GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
 OLD_LOGPROB_ESTIMATORS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 """Advantage estimators that read the old policy's logprobs and squared probabilities."""
 
+TURN_ESTIMATORS = frozenset({"gae", "grpo", "grpo_vectorized", "reinforce_plus_plus"})
+"""Advantage estimators that credit a turn with the rewards from it on."""
+
 MASK_ESTIMATORS = OLD_LOGPROB_ESTIMATORS | {
     "gae",
     "gdpo",

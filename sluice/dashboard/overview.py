@@ -114,7 +114,7 @@ def _attention(facts: RunFacts) -> Iterator[str]:
         yield f"{facts.phase} for {facts.phase_seconds:.0f} s{behind}"
     if facts.phase == "paused":
         yield f"held between steps for {facts.phase_seconds:.0f} s"
-    usual = {"serving", _COMING, _LEAVING}
+    usual = {"serving", "held", _COMING, _LEAVING}
     for replica in (r for r in facts.replicas if r.state not in usual):
         yield f"replica {replica.name} is {replica.state}"
     yield from _restarts(facts)

@@ -38,11 +38,11 @@ from sluice.plan.host import (
 
 _BUCKETS = 2
 """Buckets of an update that a worker holds at once: one arrives while one is written."""
-_MODELS_ON_HOST = {"torch": 2, "vllm": 1}
+_MODELS_ON_HOST = {"torch": 2}
 """Models that an engine's workers hold together in host memory during an update: the version that
-serves and the next, in memory of their own or, with vLLM, in the same; otherwise 2 for each."""
+serves and the next; 1 with others, whose workers receive the next in the memory of the former."""
 _SNAPSHOTS = 2
-"""Copies of all weights on the host of trainer rank 0, in their wire dtype."""
+"""Copies of what a trainer rank sends in its host memory, in the dtype of the wire."""
 _MOMENTS_AT_ONCE = 512 * MIB
 """Of offloaded ones, those of one part of the parameters."""
 
@@ -221,7 +221,10 @@ def trainer_pool(
     micro_batches = _micro_batches(config, layout)
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
-    host = config.trainer.n_gpus_per_node * rank_host_bytes(config, shape, decoder, encoder)
+    local = config.trainer.n_gpus_per_node
+    # Each rank of the first copy has snapshots of its shards.
+    sent = min(1.0, local / layout.shard) * _wire_bytes(config, shape)
+    host = local * rank_host_bytes(config, shape, decoder, encoder)
     return TrainerPool(
         layout,
         parts,
@@ -230,7 +233,7 @@ def trainer_pool(
         micro_batches,
         operations / layout.ranks / device.flops,
         sum(moved.values()) * micro_batches / device.link_rate,
-        host + _SNAPSHOTS * _wire_bytes(config, shape),
+        host + _SNAPSHOTS * sent,
     )
 
 
@@ -306,7 +309,7 @@ def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> Eng
     assert memory.longest_rows is not None
     staging = _BUCKETS * config.sluice.weights.bucket_mb * MIB
     generating = memory.weights + memory.activations + memory.kv_cache
-    models = _MODELS_ON_HOST.get(config.actor_rollout_ref.rollout.name, 2 * layout.tp)
+    models = _MODELS_ON_HOST.get(config.actor_rollout_ref.rollout.name, 1)
     return EnginePool(
         layout.tp,
         {"start": memory.weights, "generating": generating, "update": generating + staging},

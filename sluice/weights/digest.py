@@ -4,9 +4,10 @@ The digest of a part of a tensor is XXH3-128 (the xxHash project's, seed 0, cano
 bytes) over a header (name, dtype and shape of the tensor and the part's cuts, none for a whole
 tensor, as compact JSON, behind its length as a u64) and the part's bytes in row-major order. The
 digest of a version is blake2b-128 over the (name, digest) pairs of its parts, sorted by name; the
-name of a part includes its place, see `sluice.weights.share.part_name`. A part that several workers
-of a replica hold counts once, so the digest depends on how a replica divides the weights, and not
-on the order of the wire or on where the tensors live. XXH3 is faster than memory can be read and
+name of a part includes its place, see `sluice.weights.share.part_name`. A part is what one sender
+holds of what one worker takes of a tensor. One that several workers of a replica take counts once,
+so the digest depends on how a replica and the trainer's ranks divide the weights, and not on the
+order of the wire or on where the tensors live. XXH3 is faster than memory can be read and
 proof against faults: lost, mixed up or damaged bytes. It is not a signature.
 """
 
@@ -65,6 +66,19 @@ class WeightDigests:
         ]
 
 
+def part_names(plan: TransferPlan) -> tuple[str, ...]:
+    """Return the name of each part of a stream, which includes its place."""
+    return tuple(
+        part_name(spec.name, cuts) for spec, cuts in zip(plan.tensors, plan.cuts, strict=True)
+    )
+
+
+def joined(found: Sequence[WeightDigests]) -> WeightDigests:
+    """Return the digests of the parts of several streams."""
+    names = tuple(name for one in found for name in one.names)
+    return WeightDigests(names, tuple(part for one in found for part in one.parts))
+
+
 class StreamDigest:
     """The digests of all parts, computed from buckets as they pass.
 
@@ -74,7 +88,7 @@ class StreamDigest:
 
     def __init__(self, plan: TransferPlan) -> None:
         parts = tuple(zip(plan.tensors, plan.cuts, strict=True))
-        self._names = tuple(part_name(spec.name, cuts) for spec, cuts in parts)
+        self._names = part_names(plan)
         self._hashers = [xxhash.xxh3_128(_header(described(*part))) for part in parts]
 
     def absorb(self, bucket: Bucket, content: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import TypeVar
 
@@ -200,6 +201,30 @@ class TransferGroup:
             group.abort()
         del group  # its threads may use the store until they are gone
         self._store = None
+
+
+def run_together(calls: Sequence[Callable[[], _T]], give_up: Callable[[], None]) -> list[_T]:
+    """Make calls at the same time; if one fails, call `give_up` and raise its error.
+
+    Args:
+        calls: such as one for each group of an epoch.
+        give_up: must make the others end soon.
+    """
+    if len(calls) < 2:
+        return [call() for call in calls]
+    with ThreadPoolExecutor(len(calls), thread_name_prefix="weights-group") as threads:
+        running = [threads.submit(call) for call in calls]
+        ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+        failed = [one for one in running if one in ended and one.exception() is not None]
+        if failed:  # the others' collectives must not wait until their deadlines
+            give_up()
+            failed[0].result()
+    return [one.result() for one in running]
+
+
+def rank_name(rank: int) -> str:
+    """Return the name of a trainer rank in errors, where several send."""
+    return f"trainer rank {rank}"
 
 
 def _summary(error: RuntimeError) -> str:

@@ -5,7 +5,7 @@ The stream holds the tensors in their given order, of each the part that a share
 starts at a multiple of 64 bytes, with zeros between them. A bucket is one collective: a slice of
 the stream. Buckets end between tensors where they can; only a tensor larger than a bucket is split.
 Memory with the layout of the stream (`WeightBuffer`) is therefore received without a copy, and sent
-without one if the share is all weights. From memory of all weights `PackedShare` sends any share.
+without one if the share is what the sender holds. `PackedShare` is for other memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import torch
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, WeightShare
-from sluice.weights.share import Cuts, cuts_by_name, pack, part_shape
+from sluice.weights.share import (
+    Cuts,
+    cuts_by_name,
+    cuts_within,
+    is_one_block,
+    pack,
+    part_shape,
+    unpack,
+)
 
 _WIRE_DTYPES = (
     torch.float64,
@@ -278,13 +286,13 @@ class WeightBuffer:
     """CPU memory in the layout of a plan's stream.
 
     `tensors` are views into it, by name and in the order of the plan: packed parts, or the whole
-    tensors. A bucket is a slice of it.
+    tensors. A bucket is a slice of it. `is_pinned`: a device copies from it and to it directly.
     """
 
-    def __init__(self, plan: TransferPlan) -> None:
+    def __init__(self, plan: TransferPlan, *, is_pinned: bool = False) -> None:
         self.plan = plan
         # Zeros, so that the padding between tensors is the same in every process.
-        self._stream = torch.zeros(plan.total_bytes, dtype=torch.uint8)
+        self._stream = torch.zeros(plan.total_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         self.tensors: Mapping[str, torch.Tensor] = {
             spec.name: self._stream[offset : offset + size]
             .view(torch_dtype(spec.dtype))
@@ -298,30 +306,49 @@ class WeightBuffer:
         """Return the bucket's bytes: uint8 ``[bucket.num_bytes]``, a view."""
         return self._stream[bucket.start : bucket.stop]
 
+    def put(self, bucket: Bucket, content: torch.Tensor) -> torch.Tensor:
+        """Write the bucket's bytes, unless they are this memory; return them, on the CPU."""
+        own = self.bucket(bucket)
+        return own if own.data_ptr() == content.data_ptr() else own.copy_(content)
+
 
 def stream_of(plan: TransferPlan, weights: WeightBuffer, depth: int) -> WeightBuffer | PackedShare:
-    """Return the stream of a plan's share; see `PackedShare`. All weights need no copy."""
-    return PackedShare(plan, weights, depth) if any(plan.cuts) else weights
+    """Return a plan's stream in memory; see `PackedShare`. The same parts need no copy."""
+    held = weights.plan
+    if (plan.tensors, plan.cuts) == (held.tensors, held.cuts):
+        return weights
+    return PackedShare(plan, weights, depth)
 
 
 class PackedShare:
-    """The stream of a share, made bucket by bucket from all weights.
+    """A stream whose parts lie in other parts of the same tensors; read and written by buckets.
 
-    Memory: the last `depth` buckets, and one packed part if its tensor is split between buckets.
+    Memory: the last `depth` buckets, and one packed part if its tensor is split between buckets or
+    its places are apart.
 
     Args:
-        plan: of the share.
-        weights: the same tensors, whole. They must not change.
+        plan: of the stream.
+        weights: its tensors, whole or parts that contain those of the stream. While they are read,
+            nothing else must change them.
         depth: how many buckets stay as they are while later ones are made.
     """
 
     def __init__(self, plan: TransferPlan, weights: WeightBuffer, depth: int) -> None:
         self._plan = plan
         self._weights = weights
+        held = {
+            spec.name: cuts
+            for spec, cuts in zip(weights.plan.tensors, weights.plan.cuts, strict=True)
+        }
+        self._cuts = [
+            cuts_within(spec.shape, cuts, held[spec.name])
+            for spec, cuts in zip(plan.tensors, plan.cuts, strict=True)
+        ]
         longest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
         self._ring = [torch.empty(longest, dtype=torch.uint8) for _ in range(depth)]
         self._made = [-1] * depth
         self._part: tuple[int, torch.Tensor] | None = None
+        self._incoming = torch.empty(0, dtype=torch.uint8)
 
     def bucket(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket's bytes: uint8 ``[bucket.num_bytes]``; see `depth`."""
@@ -330,6 +357,30 @@ class PackedShare:
         if self._made[place] != bucket.index:
             self._fill(bucket, content)
             self._made[place] = bucket.index
+        return content
+
+    def put(self, bucket: Bucket, content: torch.Tensor) -> torch.Tensor:
+        """Write the bucket's bytes to their places; return them, on the CPU.
+
+        Args:
+            bucket: buckets come in the order of the plan.
+            content: uint8 ``[bucket.num_bytes]``.
+        """
+        content = content.cpu()
+        for piece in bucket.pieces:
+            start, stop = piece.tensor_start, piece.tensor_start + piece.num_bytes
+            held = self._weights.tensors[self._plan.tensors[piece.tensor].name]
+            cuts = self._cuts[piece.tensor]
+            source = content[piece.bucket_start : piece.bucket_start + piece.num_bytes]
+            if is_one_block(held.shape, cuts):
+                _bytes(pack(held, cuts))[start:stop].copy_(source)
+                continue
+            if start == 0:
+                self._incoming = torch.empty(self._plan.sizes[piece.tensor], dtype=torch.uint8)
+            self._incoming[start:stop].copy_(source)
+            if stop == self._incoming.numel():
+                shape = self._plan.shapes[piece.tensor]
+                unpack(self._incoming.view(held.dtype).view(shape), cuts, held)
         return content
 
     def _fill(self, bucket: Bucket, content: torch.Tensor) -> None:
@@ -344,7 +395,10 @@ class PackedShare:
     def _packed(self, tensor: int) -> torch.Tensor:
         """Return the bytes of a part."""
         if self._part is None or self._part[0] != tensor:
-            whole = self._weights.tensors[self._plan.tensors[tensor].name]
-            part = pack(whole, self._plan.cuts[tensor])
-            self._part = tensor, part.contiguous().view(-1).view(torch.uint8)
+            part = pack(self._weights.tensors[self._plan.tensors[tensor].name], self._cuts[tensor])
+            self._part = tensor, _bytes(part.contiguous())
         return self._part[1]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

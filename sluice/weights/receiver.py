@@ -1,33 +1,37 @@
 """A replica's end of weight transfers.
 
 Input: the spec of an epoch, then versions. Output: each version complete in staging memory, proven
-by the sender's digest; nothing here touches live weights. `join` waits for the other members,
-`stage` for each collective; completion, the epoch's timeout, `abort` or a new `join` end these
-waits. After a failure the epoch is over and the staged weights are dropped; the replica still
-serves.
+by the senders' digests; nothing here touches live weights. Where several trainer ranks send, each
+has a stream and a group of its own, and all streams arrive at the same time. `join` waits for the
+other members, `stage` for each collective; completion, the epoch's timeout, `abort` or a new `join`
+end these waits. After a failure the epoch is over and the staged weights are dropped; the replica
+still serves.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
-from sluice.types import TransferGroupSpec
+from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.adapters import merged_shapes
-from sluice.weights.digest import WeightDigests
-from sluice.weights.group import SENDER_NAME, TransferGroup
-from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer
+from sluice.weights.digest import WeightDigests, joined
+from sluice.weights.group import SENDER_NAME, TransferGroup, rank_name, run_together
+from sluice.weights.holdings import check_holdings, joint_digest, stream_plans
+from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer, stream_of
 from sluice.weights.sparse_update import ChangeReceivingPort
 from sluice.weights.transfer import (
+    IN_FLIGHT,
     Base,
     BucketPort,
-    DeviceReceivingPort,
+    CopyingPort,
     DirectPort,
     Trailer,
     UpdateHeader,
@@ -46,10 +50,10 @@ if TYPE_CHECKING:
 class StagedWeights:
     """One version, complete and proven.
 
-    `digests` were computed from `buffer` and equal the sender's. `received_bytes` counts padding;
+    `digests` were computed from `buffer` and equal the senders'. `received_bytes` counts padding;
     `seconds` run from the request to the last byte. The memory belongs to the caller until
-    `WeightReceiver.recycle` or `WeightReceiver.keep` takes it back. `is_base`: the sender may build
-    on this version; `base`: the version that this one builds on.
+    `WeightReceiver.recycle` or `WeightReceiver.keep` takes it back. `is_base`: a sender may build
+    on this version; `base`: the version that this one builds on, in one stream at least.
     """
 
     version: int
@@ -71,8 +75,26 @@ class StagedWeights:
         return self.buffer.tensors
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """What one sender sends here."""
+
+    plan: TransferPlan
+    group: TransferGroup
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """One stream of a version."""
+
+    header: UpdateHeader
+    digests: WeightDigests
+    num_bytes: int
+
+
 class WeightReceiver:
-    """Rank 1 or higher of each epoch's group.
+    """Rank 1 or higher of each epoch's groups.
 
     `join` and `stage` block; call them from one thread at a time. Any thread may call `abort`.
 
@@ -97,7 +119,7 @@ class WeightReceiver:
         self._in_place = in_place
         self._device = device
         self._expected_shapes = expected_shapes
-        self._group: TransferGroup | None = None
+        self._streams: tuple[_Stream, ...] = ()
         self._plan: TransferPlan | None = None
         self._spare: WeightBuffer | None = None
         self._held: StagedWeights | None = None
@@ -106,8 +128,8 @@ class WeightReceiver:
     @property
     def epoch(self) -> int | None:
         """Return the epoch that can be received from; ``None`` if there is none."""
-        group = self._group
-        return group.spec.epoch if group is not None and group.is_usable else None
+        usable = self._streams and all(one.group.is_usable for one in self._streams)
+        return self._streams[0].group.spec.epoch if usable else None
 
     def join(self, spec: TransferGroupSpec, should_stop: threading.Event | None = None) -> str:
         """Leave any earlier epoch and enter this one; block until every member has entered.
@@ -125,13 +147,21 @@ class WeightReceiver:
                 formation failed.
             DeadlineError: members did not come in time; names their ranks.
         """
-        plan = self._accept(spec)
+        plans = self._accept(spec)
         self.abort(f"epoch {spec.epoch} begins")
+        plan = plan_transfer(spec.tensors, spec.bucket_bytes, self._share)
         ranks = {rank: f"rank {rank}" for rank in range(1, spec.world_size)}
-        group = TransferGroup(spec, {0: SENDER_NAME, **ranks}, self._device)
-        self._group, self._plan = group, plan
-        group.form(should_stop or threading.Event())
-        return plan.digest
+        senders = [rank_name(one.rank) for one in spec.holdings] or [SENDER_NAME]
+        streams = []
+        for number, (stream, sender) in enumerate(zip(plans, senders, strict=True)):
+            if stream is not None:
+                names = {0: sender, **ranks}
+                group = TransferGroup(spec.of_sender(number), names, self._device)
+                streams.append(_Stream(stream, group, sender))
+        self._streams, self._plan = tuple(streams), plan
+        stop = should_stop or threading.Event()
+        run_together([partial(one.group.form, stop) for one in streams], self._give_up)
+        return joint_digest(plans)
 
     def stage(self, version: int) -> StagedWeights:
         """Receive one version. Repeatable in one epoch.
@@ -177,15 +207,18 @@ class WeightReceiver:
 
     def abort(self, reason: str) -> None:
         """Leave the epoch, if any, and return at once; a call in progress fails soon."""
-        if self._group is not None:
-            self._group.abandon(reason)
+        for one in self._streams:
+            one.group.abandon(reason)
+
+    def _give_up(self) -> None:
+        self.abort("another group of the epoch failed")
 
     def close(self) -> None:
         """Leave the epoch and drop spare memory and the version held."""
         self.abort("the receiver is closed")
         self._spare = self._held = None
 
-    def _accept(self, spec: TransferGroupSpec) -> TransferPlan:
+    def _accept(self, spec: TransferGroupSpec) -> tuple[TransferPlan | None, ...]:
         if not 1 <= spec.rank < spec.world_size:
             raise InvalidRequestError(
                 f"rank {spec.rank} of {spec.world_size}: a receiver's rank is 1 to world_size - 1"
@@ -200,21 +233,22 @@ class WeightReceiver:
                 f'backend "{spec.backend}": this replica receives on {self._device.name} over '
                 f'"{self._device.collective_backend}"; configure both ends for the same backend'
             )
-        plan = plan_transfer(spec.tensors, spec.bucket_bytes, self._share)
-        if plan.digest != spec.plan_digest:
+        check_holdings(spec.holdings, spec.tensors)
+        plans = stream_plans(spec.tensors, spec.bucket_bytes, self._share, spec.holdings)
+        if (digest := joint_digest(plans)) != spec.plan_digest:
             raise WeightSyncError(
                 SENDER_NAME,
                 f"joining epoch {spec.epoch}",
-                f"its plan digest is {spec.plan_digest}, computed here {plan.digest}; run the "
+                f"its plan digest is {spec.plan_digest}, computed here {digest}; run the "
                 "same version of sluice on both ends",
             )
-        self._check_shapes(plan)
-        return plan
+        self._check_shapes(spec.tensors)
+        return plans
 
-    def _check_shapes(self, plan: TransferPlan) -> None:
+    def _check_shapes(self, tensors: Sequence[TensorSpec]) -> None:
         if self._expected_shapes is None:
             return
-        offered = merged_shapes({spec.name: spec.shape for spec in plan.tensors})
+        offered = merged_shapes({spec.name: spec.shape for spec in tensors})
         different = sorted(
             name
             for name in offered.keys() | self._expected_shapes.keys()
@@ -229,59 +263,79 @@ class WeightReceiver:
             )
 
     def _stage(self, version: int) -> StagedWeights:
-        group, plan = self._group, self._plan
-        if group is None or plan is None:
+        streams, plan = self._streams, self._plan
+        if not streams or plan is None:
             raise NotReadyError(f"version {version}: no epoch was joined")
-        phase = f"receiving version {version} in epoch {group.spec.epoch}"
         started = time.monotonic()
         held = self._held
         # Local until it is complete: after a failure the abandoned operation may still write into
         # this memory, so it is never used again.
         buffer = self._take_memory(plan)
-        stop = threading.Event()
-
-        def receive_all() -> UpdateHeader:
-            content = receive(group, header_bytes(plan), phase, "the header", stop)
-            header = _read_header(content, plan, version, phase)
-            bucket_port = self._port_for(header, buffer, held, phase)
-            digests.append(broadcast_buckets(group, plan, bucket_port, phase, stop))
-            content = receive(group, trailer_bytes(plan), phase, "the trailer", stop)
-            _check_trailer(content, version, plan, digests[0], phase)
-            return header
-
-        digests: list[WeightDigests] = []
-        timeout_s = version_deadline_s(plan, group.spec.timeout_s)
-        header = group.run(receive_all, phase, timeout_s, stop)
+        arrived = run_together(
+            [partial(self._receive, one, version, buffer, held) for one in streams], self._give_up
+        )
+        bases = [one.header.base for one in arrived if one.header.base is not None]
         return StagedWeights(
             version,
-            digests[0],
+            joined([one.digests for one in arrived]),
             buffer,
-            plan.total_bytes if header.base is None else sum(header.sizes),
+            sum(one.num_bytes for one in arrived),
             time.monotonic() - started,
-            is_base=header.keep,
-            base=header.base,
+            is_base=any(one.header.keep for one in arrived),
+            base=bases[0] if bases else None,
         )
+
+    def _receive(
+        self, stream: _Stream, version: int, buffer: WeightBuffer, held: StagedWeights | None
+    ) -> _Arrived:
+        group, plan, sender = stream.group, stream.plan, stream.sender
+        phase = f"receiving version {version} in epoch {group.spec.epoch}"
+        stop = threading.Event()
+
+        def receive_all() -> _Arrived:
+            content = receive(group, header_bytes(plan), phase, "the header", stop)
+            header = _read_header(content, plan, version, sender, phase)
+            bucket_port = self._port_for(header, stream, buffer, held, phase)
+            digests = broadcast_buckets(group, plan, bucket_port, phase, stop)
+            content = receive(group, trailer_bytes(plan), phase, "the trailer", stop)
+            _check_trailer(content, version, plan, digests, sender, phase)
+            size = plan.total_bytes if header.base is None else sum(header.sizes)
+            return _Arrived(header, digests, size)
+
+        timeout_s = version_deadline_s(plan, group.spec.timeout_s)
+        return group.run(receive_all, phase, timeout_s, stop)
 
     def _take_memory(self, plan: TransferPlan) -> WeightBuffer:
         spare, self._spare = self._spare, None
         if self._in_place and self._held is not None:
             # From now on it is neither version, until the new one is complete.
             spare, self._held = self._held.buffer, None
-        return spare if spare is not None and spare.plan == plan else WeightBuffer(plan)
+        if spare is not None and spare.plan == plan:
+            return spare
+        return WeightBuffer(plan, is_pinned=self._device.torch_device.type == "cuda")
 
     def _port_for(
-        self, header: UpdateHeader, buffer: WeightBuffer, held: StagedWeights | None, phase: str
+        self,
+        header: UpdateHeader,
+        stream: _Stream,
+        buffer: WeightBuffer,
+        held: StagedWeights | None,
+        phase: str,
     ) -> BucketPort:
-        device = self._device.torch_device
-        if header.base is None and device.type == "cpu":
-            return DirectPort(buffer)
+        device, plan = self._device.torch_device, stream.plan
+        memory = stream_of(plan, buffer, IN_FLIGHT)
+        if header.base is None and device.type == "cpu" and isinstance(memory, WeightBuffer):
+            return DirectPort(memory)
         if header.base is None:
-            return DeviceReceivingPort(buffer, device)
+            return CopyingPort(memory, plan, device)
         try:
             base = _base(held, header.base)
-            return ChangeReceivingPort(buffer, base, header.sizes, device, phase)
+            base_memory = memory if base is buffer else stream_of(plan, base, IN_FLIGHT)
+            return ChangeReceivingPort(
+                plan, memory, base_memory, header.sizes, device, stream.sender, phase
+            )
         except ValueError as error:
-            raise WeightSyncError(SENDER_NAME, phase, str(error)) from error
+            raise WeightSyncError(stream.sender, phase, str(error)) from error
 
 
 def _base(held: StagedWeights | None, wanted: Base) -> WeightBuffer:
@@ -294,27 +348,32 @@ def _base(held: StagedWeights | None, wanted: Base) -> WeightBuffer:
 
 
 def _read_header(
-    content: torch.Tensor, plan: TransferPlan, version: int, phase: str
+    content: torch.Tensor, plan: TransferPlan, version: int, sender: str, phase: str
 ) -> UpdateHeader:
     try:
         header = UpdateHeader.decode(content)
     except ValueError as error:
-        raise WeightSyncError(SENDER_NAME, phase, str(error)) from error
+        raise WeightSyncError(sender, phase, str(error)) from error
     whole = tuple(bucket.num_bytes for bucket in plan.buckets)
     if header.version != version:
-        raise WeightSyncError(SENDER_NAME, phase, f"it sent version {header.version}")
+        raise WeightSyncError(sender, phase, f"it sent version {header.version}")
     if header.base is None and header.sizes != whole:
-        raise WeightSyncError(SENDER_NAME, phase, "its buckets are not those of the plan")
+        raise WeightSyncError(sender, phase, "its buckets are not those of the plan")
     return header
 
 
 def _check_trailer(
-    content: torch.Tensor, version: int, plan: TransferPlan, digests: WeightDigests, phase: str
+    content: torch.Tensor,
+    version: int,
+    plan: TransferPlan,
+    digests: WeightDigests,
+    sender: str,
+    phase: str,
 ) -> None:
     try:
         trailer = Trailer.decode(content)
     except ValueError as error:
-        raise WeightSyncError(SENDER_NAME, phase, str(error)) from error
+        raise WeightSyncError(sender, phase, str(error)) from error
     if trailer.version != version:
         detail = f"it sent version {trailer.version}"
     elif trailer.total_bytes != plan.total_bytes:
@@ -326,4 +385,4 @@ def _check_trailer(
         )
     else:
         return
-    raise WeightSyncError(SENDER_NAME, phase, detail)
+    raise WeightSyncError(sender, phase, detail)

@@ -29,16 +29,16 @@ from sluice.errors import ConfigError, DeadlineError, WeightSyncError
 from sluice.types import TransferCertificates, TransferGroupSpec
 
 KEY_BYTES = 32
-"""Length of an epoch's secret."""
+"""Length of a secret."""
+KEY_METADATA = "store-key-bin"  # the suffix lets gRPC carry bytes
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_VALUE_BYTES = 256 << 10
 MAX_KEY_CHARS = 256
 MAX_KEYS_ASKED = 4096
-MAX_KEYS = 16384
-MAX_TABLE_BYTES = 64 << 20
+MAX_KEYS = 65536  # 2048 workers with eight ranks that send: three keys for each pair
+MAX_TABLE_BYTES = 256 << 20
 
 _HANDLER_THREADS = 4
-_KEY_METADATA = "store-key-bin"  # the suffix lets gRPC carry bytes
 _CLOSE_GRACE_S = 0.5
 _POLL_MIN_S, _POLL_MAX_S = 0.001, 0.02
 _OPTIONS = (
@@ -90,11 +90,9 @@ class RendezvousStore:
         self.host = bare_host(host)
         self._keys = _Keys()
         self._threads = ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="weights-store")
-        self._server = grpc.server(
-            self._threads, interceptors=[_MembersOnly(self._keys)], options=_SERVER_OPTIONS
-        )
+        self._server = member_server(self._threads, self._keys.is_member)
         services.add_RendezvousServiceServicer_to_server(self._keys, self._server)
-        self.port = _bind(self._server, bare_host(bind_host or host), port, certificates)
+        self.port = bind(self._server, bare_host(bind_host or host), port, certificates)
         self._server.start()
 
     def begin(self, epoch: int, store_key: bytes = b"") -> None:
@@ -112,6 +110,11 @@ class RendezvousStore:
         self._threads.shutdown()
 
 
+def member_server(threads: ThreadPoolExecutor, is_member: Callable[[bytes], bool]) -> grpc.Server:
+    """Return a server that answers only callers whose `KEY_METADATA` is a member's."""
+    return grpc.server(threads, interceptors=[_MembersOnly(is_member)], options=_SERVER_OPTIONS)
+
+
 class _MembersOnly(grpc.ServerInterceptor):
     """Refuses strangers by the metadata of their call, before its message has come.
 
@@ -119,8 +122,8 @@ class _MembersOnly(grpc.ServerInterceptor):
     opens calls and sends nothing would take all threads from the members.
     """
 
-    def __init__(self, keys: _Keys) -> None:
-        self._keys = keys
+    def __init__(self, is_member: Callable[[bytes], bool]) -> None:
+        self._is_member = is_member
 
     def intercept_service(
         self,
@@ -128,14 +131,14 @@ class _MembersOnly(grpc.ServerInterceptor):
         call: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Return the method for members, and a refusal that reads no message for others."""
-        shown = dict(call.invocation_metadata).get(_KEY_METADATA, b"")
-        if self._keys.is_member(shown if isinstance(shown, bytes) else shown.encode()):
+        shown = dict(call.invocation_metadata).get(KEY_METADATA, b"")
+        if self._is_member(shown if isinstance(shown, bytes) else shown.encode()):
             return continuation(call)
         return grpc.stream_unary_rpc_method_handler(_refuse_stranger)
 
 
 def _refuse_stranger(_unread: object, context: grpc.ServicerContext) -> NoReturn:
-    _log.warning("weights: the store refuses a call of %s: wrong key", context.peer())
+    _log.warning("weights: the server refuses a call of %s: wrong key", context.peer())
     context.abort(
         grpc.StatusCode.PERMISSION_DENIED,
         "the epoch is over or has not begun, or this is not its key",
@@ -143,9 +146,10 @@ def _refuse_stranger(_unread: object, context: grpc.ServicerContext) -> NoReturn
     raise AssertionError  # `abort` raises; its stub does not declare so
 
 
-def _bind(
+def bind(
     server: grpc.Server, host: str, port: int, certificates: TransferCertificates | None
 ) -> int:
+    """Listen there, with TLS if there are certificates; return the port. Raise ConfigError."""
     address = join_host_port(host, port)
     try:
         # gRPC reports only that it cannot bind; the operating system also reports why.
@@ -296,7 +300,7 @@ class EpochStore(Store):
         super().__init__()
         self._member: dict[str, Any] = {"epoch": spec.epoch}
         self._prefix = f"{spec.group}/" if spec.group else ""
-        self._metadata = ((_KEY_METADATA, spec.store_key),)
+        self._metadata = ((KEY_METADATA, spec.store_key),)
         self._timeout_s = spec.timeout_s
         self._phase = phase
         self._peers = peers
@@ -312,7 +316,7 @@ class EpochStore(Store):
                 address = str(probe.getpeername()[0])
         except OSError as error:
             raise WeightSyncError(self._name, phase, f"cannot connect: {error}") from error
-        self._channel = _channel(join_host_port(address, spec.port), host, spec.certificates)
+        self._channel = member_channel(join_host_port(address, spec.port), host, spec.certificates)
         self._calls = services.RendezvousServiceStub(self._channel)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -426,7 +430,10 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-def _channel(target: str, host: str, certificates: TransferCertificates | None) -> grpc.Channel:
+def member_channel(
+    target: str, host: str, certificates: TransferCertificates | None
+) -> grpc.Channel:
+    """Open a connection of its own to an address; `host` is the name that it stands for."""
     if certificates is None:
         return grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(

@@ -3,10 +3,12 @@
 Input: weights and their version, or the changes since an earlier one. Output: one broadcast per
 version to all members of the current epoch: a header, the buckets, a trailer with the digest of
 each part. Workers that take the same share of the weights are in one group with a broadcast of its
-own; those of an epoch run at the same time. `join` waits for members, `broadcast` for each
-collective, up to the timeout or the stop event. That every byte was *sent* proves nothing about a
-receiver (sockets buffer megabytes); only its answer with the same digest does. After a failure the
-epoch is over: `form_group` starts the next one, and everything is sent again.
+own; those of an epoch run at the same time. If several trainer ranks hold the weights, each sends
+its part to groups of its own, and rank 0 steers the others (`OtherRank`). `join`
+waits for members, `broadcast` for each collective, up to the timeout or the stop event. That every
+byte was *sent* proves nothing about a receiver (sockets buffer megabytes); only its answer with the
+same digest does. After a failure the epoch is over: `form_group` starts the next one, and
+everything is sent again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TypeVar
@@ -23,37 +24,23 @@ from typing import TypeVar
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferCertificates, TransferGroupSpec
-from sluice.weight_share import WeightShare
-from sluice.weights.classes import ShareClass, rank_names, share_classes, specs_of
-from sluice.weights.digest import WeightDigests, combined_digest
-from sluice.weights.group import SENDER_NAME, TransferGroup
-from sluice.weights.plan import (
-    MOST_HIDING_BUCKETS,
-    TransferPlan,
-    WeightBuffer,
-    hiding_bucket_bytes,
-    plan_transfer,
-    stream_of,
+from sluice.weight_share import WHOLE, Holding, WeightShare
+from sluice.weights.classes import (
+    ShareClass,
+    bucket_bytes_of,
+    rank_names,
+    share_classes,
+    specs_of,
 )
+from sluice.weights.digest import combined_digest, joined
+from sluice.weights.group import SENDER_NAME, rank_name, run_together
+from sluice.weights.holdings import held_part, stream_bucket_bytes, stream_plans
+from sluice.weights.plan import MOST_HIDING_BUCKETS, TransferPlan, WeightBuffer
+from sluice.weights.rank_sender import Changes, JoinOrder, OtherRank, RankSender
 from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
-from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
-from sluice.weights.transfer import (
-    IN_FLIGHT,
-    Base,
-    BucketPort,
-    DeviceSendingPort,
-    DirectPort,
-    Trailer,
-    UpdateHeader,
-    broadcast_buckets,
-    send,
-    version_deadline_s,
-)
+from sluice.weights.transfer import Base, version_deadline_s
 
 _T = TypeVar("_T")
-
-Changes = Sequence[SparseUpdate | None]
-"""The changes to send to each class of workers; ``None``: it gets its share whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +52,7 @@ class BroadcastReport:
         bases: what each class of workers has now.
         sent_bytes: buckets of all classes, or their changes.
         dense_bytes: the shares of all classes.
+        rank_bytes: `sent_bytes` of each rank that sends.
     """
 
     version: int
@@ -73,6 +61,7 @@ class BroadcastReport:
     sent_bytes: int
     dense_bytes: int
     seconds: float
+    rank_bytes: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -86,7 +75,10 @@ class BroadcastReport:
 
 
 def broadcast_deadline_s(
-    tensors: Sequence[TensorSpec], bucket_bytes: int, timeout_s: float
+    tensors: Sequence[TensorSpec],
+    bucket_bytes: int,
+    timeout_s: float,
+    holdings: Sequence[Holding] = (),
 ) -> float:
     """Return the seconds that all collectives of one version may take together, of any share.
 
@@ -94,27 +86,18 @@ def broadcast_deadline_s(
         tensors: the tensors to send, tied weights once.
         bucket_bytes: of the `WeightSender`.
         timeout_s: for each collective.
+        holdings: of the `WeightSender`.
     """
-    plan = plan_transfer(tensors, hiding_bucket_bytes(tensors, bucket_bytes))
+    size = stream_bucket_bytes(tensors, bucket_bytes, WHOLE, holdings)
+    plans = [p for p in stream_plans(tensors, size, WHOLE, holdings) if p is not None]
+    longest = max(plans, key=lambda plan: len(plan.buckets))
     # A share has smaller buckets than the whole if it is small, and may then have a few more.
-    more = max(0, MOST_HIDING_BUCKETS - len(plan.buckets))
-    return version_deadline_s(plan, timeout_s) + more * timeout_s
-
-
-@dataclass(frozen=True, slots=True)
-class _ClassGroup:
-    """A class of workers and the group that they form with the sender."""
-
-    members: ShareClass
-    group: TransferGroup
-
-    @property
-    def plan(self) -> TransferPlan:
-        return self.members.plan
+    more = max(0, MOST_HIDING_BUCKETS - len(longest.buckets))
+    return version_deadline_s(longest, timeout_s) + more * timeout_s
 
 
 class WeightSender:
-    """The host of the rendezvous store and rank 0 of every epoch's groups.
+    """The host of the rendezvous store and a sender, rank 0 of its groups, in every epoch.
 
     Methods block; call them from one thread at a time. Any thread may call `abandon` and `close`.
 
@@ -128,12 +111,14 @@ class WeightSender:
         certificates: with which the rendezvous store serves TLS; none: it does not.
         keeps_base: whether receivers hold the version that they committed, for updates to build
             on. It costs them the memory of the weights once more.
+        holdings: of the trainer ranks that send, this one's first; none: it holds all weights.
+        others: the ranks of the other holdings, in their order.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - an address, the settings of groups, and the ranks
         self,
         *,
         device: Device,
@@ -144,15 +129,22 @@ class WeightSender:
         bind_host: str | None = None,
         certificates: TransferCertificates | None = None,
         keeps_base: bool = True,
+        holdings: Sequence[Holding] = (),
+        others: Sequence[OtherRank] = (),
     ) -> None:
         self._keeps_base = keeps_base
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._certificates = certificates
+        self._holdings, self._others = tuple(holdings), tuple(others)
         self._store = RendezvousStore(host, port, bind_host, certificates)
-        self._classes: tuple[_ClassGroup, ...] = ()
+        self._classes: tuple[ShareClass, ...] = ()
+        self._tensors: tuple[TensorSpec, ...] = ()
+        self._own: RankSender | None = None
+        self._order: JoinOrder | None = None
         self._last_epoch: int | None = None
+        self._entered: int | None = None  # the epoch that other ranks are in
 
     @property
     def port(self) -> int:
@@ -187,7 +179,7 @@ class WeightSender:
         """
         shares = shares or {}
         self._check_epoch(epoch, members)
-        classes = share_classes(members, tensors, shares, self._bucket_bytes)
+        classes = share_classes(members, tensors, shares, self._bucket_bytes, self._holdings)
         self.abandon(f"epoch {epoch} begins")
         # A new secret: a member of an earlier epoch that comes late cannot enter this one.
         store_key = secrets.token_bytes(KEY_BYTES)
@@ -200,26 +192,24 @@ class WeightSender:
             rank=0,
             world_size=0,
             backend=self._device.collective_backend,
-            bucket_bytes=classes[0].plan.bucket_bytes,
+            bucket_bytes=bucket_bytes_of(classes),
             timeout_s=self._timeout_s,
             tensors=tuple(tensors),
             plan_digest="",
             store_key=store_key,
+            holdings=self._holdings,
         )
         several = {name for name, given in shares.items() if len(given) > 1}
+        names = [rank_names(one, several) for one in classes]
+        self._classes, self._tensors = classes, tuple(tensors)
         # Members verify the store by certificates of their own; these hold the private key.
         own = replace(spec, certificates=self._certificates)
-        self._classes = tuple(
-            self._group_of(own, number, one, several) for number, one in enumerate(classes)
+        name = rank_name(self._holdings[0].rank) if self._holdings else SENDER_NAME
+        self._own = RankSender(
+            own, 0, [one.plans[0] for one in classes], name, names, self._device, self._keeps_base
         )
+        self._order = JoinOrder(spec, tuple(one.share for one in classes), tuple(names))
         return specs_of(spec, classes)
-
-    def _group_of(
-        self, spec: TransferGroupSpec, number: int, one: ShareClass, several: set[str]
-    ) -> _ClassGroup:
-        own = replace(spec, group=number, world_size=one.world_size, plan_digest=one.plan.digest)
-        names = {0: SENDER_NAME, **rank_names(one, several)}
-        return _ClassGroup(one, TransferGroup(own, names, self._device))
 
     def join(self, should_stop: threading.Event) -> None:
         """Enter the groups that `form_group` began; block until every member has entered.
@@ -229,9 +219,12 @@ class WeightSender:
 
         Raises:
             DeadlineError: members did not come in time; names them.
-            WeightSyncError: the formation failed or was stopped.
+            WeightSyncError: the formation failed or was stopped, here or on another rank.
         """
-        self._for_each([partial(one.group.form, should_stop) for one in self._current()])
+        own, order = self._current()
+        self._entered = order.spec.epoch
+        others = [partial(one.join, order, should_stop) for one in self._others]
+        self._together([partial(own.join, should_stop), *others])
 
     def encode_update(
         self,
@@ -239,24 +232,37 @@ class WeightSender:
         old: WeightBuffer,
         new: WeightBuffer,
         should_stop: threading.Event,
+        version: int = 0,
     ) -> Changes | None:
         """Return the changes to broadcast instead of all of `new`; ``None`` if they are too many.
 
+        Other ranks compute and keep those of their parts.
+
         Args:
             bases: of the report on `old`; every member of the epoch must have committed it.
-            old: its weights. They must not change until this returns.
+            old: its weights, or this rank's part. They must not change until this returns.
             new: the weights to be broadcast.
             should_stop: set it to give up early.
+            version: of `new`; only other ranks need it.
 
         Raises:
             InvalidRequestError: the weights are not those of the epoch.
             NotReadyError: there is no epoch.
+            WeightSyncError: another rank failed.
         """
-        changes = [
-            encode_update(one.plan, base, old, new, should_stop)
-            for one, base in zip(self._current(), bases, strict=True)
+        own, order = self._current()
+        found: list[Changes] = []
+
+        def encode() -> bool:
+            found.append(own.encode(bases, old, new, should_stop))
+            return any(found[0])
+
+        others: list[Callable[[], bool]] = [
+            partial(one.encode, order.spec.epoch, bases, version, self._limit_s(n), should_stop)
+            for n, one in enumerate(self._others, 1)
         ]
-        return changes if any(changes) else None
+        is_worthwhile = run_together([encode, *others], should_stop.set)
+        return found[0] if any(is_worthwhile) else None
 
     def broadcast(
         self,
@@ -268,9 +274,10 @@ class WeightSender:
         """Send one version to all members. Repeatable in one epoch.
 
         Args:
-            weights: exactly the tensors of the epoch, in their order. They are sent without a copy
-                if the wire is on the CPU and workers take all of them, and must not change until
-                this returns.
+            weights: exactly the tensors of the epoch in their order, or this rank's part of them.
+                They are sent without a copy if the wire is on the CPU and workers take all of
+                them, and must not change until this returns. Other ranks have a snapshot of the
+                same version.
             version: goes to the receivers in header and trailer.
             should_stop: set it when a member's control channel fails; the epoch is then over.
             update: from `encode_update` of the same weights; sent instead of them.
@@ -279,77 +286,73 @@ class WeightSender:
             InvalidRequestError: the weights are not those of the epoch; nothing was sent.
             NotReadyError: there is no formed group.
             WeightSyncError: a collective failed, stalled or was stopped. Names the members (any
-                of them may be the cause: probe them) and the bucket.
+                of them may be the cause: probe them, and the other ranks) and the bucket.
             DeadlineError: the whole took longer than all its collectives may together.
         """
-        classes = self._current()
-        _check_weights(classes[0].plan, weights)
-        changes = update or (None,) * len(classes)
+        own, order = self._current()
+        self._check_weights(weights)
         started = time.monotonic()
-        found = self._for_each(
-            [
-                partial(self._send, one, weights, version, should_stop, change)
-                for one, change in zip(classes, changes, strict=True)
-            ]
-        )
-        sizes = [one.plan.total_bytes for one in classes]
-        sent = [
-            size if change is None else sum(change.sizes)
-            for size, change in zip(sizes, changes, strict=True)
+        has_changes = update is not None
+        others = [
+            partial(
+                one.send,
+                order.spec.epoch,
+                version,
+                self._plans(n),
+                self._limit_s(n),
+                should_stop,
+                has_changes,
+            )
+            for n, one in enumerate(self._others, 1)
         ]
+        sent = self._together([partial(own.send, weights, version, should_stop, update), *others])
+        of_class = [joined([rank[n].digests for rank in sent]) for n in range(len(self._classes))]
+        parts = [digests.by_name for digests in of_class]
+        rank_bytes = tuple(sum(stream.num_bytes for stream in rank) for rank in sent)
         return BroadcastReport(
             version,
-            _member_digests(classes, found),
-            tuple(Base(version, digests.combined) for digests in found),
-            sum(sent),
-            sum(sizes),
+            _member_digests(self._classes, parts),
+            tuple(Base(version, digests.combined) for digests in of_class),
+            sum(rank_bytes),
+            sum(one.total_bytes for one in self._classes),
             time.monotonic() - started,
+            rank_bytes,
         )
+
+    def probe_others(self, timeout_s: float) -> None:
+        """Find out whether the other ranks still answer.
+
+        Raises:
+            WeightSyncError, DeadlineError: one does not; names it.
+        """
+        if self._others:
+            run_together([partial(one.probe, timeout_s) for one in self._others], lambda: None)
 
     def abandon(self, reason: str) -> None:
         """Leave the current epoch, if any, and return at once; a call in progress fails soon."""
-        for one in self._classes:
-            one.group.abandon(reason)
+        if self._own is not None:
+            self._own.abandon(reason)
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            for other in self._others:
+                other.leave(entered, reason)
 
     def close(self) -> None:
         """Leave the epoch and stop listening."""
         self.abandon("the sender is closed")
         self._store.close()
 
-    def _for_each(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
-        """Make the calls, one of each class, at the same time; if one fails, the epoch is over."""
-        if len(calls) == 1:
-            return [calls[0]()]
-        with ThreadPoolExecutor(len(calls), thread_name_prefix="weights-class") as threads:
-            running = [threads.submit(call) for call in calls]
-            ended, _ = wait(running, return_when=FIRST_EXCEPTION)
-            failed = [one for one in running if one in ended and one.exception() is not None]
-            if failed:  # the others' collectives must not wait until their deadlines
-                self.abandon("another group of the epoch failed")
-                failed[0].result()
-        return [one.result() for one in running]
+    def _together(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+        return run_together(calls, lambda: self.abandon("another group of the epoch failed"))
 
-    def _send(
-        self,
-        one: _ClassGroup,
-        weights: WeightBuffer,
-        version: int,
-        should_stop: threading.Event,
-        change: SparseUpdate | None,
-    ) -> WeightDigests:
-        group, plan = one.group, one.plan
-        bucket_port = self._port(plan, weights, change)
-        header = self._header(plan, version, change)
-        phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
+    def _plans(self, number: int) -> tuple[TransferPlan | None, ...]:
+        """Return the plans of a rank's streams, by class."""
+        return tuple(one.plans[number] for one in self._classes)
 
-        def send_all() -> WeightDigests:
-            send(group, header.encode(), phase, "the header", should_stop)
-            digests = broadcast_buckets(group, plan, bucket_port, phase, should_stop)
-            trailer = Trailer(version, plan.total_bytes, digests.parts)
-            send(group, trailer.encode(), phase, "the trailer", should_stop)
-            return digests
-
-        return group.run(send_all, phase, version_deadline_s(plan, self._timeout_s), should_stop)
+    def _limit_s(self, number: int) -> float:
+        """Return the seconds that a rank may take for a version."""
+        plans = [plan for plan in self._plans(number) if plan is not None]
+        return max((version_deadline_s(plan, self._timeout_s) for plan in plans), default=0.0)
 
     def _check_epoch(self, epoch: int, members: Sequence[str]) -> None:
         if self._last_epoch is not None and epoch <= self._last_epoch:
@@ -361,54 +364,37 @@ class WeightSender:
                 f"members {list(members)}: a group needs at least one receiver, each name once"
             )
 
-    def _current(self) -> tuple[_ClassGroup, ...]:
-        if not self._classes:
+    def _current(self) -> tuple[RankSender, JoinOrder]:
+        if self._own is None or self._order is None:
             raise NotReadyError("no transfer group: call form_group first")
-        return self._classes
+        return self._own, self._order
 
-    def _header(
-        self, plan: TransferPlan, version: int, update: SparseUpdate | None
-    ) -> UpdateHeader:
-        whole = tuple(bucket.num_bytes for bucket in plan.buckets)
-        sizes, base = (whole, None) if update is None else (update.sizes, update.base)
-        return UpdateHeader(version, sizes, base, keep=self._keeps_base)
-
-    def _port(
-        self, plan: TransferPlan, weights: WeightBuffer, update: SparseUpdate | None
-    ) -> BucketPort:
-        wire_device = self._device.torch_device
-        stream = stream_of(plan, weights, IN_FLIGHT)
-        if update is not None:
-            return ChangeSendingPort(update, stream, wire_device)
-        if wire_device.type == "cpu":
-            return DirectPort(stream)
-        return DeviceSendingPort(stream, plan, wire_device)
-
-
-def _check_weights(plan: TransferPlan, weights: WeightBuffer) -> None:
-    if weights.plan.tensors != plan.tensors:
-        different = sorted({*plan.tensors} ^ {*weights.plan.tensors}, key=lambda one: one.name)
-        raise InvalidRequestError(
-            f"weights: {different[:3]} are in only one of the epoch's {len(plan.tensors)} tensors "
-            f"and the {len(weights.plan.tensors)} given, or the order differs; form a new epoch "
-            "for other weights"
-        )
+    def _check_weights(self, weights: WeightBuffer) -> None:
+        part = held_part(self._tensors, WHOLE, self._holdings[0] if self._holdings else None)
+        expected = () if part is None else part[0]
+        if (given := weights.plan.tensors) != expected:
+            different = sorted({*expected} ^ {*given}, key=lambda one: one.name)
+            raise InvalidRequestError(
+                f"weights: {different[:3]} are in only one of the epoch's {len(expected)} tensors "
+                f"and the {len(given)} given, or the order differs; form a new epoch "
+                "for other weights"
+            )
 
 
 def _member_digests(
-    classes: Sequence[_ClassGroup], found: Sequence[WeightDigests]
+    classes: Sequence[ShareClass], found: Sequence[Mapping[str, bytes]]
 ) -> dict[str, str]:
     """Return the digest of each member: a part that several of its workers have counts once."""
     classes_of: dict[str, dict[int, None]] = {}
     for number, one in enumerate(classes):
-        for name, _ in one.members.workers:
+        for name, _ in one.workers:
             classes_of.setdefault(name, {})[number] = None
 
     @cache
     def digest_of(numbers: tuple[int, ...]) -> str:  # many members, few ways to divide
         parts: dict[str, bytes] = {}
         for number in numbers:
-            parts |= found[number].by_name
+            parts |= found[number]
         return combined_digest(parts)
 
     return {name: digest_of(tuple(numbers)) for name, numbers in classes_of.items()}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Cuts = tuple[Cut, ...]
+Ranges = tuple[tuple[int, int], ...]
 Slices = tuple[slice, ...]
 
 MAX_RANGES = 1024
@@ -104,6 +105,61 @@ def part_name(name: str, cuts: Cuts) -> str:
     return f"{name}[{';'.join(places)}]"
 
 
+def common_cuts(shape: Sequence[int], one: Cuts, other: Cuts) -> Cuts | None:
+    """Return what two parts of a tensor have in common; ``None``: nothing."""
+    ranges = {cut.dimension: cut.ranges for cut in one}
+    for cut in other:
+        here = ranges.get(cut.dimension, ((0, shape[cut.dimension]),))
+        ranges[cut.dimension] = _common_ranges(here, cut.ranges)
+    if not all(ranges.values()):
+        return None
+    # A dimension that is taken whole has no cut, so that a part has one name.
+    return tuple(
+        Cut(dimension, found)
+        for dimension, found in sorted(ranges.items())
+        if found != ((0, shape[dimension]),)
+    )
+
+
+def _common_ranges(one: Ranges, other: Ranges) -> Ranges:
+    pairs = ((max(a, b), min(a + n, b + m)) for a, n in one for b, m in other)
+    return tuple((start, stop - start) for start, stop in pairs if start < stop)
+
+
+def cuts_within(shape: Sequence[int], cuts: Cuts, outer: Cuts) -> Cuts:
+    """Return the cuts of a part's packed form that give a smaller part of the same tensor.
+
+    Args:
+        shape: of the whole tensor.
+        cuts: of the smaller part.
+        outer: of the part that contains it.
+    """
+    inner, around = ({c.dimension: c.ranges for c in given} for given in (cuts, outer))
+    found = []
+    for dimension in sorted({*inner, *around}):
+        whole: Ranges = ((0, shape[dimension]),)
+        held = around.get(dimension, whole)
+        ranges = _packed_ranges(inner.get(dimension, whole), held)
+        if ranges != ((0, sum(length for _, length in held)),):
+            found.append(Cut(dimension, ranges))
+    return tuple(found)
+
+
+def _packed_ranges(ranges: Ranges, held: Ranges) -> Ranges:
+    found: list[tuple[int, int]] = []
+    packed = 0
+    for first, size in held:
+        for start, length in ranges:
+            if first <= start < first + size:
+                place = packed + start - first
+                if found and sum(found[-1]) == place:  # neighbors only in the packed form
+                    start_before, length_before = found.pop()
+                    place, length = start_before, length_before + length
+                found.append((place, length))
+        packed += size
+    return tuple(found)
+
+
 def pack(tensor: Tensor, cuts: Cuts) -> Tensor:
     """Return a part of a tensor, packed; a view of it if that is possible."""
     if all(len(cut.ranges) == 1 for cut in cuts):
@@ -114,6 +170,16 @@ def pack(tensor: Tensor, cuts: Cuts) -> Tensor:
     for whole, packed in places(tensor.shape, cuts):
         part[packed].copy_(tensor[whole])
     return part
+
+
+def is_one_block(shape: Sequence[int], cuts: Cuts) -> bool:
+    """Return whether a part is one stretch of its tensor's memory."""
+    if num_blocks(cuts) > 1:
+        return False
+    part = part_shape(shape, cuts)
+    sizes = [(own, whole) for own, whole in zip(part, shape, strict=True) if whole != 1]
+    cut = [number for number, (own, whole) in enumerate(sizes) if own != whole]
+    return not cut or all(own == 1 for own, _ in sizes[: cut[-1]])
 
 
 def unpack(part: Tensor, cuts: Cuts, tensor: Tensor) -> None:

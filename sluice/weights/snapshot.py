@@ -16,12 +16,14 @@ import torch
 
 from sluice.errors import DeadlineError, InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec
+from sluice.weight_share import WHOLE, Holding
+from sluice.weights.holdings import held_part
 from sluice.weights.plan import MIN_BUCKET_BYTES, WeightBuffer, plan_transfer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """All weights of one version in one piece of CPU memory; read-only.
+    """All weights of one version, or a rank's part of them, in CPU memory; read-only.
 
     `serial` is unique in its `SnapshotBuffers`, also for a version that was written twice.
     """
@@ -34,20 +36,34 @@ class Snapshot:
 class SnapshotBuffers:
     """Two sets of weights in CPU memory, reused version after version.
 
-    Memory: twice the weights in their wire dtype. One writer, any number of readers, any threads.
+    Memory: twice the weights in their wire dtype, or twice the rank's part of them. One writer, any
+    number of readers, any threads. `plan` is the layout of each.
 
     Args:
         tensors: the weights as they travel; see `sluice.weights.plan.tensor_specs`.
         constant: names of those that never change; only the first write needs them.
+        holding: the part of the weights that is kept; ``None``: all of them.
+        is_pinned: in memory that a device copies to directly.
     """
 
     def __init__(
-        self, tensors: Iterable[TensorSpec], constant: Collection[str] = frozenset()
+        self,
+        tensors: Iterable[TensorSpec],
+        constant: Collection[str] = frozenset(),
+        holding: Holding | None = None,
+        *,
+        is_pinned: bool = False,
     ) -> None:
-        self._constant = frozenset(constant)
+        specs = tuple(tensors)
+        part = held_part(specs, WHOLE, holding)
+        if part is None:
+            raise InvalidRequestError("a snapshot: the rank holds none of the weights")
         # Memory has the layout of the wire, which does not depend on the size of buckets.
-        plan = plan_transfer(tuple(tensors), MIN_BUCKET_BYTES)
-        self._slots = (_SnapshotSlot(WeightBuffer(plan)), _SnapshotSlot(WeightBuffer(plan)))
+        plan = plan_transfer(part[0], MIN_BUCKET_BYTES, part[1])
+        self.plan = plan
+        self._constant = frozenset(constant) & {spec.name for spec in plan.tensors}
+        slots = [_SnapshotSlot(WeightBuffer(plan, is_pinned=is_pinned)) for _ in range(2)]
+        self._slots = (slots[0], slots[1])
         self._newest: _SnapshotSlot | None = None
         self._serial = 0
         self._released = threading.Condition()
@@ -104,6 +120,25 @@ class SnapshotBuffers:
                 raise NotReadyError("no snapshot of the weights was written yet")
             slot.readers += 1
             snapshot = slot.snapshot(slot.version)
+        try:
+            yield snapshot
+        finally:
+            self._release(slot)
+
+    @contextmanager
+    def read_version(self, version: int) -> Iterator[Snapshot]:
+        """Read a version as `read` does: the newest one or the one before it.
+
+        Raises:
+            NotReadyError: it was not written, or is overwritten.
+        """
+        with self._released:
+            slots = [s for s in self._slots if s.serial is not None and s.version == version]
+            if not slots:
+                raise NotReadyError(f"version {version}: no snapshot holds it; publish a newer one")
+            slot = max(slots, key=lambda one: one.serial or 0)
+            slot.readers += 1
+            snapshot = slot.snapshot(version)
         try:
             yield snapshot
         finally:

@@ -14,7 +14,6 @@ import torch
 
 from sluice.errors import InvalidRequestError, WeightSyncError
 from sluice.weights.delta import apply_change, encode_change, max_code_bytes
-from sluice.weights.group import SENDER_NAME
 from sluice.weights.plan import Bucket, PackedShare, TransferPlan, WeightBuffer, stream_of
 from sluice.weights.transfer import IN_FLIGHT, Base
 
@@ -48,13 +47,13 @@ def encode_update(
     Memory: the code, which is at most about `WORTHWHILE_SHARE` of the share.
 
     Args:
-        plan: of the wire; both buffers hold its tensors whole, in its order.
+        plan: of the wire; both buffers hold its parts.
         base: version and digest of `old`.
         old: the weights that every receiver holds.
         new: the weights that they will hold.
         should_stop: checked between two buckets.
     """
-    if not old.plan.tensors == new.plan.tensors == plan.tensors:
+    if old.plan != new.plan or not {*plan.tensors} <= {*new.plan.tensors}:
         raise InvalidRequestError("weights: only buffers of the epoch's tensors can be compared")
     allowed = WORTHWHILE_SHARE * plan.total_bytes
     codes: list[torch.Tensor] = []
@@ -91,9 +90,11 @@ class ChangeReceivingPort:
     """The receiver's port for changes, which it applies to the base in staging memory.
 
     Args:
-        staging: memory for the new weights; its plan is the plan of the wire.
-        base: the same tensors of the base; only read, unless it is the staging memory itself.
+        plan: of the wire.
+        staging: memory for the new weights.
+        base: the same parts of the base; only read, unless it is the staging memory itself.
         sizes: bytes of each bucket's changes.
+        sender: sends them, for errors.
         phase: for errors.
 
     Raises:
@@ -102,20 +103,22 @@ class ChangeReceivingPort:
 
     def __init__(
         self,
-        staging: WeightBuffer,
-        base: WeightBuffer,
+        plan: TransferPlan,
+        staging: WeightBuffer | PackedShare,
+        base: WeightBuffer | PackedShare,
         sizes: Sequence[int],
         device: torch.device,
+        sender: str,
         phase: str,
     ) -> None:
-        plan = staging.plan
         for bucket, size in zip(plan.buckets, sizes, strict=True):
             if not 0 < size <= max_code_bytes(plan, bucket):
                 raise ValueError(f"bucket {bucket.index + 1} claims changes of {size} bytes")
+        self._plan = plan
         self._staging = staging
         self._base = base
         self._sizes = tuple(sizes)
-        self._phase = phase
+        self._peer = sender, phase
         longest = max(sizes, default=0)
         self._ring = [
             torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)
@@ -125,17 +128,21 @@ class ChangeReceivingPort:
         return self._ring[bucket.index % IN_FLIGHT][: self._sizes[bucket.index]]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Apply the changes; return the bucket's new bytes, in staging memory.
+        """Apply the changes; return the bucket's new bytes.
 
         Raises:
             WeightSyncError: the bytes that arrived are not changes of this bucket.
         """
-        plan, content = self._staging.plan, self._staging.bucket(bucket)
-        if self._base is not self._staging:
-            content.copy_(self._base.bucket(bucket))
+        content = self._old(bucket)
         try:
-            apply_change(plan, bucket, wire.cpu().numpy(), content.numpy())
+            apply_change(self._plan, bucket, wire.cpu().numpy(), content.numpy())
         except ValueError as error:
-            item = f"bucket {bucket.index + 1} of {len(plan.buckets)}"
-            raise WeightSyncError(SENDER_NAME, self._phase, f"{item}: {error}") from error
-        return content
+            item = f"bucket {bucket.index + 1} of {len(self._plan.buckets)}"
+            raise WeightSyncError(*self._peer, f"{item}: {error}") from error
+        return self._staging.put(bucket, content)
+
+    def _old(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bucket of the base, to be written to."""
+        if self._base is self._staging or isinstance(self._base, PackedShare):
+            return self._base.bucket(bucket)  # packed: a copy that nothing else reads
+        return self._staging.bucket(bucket).copy_(self._base.bucket(bucket))

@@ -202,24 +202,33 @@ class DeviceSendingPort:
 
     def load(self, bucket: Bucket) -> torch.Tensor:
         wire = self._ring[bucket.index % IN_FLIGHT][: bucket.num_bytes]
-        return wire.copy_(self._buffer.bucket(bucket))
+        # The collective starts behind the copy, and neither memory changes until it has ended.
+        return wire.copy_(self._buffer.bucket(bucket), non_blocking=True)
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
         return self._buffer.bucket(bucket)
 
 
-class DeviceReceivingPort:
-    """The receiver's port for a device: it copies each bucket into the buffer."""
+class CopyingPort:
+    """The receiver's port for a device, or for parts that lie apart: it copies each bucket there.
 
-    def __init__(self, buffer: WeightBuffer, device: torch.device) -> None:
-        self._buffer = buffer
-        self._ring = _ring(buffer.plan, device)
+    Args:
+        stream: the destination.
+        plan: of the wire.
+        device: of the wire.
+    """
+
+    def __init__(
+        self, stream: WeightBuffer | PackedShare, plan: TransferPlan, device: torch.device
+    ) -> None:
+        self._stream = stream
+        self._ring = _ring(plan, device)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
         return self._ring[bucket.index % IN_FLIGHT][: bucket.num_bytes]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        return self._buffer.bucket(bucket).copy_(wire)
+        return self._stream.put(bucket, wire)
 
 
 def send(

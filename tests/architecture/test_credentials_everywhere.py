@@ -18,7 +18,7 @@ HOMES = {
     "sluice/launch/health_probe.py",  # asks the probe server of its own host, and loads no more
     "sluice/rpc/client.py",
     "sluice/rpc/server.py",
-    "sluice/weights/rendezvous.py",  # by each epoch's secret, and the certificates of its spec
+    "sluice/weights/rendezvous.py",  # by secrets of epochs and runs, and certificates
 }
 
 

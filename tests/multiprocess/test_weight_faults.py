@@ -23,7 +23,7 @@ from sluice.types import TensorSpec, TrainBatch
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from tests.support.loop_world import World, run, until
 from tests.support.weight_digest import plain_digest
-from tests.support.weight_fault_fleet import TIMEOUT_S, FaultFleet, Replica, fault_fleet
+from tests.support.weight_fault_fleet import FaultFleet, Replica, fault_fleet
 from tests.support.weight_fleet import PeerProcess, peer_processes
 
 _SPECS = (
@@ -142,7 +142,7 @@ class _BesideSteps(World):
         return {}
 
     async def freeze(self, version: int) -> None:
-        self._to.snapshots.write(_weights(version).items(), version, TIMEOUT_S)
+        self._to.freeze(version, _weights(version))
 
     async def publish(self, version: int) -> PublishReport:
         if 0 < version < 3:
@@ -193,22 +193,30 @@ async def _check(fleet: FaultFleet, fault: _Fault) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sends_changes", "check"),
-    [(False, _check), (True, _check), (True, _check_beside_steps)],
-    ids=["whole", "changes", "beside a step"],
+    ("sends_changes", "check", "has_halves"),
+    [
+        (False, _check, False),
+        (True, _check, False),
+        (True, _check_beside_steps, False),
+        (True, _check, True),
+    ],
+    ids=["whole", "changes", "beside a step", "from two ranks"],
 )
 @pytest.mark.parametrize("name", _FAULTS)
 async def test_a_fault_costs_at_most_the_replica_that_has_it(
     name: str,
     sends_changes: bool,
     check: Callable[[FaultFleet, _Fault], Awaitable[None]],
+    has_halves: bool,
     processes: _Processes,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
     fault = _FAULTS[name]
     victim, other = peers = processes.take(["victim", "other"])
-    async with fault_fleet(peers, _SPECS, sends_changes=sends_changes) as fleet:
+    async with fault_fleet(
+        peers, _SPECS, sends_changes=sends_changes, has_halves=has_halves
+    ) as fleet:
         await check(fleet, fault)
     said = " ".join(record.getMessage() for record in caplog.records)
     if fault.said:

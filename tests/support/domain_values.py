@@ -24,7 +24,7 @@ from sluice.types import (
     TransferGroupSpec,
     VersionSpan,
 )
-from sluice.weight_share import Cut, WeightShare, WorkerPlace
+from sluice.weight_share import Cut, Holding, WeightShare, WorkerPlace
 
 names = st.text(min_size=1, max_size=8)
 words = st.text(max_size=12)
@@ -118,6 +118,21 @@ tensor_specs = st.builds(
 )
 
 
+ranges = st.tuples(st.integers(0, 2**40), st.integers(1, 2**40))
+cuts = st.builds(Cut, st.integers(0, 7), st.lists(ranges, min_size=1, max_size=3).map(tuple))
+weight_shares = st.builds(
+    WeightShare,
+    st.lists(st.tuples(words, st.lists(cuts, min_size=1, max_size=2).map(tuple)), max_size=3).map(
+        tuple
+    ),
+)
+holdings = st.builds(
+    Holding,
+    st.integers(0, 1000),
+    st.lists(st.tuples(words, st.lists(cuts, max_size=2).map(tuple)), max_size=3).map(tuple),
+)
+
+
 @st.composite
 def transfer_groups(draw: st.DrawFn) -> TransferGroupSpec:
     world_size = draw(st.integers(2, 1000))
@@ -135,17 +150,10 @@ def transfer_groups(draw: st.DrawFn) -> TransferGroupSpec:
         plan_digest=draw(words),
         store_key=draw(st.sampled_from([b"", bytes(range(32))])),
         ranks=draw(st.integers(1, world_size - rank)),
+        holdings=tuple(draw(st.lists(holdings, max_size=2))),
     )
 
 
-ranges = st.tuples(st.integers(0, 2**40), st.integers(1, 2**40))
-cuts = st.builds(Cut, st.integers(0, 7), st.lists(ranges, min_size=1, max_size=3).map(tuple))
-weight_shares = st.builds(
-    WeightShare,
-    st.lists(st.tuples(words, st.lists(cuts, min_size=1, max_size=2).map(tuple)), max_size=3).map(
-        tuple
-    ),
-)
 worker_places = st.builds(
     WorkerPlace,
     st.integers(0, 65535),

@@ -19,7 +19,6 @@ from services.rollout.engines.protocol import (
     GenerationRequest,
     PartialSample,
     SampleChunk,
-    num_tokens,
 )
 from sluice.errors import InvalidRequestError
 from sluice.types import FinishReason, TokenIds
@@ -37,6 +36,7 @@ from tests.support.engine_contract_world import (
     chunks_of,
     generate,
     greedy_tokens,
+    num_tokens,
     settled,
     until,
 )

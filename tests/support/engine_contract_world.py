@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,8 @@ from tests.support.weight_digest import plain_digest
 SLOTS, MAX_MODEL_LEN = 128, 2048
 TIED, UNTIED = "qwen3", "llama"
 FAMILIES = (TIED, UNTIED)
+EXPERTS = "qwen3_moe"
+"""A mixture of experts, whose weights transformers holds fused and vendors know one by one."""
 EngineFactory = Callable[[Path], Engine]
 """Makes an engine for a folder with a configuration: `SLOTS` samples at once of `MAX_MODEL_LEN`
 tokens, float32, on the CPU, which recomputes caches after a swap."""
@@ -60,6 +62,19 @@ SavedWeights = Callable[[Any, Path, int], Awaitable[None]]
 come the way that the trainer's do."""
 
 
+_ARCHITECTURES = {
+    TIED: "Qwen3ForCausalLM",
+    UNTIED: "LlamaForCausalLM",
+    EXPERTS: "Qwen3MoeForCausalLM",
+}
+_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
 def save_contract_config(family: str, directory: Path, *, key_value_heads: int = 1) -> Path:
     """A configuration that every engine can run; heads of 64 are the smallest some can."""
     config = AutoConfig.for_model(
@@ -76,7 +91,8 @@ def save_contract_config(family: str, directory: Path, *, key_value_heads: int =
         eos_token_id=EOS,
         bos_token_id=0,
         pad_token_id=0,
-        architectures=["Qwen3ForCausalLM" if family == TIED else "LlamaForCausalLM"],
+        architectures=[_ARCHITECTURES[family]],
+        **(_EXPERTS if family == EXPERTS else {}),
     )
     config.save_pretrained(directory)
     return directory
@@ -98,6 +114,7 @@ class Trainer:
     ranks: int = 1
     epoch: int = 0
     version: int = 0
+    received_bytes: int = 0
     _never: threading.Event = field(default_factory=threading.Event)
 
     async def form(self) -> TransferGroupSpec:
@@ -117,7 +134,10 @@ class Trainer:
         return specs["replica"]
 
     async def stage(self, model: PreTrainedModel) -> str:
-        """Broadcasts the model as the next version; returns the digest the engine computed."""
+        """Broadcasts the model as the next version; returns the digest the engine computed.
+
+        `received_bytes` is then what the worker with the most has received of it.
+        """
         if self.epoch == 0:
             await self.form()
         self.version += 1
@@ -133,6 +153,7 @@ class Trainer:
         assert staged.result().digest == sent.result().digest
         if not self.engine.weight_shares:
             assert staged.result().digest == plain_digest(weights)
+        self.received_bytes = staged.result().received_bytes
         return staged.result().digest
 
     async def publish(self, model: PreTrainedModel) -> None:
@@ -226,6 +247,11 @@ async def chunks_of(
 async def generate(engine: Engine, wanted: GenerationRequest) -> Samples:
     """Runs a request to its end."""
     return samples_of(await chunks_of(engine, wanted))
+
+
+def num_tokens(chunks: Iterable[SampleChunk]) -> int:
+    """The tokens in all chunks."""
+    return sum(int(chunk.token_ids.size) for chunk in chunks)
 
 
 async def until(holds: Callable[[], bool]) -> None:

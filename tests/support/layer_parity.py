@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.trainer.learner.batch.micro_batch import (
-    MicroBatch,
-    TrainingRow,
-    build_micro_batch,
-    training_rows,
-)
+from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.checkpoint.adapter_files import Adapter
+from sluice.types import TokenIds
 from sluice.weights.adapters import (
     A_SUFFIX,
     B_SUFFIX,
@@ -24,6 +21,15 @@ from sluice.weights.adapters import (
     adapted_part,
     is_of_experts,
     names_in_files,
+)
+from tests.support.episodes import (
+    COMPACTED,
+    LINEAR,
+    READS_FIRST,
+    TREE,
+    UNTRAINED,
+    make_episodes,
+    sequence_before,
 )
 from tests.support.tiny_policy import make_group
 
@@ -38,9 +44,13 @@ Gradients = dict[str, torch.Tensor]
 
 
 def parity_rows(data_rank: int = 0, data_size: int = 1) -> list[TrainingRow]:
-    """The rows of one of so many ranks: four of a prompt."""
+    """The rows of one of so many ranks: four of a prompt; two prompts have episodes."""
     lengths = [(1, 16, 3, 7), (2, 2, 9, 1), (16, 15, 14, 13), (5, 1, 1, 12)]
     groups = [make_group(seed, one) for seed, one in enumerate(lengths)]
+    groups += [
+        make_episodes(4, (LINEAR, TREE, COMPACTED, READS_FIRST)),
+        make_episodes(5, (TREE, UNTRAINED, LINEAR, COMPACTED)),
+    ]
     rows = training_rows(groups, [range(4 * g, 4 * g + 4) for g in range(len(groups))])
     return [row for row in rows if row.group % data_size == data_rank]
 
@@ -65,12 +75,25 @@ def weighed(
     return loss if entropy is None else loss + 0.1 * entropy.sum()
 
 
-def plain(model: PreTrainedModel, *, with_entropy: bool = False) -> tuple[torch.Tensor, Gradients]:
-    """Logprobs [N] and gradients of all rows, of a model with eager attention and no packing."""
-    rows = parity_rows()
+def plain(
+    model: PreTrainedModel,
+    *,
+    with_entropy: bool = False,
+    some: list[TrainingRow] | None = None,
+) -> tuple[torch.Tensor, Gradients]:
+    """Logprobs [N] and gradients of rows, of a model with eager attention and no packing.
+
+    The rows are those of `parity_rows`, unless there are `some`.
+    """
+    rows = some or parity_rows()
+    packed = pack(rows)
     found = [_of_row(model, row) for row in rows]
-    logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
-    loss = weighed(logprobs, pack(rows), entropy if with_entropy else None)
+    # The tokens that are trained, in packed order.
+    places = list(zip(packed.rows.tolist(), packed.columns.tolist(), strict=True))
+    logprobs, entropy = (
+        torch.stack([found[row][part][column] for row, column in places]) for part in (0, 1)
+    )
+    loss = weighed(logprobs, packed, entropy if with_entropy else None)
     return logprobs.detach(), gradients(model, loss)
 
 
@@ -127,12 +150,27 @@ def _layers(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _of_row(model: PreTrainedModel, row: TrainingRow) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = np.concatenate([row.prompt_token_ids, row.token_ids]).astype(np.int64)
-    logits = model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
-    prompt = row.prompt_token_ids.size
-    logprobs = (logits[prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    """Logprobs and entropies [tokens] of all that was sampled; each turn has a pass of its own."""
+    turns = [
+        (sequence_before(row.prompt_token_ids, row.turns, number), turn.token_ids)
+        for number, turn in enumerate(row.turns)
+    ]
+    parts = [
+        _sampled(model, before, own)
+        for before, own in turns or [(row.prompt_token_ids, row.token_ids)]
+    ]
+    logprobs, entropy = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def _sampled(
+    model: PreTrainedModel, before: TokenIds, own: TokenIds
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.from_numpy(np.concatenate([before, own]).astype(np.int64))
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    logprobs = (logits[before.size - 1 : -1] / TEMPERATURE).log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(1, torch.from_numpy(tokens[prompt:, None]))[:, 0], entropy
+    return logprobs.gather(1, tokens[before.size :, None])[:, 0], entropy
 
 
 def gradients(model: PreTrainedModel, loss: torch.Tensor) -> Gradients:

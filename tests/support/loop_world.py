@@ -17,6 +17,7 @@ from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.step_metrics import RunScale, ValidationReport
 from sluice.algorithm.accounting import ReplicaCounters
+from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -138,11 +139,11 @@ class World:
     async def announce(
         self,
         version: int,
-        replicas: Sequence[ReplicaInfo],
+        replicas: Sequence[AnnouncedReplica],
         progress: Callable[[], DataProgress | None],
         /,
     ) -> None:
-        names = "".join(info.name for info in replicas)
+        names = "".join(map(_shown, replicas))
         self.reported_progress, stands_at = progress, progress()
         resuming = f" from {stands_at.low_water}" if stands_at else ""
         await self.happens(f"announce {version} on {names}{resuming}")
@@ -206,6 +207,12 @@ class World:
         for info in self.fleet.in_state(MemberState.PENDING):
             await self.happens(f"seed {info.name}")
             self.fleet.mark_serving(info, self.published or 0)
+
+
+def _shown(replica: AnnouncedReplica) -> str:
+    """The name of a replica, in brackets if it is held."""
+    name = replica.info.name
+    return f"[{name}]" if replica.use is ReplicaUse.VALIDATION else name
 
 
 class Record:

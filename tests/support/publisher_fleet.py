@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,8 +13,9 @@ from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import WeightPublisher
 from sluice.device.cpu import CpuDevice
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
-from sluice.weight_share import WHOLE, WeightShare
+from sluice.weight_share import WHOLE, Holding, WeightShare
 from sluice.weights.plan import tensor_specs
+from sluice.weights.rank_sender import OtherRank
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
@@ -113,13 +114,15 @@ class Trainer:
         *,
         sends_changes: bool = True,
         specs: tuple[TensorSpec, ...] | None = None,
-        constant: frozenset[str] = frozenset(),
+        snapshots: SnapshotBuffers | None = None,
+        holdings: Sequence[Holding] = (),
+        others: Sequence[OtherRank] = (),
         swaps_at_once: Callable[[int], int] = int,
     ) -> None:
         specs = specs or tensor_specs(weights(0).items())
         self.fleet = Fleet(LAYOUT, 1e9, weights=specs)
         self.replicas: dict[str, Replica] = {}
-        self.snapshots = SnapshotBuffers(specs, constant)
+        self.snapshots = snapshots or SnapshotBuffers(specs)
         self.publisher = WeightPublisher(
             self.fleet,
             self.snapshots,
@@ -129,6 +132,8 @@ class Trainer:
                 bucket_bytes=1 << 20,
                 timeout_s=timeout_s,
                 keeps_base=sends_changes,
+                holdings=holdings,
+                others=others,
             ),
             connect=lambda info: self.replicas[info.instance_id],
             timeout_s=5.0,

@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -39,17 +39,21 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner import sequence_share, sharded_state
 from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import trained_model
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from sluice.concurrency.threads import OwnerThread
+from sluice.device.cpu import CpuDevice
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
 from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.vision.vision_shape import read_vision_shape
-from sluice.weights.plan import tensor_specs
+from sluice.weights import rank_sender
+from sluice.weights.group import TransferGroup
+from sluice.weights.rank_sender import OtherRank
 from tests.support.made_bytes import MadeBytes
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.taken_samples import MadeSamples, outline_of
@@ -66,6 +70,7 @@ from tests.support.tiny_policy import (
     with_critic,
 )
 from tests.support.vision_batches import make_image_batch
+from tests.support.weight_digest import plain_digest
 
 NUM_GROUPS = 4
 UNIFORM = (2, 3)
@@ -82,21 +87,31 @@ def answer(values: object) -> None:
 class Publishing:
     """A publisher with one replica in this process."""
 
-    def __init__(self, learner: Learner) -> None:
-        specs = tensor_specs(learner.named_weights(), torch.bfloat16)
-        self._trainer = Trainer(TIMEOUT_S, specs=specs, constant=learner.frozen_names)
+    def __init__(
+        self, frozen: FrozenWeights, others: Sequence[OtherRank], timeout_s: float
+    ) -> None:
+        self._trainer = Trainer(
+            timeout_s,
+            specs=frozen.tensors,
+            snapshots=frozen.snapshots,
+            holdings=frozen.holdings,
+            others=others,
+        )
         self._runner = asyncio.Runner()
         self._replica = self._trainer.add("replica")
 
     def publish(self, leader: RankLeader, version: int) -> dict[str, object]:
-        only_trained = self._trainer.snapshots.version is not None
-        with leader.weights(only_trained=only_trained) as whole:
-            self._trainer.snapshots.write(whole, version, TIMEOUT_S)
+        leader.freeze(version)
         report = self._runner.run(self._trainer.publisher.publish(version))
         served = self._replica.served
         assert served is not None
         assert (served.version, report.replicas) == (version, 1)
-        return {"digest": served.digest, "sent": report.sent_bytes, "all": report.dense_bytes}
+        return {
+            "digest": plain_digest(served.tensors),
+            "sent": report.sent_bytes,
+            "all": report.dense_bytes,
+            "ranks": report.rank_bytes,
+        }
 
     def close(self) -> None:
         self._runner.run(self._trainer.publisher.close())
@@ -123,7 +138,13 @@ def made_batch(model: Path, batch_id: str) -> TrainBatch:
     return replace(batch, batch_id=batch_id)
 
 
-def obey(leader: RankLeader, learner: Learner, model: Path) -> None:
+def obey(
+    leader: RankLeader,
+    frozen: FrozenWeights,
+    others: Sequence[OtherRank],
+    model: Path,
+    sends_within_s: float,
+) -> None:
     saving = Saving()
     with ExitStack() as stack:
         publishing: Publishing | None = None
@@ -131,7 +152,7 @@ def obey(leader: RankLeader, learner: Learner, model: Path) -> None:
             command, argument = line.split()
             if command == "publish":
                 if publishing is None:
-                    publishing = Publishing(learner)
+                    publishing = Publishing(frozen, others, sends_within_s)
                     stack.callback(publishing.close)
                 answer(publishing.publish(leader, int(argument)))
             elif command == "begin":
@@ -214,9 +235,14 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":
-        with suppress(OSError), leader.weights() as whole:
-            next(whole)
+        parts = leader._learner.parts
+
+        def failing(*arguments: Any, **options: Any) -> Iterator[Any]:
+            yield next(iter(parts(*arguments, **options)))
             raise OSError("no space left")
+
+        with suppress(OSError), mock.patch.object(leader._learner, "parts", failing):
+            leader.freeze(99)
     return "done"
 
 
@@ -230,6 +256,20 @@ def dying(calls: int) -> Callable[..., torch.Tensor]:
         return exchange(*arguments)
 
     return exchanged
+
+
+def fail_to_send(phase: str, call: int, number: int) -> None:
+    """Let this rank signal itself at a call of a phase: ``form``, ``send`` (the header or trailer
+    of a version) or ``encode_update``."""
+    owner: Any = TransferGroup if phase == "form" else rank_sender
+    original, counts = getattr(owner, phase), count(1)
+
+    def failing(*arguments: Any) -> Any:
+        if next(counts) == call:
+            os.kill(os.getpid(), number)
+        return original(*arguments)
+
+    mock.patch.object(owner, phase, failing).start()
 
 
 def saved_weights(actor: Path) -> dict[str, torch.Tensor]:
@@ -266,6 +306,8 @@ def run(
     dies_in_exchange: int = 0,
     holds: str | None = None,
     refuses: tuple[int, str] | None = None,
+    sends_within_s: float = TIMEOUT_S,
+    fails_to_send: tuple[str, int, int] | None = None,
 ) -> None:
     if holds is not None:
         hold(Path(holds))
@@ -274,9 +316,8 @@ def run(
         parallel = TorchDistributed(select_device(device), timeout_s, forming_timeout_s)
     if refuses is not None and parallel.rank == refuses[0]:
         refuse(refuses[1])
-    for module, name in ((learner_module, "stream_rows"), (trained_model, "write_model")):
-        small = partial(getattr(module, name), bucket_bytes=BUCKET_BYTES)
-        mock.patch.object(module, name, small).start()
+    small = partial(trained_model.write_model, bucket_bytes=BUCKET_BYTES)
+    mock.patch.object(trained_model, "write_model", small).start()
     config = on_device(make_config(model, NUM_GROUPS, **actor), device)
     config = adapting(config, **(adapters or {}))
     if frozen is not None:
@@ -286,14 +327,21 @@ def run(
         config = recomputing(config)
     if dies_in_exchange and parallel.rank == parallel.world_size - 1:
         mock.patch.object(sequence_share, "_exchanged", dying(dies_in_exchange)).start()
+    if fails_to_send is not None and parallel.rank == parallel.world_size - 1:
+        fail_to_send(*fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
-    answer("ready")
-    assert sys.stdin.readline() == "go\n"
     samples = MadeSamples(partial(made_batch, model))
-    if parallel.rank == 0:
-        obey(RankLeader(learner, parallel, timeout_s, samples), learner, model)
-    else:
-        follow(learner, parallel, samples)
+    frozen = FrozenWeights(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
+    with connected_ranks(
+        frozen, parallel, device=CpuDevice(), timeout_s=sends_within_s, keeps_base=True
+    ) as others:
+        answer("ready")
+        assert sys.stdin.readline() == "go\n"
+        if parallel.rank == 0:
+            leader = RankLeader(learner, parallel, timeout_s, samples, frozen)
+            obey(leader, frozen, others, model, sends_within_s)
+        else:
+            follow(learner, parallel, samples, frozen)
     answer({"held_bytes": held_bytes()})
     parallel.close()
 

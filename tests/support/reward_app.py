@@ -15,15 +15,17 @@ from services.reward.generation.request import GenerateEvent, GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.scorers.math_dapo import compute_score
 from services.reward.prompts.submissions import Submission, SubmissionSession
-from sluice.algorithm.routing import AnnouncedReplica
+from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.config.run import RunConfig
 from sluice.types import ChatMessage, Failed, ReplicaInfo, Rollout, Scored, TokenIds, TrainBatch
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
 
 
-def replica(name: str, version: int = 0, *, slots: int = 64) -> AnnouncedReplica:
+def replica(
+    name: str, version: int = 0, *, slots: int = 64, use: ReplicaUse = ReplicaUse.ANY
+) -> AnnouncedReplica:
     """An announced replica."""
-    return AnnouncedReplica(ReplicaInfo(name, f"{name}-1", f"{name}:1", slots), version)
+    return AnnouncedReplica(ReplicaInfo(name, f"{name}-1", f"{name}:1", slots), version, use)
 
 
 @dataclass

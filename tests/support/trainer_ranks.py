@@ -108,6 +108,7 @@ def trainer(
     dies_in_exchange: int = 0,
     holds: Path | None = None,
     refuses: tuple[int, str] | None = None,
+    sends: dict[str, Any] | None = None,
     **actor: Any,
 ) -> Iterator[list[Rank]]:
     arguments = {
@@ -123,6 +124,7 @@ def trainer(
         "dies_in_exchange": dies_in_exchange,
         "holds": holds and str(holds),
         "refuses": refuses,
+        **(sends or {}),
     }
     with ranks_of("tests.support.rank_peer", world_size, arguments) as ranks:
         assert [rank.answer() for rank in ranks] == ["ready"] * world_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,14 @@ import torch
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import WeightPublisher
+from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.device.cpu import CpuDevice
 from sluice.errors import DeadlineError, InvalidRequestError, SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.weight_share import Cut, Holding
 from sluice.weights.sender import WeightSender
+from sluice.weights.share import pack
 from sluice.weights.snapshot import SnapshotBuffers
 from tests.support.weight_fleet import PeerProcess
 
@@ -107,12 +110,48 @@ class Replica:
             await asyncio.sleep(how)
 
 
+def halves(specs: tuple[TensorSpec, ...]) -> tuple[Holding, Holding]:
+    """Two ranks' holdings: each half of every tensor, but scalars, which rank 0 has."""
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for spec in specs:
+        if not spec.shape:
+            parts[0].append((spec.name, ()))
+            continue
+        middle = spec.shape[0] // 2
+        for own, start, stop in ((parts[0], 0, middle), (parts[1], middle, spec.shape[0])):
+            own.append((spec.name, (Cut(0, ((start, stop - start),)),)))
+    return Holding(0, tuple(parts[0])), Holding(1, tuple(parts[1]))
+
+
 class FaultFleet:
     """The trainer's side: what is frozen, who is a member, and the publisher."""
 
-    def __init__(self, specs: tuple[TensorSpec, ...], *, sends_changes: bool) -> None:
+    def __init__(
+        self, specs: tuple[TensorSpec, ...], *, sends_changes: bool, has_halves: bool = False
+    ) -> None:
         self.fleet = Fleet(_LAYOUT, 1e9)
-        self.snapshots = SnapshotBuffers(specs)
+        self._stack = ExitStack()
+        self._specs = specs
+        holdings = halves(specs) if has_halves else ()
+        self.snapshots = SnapshotBuffers(specs, holding=holdings[0] if holdings else None)
+        self._second: SnapshotBuffers | None = None
+        others: list[SendingRankClient] = []
+        if holdings:
+            self._second = SnapshotBuffers(specs, holding=holdings[1])
+            server = SendingRank(
+                1,
+                holdings,
+                specs,
+                self._second,
+                device=CpuDevice(),
+                timeout_s=TIMEOUT_S,
+                keeps_base=sends_changes,
+                host="127.0.0.1",
+                key=b"k",
+            )
+            self._stack.callback(server.close)
+            others.append(SendingRankClient(1, "127.0.0.1", server.port, b"k"))
+            self._stack.callback(others[0].close)
         self.replicas: dict[str, Replica] = {}
         self.publisher = WeightPublisher(
             self.fleet,
@@ -123,6 +162,8 @@ class FaultFleet:
                 bucket_bytes=1 << 18,
                 timeout_s=TIMEOUT_S,
                 keeps_base=sends_changes,
+                holdings=holdings,
+                others=others,
             ),
             connect=lambda info: self.replicas[info.name],
             timeout_s=2 * TIMEOUT_S,
@@ -136,8 +177,22 @@ class FaultFleet:
         self.fleet.register(replica.info, _LAYOUT, 0.0)
 
     async def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> Any:
-        self.snapshots.write(weights.items(), version, TIMEOUT_S)
+        self.freeze(version, weights)
         return await self.publisher.publish(version)
+
+    def freeze(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        held = [self.snapshots] if self._second is None else [self.snapshots, self._second]
+        for snapshots in held:
+            part = snapshots.plan
+            parts = [
+                (spec.name, pack(weights[spec.name], cuts))
+                for spec, cuts in zip(part.tensors, part.cuts, strict=True)
+            ]
+            snapshots.write(parts, version, TIMEOUT_S)
+
+    async def close(self) -> None:
+        await self.publisher.close()
+        self._stack.close()
 
     def serving(self) -> dict[str, int | None]:
         """Versions by name of who serves."""
@@ -150,13 +205,20 @@ class FaultFleet:
 
 @asynccontextmanager
 async def fault_fleet(
-    peers: list[PeerProcess], specs: tuple[TensorSpec, ...], *, sends_changes: bool
+    peers: list[PeerProcess],
+    specs: tuple[TensorSpec, ...],
+    *,
+    sends_changes: bool,
+    has_halves: bool = False,
 ) -> AsyncIterator[FaultFleet]:
-    """A fleet of these processes, registered in this order."""
-    fleet = FaultFleet(specs, sends_changes=sends_changes)
+    """A fleet of these processes, registered in this order.
+
+    With `has_halves` two ranks send, each its half.
+    """
+    fleet = FaultFleet(specs, sends_changes=sends_changes, has_halves=has_halves)
     try:
         for peer in peers:
             fleet.register(Replica(peer))
         yield fleet
     finally:
-        await fleet.publisher.close()
+        await fleet.close()

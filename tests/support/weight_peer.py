@@ -31,7 +31,7 @@ import torch
 from sluice.device.cpu import CpuDevice
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.plan import Bucket, WeightBuffer
+from sluice.weights.plan import Bucket
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.transfer import BucketPort, UpdateHeader
 from tests.support.weight_digest import plain_digest
@@ -59,7 +59,7 @@ class _FaultyPort:
             case {"signal": number}:
                 os.kill(os.getpid(), int(number))
             case {"flip": place}:
-                wire[int(place)] ^= 1
+                wire[int(place) % wire.numel()] ^= 1
             case {"cut": place}:
                 wire[int(place) :] = 0
             case {"wait": seconds}:
@@ -81,10 +81,8 @@ class _Peer(WeightReceiver):
     def held(self) -> StagedWeights | None:
         return self._held
 
-    def _port_for(
-        self, header: UpdateHeader, buffer: WeightBuffer, held: StagedWeights | None, phase: str
-    ) -> BucketPort:
-        return _FaultyPort(super()._port_for(header, buffer, held, phase), self.fault)
+    def _port_for(self, header: UpdateHeader, *arguments: Any) -> BucketPort:
+        return _FaultyPort(super()._port_for(header, *arguments), self.fault)
 
 
 def _run(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,10 @@ class EpisodeGenerator:
         """When streams and groups are given up."""
         return self._dispatcher.rules
 
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica is held at this version."""
+        return self._dispatcher.may_validate(version)
+
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None
     ) -> RolloutGroup:

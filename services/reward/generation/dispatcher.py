@@ -37,6 +37,7 @@ from services.reward.generation.stream import CollectedSamples, StreamEnd, Strea
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
 from sluice.algorithm.routing import (
     AnnouncedReplica,
+    Offer,
     ReplicaRequirement,
     ReplicaRouter,
     Reservation,
@@ -52,6 +53,7 @@ from sluice.errors import (
     PromptTooLongError,
     SequenceTooLongError,
     SluiceError,
+    ValidationFailedError,
 )
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
 from sluice.types import FailureKind, Rollout, RolloutGroup, SamplingParams
@@ -110,8 +112,17 @@ class ReplicaQueue:
         self._fleet.announce(replicas)
         self._capacity_changed()
 
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica, busy or paused, serves validations of `version`."""
+        wanted = ReplicaRequirement(1, version, version)
+        return any(wanted.takes(offer) for offer in self._fleet.offers)
+
     async def reserve(self, wanted: ReplicaRequirement, rank: tuple[bool, int]) -> Reservation:
-        """Reserve capacity on a replica; the caller gives it back. The lowest `rank` is first."""
+        """Reserve capacity on a replica; the caller gives it back. The lowest `rank` is first.
+
+        Raises:
+            ValidationFailedError: no replica may validate the wanted version, and none will.
+        """
         reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         waiter = _QueuedGroup(rank, wanted, reserved)
         self._waiters.append(waiter)
@@ -121,7 +132,7 @@ class ReplicaQueue:
             with waiting_for("rollout fleet", "freeing capacity for a group"):
                 return await reserved
         except asyncio.CancelledError:
-            if reserved.done() and not reserved.cancelled():
+            if reserved.done() and not reserved.cancelled() and not reserved.exception():
                 self._fleet.give_back(reserved.result())
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -144,6 +155,10 @@ class ReplicaQueue:
         for _ in range(count):
             self._fleet.sequence_ended(reservation)
         self._capacity_changed()
+
+    def context_ended(self, num_tokens: int) -> None:
+        """Note the tokens of a finished sequence, prompt included; see `ReplicaRouter`."""
+        self._fleet.context_ended(num_tokens)
 
     def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
         """Return whether another replica than `member` would take the group at once."""
@@ -169,22 +184,31 @@ class ReplicaQueue:
     def _serve(self) -> None:
         """Reserve capacity in order.
 
-        A group is served before an earlier one only if no replica serves the version that the
-        earlier one needs.
+        A group is served before an earlier one only by a replica that the earlier one cannot use.
         """
-        now = time.monotonic()
+        now, offers = time.monotonic(), self._fleet.offers
         still_waiting: list[_QueuedGroup] = []
-        blocked = False
+        taken: set[Offer] = set()
         for waiter in self._waiters:
-            member = None if blocked else self._fleet.choose(waiter.wanted, now)
-            if member is not None and not waiter.reserved.done():
-                waiter.reserved.set_result(
-                    self._fleet.reservation(member, waiter.wanted.num_sequences)
-                )
+            wanted = waiter.wanted
+            is_served = len(taken) < len(offers) and not waiter.reserved.done()
+            member = self._fleet.choose(wanted, now, taken) if is_served else None
+            if member is not None:
+                waiter.reserved.set_result(self._fleet.reservation(member, wanted.num_sequences))
                 continue
-            blocked = blocked or self._fleet.serves(waiter.wanted)
+            taken.update(offer for offer in offers if wanted.takes(offer))
+            if not waiter.reserved.done() and wanted.came_too_late(offers):
+                waiter.reserved.set_exception(_no_replica(wanted))
+                continue
             still_waiting.append(waiter)
         self._waiters = still_waiting
+
+
+def _no_replica(wanted: ReplicaRequirement) -> ValidationFailedError:
+    return ValidationFailedError(
+        f"validating version {wanted.highest_version}: no replica that serves it is left; the "
+        "others have, or are about to get, another version"
+    )
 
 
 class GroupDispatcher:
@@ -218,13 +242,20 @@ class GroupDispatcher:
         self.num_received: Counter[Purpose] = Counter()
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
-        """Take on a new fleet; streams of replicas that are gone end, their groups go elsewhere."""
+        """Take on a new fleet; groups go elsewhere from replicas that are gone.
+
+        Groups of a validation also leave a replica that is about to get another version.
+        """
         self._queue.announce(replicas)
         for watch in self._streams:
-            if watch.member.removed:
+            if watch.must_move is not None:
                 watch.reschedule()
         self._rates.retain({replica.info.name for replica in replicas})
         await self._client.announced([replica.info for replica in replicas])
+
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica, busy or paused, serves validations of `version`."""
+        return self._queue.may_validate(version)
 
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None
@@ -243,6 +274,7 @@ class GroupDispatcher:
             GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
                 too many attempts failed (and the request allows no missing samples), or the group
                 ended before any of its samples finished.
+            ValidationFailedError: no replica may validate the wanted version any more.
         """
         collected = CollectedSamples(request, on_sample)
         await self.collect(collected)
@@ -349,7 +381,7 @@ class GroupDispatcher:
             try:
                 async with asyncio.timeout(None) as scope:
                     watch = StreamWatch(
-                        scope, reservation.member, self.rules, progress, missing, _now()
+                        scope, reservation.member, self.rules, collected.request, missing, _now()
                     )
                     with self._registered(watch), progress.observed(watch.reschedule):
                         async for event in events:
@@ -399,6 +431,11 @@ class GroupDispatcher:
             self.num_received[request.purpose] += request.progress.num_received - num_before
         if arrival.num_finished:
             self._queue.sequences_ended(reservation, arrival.num_finished)
+            prompt = request.progress.prompt_token_ids
+            for rollout in event.rollouts:
+                self._queue.context_ended(
+                    (0 if prompt is None else prompt.size) + rollout.num_tokens
+                )
         if event.deltas or event.rollouts:
             watch.pace.arrived(arrival.new_tokens, arrival.ended, now)
         elif event.engine_tokens is not None:
@@ -438,7 +475,7 @@ class GroupDispatcher:
             "prompt %s: replica %s is %s, its samples continue elsewhere: %s; the group: %s",
             *(prompt_id, name, end, state, collected.state()),
         )
-        if end is StreamEnd.REPLICA_REMOVED:
+        if end in (StreamEnd.REPLICA_REMOVED, StreamEnd.REPLICA_SWAPS):
             return None
         self._queue.pause(watch.member)
         if end is StreamEnd.SLOW:

@@ -296,6 +296,10 @@ class SampleGenerator(Protocol):
         """When streams and groups are given up."""
         ...
 
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica is held at this version; see `GroupDispatcher.may_validate`."""
+        ...
+
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None
     ) -> RolloutGroup:

@@ -12,7 +12,6 @@ import numpy as np
 from services.reward.generation.request import (
     PHASE,
     GenerateEvent,
-    GroupProgress,
     GroupRequest,
     SampleCallback,
 )
@@ -243,13 +242,14 @@ class StreamEnd(StrEnum):
     """Why a stream ended without an error."""
 
     REPLICA_REMOVED = "removed"
+    REPLICA_SWAPS = "about to leave the validated version"
     STALLED = "stalled"
     SLOW = "slow"
     GROUP_OVER = "group over"
 
 
 class StreamWatch:
-    """Ends a stream that stalls or loses its replica, or whose group is over.
+    """Ends a stream that stalls or must leave its replica, or whose group is over.
 
     It waits for nothing itself: each `reschedule` moves the deadline of the scope that reads the
     stream.
@@ -258,7 +258,7 @@ class StreamWatch:
         scope: the scope that reads the stream.
         member: its replica.
         rules: when a stream is given up.
-        progress: its group's.
+        request: its group's.
         sample_indexes: the samples requested.
         now: seconds of the event loop's clock.
     """
@@ -268,19 +268,31 @@ class StreamWatch:
         scope: asyncio.Timeout,
         member: RoutedReplica,
         rules: StragglerRules,
-        progress: GroupProgress,
+        request: GroupRequest,
         sample_indexes: Collection[int],
         now: float,
     ) -> None:
-        self._scope, self._rules, self._progress, self._begun = scope, rules, progress, now
+        self._scope, self._rules, self._begun = scope, rules, now
+        self._progress, self._wanted = request.progress, request.requirement(0)
         self.member, self.pace = member, StreamPace(set(sample_indexes), now)
         self.reschedule()
+
+    @property
+    def must_move(self) -> StreamEnd | None:
+        """Why the samples have to continue elsewhere; ``None``: they may stay."""
+        if self.member.removed:
+            return StreamEnd.REPLICA_REMOVED
+        # Samples for training stay through a swap; those of a validation are of one version.
+        is_bounded = self._wanted.highest_version is not None
+        if is_bounded and not self._wanted.takes(self.member.announced.offer):
+            return StreamEnd.REPLICA_SWAPS
+        return None
 
     def reschedule(self) -> None:
         """Set the end of the scope from the present pace, progress and replica."""
         if self._scope.expired():
             return
-        if self.member.removed:
+        if self.must_move is not None:
             self._scope.reschedule(self._begun)  # has passed: the stream ends at once
             return
         ends = (self._rules.stalled_at(self.pace), self._progress.over_at)
@@ -288,8 +300,8 @@ class StreamWatch:
 
     def why_expired(self, now: float) -> StreamEnd:
         """Return why the scope ended the stream."""
-        if self.member.removed:
-            return StreamEnd.REPLICA_REMOVED
+        if (end := self.must_move) is not None:
+            return end
         over_at = self._progress.over_at
         is_over = over_at is not None and now >= over_at
         return StreamEnd.GROUP_OVER if is_over else StreamEnd.STALLED

@@ -3,7 +3,9 @@
 A sample that could not be generated or graded, after all its retries, has a failure for an outcome:
 it is counted and left out of the means; too many of them end the validation (`check_failures`).
 
-One validation runs at a time; another waits for its end, within its own deadline.
+One validation runs at a time; another waits for its end, within its own deadline. If the trainer
+publishes a newer version meanwhile, it holds some replicas at the validated one, and the rest of
+the prompts, and samples under way elsewhere, go to these.
 """
 
 from __future__ import annotations
@@ -195,9 +197,9 @@ class Validator:
 
         Raises:
             InvalidRequestError: there is no validation set.
-            NotReadyError: another version is announced.
-            ValidationFailedError: a replica sampled with another version meanwhile, or more than
-                `MAX_FAILED_SHARE` of the samples failed.
+            NotReadyError: another version is announced, and no replica is held at this one.
+            ValidationFailedError: a replica sampled with another version meanwhile, none that
+                serves this one is left, or more than `MAX_FAILED_SHARE` of the samples failed.
             DeadlineError: not within `seconds`, the wait for another validation included.
         """
         if self._open_stream is None:
@@ -208,7 +210,7 @@ class Validator:
             await self._turn.acquire()
         try:
             announced = self._announced_version()
-            if announced != version:
+            if announced != version and not self._generator.may_validate(version):
                 raise NotReadyError(
                     f"version {version} is to be validated, but "
                     f"{'none' if announced is None else announced} is announced; announce it first"

@@ -43,6 +43,7 @@ LAST_S = 5.0
 _LINGER_S = 0.2
 _MOST_LINES, _LINES_AT_ONCE, _SAMPLES_AT_ONCE = 100_000, 1000, 100
 MOST_WAITING_BYTES = 128 << 20
+"""Of texts that wait for the archive, unless those of a batch need more."""
 _REMEDY = "free the disk or the folder"
 _ID_LENGTH = 8  # of a few starts in a file; each line holds it
 
@@ -113,7 +114,7 @@ class GroupLog:
     """An observer that writes a line for each group that ended.
 
     A batch ends all its groups at once, before any of them can be written, so the bound on waiting
-    samples counts bytes of text: one batch in memory, unless its texts are shortened.
+    samples counts bytes of text; `waiting_bytes` makes it hold a batch.
 
     Args:
         path: the file lines are appended to; ``None``: no lines are written.
@@ -246,6 +247,12 @@ def _episode_lines(rollouts: Sequence[Rollout]) -> list[EpisodeLine] | msgspec.U
         )
         for rollout in rollouts
     ]
+
+
+def waiting_bytes(samples_per_batch: int, most_chars: int) -> int:
+    """Return how many bytes of text may wait for the archive: those of a batch, whose groups all
+    end at once, at two bytes a character."""
+    return max(MOST_WAITING_BYTES, 2 * samples_per_batch * most_chars)
 
 
 def _append(path: Path, lines: Sequence[GroupLine]) -> None:

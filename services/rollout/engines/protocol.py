@@ -9,9 +9,8 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol, TypedDict
 
 from services.rollout.engines.text import Decode, StopStringWatch
@@ -64,6 +63,8 @@ class GenerationRequest:
         images: encoded files, in the order of their (expanded) placeholder tokens in the prompt.
         for_direct_client: the caller is no service of the run; its tokens are counted apart.
         with_routing: finished samples come with their experts, if the engine notes them.
+        affinity: names the conversation that the prompt continues and that a later one may
+            continue; empty: nothing is kept for it.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class GenerationRequest:
     images: tuple[bytes, ...] = ()
     for_direct_client: bool = False
     with_routing: bool = False
+    affinity: str = ""
 
     def watch(self) -> StopStringWatch | None:
         """Return a watch for one of its samples, if strings can end it."""
@@ -99,11 +101,6 @@ class SampleChunk:
     version: int
     finish_reason: FinishReason | None
     routing: RoutedExperts | None = None
-
-
-def num_tokens(chunks: Iterable[SampleChunk]) -> int:
-    """Return the number of tokens in all chunks."""
-    return sum(int(chunk.token_ids.size) for chunk in chunks)
 
 
 @dataclass(slots=True, eq=False)
@@ -169,12 +166,14 @@ class EngineLoad(ReplicaCounters):
         version: the policy version that serves; ``None`` before the first weights.
         weight_digest: its digest; empty before the first weights.
         slots_may_wait: a sample with a slot may still wait for others, for space in the KV cache.
+        kv_tokens: tokens that the KV cache holds; 0: not known, or enough for all slots.
     """
 
     slots: int
     version: int | None
     weight_digest: str
     slots_may_wait: bool = False
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,21 +194,6 @@ class CommitResult:
     version: int
     digest: str
     stall_s: float
-
-
-class PauseMode(StrEnum):
-    """What becomes of samples that hold a slot when the engine pauses.
-
-    KEEP: they continue later where they were. RECOMPUTE: they continue after their KV caches have
-    been recomputed, and no later sample uses an earlier prompt's cache. ABORT: they end as aborted
-    with the tokens they have; samples that wait for a slot end, too. DRAIN: they finish first;
-    samples that wait for a slot keep waiting, even if others of their group have one.
-    """
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    ABORT = "abort"
-    DRAIN = "drain"
 
 
 class Engine(Protocol):
@@ -281,18 +265,6 @@ class Engine(Protocol):
         """
         ...
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample no token from its return until `resume`; further samples wait until then.
-
-        Everything else works meanwhile: probes, ending calls, and new weights; after their commit
-        the engine stays paused. Pausing again is harmless. After a cancelled call, call `resume`.
-        """
-        ...
-
-    async def resume(self) -> None:
-        """Sample again. Harmless without a pause."""
-        ...
-
     async def join_group(self, spec: TransferGroupSpec) -> str:
         """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         ...
@@ -316,8 +288,8 @@ class Engine(Protocol):
     async def sleep(self) -> bool:
         """Free memory of the device until the next `join_group` or `stage`; sample nothing then.
 
-        The weights stay, and samples continue afterwards. Idempotent. Until then `pause`, `resume`
-        and `commit` raise NotReadyError.
+        The weights stay, and samples continue afterwards. Idempotent. Until then `commit` raises
+        NotReadyError.
 
         Returns:
             whether it sleeps; an engine that cannot does nothing.

@@ -21,7 +21,6 @@ from services.rollout.engines.protocol import (
     CommitResult,
     EngineLoad,
     GenerationRequest,
-    PauseMode,
     RequestTokens,
     SampleChunk,
     StagedVersion,
@@ -143,6 +142,8 @@ class EngineCore(ABC, Generic[RunT]):
     """The engine, for messages."""
     slots_may_wait: ClassVar[bool]
     """See `EngineLoad`."""
+    kv_tokens = 0
+    """See `EngineLoad`."""
     abort_timeout_s: ClassVar[float | None]
     """An engine that takes longer to abort samples is broken; ``None``: it may take any time."""
 
@@ -169,6 +170,16 @@ class EngineCore(ABC, Generic[RunT]):
     @abstractmethod
     def prefilled_tokens(self) -> int:
         """Prompt tokens computed so far, without those from a prefix cache."""
+
+    @property
+    @abstractmethod
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of samples that began so far, as far as the engine counts them."""
+
+    @property
+    @abstractmethod
+    def reused_tokens(self) -> int:
+        """Those of `prompt_tokens` that came from a prefix cache."""
 
     @property
     def broken(self) -> EngineError | None:
@@ -213,14 +224,6 @@ class EngineCore(ABC, Generic[RunT]):
             EngineError: the engine is broken, for example by a swap that could not resume.
         """
         self._check_works()
-
-    @abstractmethod
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing from the return of this call until `resume`."""
-
-    @abstractmethod
-    async def resume(self) -> None:
-        """Sample again."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -346,11 +349,14 @@ class ThreadedEngine(ABC, Generic[CoreT]):
             slots_busy=busy,
             queued=open_samples - busy,
             **self._accounting.token_counters(core.generated_tokens),
+            prompt_tokens=core.prompt_tokens,
+            reused_tokens=core.reused_tokens,
             busy_seconds=seconds[EngineState.GENERATING],
             seconds_by_state=seconds,
             version=core.version,
             weight_digest=core.digest,
             slots_may_wait=core.slots_may_wait,
+            kv_tokens=core.kv_tokens,
         )
 
     async def generate(
@@ -421,16 +427,6 @@ class ThreadedEngine(ABC, Generic[CoreT]):
     def _enter_state(self) -> None:
         if self._core is not None and self._core.version is not None:
             self._clock.enter(EngineState.GENERATING if self._unfinished else EngineState.IDLE)
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample no token from its return until `resume`; see the protocol."""
-        thread, core = self._in_thread()
-        await thread.call(core.pause(mode), f"pausing ({mode})")
-
-    async def resume(self) -> None:
-        """Sample again."""
-        thread, core = self._in_thread()
-        await thread.call(core.resume(), "resuming after a pause")
 
     async def sleep(self) -> bool:
         """Do nothing: this engine cannot sleep."""

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 from services.trainer.dry_run.balanced_routing import balanced_routing, plan_routing
 from services.trainer.dry_run.fake_ranks import FakeRanks
 from services.trainer.dry_run.live_bytes import LiveBytes
-from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
+from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.model.loading import LoadedModel, build_policy
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients

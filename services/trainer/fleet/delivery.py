@@ -34,7 +34,8 @@ from sluice.errors import InvalidRequestError, PeerError, SluiceError, WeightSyn
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weight_share import WHOLE
 from sluice.weights.plan import WeightBuffer
-from sluice.weights.sender import BroadcastReport, Changes, WeightSender
+from sluice.weights.rank_sender import Changes
+from sluice.weights.sender import BroadcastReport, WeightSender
 from sluice.weights.snapshot import Snapshot
 from sluice.weights.transfer import Base
 
@@ -363,7 +364,9 @@ class TransferSession:
             with read_again(held.snapshot) as old:
                 if old is None:
                     return None
-                return self._sender.encode_update(held.bases, old, snapshot.weights, stop)
+                return self._sender.encode_update(
+                    held.bases, old, snapshot.weights, stop, snapshot.version
+                )
 
         try:
             return await asyncio.to_thread(encode)
@@ -431,7 +434,11 @@ class TransferSession:
         delivery: DeliveryResult,
         phase: str,
     ) -> None:
-        """Find the members that are gone, and end the group."""
+        """Find the members that are gone, and end the group.
+
+        Raises:
+            WeightSyncError, DeadlineError: a trainer rank is gone, which ends the run.
+        """
         for peer, error in answers.failed.items():
             logger.warning("%s: %s: %s", phase, peer.name if peer else "trainer", error)
             if peer is not None and isinstance(error, InvalidRequestError):
@@ -440,6 +447,7 @@ class TransferSession:
         for member, silent in probes.failed.items():
             delivery.lost[member] = f"silent after a failure while {phase}: {silent}"
         await self._leave()
+        await asyncio.to_thread(self._sender.probe_others, self._probe_timeout_s)
 
     async def _leave(self) -> None:
         self._sender.abandon("the group is over")

@@ -1,6 +1,7 @@
 """Membership: replicas by name and instance, their versions, and whether their engines progress.
 
-A replica is a member as long as its heartbeats arrive. One that lives and has work but samples no
+A replica is a member as long as its heartbeats arrive. One that is held keeps the version that is
+validated while the others get the next one. One that lives and has work but samples no
 token is stalled: nothing new is sent to it. It returns as a newcomer when its engine progresses.
 
 The state is pure: callers pass the time in, from one event loop. `Fleet.changed` is set at every
@@ -12,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from sluice.algorithm.accounting import ReplicaCounters, fleet_counters
+from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.share import check_share
@@ -84,6 +86,7 @@ class MemberState(StrEnum):
 
     PENDING = "pending"  # known, without the current weights
     SERVING = "serving"
+    HELD = "held"  # keeps its version for a validation, and gets no newer one meanwhile
     DRAINING = "draining"  # takes nothing new; its samples are generated elsewhere
     STALLED = "stalled"  # lives, but its engine makes no progress; used like a draining one
 
@@ -127,6 +130,7 @@ class Fleet:
         self._loads: dict[str, ReplicaCounters] = {}
         self._progress: dict[str, EngineProgress] = {}
         self._refusals: dict[str, str] = {}
+        self._held_version: int | None = None
         self.changed = asyncio.Event()
 
     def register(self, info: ReplicaInfo, layout_digest: str, now_s: float) -> None:
@@ -248,6 +252,51 @@ class Fleet:
         self._members[info.name] = replace(member, state=state, version=version)
         self.changed.set()
 
+    @property
+    def held_version(self) -> int | None:
+        """The version that `hold` named, until `release`; replicas that were held may be gone."""
+        return self._held_version
+
+    def hold(self, version: int, choose: Callable[[int], int]) -> tuple[ReplicaInfo, ...]:
+        """Let some of the replicas that serve `version` keep it; return them.
+
+        Args:
+            version: the version that is validated.
+            choose: returns how many of a number of replicas are held; 0: nothing changes.
+        """
+        serving = [m for m in self.members() if _serves(m, version)]
+        held = serving[: choose(len(serving))]
+        for member in held:
+            self._members[member.info.name] = replace(member, state=MemberState.HELD)
+        if held:
+            self._held_version = version
+            self.changed.set()
+        return tuple(member.info for member in held)
+
+    def release(self) -> None:
+        """End the hold: the held replicas need the current weights, like newcomers."""
+        if self._held_version is None:
+            return
+        self._held_version = None
+        for name, member in self._members.items():
+            if member.state is MemberState.HELD:
+                self._members[name] = replace(member, state=MemberState.PENDING)
+        self.changed.set()
+
+    def announced(self) -> tuple[AnnouncedReplica, ...]:
+        """Return the replicas in use, in order of name, each with its version and use."""
+        return tuple(
+            AnnouncedReplica(member.info, member.version, self._use_of(member))
+            for member in self.members()
+            if member.state in (MemberState.SERVING, MemberState.HELD)
+        )
+
+    def _use_of(self, member: FleetMember) -> ReplicaUse:
+        if member.state is MemberState.HELD:
+            return ReplicaUse.VALIDATION
+        leaves = self._held_version is not None and member.version <= self._held_version
+        return ReplicaUse.TRAINING if leaves else ReplicaUse.ANY
+
     def members(self) -> tuple[FleetMember, ...]:
         """Return all members, in order of name."""
         return tuple(self._members[name] for name in sorted(self._members))
@@ -297,9 +346,14 @@ class Fleet:
         return member
 
 
+def _serves(member: FleetMember, version: int) -> bool:
+    return member.state is MemberState.SERVING and member.version == version
+
+
 def _judged(state: MemberState, progress: EngineProgress) -> MemberState:
     """Return the state after a heartbeat; a replica that recovers needs the weights first."""
-    if state in (MemberState.PENDING, MemberState.SERVING) and progress.is_stalled:
+    in_use = (MemberState.PENDING, MemberState.SERVING, MemberState.HELD)
+    if state in in_use and progress.is_stalled:
         return MemberState.STALLED
     if state is MemberState.STALLED and not progress.is_stalled:
         return MemberState.PENDING

@@ -42,7 +42,8 @@ class PublishReport:
     """A published version. `stall_s` is the longest time that a replica sampled no token.
 
     `sent_bytes` counts the broadcast that arrived; `dense_bytes` is the size of all weights. Both
-    are 0 if the version was sent to each replica alone.
+    are 0 if the version was sent to each replica alone. `rank_bytes` are those of each trainer rank
+    that sends.
     """
 
     version: int
@@ -52,6 +53,7 @@ class PublishReport:
     stall_s: float
     sent_bytes: int = 0
     dense_bytes: int = 0
+    rank_bytes: tuple[int, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -129,7 +131,8 @@ class WeightPublisher:
                 stall_s = max(delivery.served.values(), default=0.0)
                 sent, dense = _num_bytes(delivery)
                 served = len(delivery.served)
-                return PublishReport(version, served, attempt, seconds, stall_s, sent, dense)
+                ranks = delivery.report.rank_bytes if delivery.report else ()
+                return PublishReport(version, served, attempt, seconds, stall_s, sent, dense, ranks)
         raise AssertionError("counting has no end")
 
     async def seed_newcomers(self) -> None:

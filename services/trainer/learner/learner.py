@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -27,7 +27,7 @@ from services.trainer.learner.model.trained_model import (
     load_model_state,
     trained_model,
 )
-from services.trainer.learner.places import is_held, local_part
+from services.trainer.learner.places import Directory, local_part
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sequence_share import check_shareable
 from services.trainer.learner.sharded_state import keep_step
@@ -39,7 +39,6 @@ from services.trainer.learner.update.reference import (
     ReferencePolicy,
 )
 from services.trainer.learner.update.settings import update_settings
-from services.trainer.learner.weight_stream import stream_rows
 from sluice.config.derived import adapts, max_row_tokens, uses_critic
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
@@ -185,9 +184,9 @@ class Learner:
         return RoutingShape(len(blocks), blocks[0].num_experts, blocks[0].num_chosen)
 
     @property
-    def is_sharded(self) -> bool:
-        """Return whether all ranks must take part in `stream`."""
-        return not is_held(self._policy.places, 0)
+    def places(self) -> Directory:
+        """Return which rank holds which part of each of the policy's weights."""
+        return self._policy.places
 
     @property
     def saves_aside(self) -> bool:
@@ -231,29 +230,23 @@ class Learner:
         """Return the names of the policy's weights that are not trained."""
         return frozenset(n for n, one in self._policy.parameters.items() if not one.requires_grad)
 
-    def stream(self, *, only_trained: bool = False) -> NamedTensors:
-        """Yield the policy's weights on rank 0, nothing on the others; collective if sharded.
+    def parts(
+        self, names: Iterable[str] | None = None, *, left_out: frozenset[str] = frozenset()
+    ) -> NamedTensors:
+        """Yield this rank's parts of the policy's weights, as they travel.
 
-        They have the dtype of ``actor_rollout_ref.rollout.dtype``; see `stream_rows`. An adapter's
-        B is multiplied by its scale (`sluice.weights.adapters`).
+        An adapter's B is multiplied by its scale (`sluice.weights.adapters`).
 
         Args:
-            only_trained: leave out those that never change.
-
-        Raises:
-            DeadlineError, PeerError: a rank did not take part.
+            names: of weights that this rank holds; ``None``: all.
+            left_out: names of weights to leave out.
         """
-        trained = self._policy
-        left_out = self.frozen_names if only_trained else frozenset[str]()
-        places = {name: one for name, one in trained.places.items() if name not in left_out}
-        parts = {name: local_part(trained.parameters[name]) for name in places}
-        return stream_rows(
-            on_the_wire(trained.model, parts),
-            places,
-            self._parallel,
-            "gathering weights",
-            dtype=getattr(torch, self._config.actor_rollout_ref.rollout.dtype),
-        )
+        parameters = self._policy.parameters
+        parts = {name: local_part(one) for name, one in parameters.items() if name not in left_out}
+        travelling = on_the_wire(self._policy.model, parts)
+        for name in parts if names is None else names:
+            if name in parts:
+                yield name, travelling[name]
 
     def save(self, directory: Path) -> None:
         """Write model, tokenizer, optimizer and random state into `directory` (``actor/``).

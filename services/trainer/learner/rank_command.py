@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import ExitStack
 from enum import IntEnum, StrEnum
 from functools import partial
-from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from services.trainer.learner.batch.train_batch import check_routing
-from services.trainer.learner.learner import Learner, NamedTensors
+from services.trainer.learner.frozen_weights import (
+    FrozenWeights,
+    frozen_weights,
+    sending_ranks,
+)
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.sample_reader import SampleReader, reward_samples
 from sluice.codec.train_batch import outline_from_bytes, outline_to_bytes
@@ -34,10 +37,6 @@ from sluice.device.select import select_device
 from sluice.errors import InvalidRequestError, PeerError, SluiceError
 from sluice.types import TrainBatch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
@@ -45,6 +44,7 @@ _KEEP_ALIVES_PER_DEADLINE = 4
 _END_S = 5.0
 
 REWARD_START_TIMEOUT_S = 120.0
+_FREEZING = "freezing the weights"
 
 
 class CommandKind(StrEnum):
@@ -53,7 +53,7 @@ class CommandKind(StrEnum):
     TAKE = "take"
     TRAIN = "train"
     LOAD = "load"
-    STREAM = "stream"
+    FREEZE = "freeze"
     SAVE = "save"
     KEEP_ALIVE = "keep_alive"
     STOP = "stop"
@@ -78,6 +78,7 @@ class RankLeader:
         learner: rank 0's; the other ranks run `follow`.
         command_timeout_s: how long the others wait for a command.
         samples: where rank 0 gets its samples from.
+        frozen: rank 0's snapshots, for a run that publishes.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class RankLeader:
         parallel: DataParallel,
         command_timeout_s: float,
         samples: SampleReader,
+        frozen: FrozenWeights | None = None,
     ) -> None:
         self._learner = learner
+        self._frozen = frozen
         self._parallel = parallel
         self._samples = RankSamples(learner, parallel, samples)
         self._commanding = threading.Lock()
@@ -136,24 +139,27 @@ class RankLeader:
             self._send(CommandKind.LOAD, {"directory": str(directory)}, b"")
             self._learner.load(directory)
 
-    @contextmanager
-    def weights(self, *, only_trained: bool = False) -> Iterator[NamedTensors]:
-        """Stream the policy's weights (`Learner.stream`); all ranks send while it is read.
-
-        The ranks start with the first tensor that is read. Tensors that are not read inside the
-        block are sent after it and dropped, so that all ranks end together.
+    def freeze(self, version: int) -> None:
+        """Call `FrozenWeights.freeze` on all ranks that send weights.
 
         Raises:
-            DeadlineError, PeerError: a rank failed.
+            DeadlineError: a broadcast still reads the buffer, here or on another rank.
+            PeerError: a rank failed.
         """
-        tensors = self._stream(only_trained=only_trained)
-        try:
-            yield tensors
-        finally:
-            # A generator that never started has sent no command, and a finished one needs none.
-            if getgeneratorstate(tensors) == GEN_SUSPENDED:
-                for _ in tensors:
-                    pass
+        frozen = self._frozen
+        assert frozen is not None
+        if not frozen.holdings:  # rank 0 has everything: the others are not needed
+            frozen.freeze(version)
+            return
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                # Only now: the others must not wait for this rank's buffer.
+                stack.enter_context(self._commanding)
+                self._send(CommandKind.FREEZE, {"version": version}, b"")
+                stack.callback(self._parallel.all_gather, [0.0], _FREEZING)
+
+            frozen.freeze(version, begin)
 
     @property
     def saves_aside(self) -> bool:
@@ -186,14 +192,6 @@ class RankLeader:
         if self._keep_alives.is_alive():
             self._keep_alives.join()
         self._samples.close()
-
-    def _stream(self, *, only_trained: bool) -> Generator[tuple[str, Tensor], None, None]:
-        if not self._learner.is_sharded:  # rank 0 has everything: the others are not needed
-            yield from self._learner.stream(only_trained=only_trained)
-            return
-        with self._commanding:
-            self._send(CommandKind.STREAM, {"only_trained": only_trained}, b"")
-            yield from self._learner.stream(only_trained=only_trained)
 
     def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes) -> None:
         if self._failure is not None:
@@ -312,11 +310,17 @@ def _agreed(
     return lost
 
 
-def follow(learner: Learner, parallel: DataParallel, reader: SampleReader) -> None:
+def follow(
+    learner: Learner,
+    parallel: DataParallel,
+    reader: SampleReader,
+    frozen: FrozenWeights | None = None,
+) -> None:
     """Follow rank 0's commands until the stop command. Blocks; for ranks above 0.
 
     Args:
         reader: where this rank gets its samples from.
+        frozen: this rank's snapshots, for a run that publishes.
 
     Raises:
         DeadlineError: no command came in time.
@@ -339,9 +343,10 @@ def follow(learner: Learner, parallel: DataParallel, reader: SampleReader) -> No
             learner.train_step(samples.taken(header["batch_id"]), int(header["step"]))
         elif kind is CommandKind.LOAD:
             learner.load(Path(header["directory"]))
-        elif kind is CommandKind.STREAM:
-            for _ in learner.stream(only_trained=bool(header["only_trained"])):
-                pass
+        elif kind is CommandKind.FREEZE:
+            assert frozen is not None
+            frozen.freeze(int(header["version"]))
+            parallel.all_gather([0.0], _FREEZING)
         elif kind is CommandKind.SAVE:
             directory = Path(header["directory"])
             # No name holds the work: it has a copy of this rank's parts.
@@ -388,7 +393,9 @@ def run_follower(config: RunConfig) -> None:
     parallel = join_ranks(config)
     try:
         learner = Learner(config, parallel, share_total_steps(parallel, None))
-        exempt_start_up()
-        follow(learner, parallel, reward_samples(config))
+        frozen = frozen_weights(config, learner, parallel)
+        with sending_ranks(config, frozen, parallel):
+            exempt_start_up()
+            follow(learner, parallel, reward_samples(config), frozen)
     finally:
         parallel.close()

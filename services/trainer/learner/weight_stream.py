@@ -30,7 +30,7 @@ class Rows:
 
 
 def cut_buckets(
-    directory: Directory, names: Iterable[str], bucket_bytes: int, dtype: torch.dtype | None = None
+    directory: Directory, names: Iterable[str], bucket_bytes: int
 ) -> Iterator[list[Rows]]:
     """Cut tensors into buckets of whole rows; every tensor is in one, an empty one too.
 
@@ -38,15 +38,12 @@ def cut_buckets(
         directory: has all `names`.
         names: in order.
         bucket_bytes: of a bucket; one that holds a longer row holds nothing else.
-        dtype: as in `stream_rows`.
     """
     bucket: list[Rows] = []
     left = bucket_bytes
     for name in names:
         placed = directory[name]
-        row_bytes = max(
-            1, placed.row_bytes // placed.dtype.itemsize * _wire(placed, dtype).itemsize
-        )
+        row_bytes = max(1, placed.row_bytes)
         start, rows = 0, placed.shape[0]
         while start < rows or not rows:
             if bucket and left < row_bytes:
@@ -69,8 +66,6 @@ def exchange_rows(
     directory: Directory,
     parallel: DataParallel,
     phase: str,
-    *,
-    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Bring rows to the ranks that want them. Collective.
 
@@ -80,7 +75,6 @@ def exchange_rows(
         directory: of all ranks.
         parallel: all ranks.
         phase: named in errors.
-        dtype: of floating-point tensors on the wire and in the result; ``None``: their own.
 
     Returns:
         the rows that this rank wants, in order; views of its own part where that has them.
@@ -88,7 +82,7 @@ def exchange_rows(
     Raises:
         DeadlineError, PeerError: a rank did not take part.
     """
-    batch = _BucketExchange(parallel.rank, parts, dtype)
+    batch = _BucketExchange(parallel.rank, parts)
     found = [
         tensor
         for receiver, rows in wanted
@@ -106,31 +100,29 @@ class _BucketExchange:
     Args:
         rank: this one.
         parts: this rank's part of every tensor.
-        dtype: of floating-point tensors on the wire.
     """
 
-    def __init__(self, rank: int, parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+    def __init__(self, rank: int, parts: Mapping[str, Tensor]) -> None:
         self.sends: list[tuple[Tensor, int]] = []
         self.receives: list[tuple[Tensor, int]] = []
         self.scattered: list[tuple[Tensor, Tensor]] = []
         self._rank = rank
         self._parts = parts
-        self._dtype = dtype
 
     def take(self, receiver: int, rows: Rows, placed: Placed) -> Tensor | None:
         """Return the rows on their receiver, to be filled by the exchange; None on the others."""
-        part, wire = self._parts[rows.name], _wire(placed, self._dtype)
+        part = self._parts[rows.name]
         pieces = [piece for piece in placed.pieces if _common(piece, rows) is not None]
         is_here = len(pieces) == 1 and receiver in pieces[0].holders
         if receiver != self._rank:
             for piece in pieces if not is_here else ():
                 if _source(piece, receiver) == self._rank:
                     own, _ = _within(piece, rows)
-                    self.sends.append((part[own].to(wire).contiguous(), receiver))
+                    self.sends.append((part[own].contiguous(), receiver))
             return None
         if is_here:
-            return part[_within(pieces[0], rows)[0]].to(wire)
-        whole = part.new_empty((rows.stop - rows.start, *placed.shape[1:]), dtype=wire)
+            return part[_within(pieces[0], rows)[0]]
+        whole = part.new_empty((rows.stop - rows.start, *placed.shape[1:]), dtype=placed.dtype)
         for piece in pieces:
             own, target = _within(piece, rows)
             if (source := _source(piece, receiver)) == receiver:
@@ -153,7 +145,6 @@ def stream_rows(
     parallel: DataParallel,
     phase: str,
     *,
-    dtype: torch.dtype | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors on rank 0, and nothing on the others. Collective to its end.
@@ -166,7 +157,6 @@ def stream_rows(
         directory: of the same tensors, on all ranks.
         parallel: all ranks.
         phase: named in errors.
-        dtype: as in `exchange_rows`.
         bucket_bytes: rows of a bucket; rank 0 holds at most two buckets beside its own parts.
 
     Raises:
@@ -176,20 +166,16 @@ def stream_rows(
     is_alone = is_held(directory, 0)  # the other ranks are not needed
     if is_alone and parallel.rank:
         return
-    for bucket in cut_buckets(directory, directory, bucket_bytes, dtype):
+    for bucket in cut_buckets(directory, directory, bucket_bytes):
         advance()
         if not is_alone:
             # All ranks keep step: for a rank whose rows come late, or never, the deadline of one
             # send, or of the next command, is too short for the whole stream.
             parallel.all_gather([0.0], phase)
         wanted = [(0, rows) for rows in bucket]
-        found = exchange_rows(wanted, parts, directory, parallel, phase, dtype=dtype)
+        found = exchange_rows(wanted, parts, directory, parallel, phase)
         for rows in bucket[: len(found)]:
             yield rows.name, found.pop(0)  # the next bucket must not find this one in memory
-
-
-def _wire(placed: Placed, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and placed.dtype.is_floating_point else placed.dtype
 
 
 def _source(piece: TensorPiece, receiver: int) -> int:

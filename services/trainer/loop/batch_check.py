@@ -74,6 +74,11 @@ def _problems(batch: TrainBatch, terms: BatchTerms, version: int) -> Iterator[st
         yield from (f"{name}: {problem}" for problem in _group_problems(group, terms))
         for rollout, scored in zip(group.rollouts, group.scores, strict=False):
             sample = f"{name}, sample {rollout.sample_index}"
+            if group.images and any(turn.is_new_root for turn in rollout.turns):
+                yield (
+                    f"{sample}: a turn begins without the prompt, whose images it may have read; "
+                    "episodes with images must continue their prompt"
+                )
             problems = _sample_problems(rollout, scored, terms.max_staleness, version)
             yield from (f"{sample}: {problem}" for problem in problems)
 

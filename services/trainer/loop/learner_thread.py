@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeVar
 from sluice.concurrency.threads import OwnerThread
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
-from sluice.weights.snapshot import SnapshotBuffers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +38,6 @@ class LearnerThread:
     """The train loop's view of all ranks' learners.
 
     Args:
-        freeze_timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
         peaks: memory of rank 0's device, by phase of a step.
         gives_back: engines share the device, and take the memory that training does not hold.
     """
@@ -47,17 +45,13 @@ class LearnerThread:
     def __init__(
         self,
         leader: RankLeader,
-        snapshots: SnapshotBuffers,
         store: CheckpointStore,
-        freeze_timeout_s: float,
         peaks: MemoryPeaks,
         *,
         gives_back: bool = False,
     ) -> None:
         self._leader = leader
-        self._snapshots = snapshots
         self._store = store
-        self._freeze_timeout_s = freeze_timeout_s
         self._peaks = peaks
         self._gives_back = gives_back
         self._thread = OwnerThread("learner")
@@ -76,13 +70,10 @@ class LearnerThread:
         return await self._run(lambda: self._leader.train_step(batch, step))
 
     async def freeze(self, version: int) -> None:
-        """Copy the current weights as `version`; the other ranks help if they are sharded."""
+        """Copy the current weights as `version`, on each rank what it sends."""
 
         def freeze() -> None:
-            # The snapshots keep what never changes.
-            only_trained = self._snapshots.version is not None
-            with self._leader.weights(only_trained=only_trained) as weights:
-                self._snapshots.write(weights, version, self._freeze_timeout_s)
+            self._leader.freeze(version)
             self._peaks.end_phase("update_weights")
             if self._gives_back:
                 self._peaks.give_back()

@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from services.trainer.metrics.step_metrics import Example, ValidationReport
+from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
-from sluice.codec.messages import replica_to_proto
+from sluice.codec.messages import announced_to_proto
 from sluice.codec.reward import progress_to_proto
 from sluice.codec.train_batch import outline_from_proto
 from sluice.concurrency.waits import while_progressing
@@ -31,7 +32,7 @@ from sluice.rpc.client import (
     unary_call,
 )
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
-from sluice.types import DataProgress, ReplicaInfo, TrainBatch
+from sluice.types import DataProgress, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class RewardClient:
     async def announce(
         self,
         version: int,
-        replicas: Sequence[ReplicaInfo],
+        replicas: Sequence[AnnouncedReplica],
         progress: Callable[[], DataProgress | None] = lambda: None,
     ) -> None:
         """Announce the policy version, its replicas and the position in the data set.
@@ -106,13 +107,13 @@ class RewardClient:
 
         Args:
             version: the current policy version.
-            replicas: those that serve it.
+            replicas: those in use, each with its version.
             progress: returns the position in the data set; called for each announcement.
 
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
-        reported = [replica_to_proto(replica, version) for replica in replicas]
+        reported = [announced_to_proto(replica) for replica in replicas]
 
         def request() -> reward.AnnouncePolicyRequest:
             position = progress()
@@ -199,10 +200,10 @@ class RewardClient:
     async def evaluate(
         self, version: int, examples: int, generated_tokens: Callable[[], int]
     ) -> ValidationReport:
-        """Validate the announced policy. Wait while the fleet or the service makes progress.
+        """Validate a policy. Wait while the fleet or the service makes progress.
 
         Args:
-            version: the announced policy version.
+            version: the announced policy version, or the one that replicas are held at.
             examples: most responses to return with the metrics.
             generated_tokens: returns the tokens that the fleet has generated so far.
 

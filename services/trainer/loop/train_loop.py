@@ -8,8 +8,10 @@
 
 Consumes: train batches from the reward service, one at a time.
 Waits for: replicas (before the first step), a batch, the learner, the weight transfer, and a
-    validation. A validation must see one version only: it runs while the next batch trains, and the
-    loop awaits it before it publishes the next version.
+    validation. A validation must see one version only: it runs while the next batch trains. If it
+    still runs when the next version is to be published, some replicas are held at its version
+    (`held_for_validation`) until it ends; else the loop awaits it before it publishes. It also
+    awaits it before the next validation and at the end.
 With `overlaps` the transfer of a version runs beside the next step. The batch is acknowledged when
     its version is frozen, since only one batch is leased at a time; a checkpoint may hold a version
     that no replica serves yet. The version is announced once the replicas serve it, as without
@@ -33,15 +35,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport, WeightPublisher
 from services.trainer.loop.accounting import RunAccountant, acknowledged_groups, settled_accounts
+from services.trainer.loop.announcer import PolicyAnnouncer
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, under_control
 from services.trainer.metrics.sinks import Reporter
@@ -53,7 +56,8 @@ from services.trainer.metrics.step_metrics import (
     host_memory_metrics,
     step_metrics,
 )
-from sluice.algorithm.accounting import DATA_EXHAUSTED
+from sluice.algorithm.accounting import DATA_EXHAUSTED, ReplicaCounters
+from sluice.algorithm.publishing import held_for_validation
 from sluice.concurrency.waits import deadline
 from sluice.errors import DataExhaustedError, SluiceError
 from sluice.telemetry.tracing import (
@@ -66,7 +70,7 @@ from sluice.telemetry.tracing import (
     Tracer,
     parse_traceparent,
 )
-from sluice.types import DataProgress, ReplicaInfo, TrainBatch
+from sluice.types import DataProgress, TrainBatch
 
 if TYPE_CHECKING:
     from services.trainer.loop.learner_thread import LearnerThread
@@ -75,9 +79,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-
-CurrentProgress: TypeAlias = Callable[[], DataProgress | None]
-"""Returns the position in the data set, or None before the first batch of a new run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class TrainLoop:
         self._acknowledged_before = acknowledged_groups(await self._reward.accounts())
         validates_first = self._settings.val_before_train or self._settings.val_only
         if self._settings.validates and validates_first:
-            self._start_validation(tasks, self._state.step)
+            await self._start_validation(tasks, self._state.step)
         return tasks.create_task(self._watch_fleet(), name="fleet")
 
     async def _is_over(self) -> bool:
@@ -201,7 +202,7 @@ class TrainLoop:
         return self._state.is_over
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
-        began_s, fleet_began = time.monotonic(), self._fleet.totals()
+        began_s, fleet_began = time.monotonic(), self._fleet.counters()
         with TRACER.span(SpanName.TAKE_BATCH):
             batch = await self._next_batch(step)
         if batch is None:
@@ -213,8 +214,7 @@ class TrainLoop:
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
         learned = await self._train(batch, step, trace)
         trained_s = time.monotonic()
-        # A running validation must end first: publishing changes the version that replicas serve.
-        await self._await_validation()
+        await self._leave_to_validation()
         published_from_s = time.monotonic()
         await self._publish(tasks, batch, step, trace)
         published_s = time.monotonic()
@@ -246,7 +246,7 @@ class TrainLoop:
         if self._settings.validates and _is_due(
             step, self._settings.test_freq, self._state.is_over
         ):
-            self._start_validation(tasks, step)
+            await self._start_validation(tasks, step)
 
     async def _train(self, batch: TrainBatch, step: int, trace: StepTrace) -> Mapping[str, float]:
         if self._settings.engines_sleep:
@@ -369,11 +369,13 @@ class TrainLoop:
                 await self._publisher.seed_newcomers()
             await self._announcer.announce()
 
-    def _start_validation(self, tasks: asyncio.TaskGroup, step: int) -> None:
+    async def _start_validation(self, tasks: asyncio.TaskGroup, step: int) -> None:
+        await self._await_validation()  # of an earlier version, if replicas are held at it
         if self._state.no_validation.is_set():
             return
         self._validated_step = step
         self._validation = tasks.create_task(self._validate(step), name=f"validation-{step}")
+        self._validation.add_done_callback(lambda _: self._fleet.release())
 
     async def _validate(self, step: int) -> None:
         if self._delivery is not None:  # of `step`: the next one begins after this validation
@@ -391,6 +393,26 @@ class TrainLoop:
             self._reporter.validation_failed(step, time.monotonic() - began_s)
             return
         self._reporter.validation(step, report, time.monotonic() - began_s)
+
+    async def _leave_to_validation(self) -> None:
+        """Before a publish: leave a running validation its replicas, or else wait for its end."""
+        if self._validation is None or self._fleet.held_version is not None:
+            return
+        await self._await_delivery()  # of the version that is validated
+        version = self._validated_step
+        held = () if self._validation.done() else self._fleet.hold(version, self._num_held)
+        if not held:
+            await self._await_validation()
+            return
+        names = ", ".join(info.name for info in held)
+        logger.info("the validation of version %d runs on: %s held at it", version, names)
+        # Only now may the others swap: the reward service has taken the validation from them.
+        await self._announcer.announce()
+
+    def _num_held(self, num_replicas: int) -> int:
+        if self._settings.engines_sleep:
+            return 0
+        return held_for_validation(num_replicas, self._settings.terms.max_staleness)
 
     async def _await_validation(self) -> None:
         if self._validation is not None:
@@ -428,7 +450,7 @@ class TrainLoop:
         step = self._state.step
         validates = self._settings.validates and self._settings.test_freq > 0
         if validates and step > self._validated_step:  # stopped before it was due
-            self._start_validation(tasks, step)
+            await self._start_validation(tasks, step)
             await self._await_validation()
         saves = self._settings.save_freq > 0 or self._state.saves_at_end
         if self._state.is_save_wanted or (saves and step > self._saved_step):
@@ -473,10 +495,15 @@ class TrainLoop:
     def _generated_tokens(self) -> int:
         return self._fleet.totals()[0]
 
-    def _fleet_interval(self, began: tuple[int, float]) -> FleetInterval:
-        tokens, busy_s = self._fleet.totals()
-        replicas = len(self._fleet.in_state(MemberState.SERVING))
-        return FleetInterval(tokens - began[0], busy_s - began[1], replicas)
+    def _fleet_interval(self, began: ReplicaCounters) -> FleetInterval:
+        now = self._fleet.counters()
+        return FleetInterval(
+            now.generated_tokens - began.generated_tokens,
+            now.busy_seconds - began.busy_seconds,
+            len(self._fleet.in_state(MemberState.SERVING, MemberState.HELD)),
+            prompt_tokens=now.prompt_tokens - began.prompt_tokens,
+            reused_tokens=now.reused_tokens - began.reused_tokens,
+        )
 
 
 def _is_due(step: int, every: int, last: bool) -> bool:
@@ -486,48 +513,6 @@ def _is_due(step: int, every: int, last: bool) -> bool:
     (`verl/trainer/ppo/ray_trainer.py`, `fit`).
     """
     return every > 0 and (last or step % every == 0)
-
-
-class PolicyAnnouncer:
-    """The reward service's knowledge of the current version and its replicas.
-
-    A version is announced only after the batch that it was trained on is acknowledged, and never an
-    older version after a newer one.
-
-    Args:
-        progress: the position in the data set, with the batch in hand counted as trained; read for
-            each announcement. A restarted reward service continues there and samples no prompt of
-            that batch again; a service that did not restart ignores it.
-    """
-
-    def __init__(
-        self, reward: RewardClient, fleet: Fleet, state: RunState, progress: CurrentProgress
-    ) -> None:
-        self._reward = reward
-        self._fleet = fleet
-        self._state = state
-        self._progress = progress
-        self._one_at_a_time = asyncio.Lock()
-        self._last: tuple[int, tuple[ReplicaInfo, ...]] | None = None
-
-    async def announce(self, *, after: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Announce a changed version or set of replicas; do nothing before the first version.
-
-        Args:
-            after: awaited first, while no other announcement can be made.
-        """
-        async with self._one_at_a_time:
-            if after is not None:
-                await after()
-            # Read under the lock: an announcement that had to wait reports the newest version.
-            version = self._state.version
-            if version is None:
-                return
-            current = (version, self._fleet.in_state(MemberState.SERVING))
-            if current == self._last:
-                return
-            await self._reward.announce(*current, self._progress)
-            self._last = current
 
 
 class StepTrace:

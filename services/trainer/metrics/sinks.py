@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 JSONL = "jsonl"
 METRICS_FILE = "metrics.jsonl"
 GENERATIONS_FILE = "generations.jsonl"
+VALIDATION_FAILED = "val/failed"
+"""A row with it is a validation's."""
 TABLE_COLUMNS = ("step", "input", "output", "score")
 
 _SEED = 42
@@ -323,7 +325,7 @@ class Reporter:
 
     def validation(self, step: int, report: ValidationReport, seconds: float) -> None:
         """Record validation numbers of the version after `step`, and its examples."""
-        metrics = {**report.metrics, "timing_s/testing": seconds, "val/failed": 0.0}
+        metrics = {**report.metrics, "timing_s/testing": seconds, VALIDATION_FAILED: 0.0}
         metrics["val/generated_tokens"] = float(report.generated_tokens)
         self.step(step, metrics)
         rows = [
@@ -338,7 +340,7 @@ class Reporter:
 
     def validation_failed(self, step: int, seconds: float) -> None:
         """Record that the version after `step` could not be validated."""
-        self.step(step, {"val/failed": 1.0, "timing_s/testing": seconds})
+        self.step(step, {VALIDATION_FAILED: 1.0, "timing_s/testing": seconds})
 
     def accounts(self, accounts: Mapping[str, float]) -> None:
         """Record how the run's prompts and tokens ended."""

@@ -49,6 +49,8 @@ class FleetInterval:
     generated_tokens: int
     busy_s: float
     replicas: int
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,15 @@ def step_metrics(
         "rollout/idle_share": min(1.0, max(0.0, 1.0 - fleet.busy_s / replica_s)),
         "rollout/tokens_per_s": fleet.generated_tokens / step_s,
         "rollout/replicas": float(fleet.replicas),
+        **_prefix_hits(fleet),
     }
+
+
+def _prefix_hits(fleet: FleetInterval) -> dict[str, float]:
+    """Return the share of the prompts' tokens that needed no computing; nothing without prompts."""
+    if fleet.prompt_tokens <= 0:
+        return {}
+    return {"rollout/prefix_hit_rate": fleet.reused_tokens / fleet.prompt_tokens}
 
 
 def host_memory_metrics() -> dict[str, float]:
@@ -115,7 +125,8 @@ def _wait_groups(batch: TrainBatch, wait_batch_s: float) -> dict[str, float]:
 def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:
     response_tokens = sum(r.num_tokens for group in batch.groups for r in group.rollouts)
     prompt_tokens = sum(int(g.prompt_token_ids.size) * len(g.rollouts) for g in batch.groups)
-    total_tokens = prompt_tokens + response_tokens
+    read_tokens = sum(r.num_context_tokens for group in batch.groups for r in group.rollouts)
+    total_tokens = prompt_tokens + response_tokens + read_tokens
     phases = {
         "gen": times.wait_batch_s,
         "update_weights": times.update_weights_s,

@@ -7,12 +7,12 @@ import netrc
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 import wandb
 
-from services.trainer.metrics.sinks import TABLE_COLUMNS
+from services.trainer.metrics.sinks import TABLE_COLUMNS, VALIDATION_FAILED
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSED_IN_PROJECTS = re.compile(r"[/\\#?%:,\s]+")
 _LONGEST_NAME = 128
+_VALIDATED_STEP = "val/step"
 _HOST = "https://api.wandb.ai"
 
 
@@ -48,16 +49,30 @@ class WandbSink:
             config=dict(target.settings),
             settings=wandb.Settings(console="off"),
         )
+        self._newest = 0
+        for names in ("val-core/*", "val-aux/*", "val/*"):
+            self._run.define_metric(names, step_metric=_VALIDATED_STEP)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the step; several writes of one step become one row."""
-        self._run.log(dict(metrics), step=step)
+        """Log the step; several writes of one step become one row.
+
+        wandb takes only rising steps, and a validation may end after later steps: then it goes into
+        the newest row. Its curves have ``val/step`` as their axis.
+        """
+        row = dict(metrics)
+        if VALIDATION_FAILED in row:
+            row[_VALIDATED_STEP] = step
+        self._log(step, row)
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         """Log a table ``val/generations``."""
         rows = [[step, one.prompt, one.response, one.score] for one in examples]
         table = wandb.Table(columns=list(TABLE_COLUMNS), data=rows)
-        self._run.log({"val/generations": table}, step=step)
+        self._log(step, {"val/generations": table})
+
+    def _log(self, step: int, row: dict[str, Any]) -> None:
+        self._newest = max(self._newest, step)
+        self._run.log(row, step=self._newest)
 
     def close(self) -> None:
         self._run.finish()

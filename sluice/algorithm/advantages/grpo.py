@@ -21,6 +21,11 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     The std is unbiased (n - 1); without `settings.norm_by_std` there is no division. A group of
     one keeps its raw reward (mean 0, std 1), as in verl; a group of equal rewards gets exactly 0.
     Needs `group_index`.
+
+    With `turn_rewards` R is the return from the token's turn on, and mean and std are those of the
+    group's whole returns. They must not be taken by the turn's index: the policy decides how many
+    turns there are, so that such a baseline depends on what it did, and rewards or punishes it for
+    another turn.
     """
     return _on_tokens(inputs, settings, estimator="grpo")
 
@@ -39,9 +44,21 @@ def _on_tokens(
     inputs: AdvantageInputs, settings: AdvantageSettings, *, estimator: str
 ) -> Advantages:
     groups = Groups.of(inputs, estimator=estimator)
-    scores = group_relative(inputs.row_rewards(), groups, norm_by_std=settings.norm_by_std)
+    rewards = inputs.row_rewards()
+    scores = group_relative(rewards, groups, norm_by_std=settings.norm_by_std)
     advantages = inputs.on_tokens(scores)
+    if inputs.turn_rewards is not None:
+        scale = torch.ones_like(rewards)
+        if settings.norm_by_std:
+            std = groups.std(rewards)
+            scale = torch.where(std > 0, 1.0 / (std + STD_EPSILON), 0.0)
+        advantages -= _earned_before(inputs.turn_rewards) * inputs.on_tokens(scale)
     return Advantages(advantages, advantages)
+
+
+def _earned_before(turn_rewards: torch.Tensor) -> torch.Tensor:
+    """Return the rewards of the turns before each token's, [rows, width]."""
+    return turn_rewards.cumsum(-1) - turn_rewards
 
 
 def group_relative(rewards: torch.Tensor, groups: Groups, *, norm_by_std: bool) -> torch.Tensor:

@@ -25,6 +25,11 @@ _PROVIDERS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_TABLES = (
+    *("mask", "values", "old_logprobs", "sum_pi_squared", "importance_weights"),
+    "turn_rewards",
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AdvantageInputs:
@@ -40,6 +45,8 @@ class AdvantageInputs:
         sum_pi_squared: float [rows, width], sum over the vocabulary of squared probabilities.
         importance_weights: float [rows, width], of rollout correction.
         reward_components: float [rows] by the name of the component.
+        turn_rewards: float [rows, width], the part of `rewards` that turns earned, each at its
+            turn's last token; None: only whole rows have rewards.
 
     Raises:
         ValueError: a shape or the dtype of the mask does not fit; names the field.
@@ -54,6 +61,7 @@ class AdvantageInputs:
     sum_pi_squared: torch.Tensor | None = None
     importance_weights: torch.Tensor | None = None
     reward_components: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    turn_rewards: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.rewards.shape
@@ -61,7 +69,7 @@ class AdvantageInputs:
             raise ValueError(f"rewards must have shape [rows, width], got {list(shape)}")
         if self.mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool, got {self.mask.dtype}; pass mask.bool()")
-        for name in ("mask", "values", "old_logprobs", "sum_pi_squared", "importance_weights"):
+        for name in _TABLES:
             _check_shape(name, getattr(self, name), shape)
         for name in ("group_index", "baselines"):
             _check_shape(name, getattr(self, name), shape[:1])

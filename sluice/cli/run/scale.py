@@ -123,4 +123,4 @@ async def _serving(monitor: RunMonitor) -> set[str]:
         replicas = (await monitor.snapshot()).replicas
     except (PeerError, DeadlineError):
         return set()
-    return {replica.name for replica in replicas if replica.state == "serving"}
+    return {replica.name for replica in replicas if replica.state in ("serving", "held")}

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from sluice.algorithm.registry import SILENT_AT_ZERO_ADVANTAGE
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE
 from sluice.config import derived
-from sluice.config.derived import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS
+from sluice.config.derived import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS, TURN_ESTIMATORS
 from sluice.config.problems import Problem, named
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import ACTOR
@@ -93,7 +93,7 @@ def _passes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def algorithm_problems(config: RunConfig) -> list[Problem]:
     """Return every pair of settings that cannot work together."""
-    checks = (_adpo, _bypass, _critic, _gdpo, _dro, _thresholds, skipping_problems)
+    checks = (_adpo, _bypass, _critic, _gdpo, _dro, _thresholds, _turns, skipping_problems)
     return [problem for check in checks for problem in check(config)]
 
 
@@ -182,6 +182,19 @@ def _gdpo(config: RunConfig) -> Iterator[Problem]:
             weights,
             f"has {len(weights)} entries for {len(keys)} algorithm.gdpo_reward_keys",
             "give one weight for each, or null",
+        )
+
+
+def _turns(config: RunConfig) -> Iterator[Problem]:
+    estimator = config.algorithm.adv_estimator
+    if config.sluice.trainer.turn_rewards and estimator not in TURN_ESTIMATORS:
+        yield Problem(
+            "sluice.trainer.turn_rewards",
+            True,
+            f"with algorithm.adv_estimator = {estimator}: it gives a whole episode one "
+            "number, or each position a baseline",
+            f"set turn_rewards=false, or adv_estimator to one of "
+            f"{', '.join(sorted(TURN_ESTIMATORS))}",
         )
 
 

@@ -133,7 +133,7 @@ class RolloutConfig(Section, frozen=True):
     """Process long prompts in chunks between decode steps."""
 
     enable_prefix_caching: bool = True
-    """Keep the KV cache of prompts; the samples of a group then share their prompt's."""
+    """Keep the KV cache of prompts and turns for the samples and turns that begin with them."""
 
     enforce_eager: bool = False
     """Capture no CUDA graphs: less memory, slower decoding."""

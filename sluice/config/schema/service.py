@@ -324,6 +324,11 @@ class TrainerServiceConfig(Section, frozen=True):
     groups of equal rewards. The loss is divided as if they were included.
     """
 
+    turn_rewards: bool = False
+    """Train on the rewards that an environment gives turns: a turn is credited with those from it
+    on and the episode's, against the group's whole returns; false: with the episode's alone.
+    """
+
 
 class WeightsConfig(Section, frozen=True):
     """Transfer of weights from the trainer to the replicas."""

@@ -6,6 +6,7 @@ import { count, share } from "./number_text.js";
 const COLUMNS = 7;
 const STATES = {
   serving: "serving",
+  held: "held: keeps its version for a validation",
   pending: "pending: receives its weights",
   stalled: "stalled: has work and generates nothing",
   draining: "draining: finishes its work, then leaves",

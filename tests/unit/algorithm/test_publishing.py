@@ -1,4 +1,4 @@
-"""When a transfer may run beside a step, and how many replicas swap at once."""
+"""When a transfer may run beside a step, how many replicas swap at once, and how many are held."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import math
 
 import pytest
 
-from sluice.algorithm.publishing import MOST_TURNS, may_overlap, swaps_at_once
+from sluice.algorithm.publishing import (
+    MOST_TURNS,
+    held_for_validation,
+    may_overlap,
+    swaps_at_once,
+)
 
 
 @pytest.mark.parametrize(("staleness", "overlaps"), [(0, False), (1, False), (2, True), (4, True)])
@@ -31,3 +36,18 @@ def test_a_larger_fleet_has_at_most_eight_turns(replicas: int) -> None:
     at_once = swaps_at_once(replicas, max_staleness=2)
     assert math.ceil(replicas / at_once) <= MOST_TURNS
     assert at_once <= math.ceil(replicas / MOST_TURNS)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "held"), [(0, 0), (1, 0), (2, 1), (4, 1), (5, 2), (8, 2), (9, 3), (512, 128)]
+)
+def test_a_quarter_of_an_asynchronous_fleet_keeps_a_validated_version(
+    replicas: int, held: int
+) -> None:
+    assert held_for_validation(replicas, max_staleness=1) == held
+    assert held < max(replicas, 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_a_synchronous_fleet_keeps_no_version(replicas: int) -> None:
+    assert held_for_validation(replicas, max_staleness=0) == 0

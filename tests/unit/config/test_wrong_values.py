@@ -168,6 +168,10 @@ ALGORITHMS = (
         "rollout_is = token with actor_rollout_ref.actor.use_rollout_log_probs = true would",
     ),
     (f"{STALE} {CORRECTION}.rollout_is=null", "max_staleness = 1 with actor_rollout_ref.actor.use"),
+    (
+        "sluice.trainer.turn_rewards=true algorithm.adv_estimator=rloo",
+        "set turn_rewards=false, or adv_estimator to one of gae, grpo, grpo_vectorized, reinforce",
+    ),
     (f"{SKIPPING} {A}.use_kl_loss=true", "or use_kl_loss=false"),
     (f"{SKIPPING} algorithm.use_kl_in_reward=true", "or use_kl_in_reward=false"),
     (f"{SKIPPING} {A}.entropy_coeff=0.01", "or entropy_coeff=0"),

@@ -270,21 +270,36 @@ def test_prompts_do_not_pass_the_head_and_embeddings_are_only_read() -> None:
     assert group_flops(config, SHAPE) > 6 * body * tokens
 
 
-def test_the_workers_of_a_vllm_replica_hold_one_model_together_in_host_memory() -> None:
+def test_the_workers_of_a_vendors_replica_hold_one_model_together_in_host_memory() -> None:
     def host(name: str, tp: int) -> float:
         keys = [f"actor_rollout_ref.rollout.name={name}"]
         keys.append(f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp}")
         return engine_pool(load_config(None, keys), SHAPE, DEVICE).host
 
     model = 2 * SHAPE.total_parameters
-    assert host("vllm", 1) == host("vllm", 4) == model
-    assert host("torch", 1) == host("sglang", 1) == 2 * model
+    for vendor in ("vllm", "sglang"):
+        assert host(vendor, 1) == host(vendor, 4) == model
+    assert host("torch", 1) == 2 * model
 
 
-def test_the_first_rank_s_machine_holds_two_snapshots_in_the_dtype_of_the_wire() -> None:
-    narrow = pool().host
-    wide = pool("actor_rollout_ref.rollout.dtype=float32").host
-    assert wide - narrow == 2 * SHAPE.total_parameters * (4 - 2)
+@pytest.mark.parametrize(
+    ("keys", "share"),
+    [
+        ([], 1.0),
+        (["trainer.n_gpus_per_node=4", "trainer.nnodes=2"], 0.5),
+        (
+            ["trainer.n_gpus_per_node=4", "trainer.nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=2"],
+            1.0,
+        ),
+    ],
+    ids=["one machine", "a copy over two", "a copy on each of two"],
+)
+def test_the_first_machine_holds_two_snapshots_of_what_its_ranks_send(
+    keys: list[str], share: float
+) -> None:
+    narrow = pool(*keys).host
+    wide = pool("actor_rollout_ref.rollout.dtype=float32", *keys).host
+    assert wide - narrow == 2 * share * SHAPE.total_parameters * (4 - 2)
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])

@@ -14,9 +14,14 @@ import pytest
 
 from services.reward.app import RunFiles, open_run_files
 from services.reward.records import group_log
-from services.reward.records.group_log import GroupLog
+from services.reward.records.group_log import GroupLog, waiting_bytes
 from sluice.config.run import RunConfig
-from sluice.telemetry.samples import SampleArchive, SampledGroup, archive_files
+from sluice.telemetry.samples import (
+    SampleArchive,
+    SampledGroup,
+    archive_files,
+    shortened_middle,
+)
 from sluice.types import ChatMessage
 from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended
@@ -106,6 +111,14 @@ def test_texts_beyond_the_bound_are_left_out_and_counted(
     log.close()
     assert {"0", "1", "2", "3"} <= set(groups_in(tmp_path))
     assert "samples of groups never reached their archive" in caplog.text
+
+
+@pytest.mark.parametrize("letter", ["x", "字"])
+@pytest.mark.parametrize("samples", [4 * 4, 512 * 16, 2048 * 32])
+def test_the_texts_of_a_whole_batch_may_wait_for_the_archive(letter: str, samples: int) -> None:
+    most_chars = 16_384
+    text = shortened_middle(letter * 80_000, most_chars)
+    assert samples * sys.getsizeof(text) <= 1.01 * waiting_bytes(samples, most_chars)
 
 
 def test_a_text_that_is_no_unicode_costs_its_group_and_no_other(

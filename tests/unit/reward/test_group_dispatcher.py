@@ -87,6 +87,18 @@ async def test_the_least_loaded_replica_relative_to_its_slots_gets_the_next_grou
     assert setting.queue.num_free_sequences(0) == 24
 
 
+async def test_a_replica_gets_as_many_sequences_as_its_cache_holds_of_those_that_ended() -> None:
+    setting = Setting(ScriptedClient())
+    announced = replica("a")
+    held = replace(announced, info=replace(announced.info, kv_tokens=100))
+    await setting.dispatcher.announce([held])
+    assert setting.queue.num_free_sequences(0) == 64
+    group = await setting.dispatcher.generate(request())
+    lengths = [group.prompt_token_ids.size + r.num_tokens for r in group.rollouts]
+    assert len(set(lengths)) == 1
+    assert setting.queue.num_free_sequences(0) == 100 // lengths[0] < 64
+
+
 async def test_a_group_larger_than_any_replica_still_runs() -> None:
     setting = Setting(ScriptedClient())
     await setting.dispatcher.announce([replica("a", slots=2)])
@@ -113,6 +125,7 @@ async def test_who_waits_for_a_version_nobody_serves_blocks_no_one() -> None:
                 request(0, purpose=Purpose.VALIDATION, lowest_version=4, highest_version=4)
             )
         )
+        await settled(lambda: setting.queue.num_waiting == 1)
         await setting.dispatcher.generate(request(1))
         assert not blocked.done()
         await setting.dispatcher.announce([replica("a", 4)])

@@ -35,6 +35,8 @@ LOAD = EngineLoad(
     weight_digest="digest",
     direct_sent_tokens=20,
     direct_unsent_tokens=3,
+    prompt_tokens=50,
+    reused_tokens=40,
 )
 
 
@@ -49,6 +51,8 @@ def test_every_counter_of_the_engine_is_shown() -> None:
         ("sluice_replica_unsent_tokens_total",): 5.0,
         ("sluice_replica_running_tokens",): 7.0,
         ("sluice_replica_direct_client_tokens_total",): 23.0,
+        ("sluice_replica_prompt_tokens_total",): 50.0,
+        ("sluice_replica_reused_tokens_total",): 40.0,
         ("sluice_replica_busy_seconds_total",): 1.5,
         ("sluice_replica_seconds_total", "idle"): 2.0,
         ("sluice_replica_seconds_total", "generating"): 1.5,

@@ -23,7 +23,7 @@ from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError, EngineError, WeightSyncError
 from sluice.types import TensorSpec
-from sluice.weight_share import WHOLE, WeightShare
+from sluice.weight_share import WHOLE, Cut, WeightShare
 from sluice.weights.sender import WeightSender
 from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
@@ -192,13 +192,86 @@ def test_a_call_for_new_weights_that_no_loop_took_is_refused_and_taken_by_none(
     assert "no call for new weights came" in failure
 
 
+class _Linear(torch.nn.Module):
+    """A layer as SGLang has it: its parameter knows the layer's loader, which cuts the rank's rows.
+
+    `packed` is another layout, which SGLang computes with between two loads.
+    """
+
+    def __init__(self, rank: int, *, needs_values: bool) -> None:
+        super().__init__()
+        self.rank = rank
+        self.needs_values = needs_values
+        self.packed = True
+        self.loads = 0
+        self.weight = torch.nn.Parameter(torch.ones(3, 2).t(), requires_grad=False)
+        vars(self.weight)["weight_loader"] = self.load
+
+    def load(self, parameter: torch.nn.Parameter, loaded: torch.Tensor) -> None:
+        assert not self.packed
+        assert not self.needs_values or bool(loaded.sum() > 0)
+        self.loads += 1
+        parameter.data.copy_(loaded.narrow(0, 3 * self.rank, 3))
+
+
+class _Loader:
+    """The steps of SGLang's loader."""
+
+    @staticmethod
+    def restore_weights_before_loading(model: _Linear, _: torch.device) -> None:
+        model.packed = False
+        model.weight.data = model.weight.data.t()
+
+    @staticmethod
+    def load_weights_only(
+        model: _Linear, weights: Iterator[tuple[str, torch.Tensor]], _: torch.device
+    ) -> None:
+        for name, loaded in weights:
+            if name == "w":
+                vars(model.weight)["weight_loader"](model.weight, loaded)
+
+    load_weights_and_postprocess = load_weights_only
+
+
+def _share(layer: _Linear, monkeypatch: pytest.MonkeyPatch) -> WeightShare:
+    module: Any = ModuleType("sglang.srt.model_loader.loader")
+    module.DefaultModelLoader = _Loader
+    _stand_in(module, monkeypatch)
+    model = SchedulerModel(SimpleNamespace(model=layer, device="cpu", model_config=None))
+    return model.share([TensorSpec("w", "float32", (6, 2))], lambda weights: weights)
+
+
+def test_a_ranks_share_is_what_its_own_loader_reads_and_its_model_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = _Linear(1, needs_values=False)
+    assert _share(layer, monkeypatch) == WeightShare((("w", (Cut(0, ((3, 3),)),)),))
+    assert (layer.packed, layer.loads, layer.weight.shape) == (True, 0, (2, 3))
+    assert bool((layer.weight == 1).all())
+    assert not layer.weight.is_meta
+
+
+def test_a_rank_whose_loader_cannot_be_followed_takes_all_weights_and_logs_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = _Linear(1, needs_values=True)
+    assert _share(layer, monkeypatch) == WHOLE
+    (record,) = caplog.records
+    assert "this worker takes all weights: its loader was not understood" in record.getMessage()
+    assert (layer.packed, layer.loads) == (True, 0)
+
+
+def _stand_in(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+
+
 def test_an_sglang_without_its_loaders_steps_is_refused_by_their_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module: Any = ModuleType("sglang.srt.model_loader.loader")
     module.DefaultModelLoader = type("Loader", (), {"restore_weights_before_loading": None})
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    _stand_in(module, monkeypatch)
     with pytest.raises(ConfigError, match="no load_weights_and_postprocess, model_config; install"):
         SchedulerModel(SimpleNamespace(model=None, device="cpu"))

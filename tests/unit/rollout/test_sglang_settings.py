@@ -133,13 +133,10 @@ async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(
 async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    called = (
-        *("generate_request", "pause_generation", "continue_generation", "get_internal_state"),
-        *("update_weights_from_disk", "update_weight_version"),
-    )
+    called = ("generate_request", "pause_generation", "continue_generation", "get_internal_state")
     manager = type("TokenizerManager", (), dict.fromkeys(called))
     module = SimpleNamespace(ServerArgs=lambda: None, TokenizerManager=manager, Engine=object)
     module.Socket = type("Socket", (), {})  # of zmq
     monkeypatch.setattr(client.importlib, "import_module", lambda _: module)
-    with pytest.raises(ConfigError, match=r"it has no flush_cache; install 0\.5\.23"):
+    with pytest.raises(ConfigError, match=r"it has no update_weights_from_disk; install 0\.5\.23"):
         client.SglangClient({}, lambda: None)

@@ -1,4 +1,4 @@
-"""Swaps, pauses and samples in the event loops of both vendors, over fake clients."""
+"""Swaps, sleep and samples in the event loops of both vendors, over fake clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.causal_lm import CheckpointLayout
-from services.rollout.engines.protocol import GenerationRequest, PartialSample, PauseMode
+from services.rollout.engines.protocol import GenerationRequest, PartialSample
 from services.rollout.engines.sglang.core import SglangCore
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.sampler import stream_seed
@@ -273,9 +273,9 @@ async def _broken_by_swap(vendor: _Vendor) -> str:
         sampled = vendor.core.generated_tokens
         late, _ = vendor.begin(tasks, number=1)
         await _rest(late)
-        for call in (vendor.core.resume(), vendor.swap(2, "two"), vendor.swap(3, "three")):
+        for version, digest in ((2, "two"), (3, "three")):
             with pytest.raises(EngineError):
-                await call
+                await vendor.swap(version, digest)
     assert vendor.core.generated_tokens == sampled > 0
     assert "resume" not in vendor.client.called, "a mixture of versions samples nothing"
     assert len(vendor.client.sent) == 1
@@ -351,20 +351,6 @@ async def test_what_vllm_holds_when_weights_change_is_of_the_old_version(vllm: _
     assert vllm.core.generated_tokens == 3
 
 
-@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RECOMPUTE])
-async def test_what_vllm_holds_when_it_pauses_is_counted_then(
-    vllm: _Vendor, mode: PauseMode
-) -> None:
-    client: Any = vllm.client
-    client.held = (5, 6)
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        stream, running = vllm.begin(tasks, pace=_WHOLE)
-        await _turns()
-        await vllm.core.pause(mode)
-        assert vllm.core.generated_tokens == 2
-        await vllm.cancel(stream, running)
-
-
 def _vllm_core(vendor: _Vendor) -> VllmCore:
     assert isinstance(vendor.core, VllmCore)
     return vendor.core
@@ -402,12 +388,11 @@ async def test_samples_that_wait_for_the_end_of_a_sleep_are_no_work() -> None:
     await thread.stop()
 
 
-async def test_an_engine_that_sleeps_neither_pauses_nor_resumes_nor_swaps() -> None:
+async def test_an_engine_that_sleeps_swaps_no_weights() -> None:
     vllm = _Vendor("vllm", sleeps=True)
     await _vllm_core(vllm).sleep()
-    for call in (vllm.core.pause(PauseMode.ABORT), vllm.core.resume(), vllm.swap(2, "two")):
-        with pytest.raises(NotReadyError, match="sleeps while the trainer trains"):
-            await call
+    with pytest.raises(NotReadyError, match="sleeps while the trainer trains"):
+        await vllm.swap(2, "two")
     assert vllm.client.called == ["pause", "sleep"]
 
 
@@ -458,55 +443,34 @@ async def test_an_engine_that_may_be_half_asleep_wakes_before_the_next_weights()
     assert vllm.client.called == ["pause", "wake", "resume"]
 
 
-async def test_samples_that_follow_a_first_one_into_a_pause_wait_for_its_end(
+async def test_samples_that_follow_a_first_one_into_a_swap_wait_for_its_end(
     sglang: _Vendor,
 ) -> None:
     sglang.client.generating.clear()
+    # The first sample's token was under way.
+    sglang.client.during_load = sglang.client.generating.set
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         stream, running = sglang.begin(tasks, request(max_tokens=40, samples=3))
         await _turns()
-        await sglang.core.pause(PauseMode.KEEP)
-        sglang.client.generating.set()  # the first sample's token was under way
-        await _turns()
-        assert sglang.client.salts == ["0"]
         await sglang.swap(2, "two")
-        await sglang.core.resume()
         await _turns()
         assert sglang.client.salts == ["0", "1", "1"]
         await sglang.cancel(stream, running)
 
 
-async def test_samples_that_come_after_a_pause_that_failed_are_begun(vendor: _Vendor) -> None:
-    vendor.fail("pause", _NO_ANSWER)
-    with pytest.raises(EngineError, match="no answer"):
-        await vendor.core.pause(PauseMode.KEEP)
-    async with asyncio.TaskGroup() as tasks:
-        stream, running = vendor.begin(tasks)
-        assert await stream.next()
-        await vendor.cancel(stream, running)
-
-
-async def test_an_engine_that_could_not_be_paused_samples_after_a_swap(vendor: _Vendor) -> None:
-    vendor.fail("pause", _NO_ANSWER)
-    with pytest.raises(EngineError, match="no answer"):
-        await vendor.core.pause(PauseMode.KEEP)
-    vendor.client.failures.clear()
-    await vendor.swap(2, "two")
-    assert vendor.client.generating.is_set()
-
-
-async def test_an_engine_that_could_not_resume_after_a_pause_stays_paused_over_a_swap(
+async def test_an_engine_that_could_not_be_paused_for_a_swap_samples_and_swaps_later(
     vendor: _Vendor,
 ) -> None:
-    await vendor.core.pause(PauseMode.KEEP)
-    vendor.fail("resume", _NO_ANSWER)
+    vendor.fail("pause", _NO_ANSWER)
     with pytest.raises(EngineError, match="no answer"):
-        await vendor.core.resume()
-    vendor.client.failures.clear()
-    await vendor.swap(2, "two")
-    assert not vendor.client.generating.is_set()
-    await vendor.core.resume()
-    assert vendor.client.generating.is_set()
+        await vendor.swap(2, "two")
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        stream, running = vendor.begin(tasks)
+        assert await stream.next()
+        vendor.client.failures.clear()
+        await vendor.swap(2, "two")
+        assert vendor.client.generating.is_set()
+        await vendor.cancel(stream, running)
 
 
 async def _swap_that_does_not_end(vendor: _Vendor) -> LoopThread:
@@ -564,35 +528,6 @@ async def test_sglang_sends_single_tokens_only_of_streams_and_where_a_string_may
     await sglang.whole(wanted, _EVERY_TOKEN)
     await sglang.whole(stopped)
     assert sglang.client.one_by_one == [False, True, True]
-
-
-async def test_samples_that_a_pause_ends_have_the_tokens_that_sglang_held(
-    sglang: _Vendor,
-) -> None:
-    sglang.client.generating.clear()
-    sglang.client.under_way.append(sglang.client.generating.set)
-    sglang.client.under_way.append(lambda: asyncio.get_running_loop().call_soon(stop))
-    stop = sglang.client.generating.clear
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        stream, _ = sglang.begin(tasks, pace=_WHOLE)
-        await _turns()
-        await sglang.core.pause(PauseMode.ABORT)
-        (chunk,) = await stream.next()
-    assert chunk.finish_reason is FinishReason.ABORTED
-    assert chunk.token_ids.size > 0
-
-
-async def test_a_pause_that_aborts_ends_samples_when_sglang_does_not_answer(
-    sglang: _Vendor,
-) -> None:
-    sglang.fail("catch up", _NO_ANSWER)
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        stream, _ = sglang.begin(tasks, pace=_WHOLE)
-        await _turns()
-        with pytest.raises(EngineError, match="no answer"):
-            await sglang.core.pause(PauseMode.ABORT)
-        (chunk,) = await stream.next()
-    assert chunk.finish_reason is FinishReason.ABORTED
 
 
 async def test_no_name_of_a_sample_is_the_beginning_of_another(sglang: _Vendor) -> None:

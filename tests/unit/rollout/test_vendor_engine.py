@@ -65,7 +65,7 @@ class _Core(VendorCore):
     async def unused(self, *_: Any) -> None:
         raise NotImplementedError
 
-    wait_to_begin = pause = resume = heartbeat = unused
+    wait_to_begin = heartbeat = unused
     seed = deltas = check_versions = unused  # type: ignore[assignment]
 
 

@@ -43,14 +43,15 @@ class _Vendor:
         self._script = script
         self.first_goes_ahead = first_goes_ahead
         self.version: int | None = 1
-        self.sampled = self.prefilled = 0
+        self.sampled = self.prefilled = self.cached = 0
+        self.begun: list[int] = []
         self.names: list[str] = []
         self.asked: list[VendorSample] = []
         self.checked: list[VersionSpans] = []
         self.refusal: EngineError | None = None
         self.generating, self.is_awaited, self.may_continue = (asyncio.Event() for _ in range(3))
         self.generating.set()
-        self.waiting = asyncio.Queue[str]()
+        self.waiting = asyncio.Queue[int]()
         self.slots = 100
         self.open = 0
         self.held: list[int] = []
@@ -61,9 +62,10 @@ class _Vendor:
             raise EngineError("Vendor: a sample runs before the first weights")
         return self.version
 
-    def count(self, sampled: int, prefilled: int) -> None:
+    def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None:
         self.sampled += sampled
-        self.prefilled += prefilled
+        self.prefilled += prompt - cached
+        self.cached += cached
 
     async def wait_to_begin(self) -> None:
         self.is_awaited.set()
@@ -83,11 +85,8 @@ class _Vendor:
         if self.refusal is not None:
             raise self.refusal
 
-    async def deltas(
-        self, run: RequestRun, sample: VendorSample, attempt: int
-    ) -> AsyncIterator[Delta]:
-        name = f"{sample.index}-{attempt}"
-        self.names.append(name)
+    async def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
+        self.begun.append(sample.index)
         self.asked.append(sample)
         self.open += 1
         try:
@@ -97,7 +96,7 @@ class _Vendor:
                 if not self.may_continue.is_set():  # from then on everything is there already
                     await asyncio.sleep(0)
                 if one is None:
-                    self.waiting.put_nowait(name)
+                    self.waiting.put_nowait(sample.index)
                     await self.may_continue.wait()
                 elif isinstance(one, int):
                     self.version = one
@@ -160,7 +159,7 @@ async def test_tokens_come_in_one_chunk_a_version_when_the_sample_ends() -> None
     chunks, vendor = await _ended(script, request())
     assert chunks.reported == [([4, 5, 6], 1, None), ([8, 9], 2, FinishReason.STOP)]
     np.testing.assert_array_equal(chunks.chunks[1].behavior_logprobs, np.float32([-4, -4.5]))
-    assert (vendor.sampled, vendor.prefilled) == (5, 2)
+    assert (vendor.sampled, vendor.prefilled, vendor.cached) == (5, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -349,14 +348,14 @@ async def test_the_others_follow_a_first_sample_once_the_prompt_is_cached() -> N
     run, _ = _run(vendor, request(samples=3))
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
-        assert await vendor.waiting.get() == "0-0"
-        assert vendor.names == ["0-0"]
+        assert await vendor.waiting.get() == 0
+        assert vendor.begun == [0]
         run.cancel()
         await asyncio.wait([running])
     assert vendor.open == 0
     following = _Vendor([_delta([4]), _delta([5], "stop")], first_goes_ahead=True)
     await _ended(following, request(samples=3))
-    assert following.names == ["0-0", "1-0", "2-0"]
+    assert following.begun == [0, 1, 2]
 
 
 async def test_a_first_sample_that_fails_does_not_keep_the_others_waiting() -> None:
@@ -372,60 +371,9 @@ async def test_nothing_is_sent_while_the_engine_does_not_sample() -> None:
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(run.run())
         await vendor.is_awaited.wait()
-        await run.until_none_is_sent()
-        assert vendor.names == []
+        assert vendor.begun == []
         vendor.generating.set()
     assert chunks.reported == [([5], 1, FinishReason.STOP)]
-
-
-async def test_what_was_put_back_is_sent_again_by_another_name_and_what_has_tokens_stays() -> None:
-    vendor = _Vendor([_delta([4]), None, _delta([5], "stop")], first_goes_ahead=True)
-    run, chunks = _run(vendor, request(samples=3))
-    vendor.slots = 1
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(run.run())
-        while len(vendor.names) < 3:
-            await asyncio.sleep(0)
-        vendor.generating.clear()
-        run.put_back()
-        run.put_back()
-        vendor.may_continue.set()
-        await run.until_none_is_sent()
-        assert chunks.reported == [([4, 5], 1, FinishReason.STOP)]
-        assert (vendor.names, vendor.open) == (["0-0", "1-0", "2-0"], 0)
-        vendor.slots = 3
-        vendor.generating.set()
-        await asyncio.wait([running])
-    assert vendor.names[3:] == ["1-1", "2-1"]
-    assert chunks.reported == [([4, 5], 1, FinishReason.STOP)] * 3
-    assert vendor.sampled == 6
-
-
-@pytest.mark.parametrize("put_back_first", [True, False])
-async def test_what_is_put_back_can_be_cancelled_with_its_request(put_back_first: bool) -> None:
-    vendor = _Vendor([None])
-    run, chunks = _run(vendor, request())
-    calls = [run.put_back, run.cancel]
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(run.run())
-        await vendor.waiting.get()
-        for call in calls if put_back_first else reversed(calls):
-            call()
-        await asyncio.wait([running])
-    assert (vendor.open, chunks.chunks) == (0, [])
-
-
-async def test_others_follow_a_first_sample_that_was_put_back_once_its_prompt_is_cached() -> None:
-    vendor = _Vendor([None], first_goes_ahead=True)
-    run, _ = _run(vendor, request(samples=3))
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(run.run())
-        await vendor.waiting.get()
-        run.put_back()
-        assert await vendor.waiting.get() == "0-1"
-        assert vendor.names == ["0-0", "0-1"]
-        run.cancel()
-        await asyncio.wait([running])
 
 
 async def test_giving_up_ends_samples_as_aborted_with_what_they_have_and_once_only() -> None:
@@ -433,7 +381,7 @@ async def test_giving_up_ends_samples_as_aborted_with_what_they_have_and_once_on
     run, chunks = _run(vendor, request(samples=2))
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
-        assert {await vendor.waiting.get() for _ in range(2)} == {"0-0", "1-0"}
+        assert {await vendor.waiting.get() for _ in range(2)} == {0, 1}
         run.give_up()
         run.give_up()
         await asyncio.wait([running])

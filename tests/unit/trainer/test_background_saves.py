@@ -60,8 +60,8 @@ class Leader:
 
 @asynccontextmanager
 async def running(leader: Leader, root: Path) -> AsyncIterator[LearnerThread]:
-    store, nothing = CheckpointStore(root), cast("Any", None)
-    thread = LearnerThread(cast("Any", leader), nothing, store, 1.0, MemoryPeaks(CpuDevice()))
+    store = CheckpointStore(root)
+    thread = LearnerThread(cast("Any", leader), store, MemoryPeaks(CpuDevice()))
     try:
         yield thread
     finally:

@@ -121,8 +121,8 @@ def test_padding_changes_nothing(
     model.save_pretrained(tmp_path)
     own = load_policy(ModelConfig(path=str(tmp_path)), FLOAT32, max_tokens=28).model
     expected, of_plain = plain(model)
-    micro_batch = pack(parity_rows(), pad_to=256)
-    assert micro_batch.input_ids.shape == micro_batch.position_ids.shape == (1, 256)
+    micro_batch = pack(parity_rows(), pad_to=512)
+    assert micro_batch.input_ids.shape == micro_batch.position_ids.shape == (1, 512)
     logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR

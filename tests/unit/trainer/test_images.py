@@ -13,12 +13,8 @@ from msgspec import structs
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
-from services.trainer.learner.batch.micro_batch import (
-    MicroBatch,
-    TrainingRow,
-    build_micro_batch,
-    training_rows,
-)
+from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers

@@ -11,12 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.learner.batch import micro_batch
-from services.trainer.learner.batch.micro_batch import (
-    MicroBatch,
-    TrainingRow,
-    build_micro_batch,
-    training_rows,
-)
+from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.model import attention
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.forward import (

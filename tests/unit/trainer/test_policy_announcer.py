@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from services.trainer.fleet.members import Fleet
+from services.trainer.loop.announcer import PolicyAnnouncer
 from services.trainer.loop.run_state import RunState
-from services.trainer.loop.train_loop import PolicyAnnouncer
+from sluice.algorithm.routing import AnnouncedReplica
 from sluice.errors import PeerError
 from sluice.types import DataProgress, ReplicaInfo
 
@@ -30,13 +31,13 @@ class Desk:
     async def announce(
         self,
         version: int,
-        replicas: Sequence[ReplicaInfo],
+        replicas: Sequence[AnnouncedReplica],
         progress: Callable[[], DataProgress | None],
         /,
     ) -> None:
         if self.fault is not None:
             raise self.fault
-        self.sent.append((version, tuple(info.name for info in replicas), progress()))
+        self.sent.append((version, tuple(one.info.name for one in replicas), progress()))
         if self.hold is not None:
             await self.hold.wait()
 

@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.trainer.learner.batch.micro_batch import (
-    MicroBatch,
-    build_micro_batch,
-    training_rows,
-)
+from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.packed_rows import training_rows
 from services.trainer.learner.batch.train_batch import (
     BatchCut,
     RoutingShape,

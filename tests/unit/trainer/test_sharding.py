@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from services.trainer.learner.places import exchange_places, local_part, place, region
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.weight_stream import cut_buckets, stream_rows
+from services.trainer.learner.weight_stream import cut_buckets
 from sluice.errors import ConfigError
 
 
@@ -79,13 +79,3 @@ def test_buckets_hold_every_row_once_in_order_and_no_more_bytes_than_they_may(
         for one in bucket:
             rows[one.name] += range(one.start, one.stop)
     assert rows == {name: list(range(tensor.shape[0])) for name, tensor in tensors.items()}
-
-
-def test_floats_travel_in_the_dtype_asked_for_and_integers_in_their_own() -> None:
-    tensors = {"w": torch.rand(3, 2), "counts": torch.arange(4)}
-    places = exchange_places(tensors, DataParallel())
-    stream = stream_rows(tensors, places, DataParallel(), "streaming", dtype=torch.bfloat16)
-    found = dict(stream)
-    assert torch.equal(found["w"], tensors["w"].bfloat16())
-    assert torch.equal(found["counts"], tensors["counts"])
-    assert found["counts"].dtype == torch.int64

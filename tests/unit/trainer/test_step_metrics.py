@@ -98,6 +98,12 @@ def test_heartbeats_that_come_late_do_not_push_a_share_out_of_bounds(
     assert metrics(fleet=FleetInterval(0, busy_s, 2))["rollout/idle_share"] == share
 
 
+def test_prefix_hits_are_a_share_of_the_steps_prompt_tokens() -> None:
+    fleet = FleetInterval(400, 6.0, 2, prompt_tokens=200, reused_tokens=150)
+    assert metrics(fleet=fleet)["rollout/prefix_hit_rate"] == 0.75
+    assert "rollout/prefix_hit_rate" not in metrics(fleet=FleetInterval(400, 6.0, 2))
+
+
 def test_a_step_without_replicas_or_time_divides_by_nothing() -> None:
     found = metrics(StepTimes(0, 0, 0, 0, 0), FleetInterval(0, 0.0, 0))
     assert all(np.isfinite(value) for value in found.values())

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from services.trainer.learner.batch.micro_batch import training_rows
+from services.trainer.learner.batch.packed_rows import training_rows
 from services.trainer.learner.sample_reader import RewardSamples
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.codec.train_batch import outline_to_bytes, packed, sample_messages, with_samples

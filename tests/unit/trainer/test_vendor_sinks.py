@@ -17,6 +17,7 @@ from services.trainer.metrics.sinks import SinkTarget, mlflow_name, open_sinks
 from services.trainer.metrics.step_metrics import Example
 
 METRICS = {"actor/pg_loss": 0.25, "val-core/math_dapo/acc/mean@1": 0.5}
+LATE = {"val/failed": 0.0}
 SETTINGS = {"trainer.project_name": "dapo/qwen3", "data.train_batch_size": 64}
 # Vendors deprecate things of their own at import.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,11 +47,12 @@ def no_settings_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 async def write_run(name: str, run_dir: Path) -> None:
-    """Write two steps, with a name that vendors refuse, and one validation example."""
+    """Write two steps, a late validation of the first one, and one validation example."""
     target = SinkTarget(run_dir, "dapo/qwen3 math", "run/1", SETTINGS)
     (sink,) = await open_sinks([name], target)
     sink.write(1, METRICS)
     sink.write(2, {**METRICS, "actor/pg_loss": float("nan")})
+    sink.write(1, LATE)
     sink.write_generations(2, [Example("1 + 1 | 2\nx", "out 2", "2", 1.0)])
     sink.close()
 
@@ -62,7 +64,8 @@ async def test_tensorboard_reads_the_scalars_back(tmp_path: Path) -> None:
     await write_run("tensorboard", tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == METRICS.keys()
+    assert set(events.Tags()["scalars"]) == METRICS.keys() | LATE.keys()
+    assert [(one.step, one.value) for one in events.Scalars("val/failed")] == [(1, 0.0)]
     found = events.Scalars("val-core/math_dapo/acc/mean@1")
     assert [(one.step, one.value) for one in found] == [(1, 0.5), (2, 0.5)]
     (text,) = events.Tensors("val/generations/text_summary")
@@ -115,6 +118,8 @@ async def test_wandb_writes_offline_without_a_key_and_without_asking(tmp_path: P
     assert rows[1, "val-core/math_dapo/acc/mean@1"] == 0.5
     assert rows[1, "actor/pg_loss"] == 0.25
     assert rows[2, "val-core/math_dapo/acc/mean@1"] == 0.5
+    # wandb drops what comes with a step below the last one.
+    assert (rows[2, "val/failed"], rows[2, "val/step"]) == (0.0, 1)
     (table,) = file.parent.rglob("*.table.json")
     found = json.loads(table.read_text(encoding="utf-8"))
     assert found["columns"] == ["step", "input", "output", "score"]

@@ -143,4 +143,4 @@ def test_memory_is_not_taken_for_sizes_that_cannot_be(size: int) -> None:
     sizes = [20] * len(staging.plan.buckets)
     sizes[2] = size
     with pytest.raises(ValueError, match=f"bucket 3 claims changes of {size} bytes"):
-        ChangeReceivingPort(staging, staging, sizes, _CPU, "a test")
+        ChangeReceivingPort(staging.plan, staging, staging, sizes, _CPU, "trainer", "a test")

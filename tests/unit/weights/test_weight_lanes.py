@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sluice.weights.plan import WeightBuffer
-from sluice.weights.transfer import DeviceReceivingPort, DeviceSendingPort, DirectPort
+from sluice.weights.transfer import CopyingPort, DeviceSendingPort, DirectPort
 from tests.support.weight_buffers import buffer_of
 
 _CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def test_buckets_travel_over_a_device_as_they_lie_in_the_buffer() -> None:
     plan = sent.plan
     received = WeightBuffer(plan)
     sending, direct = DeviceSendingPort(sent, plan, _CPU), DirectPort(sent)
-    receiving = DeviceReceivingPort(received, _CPU)
+    receiving = CopyingPort(received, plan, _CPU)
     assert len(plan.buckets) > 2
     for bucket in plan.buckets:
         assert torch.equal(sending.load(bucket), direct.load(bucket))

@@ -23,7 +23,7 @@ from sluice.errors import (
     NotReadyError,
     WeightSyncError,
 )
-from sluice.weights import sender as sender_module
+from sluice.weights import rank_sender as sender_module
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
@@ -224,7 +224,7 @@ def test_an_abort_ends_a_join_in_progress(
     joining = pool.submit(join)
     assert started.wait(5)
     deadline = time.monotonic() + 5
-    while receiver._group is None and time.monotonic() < deadline:
+    while not receiver._streams and time.monotonic() < deadline:
         time.sleep(0.001)
     receiver.abort("a new epoch is coming")
     with pytest.raises((WeightSyncError, NotReadyError), match="a new epoch is coming"):

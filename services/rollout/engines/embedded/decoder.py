@@ -36,6 +36,23 @@ class PrefilledPrompts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KnownPrefix:
+    """Tokens that a prompt begins with, and a copy of their state.
+
+    Attributes:
+        tokens: [tokens], at least one.
+        layers: per layer keys and values, [kv heads, 2, tokens, the larger head dim].
+    """
+
+    tokens: TokenRow
+    layers: tuple[torch.Tensor, ...]
+
+    def cut(self, length: int) -> KnownPrefix:
+        """Return the first `length` tokens, in the same memory."""
+        return KnownPrefix(self.tokens[:length], tuple(x[:, :, :length] for x in self.layers))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeBatch:
     """One decode step of rows ``0 .. rows - 1``.
 
@@ -70,6 +87,19 @@ class Decoder(Protocol):
         Raises:
             NotImplementedError: a prompt has images, which this decoder does not read.
         """
+        ...
+
+    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        """Compute the state of prompts that begin with known tokens: only of those that follow.
+
+        Args:
+            known: of each prompt, from `keep`.
+            prompts: each longer than its known prefix.
+        """
+        ...
+
+    def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
+        """Return a copy of a row's state of its first `tokens`; ``None`` if there is none."""
         ...
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:

@@ -116,6 +116,15 @@ class _Probe:
             ]
             prefilled = decoder.prefill(prompts)
             decoder.insert(prefilled, rows, rows)
+            # The other halves again, behind what was kept of the first ones.
+            halves = [
+                decoder.keep(row, prompt[: prompt.size // 2])
+                for row, prompt in enumerate(prompts)
+                if prompt.size > 1
+            ]
+            known = [prefix for prefix in halves if prefix is not None]
+            if len(known) == len(prompts):
+                decoder.insert(decoder.extend(known, prompts), rows, rows)
             for step in range(self._steps):
                 positions = self._starts + step
                 batch = DecodeBatch(

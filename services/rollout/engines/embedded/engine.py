@@ -26,7 +26,7 @@ from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.loop import EmbeddedRun, GenerationLoop
 from services.rollout.engines.embedded.routing import RoutedDecoder
-from services.rollout.engines.protocol import CommitResult, GenerationRequest, PauseMode
+from services.rollout.engines.protocol import CommitResult, GenerationRequest
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, InboxEngine, Pace
@@ -51,11 +51,20 @@ class EmbeddedEngineSettings(EngineSettings):
 
     Attributes:
         batch_invariant: a sample's tokens and logprobs do not depend on other rows, to the bit.
+        keeps_prefixes: an ended sample's keys and values serve the next turn of its conversation.
+            Not with `batch_invariant`: a kept prefix differs from a computed one in the last bits.
         with_routing: keep the experts of each token, for requests that ask for them.
     """
 
     batch_invariant: bool = False
+    keeps_prefixes: bool = True
     with_routing: bool = False
+
+    @property
+    def kept_tokens(self) -> int:
+        """Most tokens of kept prefixes: as many as the slots hold."""
+        keeps = self.keeps_prefixes and not self.batch_invariant
+        return self.slots * self.max_model_len if keeps else 0
 
 
 def create(config: RunConfig) -> EmbeddedEngine:
@@ -64,6 +73,7 @@ def create(config: RunConfig) -> EmbeddedEngine:
         EmbeddedEngineSettings.of(
             config,
             batch_invariant=batch_invariant(config),
+            keeps_prefixes=config.actor_rollout_ref.rollout.enable_prefix_caching,
             with_routing=replays_engine_routing(config),
         )
     )
@@ -130,6 +140,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
             max_model_len=settings.max_model_len,
             invariant_shapes=shapes,
             recompute_kv=settings.recompute_kv,
+            kept_tokens=settings.kept_tokens,
         )
         return cls(loop, language_model.layout, language_model.image_prompts)
 
@@ -152,6 +163,16 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
     def prefilled_tokens(self) -> int:
         """Prompt tokens computed so far."""
         return self.loop.prefilled_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that entered, those of samples that share a prefill once."""
+        return self.loop.prompt_tokens
+
+    @property
+    def reused_tokens(self) -> int:
+        """Those that an earlier turn had computed."""
+        return self.loop.reused_tokens
 
     def new_run(
         self,
@@ -183,19 +204,6 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
     async def heartbeat(self, _timeout_s: float) -> None:
         """Answer between two steps."""
         self._check_works()
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing from the return of this call until `resume`."""
-        with self._between_steps():
-            self.loop.pause(mode)
-        while self.loop.is_draining:
-            await asyncio.sleep(0)  # a step each time
-            self._check_works()
-
-    async def resume(self) -> None:
-        """Sample again."""
-        with self._between_steps():
-            self.loop.resume()
 
     async def swap(self, new: NewWeights, version: int, digest: str) -> float:
         """Take new weights between two steps; return the seconds without a token.

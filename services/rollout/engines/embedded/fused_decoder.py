@@ -19,10 +19,13 @@ from torch import nn
 
 from services.rollout.engines.embedded.decoder import (
     DecodeBatch,
+    KnownPrefix,
     PrefilledPrompts,
     TokenRow,
 )
 from services.rollout.engines.embedded.kv_cache import (
+    Extension,
+    PrefillForward,
     SlotDecoder,
     decode_attention,
     pad_right,
@@ -267,24 +270,36 @@ class FusedDecoder(SlotDecoder):
     ) -> PrefilledPrompts:
         """See `Decoder.prefill`; no model of the family reads images."""
         _require(not any(images), "images")
-        token_ids, positions = pad_right(prompts, self._device)
+        forward = PrefillForward()
+        self._compute(*pad_right(prompts, self._device), forward)
+        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+
+    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        """See `Decoder.extend`."""
+        extension = Extension(known, prompts, self._device)
+        forward = PrefillForward(extension=extension)
+        self._compute(extension.token_ids, extension.positions, forward)
+        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+
+    def _compute(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, forward: PrefillForward
+    ) -> None:
+        """Compute the state of padded tokens, [prompts, longest]; `forward` collects it."""
         batch, longest = token_ids.shape
         flat = positions.reshape(-1)
         cos, sin = self._cos[flat], self._sin[flat]
         hidden = F.embedding(token_ids.view(-1), self._embedding)
-        layers = []
         for number, layer in enumerate(self._layers, start=1):
             queries, keys_values = (
                 part.unflatten(0, (batch, longest)).transpose(1, 2)
                 for part in self._project(layer, hidden, cos, sin)
             )
             keys, values = keys_values.chunk(2, 1)
-            layers.append((keys, values))
+            keys, values, seen = forward.add(keys, values, None)
             # The last layer's output would only give logits, which a prefill does not need.
             if number < len(self._layers):
-                attended = prefill_attention(queries, keys, values, scaling=self._scale)
+                attended = prefill_attention(queries, keys, values, scaling=self._scale, seen=seen)
                 hidden = self._finish(layer, hidden, attended.transpose(1, 2))
-        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(layers))
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """See `Decoder.decode`."""

@@ -11,12 +11,14 @@ import torch
 from services.rollout.engines.embedded import kv_cache
 from services.rollout.engines.embedded.decoder import (
     DecodeBatch,
+    KnownPrefix,
     PrefilledPrompts,
     Rows,
     TokenRow,
 )
 from services.rollout.engines.embedded.kv_cache import (
     DecodeForward,
+    Extension,
     PrefillForward,
     SlotDecoder,
     pad_right,
@@ -48,6 +50,14 @@ class RecomputeDecoder:
         if any(images):
             raise NotImplementedError("images")
         return PrefilledPrompts(tuple(len(p) for p in prompts), ())
+
+    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        """See `Decoder.extend`: nothing to compute."""
+        del known
+        return self.prefill(prompts)
+
+    def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
+        """See `Decoder.keep`: nothing to copy."""
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
         """See `Decoder.insert`: nothing to store."""
@@ -167,6 +177,16 @@ class GenericDecoder(SlotDecoder):
     ) -> PrefilledPrompts:
         """See `Decoder.prefill`."""
         forward = self._forward_prompts(prompts, images)
+        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+
+    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        """See `Decoder.extend`."""
+        extension = Extension(known, prompts, self._device)
+        forward = PrefillForward(extension=extension)
+        with kv_cache.slot_forward(forward):
+            self._model.base_model(
+                input_ids=extension.token_ids, position_ids=extension.positions, use_cache=False
+            )
         return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:

@@ -21,7 +21,12 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from services.rollout.engines.embedded.decoder import PrefilledPrompts, Rows, TokenRow
+from services.rollout.engines.embedded.decoder import (
+    KnownPrefix,
+    PrefilledPrompts,
+    Rows,
+    TokenRow,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,6 +113,12 @@ class SlotCache:
             layer[:, :, 0, : keys.shape[2], : keys.shape[3]][target] = keys[source]
             layer[:, :, 1, : values.shape[2], : values.shape[3]][target] = values[source]
 
+    def copy(self, row: int, length: int) -> tuple[torch.Tensor, ...]:
+        """Return copies of a row's first positions by layer, [kv heads, 2, length, dim]."""
+        if self._stack is not None:
+            return self._stack[:, row, :, :, :length].clone().unbind(0)
+        return tuple(layer[row, :, :, :length].clone() for layer in self._layers)
+
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """Copy `length` positions from rows to rows; the two sets share no row."""
         # So no copy overwrites what another one reads.
@@ -150,6 +161,10 @@ class SlotDecoder:
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
         """See `Decoder.insert`."""
         self._cache.insert(prefilled, prompts, rows)
+
+    def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
+        """See `Decoder.keep`."""
+        return KnownPrefix(tokens, self._cache.copy(row, len(tokens)))
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """See `Decoder.move`."""
@@ -224,6 +239,77 @@ def pad_right(
     return torch.from_numpy(token_ids).to(device), positions
 
 
+def causally_seen(positions: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+    """Return which of `length` places tokens at [..., tokens] positions see, [..., tokens, length].
+
+    Args:
+        positions: of the tokens.
+        length: number of places.
+        window: how many tokens each sees, itself included; ``None`` for all.
+    """
+    places = torch.arange(length, device=positions.device)
+    seen = places <= positions[..., None]
+    return seen if window is None else seen & (places > positions[..., None] - window)
+
+
+class Extension:
+    """New tokens of prompts behind their known ones.
+
+    Args:
+        known: of each prompt.
+        prompts: each longer than its known prefix.
+        device: where the model is.
+
+    Attributes:
+        token_ids: [prompts, most new tokens] int64, padded on the right.
+        positions: of them; those of padding lie below the longest prompt too.
+    """
+
+    def __init__(
+        self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow], device: torch.device
+    ) -> None:
+        self._known = known
+        starts = np.array([len(prefix.tokens) for prefix in known])
+        news = [prompt[start:] for start, prompt in zip(starts, prompts, strict=True)]
+        self._length = max(map(len, prompts))
+        self.token_ids, steps = pad_right(news, device)
+        places = torch.from_numpy(starts).to(device)[:, None] + steps
+        self.positions = places.clamp(max=self._length - 1)
+        sizes = torch.tensor([len(new) for new in news], device=device)
+        # Padding must not be written over the last tokens of the longest prompt.
+        self._row, self._step = (steps < sizes[:, None]).nonzero(as_tuple=True)
+        self._place = places[self._row, self._step]
+        self._seen: dict[int | None, torch.Tensor] = {}
+
+    def whole(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's keys and values of whole prompts, [prompts, kv heads, longest, dim].
+
+        Args:
+            layer: its number.
+            keys: of the new tokens, [prompts, kv heads, most new tokens, dim]; values alike.
+        """
+        first = self._known[0].layers[layer]
+        # Zeros, as in `SlotCache`.
+        size = (len(self._known), first.shape[0], 2, self._length, first.shape[3])
+        joined = first.new_zeros(size)
+        for row, prefix in zip(joined, self._known, strict=True):
+            row[:, :, : len(prefix.tokens)] = prefix.layers[layer]
+        parts = []
+        for kind, new in enumerate((keys, values)):
+            part = joined[:, :, kind, :, : new.shape[3]]
+            part[self._row, :, self._place] = new[self._row, :, self._step]
+            parts.append(part)
+        return parts[0], parts[1]
+
+    def seen(self, window: int | None = None) -> torch.Tensor:
+        """Return which tokens of its prompt each new token sees; see `prefill_attention`."""
+        if window not in self._seen:
+            self._seen[window] = causally_seen(self.positions, self._length, window)
+        return self._seen[window]
+
+
 def prefill_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -233,42 +319,59 @@ def prefill_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within prompts, causally; padding on the right needs no mask.
 
     Args:
         queries: [prompts, heads, tokens, head dim]; keys and values have kv heads.
         window: how many tokens each sees, itself included; ``None`` for all.
+        seen: [prompts, tokens, keys] bool, where there are more keys than queries: which of them
+            each sees, by the window too.
 
     Returns:
         [prompts, heads, tokens, value head dim].
     """
     heads, tokens = queries.shape[1:3]
     grouped = heads != keys.shape[1]
-    windowed = window is not None and window < tokens
+    windowed = seen is None and window is not None and window < tokens
     # Torch's fused attention knows neither windows, nor soft caps, nor sinks.
     if not windowed and softcap is None and sinks is None:
+        mask = None if seen is None else seen[:, None]
         return F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
+            queries, keys, values, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
     group = heads // keys.shape[1]
     # Written out, with one copy of keys and values a query head: rare, and once a prompt.
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=queries.device).tril_()
-    if windowed and window is not None:
-        seen = seen.triu_(1 - window)
+    if seen is None:
+        steps = torch.arange(tokens, device=queries.device)
+        seen = causally_seen(steps[None], tokens, window)
     scores = _soften((queries @ keys.transpose(2, 3)).float() * scaling, softcap)
-    scores = scores.masked_fill_(~seen, -torch.inf)
+    scores = scores.masked_fill_(~seen[:, None], -torch.inf)
     weights = _weights(scores, None if sinks is None else sinks[:, None, None])
     return weights.to(values.dtype) @ values
 
 
 @dataclass(slots=True, eq=False)
 class PrefillForward:
-    """A forward pass over prompts; collects each layer's keys and values."""
+    """A forward pass over prompts, or what extends them; collects each layer's keys and values."""
 
     layers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     windowed: bool = False
+    extension: Extension | None = None
+
+    def add(
+        self, keys: torch.Tensor, values: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Take a layer's keys and values; return those of whole prompts, and what is seen."""
+        seen = None
+        if self.extension is not None:
+            keys, values = self.extension.whole(len(self.layers), keys, values)
+            seen = self.extension.seen(window)
+        self.layers.append((keys, values))
+        self.windowed |= window is not None
+        return keys, values, seen
 
 
 @dataclass(slots=True, eq=False)
@@ -347,10 +450,16 @@ def _attend(  # noqa: PLR0913, PLR0917 - the signature is transformers'
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward = _running.forward
     if isinstance(forward, PrefillForward):
-        forward.layers.append((key, value))
-        forward.windowed |= sliding_window is not None
+        key, value, seen = forward.add(key, value, sliding_window)
         out = prefill_attention(
-            query, key, value, scaling=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+            query,
+            key,
+            value,
+            scaling=scale,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            seen=seen,
         )
         return out.transpose(1, 2).contiguous(), None
     if forward is None:

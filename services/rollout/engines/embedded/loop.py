@@ -18,14 +18,16 @@ import torch
 
 from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.embedded.batch_invariance import DecodeShapes
-from services.rollout.engines.embedded.decoder import Decoder, PrefilledPrompts, TokenRow
+from services.rollout.engines.embedded.decoder import (
+    Decoder,
+    KnownPrefix,
+    PrefilledPrompts,
+    TokenRow,
+)
+from services.rollout.engines.embedded.kept_prefixes import KeptPrefixes
 from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.embedded.rows import RowTable, RunningSample
-from services.rollout.engines.protocol import (
-    GenerationRequest,
-    PauseMode,
-    SampleChunk,
-)
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.sampling import (
     SamplingPlan,
     plan_sampling,
@@ -74,6 +76,7 @@ class PrefillUnit:
         prefilled: where the state of ``tokens[:-1]`` is, once it was computed.
         priority: units of higher priority are first.
         images: the prompt's.
+        affinity: the request's.
     """
 
     tokens: TokenRow
@@ -81,6 +84,7 @@ class PrefillUnit:
     prefilled: tuple[PrefilledPrompts, int] | None = None
     priority: int = 0
     images: ImagePrompt | None = None
+    affinity: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,13 +177,18 @@ class GenerationLoop:
         digest: of its weights.
         generated_tokens: sampled since the start.
         prefilled_tokens: prompt tokens computed since the start.
+        prompt_tokens: tokens of prompts that entered since the start, those of samples that share
+            a prefill once.
+        reused_tokens: those of them that an earlier turn of their conversation had computed.
         runs: requests with samples that have not ended.
         weights: the model's.
         device: of the model.
 
     Args:
         invariant_shapes: decode only in these shapes, and prefill each prompt alone.
-        recompute_kv: after a swap recompute the state of running samples with the new weights.
+        recompute_kv: after a swap recompute the state of running samples with the new weights,
+            and keep no prefix of the old ones.
+        kept_tokens: most tokens of ended samples that are kept for their conversation's next turn.
     """
 
     def __init__(
@@ -191,6 +200,7 @@ class GenerationLoop:
         max_model_len: int,
         invariant_shapes: DecodeShapes | None,
         recompute_kv: bool,
+        kept_tokens: int = 0,
     ) -> None:
         self._layout = language_model.layout
         self.weights = LiveWeights(language_model)
@@ -202,13 +212,13 @@ class GenerationLoop:
         self._recompute_kv = recompute_kv
         self._table = RowTable(slots, max_model_len)
         self._queue = PrefillQueue(slots)
+        self._kept = KeptPrefixes(kept_tokens)
         self._plan = SamplingPlan()
         self._next_due = math.inf
-        self._pause: PauseMode | None = None
         self.version: int | None = None
         self.digest = ""
         self.generated_tokens = 0
-        self.prefilled_tokens = 0
+        self.prefilled_tokens = self.prompt_tokens = self.reused_tokens = 0
         self.runs: set[EmbeddedRun] = set()
 
     @property
@@ -229,28 +239,7 @@ class GenerationLoop:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        if self._pause is None:
-            return self._table.busy > 0 or self._queue.waiting > 0
-        return self.is_draining
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether running samples still have to finish before a pause."""
-        return self._pause is PauseMode.DRAIN and self._table.busy > 0
-
-    def pause(self, mode: PauseMode) -> None:
-        """Let no sample in and compute nothing until `resume`; DRAIN still finishes what runs."""
-        self._pause = mode
-        if mode is PauseMode.ABORT:
-            self.abort_all()
-
-    def resume(self) -> None:
-        """End a pause."""
-        recompute, self._pause = self._pause is PauseMode.RECOMPUTE, None
-        if recompute:
-            with torch.inference_mode():
-                self._queue.forget_prefilled()
-                self._recompute()
+        return self._table.busy > 0 or self._queue.waiting > 0
 
     def submit(self, run: EmbeddedRun) -> None:
         """Queue a request's samples; one that is complete already ends at once."""
@@ -275,8 +264,16 @@ class GenerationLoop:
             self._enqueue(prompt, fresh, run)
 
     def _enqueue(self, tokens: TokenRow, samples: deque[RunningSample], run: EmbeddedRun) -> None:
-        priority = run.request.priority
-        self._queue.append(PrefillUnit(tokens, samples, priority=priority, images=run.images))
+        self._queue.append(
+            PrefillUnit(
+                tokens,
+                samples,
+                priority=run.request.priority,
+                images=run.images,
+                # Equal tokens of images do not mean equal images.
+                affinity=run.request.affinity if run.images is None else "",
+            )
+        )
 
     def _sample(
         self, run: EmbeddedRun, index: int, key: np.uint64, tokens: TokenRow
@@ -335,6 +332,7 @@ class GenerationLoop:
             self._decoder.refresh()
             self._queue.forget_prefilled()
             if self._recompute_kv:
+                self._kept.clear()
                 self._recompute()
         self.version, self.digest = version, digest
 
@@ -363,6 +361,22 @@ class GenerationLoop:
             for members in prefill_batches(lengths, self._prefill_tokens)
         ]
 
+    def _extend(
+        self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]
+    ) -> list[tuple[PrefilledPrompts, list[int]]]:
+        """Return prompts whose beginning is known; see `_prefill`."""
+        reused = sum(len(prefix.tokens) for prefix in known)
+        self.reused_tokens += reused
+        lengths = [len(prompt) for prompt in prompts]
+        self.prefilled_tokens += sum(lengths) - reused
+        return [
+            (
+                self._decoder.extend([known[i] for i in members], [prompts[i] for i in members]),
+                members,
+            )
+            for members in prefill_batches(lengths, self._prefill_tokens)
+        ]
+
     def step(self) -> None:
         """Fill free slots and sample one token for every running sample."""
         with torch.inference_mode():
@@ -377,16 +391,28 @@ class GenerationLoop:
                 self._sample_tokens()
 
     def _admit(self) -> None:
-        if self._pause is not None:
-            return
         admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
         # A prompt of one token has no state before its last token.
         new = [a.unit for a in admissions if a.unit.prefilled is None and len(a.unit.tokens) > 1]
-        prompts, images = [unit.tokens[:-1] for unit in new], [unit.images for unit in new]
-        for prefilled, members in self._prefill(prompts, images):
-            for place, member in enumerate(members):
-                new[member].prefilled = (prefilled, place)
+        self._prefill_units(new)
         self._enter(admissions)
+
+    def _prefill_units(self, new: Sequence[PrefillUnit]) -> None:
+        """Compute the states of units, each from what is known of its conversation."""
+        whole: list[PrefillUnit] = []
+        continued: list[tuple[PrefillUnit, KnownPrefix]] = []
+        for unit in new:
+            self.prompt_tokens += len(unit.tokens) - 1
+            known = self._kept.take(unit.affinity, unit.tokens[:-1])
+            if known is None:
+                whole.append(unit)
+            else:
+                continued.append((unit, known))
+        tokens, images = [unit.tokens[:-1] for unit in whole], [unit.images for unit in whole]
+        _hand_over(self._prefill(tokens, images), whole)
+        known_units = [unit for unit, _ in continued]
+        longer = [unit.tokens[:-1] for unit in known_units]
+        _hand_over(self._extend([known for _, known in continued], longer), known_units)
 
     def _enter(self, admissions: Sequence[AdmittedSamples]) -> None:
         samples = [(sample, a.unit.prefilled) for a in admissions for sample in a.samples]
@@ -456,8 +482,19 @@ class GenerationLoop:
         # An aborted sample is computed again where it continues.
         if sample.owner.request.with_routing and reason is not FinishReason.ABORTED:
             routing = self._routing(row)
+        if sample.owner.request.affinity and reason is not FinishReason.ABORTED:
+            self._keep(row, sample)
         self._table.leave(row)
         self._deliver(sample, reason, tokens, logprobs, routing)
+
+    def _keep(self, row: int, sample: RunningSample) -> None:
+        """Keep the state of an ended sample for the next turn of its conversation."""
+        length = int(self._table.position[row])
+        if not 0 < length <= self._kept.max_tokens or sample.images is not None:
+            return
+        prefix = self._decoder.keep(row, self._table.history[row, :length].copy())
+        if prefix is not None:
+            self._kept.put(sample.owner.request.affinity, prefix)
 
     def _routing(self, row: int) -> RoutedExperts | None:
         """Return the experts of all tokens of a row but the newest."""
@@ -500,6 +537,15 @@ class GenerationLoop:
     def _end(self, run: EmbeddedRun) -> None:
         self.runs.discard(run)
         run.stream.end(None)
+
+
+def _hand_over(
+    batches: Sequence[tuple[PrefilledPrompts, list[int]]], units: Sequence[PrefillUnit]
+) -> None:
+    """Give units the states that were computed for them together."""
+    for prefilled, members in batches:
+        for place, member in enumerate(members):
+            units[member].prefilled = (prefilled, place)
 
 
 def _end_of(sample: RunningSample, sampled: TokenRow) -> FinishReason | None:

@@ -14,6 +14,7 @@ from services.rollout.engines.causal_lm import expert_routers
 from services.rollout.engines.embedded.decoder import (
     DecodeBatch,
     Decoder,
+    KnownPrefix,
     PrefilledPrompts,
     Rows,
     TokenRow,
@@ -74,6 +75,13 @@ class RoutedDecoder:
         """See `Decoder.prefill`."""
         prefilled = self._decoder.prefill(prompts, images)
         return replace(prefilled, routing=self._take(len(prompts)))
+
+    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        """See `Decoder.extend`; it never gets a prefix, since it keeps none."""
+        raise NotImplementedError("known prefixes with experts")
+
+    def keep(self, row: int, tokens: TokenRow) -> KnownPrefix | None:
+        """See `Decoder.keep`: a known prefix has no experts."""
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
         """See `Decoder.insert`."""

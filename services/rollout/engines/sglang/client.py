@@ -43,7 +43,7 @@ _END_TIMEOUT_S = 20.0
 _SETTLING_TURNS = 1000
 _NEEDED = (
     *("generate_request", "pause_generation", "continue_generation", "get_internal_state"),
-    *("update_weights_from_disk", "update_weight_version", "flush_cache"),
+    "update_weights_from_disk",
 )
 
 
@@ -206,9 +206,11 @@ class SglangClient:
         await self._schedulers.open()
 
     @property
-    def processes(self) -> tuple[int, ...]:
-        """Ids of SGLang's processes."""
-        return tuple(one.pid for one in self._processes if one.pid is not None)
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache holds; 0: not known."""
+        started = getattr(self._engine, "_scheduler_init_result", None)
+        infos = getattr(started, "scheduler_infos", None) or [{}]
+        return int(infos[0].get("max_total_num_tokens", 0))
 
     async def generate(
         self,
@@ -305,13 +307,6 @@ class SglangClient:
         """
         await self._answer(self._manager.get_internal_state(), "a question", timeout_s)
 
-    async def running_samples(self) -> int:
-        """Return the samples in the scheduler when it last published its load, after some steps."""
-        for _ in range(3):
-            await self.heartbeat(_CALL_TIMEOUT_S)
-        (load,) = await self._answer(self._manager.get_loads(), "a question", _CALL_TIMEOUT_S)
-        return int(load.num_running_reqs)
-
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
         """Return the result of a method of each scheduler's `SchedulerWorker`, by rank.
 
@@ -335,23 +330,6 @@ class SglangClient:
             # What its answer says of the first rank is among `answers`.
             await self._manager.update_weights_from_disk(update, None)
         return answers.result()
-
-    async def flush(self) -> None:
-        """Forget all caches; call it during a pause that retracted what ran.
-
-        Raises:
-            EngineError: something runs.
-        """
-        flushed = await self._answer(self._manager.flush_cache(), "flush", _CALL_TIMEOUT_S)
-        if not flushed.success:
-            raise EngineError(f"SGLang: its caches were not flushed: {flushed.message}")
-
-    async def tag_version(self, version: int) -> None:
-        """Label tokens sampled from here on with `version`."""
-        tag = self._requests.UpdateWeightVersionReqInput(new_version=str(version))
-        await self._answer(
-            self._manager.update_weight_version(tag), "naming the version", _CALL_TIMEOUT_S
-        )
 
     async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float) -> Any:
         """Return SGLang's answer; raise EngineError for its errors, its silence and its end."""

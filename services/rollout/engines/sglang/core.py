@@ -1,4 +1,4 @@
-"""SGLang in the event loop of its client: samples, probes, pauses, and swaps of weights.
+"""SGLang in the event loop of its client: samples, probes, and swaps of weights.
 
 See `vendor.core` for what it waits for and how it fails. The end of one of SGLang's processes
 fails everything.
@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
-from services.rollout.engines.protocol import GenerationRequest, PauseMode
+from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.client import SglangClient, engine_environment
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
@@ -98,6 +98,7 @@ class SglangCore(VendorCore):
         except BaseException:  # its processes end with this one only, and this one may live on
             await core.client.close()
             raise
+        core.kv_tokens = core.client.kv_tokens
         return core
 
     def _begin(self, kind: str) -> WorkerBegin:
@@ -122,10 +123,10 @@ class SglangCore(VendorCore):
         """Return a seed; a continued sample gets the random numbers that it would have had."""
         return stream_seed(request.sampling.seed, index, request.prompt_token_ids.size)
 
-    def deltas(self, run: RequestRun, sample: VendorSample, attempt: int) -> AsyncIterator[Delta]:
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
         """Sample one sample; closing the iterator aborts it."""
         # SGLang aborts all requests whose names begin with a given one; hence the dot at the end.
-        name = f"{run.number}-{sample.index}-{attempt}."
+        name = f"{run.number}-{sample.index}."
         # A cache that other weights computed has another salt.
         salt = str(self._swaps)
         return self.client.generate(
@@ -167,59 +168,13 @@ class SglangCore(VendorCore):
                 await self.client.pause(retract=self._settings.recompute_kv)
                 await self._take(version, digest)
             finally:
-                if self._broken is None and not self._is_paused:
+                if self._broken is None:
                     await self._resume_after_swap(self.client.resume(), version)
                     self._may_sample.set()
             return time.perf_counter() - started
 
     async def _note_weights(self, _version: int) -> None:
         self._swaps += 1  # a new salt: the cache of the old weights must not serve the new ones
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing from its return until `resume`; samples that come then wait."""
-        async with self._swapping:
-            self._check_works()
-            try:
-                await self._stop_sampling(mode)
-            finally:
-                if not self._is_paused:
-                    self._may_sample.set()
-
-    async def _stop_sampling(self, mode: PauseMode) -> None:
-        self._may_sample.clear()
-        if mode is PauseMode.ABORT:
-            # The samples end here with what they have; closing their streams aborts them there.
-            try:
-                await self.client.catch_up()
-            finally:  # a scheduler that does not answer must not keep the samples open
-                for run in self._runs:
-                    run.give_up()
-        elif mode is PauseMode.DRAIN:
-            await self._drain()
-        await self.client.pause(retract=mode is PauseMode.RECOMPUTE)
-        self._is_paused = True
-        if mode is PauseMode.RECOMPUTE:
-            await self.client.flush()
-
-    async def _drain(self) -> None:
-        """Wait for the ends of samples, except for those that wait in SGLang for a slot."""
-        runs = list(self._runs)
-        # Waiting samples leave SGLang first, or draining would sample them too.
-        for run in runs:
-            run.put_back()
-        if self._is_paused:
-            await self.client.resume()
-            self._is_paused = False
-        for run in runs:
-            await run.until_none_is_sent()
-
-    async def resume(self) -> None:
-        """Sample again."""
-        async with self._swapping:
-            self._check_works()
-            await self.client.resume()
-            self._is_paused = False
-            self._may_sample.set()
 
     async def close(self) -> None:
         """End what runs, deliver it, and end SGLang's processes."""

@@ -42,16 +42,6 @@ class SglangEngine(VendorEngine[SglangCore]):
         super().__init__("SGLang", settings)
         self._settings = settings
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Ids of the processes that SGLang computes in."""
-        return self._in_thread()[1].client.processes
-
-    async def running_samples(self) -> int:
-        """Return the samples that SGLang's scheduler held when it last published its load."""
-        thread, core = self._in_thread()
-        return await thread.call(core.client.running_samples(), "asking for its load")
-
     async def start(self) -> None:
         """Start SGLang without weights. Raises ConfigError for a path that holds no model."""
         _survive_quit_signals()

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ import torch
 from services.rollout.engines.sglang.held_tokens import TokenHold, held_samples
 from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
 from services.rollout.engines.sglang.scheduler_calls import serve_calls
-from services.rollout.engines.vendor.share_recorder import AsInFiles
+from services.rollout.engines.vendor.share_recorder import AsInFiles, meta_copy, recorded_share
 from services.rollout.engines.vendor.weight_worker import Outcome, WeightWorker
 from sluice.errors import ConfigError, WeightSyncError
 from sluice.types import TensorSpec
-from sluice.weight_share import WHOLE, WeightShare
+from sluice.weight_share import WeightShare
 
 # Types are checked without SGLang: its values have none here.
 # ruff: noqa: ANN401
@@ -73,7 +74,7 @@ class SchedulerModel:
 
     def __init__(self, runner: Any) -> None:
         loading: Any = importlib.import_module("sglang.srt.model_loader.loader")
-        self._loader = getattr(loading, "DefaultModelLoader", None)
+        self._loader: Any = getattr(loading, "DefaultModelLoader", None)
         needed = ("restore_weights_before_loading", "load_weights_and_postprocess")
         missing = [name for name in needed if not hasattr(self._loader, name)]
         missing += [
@@ -86,15 +87,42 @@ class SchedulerModel:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights, in the way that SGLang reads a checkpoint."""
         module: Any = importlib.import_module("sglang.srt.model_loader.utils")
-        loader: Any = self._loader
         model, device = self._runner.model, torch.device(self._runner.device)
         with module.set_default_torch_dtype(self._runner.model_config.dtype):
-            loader.restore_weights_before_loading(model, device)
-            loader.load_weights_and_postprocess(model, weights, device)
+            self._loader.restore_weights_before_loading(model, device)
+            self._loader.load_weights_and_postprocess(model, weights, device)
 
     def share(self, tensors: Sequence[TensorSpec], as_in_files: AsInFiles) -> WeightShare:
-        """Return all weights: which part SGLang's loader reads is not recorded."""
-        return WHOLE
+        """Return which part of the weights this rank's model reads; see `recorded_share`."""
+        return recorded_share(self.load_without_memory, tensors, as_in_files)
+
+    def load_without_memory(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Give weights without memory to the model's loader; the model itself stays as it is."""
+        nowhere = torch.device("cpu")  # SGLang would move the tensors to any other device
+        model = meta_copy(self._runner.model, _loadable)
+        self._loader.restore_weights_before_loading(model, nowhere)
+        self._loader.load_weights_only(model, weights, nowhere)
+
+
+def _loadable(
+    module: torch.nn.Module, copy: torch.nn.Module
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a module's parameters and buffers without memory, with loaders that use its copy."""
+
+    def without_memory(tensor: torch.Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        found: Any = tensor.data.to("meta")
+        found.__class__ = type(tensor)
+        for name, value in vars(tensor).items():
+            is_of_module = isinstance(value, MethodType) and value.__self__ is module
+            found.__dict__[name] = MethodType(value.__func__, copy) if is_of_module else value
+        return found
+
+    return (
+        {name: without_memory(one) for name, one in module._parameters.items()},
+        {name: without_memory(one) for name, one in module._buffers.items()},
+    )
 
 
 class SchedulerWorker(WeightWorker):

@@ -45,6 +45,8 @@ class VendorCore(EngineCore[RequestRun], Vendor):
     digest: str = ""
     generated_tokens: int = 0
     prefilled_tokens: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
 
     def __init__(
         self, layout: CheckpointLayout, max_model_len: int, workers: WeightWorkers
@@ -55,7 +57,6 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         self._runs: set[RequestRun] = set()
         self._idle = asyncio.Event()
         self._swapping = asyncio.Lock()
-        self._is_paused = False
 
     def _break(self, error: EngineError) -> None:
         """Cancel all runs: their tokens would carry the version of other weights."""
@@ -69,10 +70,12 @@ class VendorCore(EngineCore[RequestRun], Vendor):
             raise EngineError(f"{self.name}: a sample runs before the first weights")
         return self.version
 
-    def count(self, sampled: int, prefilled: int) -> None:
-        """Count sampled response tokens and computed prompt tokens."""
+    def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None:
+        """Count sampled response tokens, and those of a prompt and of its part from the cache."""
         self.generated_tokens += sampled
-        self.prefilled_tokens += prefilled
+        self.prompt_tokens += prompt
+        self.reused_tokens += cached
+        self.prefilled_tokens += prompt - cached
 
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
         """Replace a finished sample's versions by the vendor's account of them, where it gives one.

@@ -140,8 +140,8 @@ class Vendor(ABC):
         """Return the version that samples tokens now. Raises EngineError if there is none."""
 
     @abstractmethod
-    def count(self, sampled: int, prefilled: int) -> None:
-        """Count sampled response tokens and computed prompt tokens."""
+    def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None:
+        """Count sampled response tokens, and those of a prompt and of its part from the cache."""
 
     @abstractmethod
     async def wait_to_begin(self) -> None:
@@ -152,7 +152,7 @@ class Vendor(ABC):
         """Return the seed of a sample that continues `num_continued` tokens."""
 
     @abstractmethod
-    def deltas(self, run: RequestRun, sample: VendorSample, attempt: int) -> AsyncIterator[Delta]:
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
         """Sample one sample; closing the iterator aborts it.
 
         Unless `run.reads_tokens`, tokens may come together, and the last delta leaves out those
@@ -202,10 +202,7 @@ class RequestRun(EngineRun):
         self._prompt_is_cached = asyncio.Event()
         self._task: asyncio.Task[object] | None = None
         self._is_cancelled = False
-        self._sent: dict[VendorSample, asyncio.Task[object] | None] = {}
-        self._put_back: set[VendorSample] = set()
-        self._none_is_sent = asyncio.Event()
-        self._none_is_sent.set()
+        self._sent: set[VendorSample] = set()
 
     @property
     def open(self) -> list[VendorSample]:
@@ -243,21 +240,6 @@ class RequestRun(EngineRun):
         self.catch_up()
         self._hand_on(self.open, FinishReason.ABORTED)
         self.cancel()
-
-    def put_back(self) -> None:
-        """Take samples without tokens out of the vendor's engine.
-
-        They are sent again when the engine samples; with the same seeds they get the same tokens.
-        """
-        for sample in self.open:
-            task = self._sent.get(sample)
-            if task is not None and not sample.versions and sample not in self._put_back:
-                self._put_back.add(sample)
-                task.cancel()
-
-    async def until_none_is_sent(self) -> None:
-        """Wait until the vendor's engine has none of the samples."""
-        await self._none_is_sent.wait()
 
     async def run(self) -> None:
         """Sample until every sample has finished; hand tokens on at the request's pace.
@@ -327,37 +309,17 @@ class RequestRun(EngineRun):
     async def _in_turn(self, sample: VendorSample) -> None:
         if sample is not self._first:
             await self._prompt_is_cached.wait()
-        attempt = 0
         try:
             await self._vendor.wait_to_begin()
-            while not await self._stays(sample, attempt):
-                attempt += 1
-                await self._vendor.wait_to_begin()
+            self._sent.add(sample)
+            await self._take_all(sample)
         finally:
+            self._sent.discard(sample)
             # A first sample that failed must not keep the others waiting.
             self._prompt_is_cached.set()
 
-    async def _stays(self, sample: VendorSample, attempt: int) -> bool:
-        """Send a sample and take its tokens; return false if it was put back meanwhile."""
-        task = asyncio.current_task()
-        self._sent[sample] = task
-        self._none_is_sent.clear()
-        try:
-            await self._take_all(sample, attempt)
-        except asyncio.CancelledError:
-            # `uncancel` counts: above 0, the whole run was cancelled as well.
-            if sample not in self._put_back or task is None or task.uncancel():
-                raise
-            return False
-        finally:
-            self._put_back.discard(sample)
-            del self._sent[sample]
-            if not self._sent:
-                self._none_is_sent.set()
-        return True
-
-    async def _take_all(self, sample: VendorSample, attempt: int) -> None:
-        stream = self._vendor.deltas(self, sample, attempt)
+    async def _take_all(self, sample: VendorSample) -> None:
+        stream = self._vendor.deltas(self, sample)
         async with aclosing(stream) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 self._prompt_is_cached.set()
@@ -390,11 +352,11 @@ class RequestRun(EngineRun):
         return end is not None
 
     def _count(self, sample: VendorSample, delta: Delta) -> None:
-        prefilled = 0
+        prompt = cached = 0
         if not sample.prefill_known and delta.cached_tokens is not None:
             sample.prefill_known = True
-            prefilled = len(sample.prompt) - delta.cached_tokens
-        self._vendor.count(len(delta.token_ids), prefilled)
+            prompt, cached = len(sample.prompt), delta.cached_tokens
+        self._vendor.count(len(delta.token_ids), prompt, cached)
         self.sampled += len(delta.token_ids)
 
     def _routing(

@@ -233,6 +233,12 @@ class VllmClient:
             ) from error
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache holds; 0: not known."""
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
+
+    @property
     def is_broken(self) -> bool:
         """Whether vLLM's process is gone."""
         return self._llm is None or bool(self._llm.errored)
@@ -329,18 +335,17 @@ class VllmClient:
         """End samples; they keep what they have and finish with ``abort``."""
         await _answer(self._llm.abort(list(request_ids)), "abort", _CALL_TIMEOUT_S)
 
-    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+    async def pause(self, *, clear_cache: bool) -> None:
         """Stop sampling; earlier tokens have reached their consumers when this returns.
 
         Args:
-            mode: ``keep``, ``abort`` or ``wait`` for what runs.
-            clear_cache: recompute the cache of kept requests, and forget shared prompts.
+            clear_cache: recompute the cache of what runs, and forget shared prompts.
 
         Raises:
-            EngineError: vLLM failed, or did not answer in time; ``wait`` may take any time.
+            EngineError: vLLM failed, or did not answer in time.
         """
-        pausing = self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
-        await _answer(pausing, f"pause ({mode})", None if mode == "wait" else _CALL_TIMEOUT_S)
+        pausing = self._llm.pause_generation(mode="keep", clear_cache=clear_cache)
+        await _answer(pausing, "pause", _CALL_TIMEOUT_S)
         waiting = getattr(self._llm.engine_core, "outputs_queue", None)
         turns = _SETTLING_TURNS  # from vLLM's output task to each sample's consumer
         while turns:
@@ -352,7 +357,7 @@ class VllmClient:
         await _answer(self._llm.resume_generation(), "resume", _CALL_TIMEOUT_S)
 
     async def sleep(self) -> None:
-        """Move the weights to host memory and free the cache; call it during a pause that keeps.
+        """Move the weights to host memory and free the cache; call it during a pause.
 
         Raises:
             EngineError: vLLM failed, or did not answer in time.
@@ -398,7 +403,7 @@ class VllmClient:
         self._llm = None  # vLLM's finaliser fails if it runs only when the interpreter ends
 
 
-async def _answer(call: Awaitable[Any], what: str, timeout_s: float | None) -> Any:
+async def _answer(call: Awaitable[Any], what: str, timeout_s: float) -> Any:
     """Return vLLM's answer; raise EngineError for its errors and its silence."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""vLLM in the event loop of its client: samples, probes, pauses, and swaps of weights.
+"""vLLM in the event loop of its client: samples, probes, sleep, and swaps of weights.
 
 See `vendor.core` for what it waits for and how it fails.
 """
@@ -10,12 +10,12 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 
 import torch
 
 from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm, expert_routers
-from services.rollout.engines.protocol import GenerationRequest, PauseMode
+from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
@@ -35,12 +35,6 @@ from sluice.vision.image_prompts import ImagePromptReader
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 20.0
 _SEED_BYTES = 8
-_PAUSES: Mapping[PauseMode, str] = {
-    PauseMode.KEEP: "keep",
-    PauseMode.RECOMPUTE: "keep",
-    PauseMode.ABORT: "abort",
-    PauseMode.DRAIN: "wait",
-}
 
 
 class VllmCore(VendorCore):
@@ -120,6 +114,7 @@ class VllmCore(VendorCore):
         except BaseException:  # its processes end with this one only, and this one may live on
             client.close()
             raise
+        core.kv_tokens = client.kv_tokens
         return core
 
     @property
@@ -138,7 +133,7 @@ class VllmCore(VendorCore):
         digest = hashlib.blake2b(text, digest_size=_SEED_BYTES).digest()
         return int.from_bytes(digest, "little") >> 1
 
-    def deltas(self, run: RequestRun, sample: VendorSample, _attempt: int) -> AsyncIterator[Delta]:
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
         """Sample one sample; closing the iterator aborts it."""
         # The salt lets samples of one version share the prompt's cache, and keeps others out of it.
         inputs = PromptInputs(sample.prompt, str(self.serving_version()), run.images)
@@ -186,39 +181,14 @@ class VllmCore(VendorCore):
             # A sample that came now would be sent under a version that may not sample it.
             self._settled.clear()
             try:
-                await self._client.pause("keep", clear_cache=self._settings.recompute_kv)
+                await self._client.pause(clear_cache=self._settings.recompute_kv)
                 self.catch_up()  # what came so far is the old version's
                 await self._take(version, digest)
             finally:
                 self._settled.set()
-                if self._broken is None and not self._is_paused:
+                if self._broken is None:
                     await self._resume_after_swap(self._client.resume(), version)
             return time.perf_counter() - started
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing from the return of this call until `resume`.
-
-        Raises:
-            NotReadyError: it sleeps; a pause could neither end nor abort what waits.
-        """
-        async with self._swapping:
-            self._check_works()
-            self._check_awake("does not pause")
-            await self._client.pause(_PAUSES[mode], clear_cache=mode is PauseMode.RECOMPUTE)
-            self.catch_up()
-            self._is_paused = True
-
-    async def resume(self) -> None:
-        """Sample again.
-
-        Raises:
-            NotReadyError: it sleeps: the weights are not on the device.
-        """
-        async with self._swapping:
-            self._check_works()
-            self._check_awake("does not resume")
-            await self._client.resume()
-            self._is_paused = False
 
     @property
     def is_asleep(self) -> bool:
@@ -241,7 +211,7 @@ class VllmCore(VendorCore):
             if not self._is_asleep:
                 # Before the calls: one that fails may have put some workers to sleep.
                 self._is_asleep = True
-                await self._client.pause("keep", clear_cache=True)
+                await self._client.pause(clear_cache=True)
                 self.catch_up()
                 await self._client.sleep()
             return True
@@ -258,8 +228,7 @@ class VllmCore(VendorCore):
                 return
             try:
                 await self._client.wake()
-                if not self._is_paused:
-                    await self._client.resume()
+                await self._client.resume()
             except EngineError as error:
                 broken = EngineError(f"{error}; the trainer left too little memory, or vLLM failed")
                 self._break(broken)

@@ -18,8 +18,6 @@ from services.rollout.engines.vllm.settings import VllmSettings, vllm_settings
 from sluice.config.run import RunConfig
 from sluice.errors import MissingPackageError
 
-_STEP_TIMEOUT_S = 60.0
-
 
 def create(config: RunConfig) -> VllmEngine:
     """Return the engine for a run configuration.
@@ -46,16 +44,6 @@ class VllmEngine(VendorEngine[VllmCore]):
     def __init__(self, settings: VllmSettings) -> None:
         super().__init__("vLLM", settings)
         self._settings = settings
-
-    async def samples_in_workers(self) -> int:
-        """Return the number of samples that vLLM's workers hold since their last step."""
-        thread, core = self._in_thread()
-        return await thread.call(core.heartbeat(_STEP_TIMEOUT_S), "ending a step")
-
-    async def processes(self) -> tuple[int, ...]:
-        """Return the ids of the processes that vLLM computes in."""
-        thread, core = self._in_thread()
-        return await thread.call(core.workers.processes(), "ending a step")
 
     async def start(self) -> None:
         """Start vLLM without weights. Raises ConfigError for a path that holds no model."""

@@ -7,7 +7,7 @@ has a kernel for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -18,12 +18,18 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.packed_images import PackedImages, pack_images
+from services.trainer.learner.batch.packed_rows import (
+    PackedPiece,
+    PlacedPiece,
+    Positions,
+    TrainingRow,
+    packed_inputs,
+    place,
+)
 from services.trainer.learner.sequence_share import SequenceShare
-from sluice.algorithm.packing import GroupPiece, MicroBatchPlan, RowSize
-from sluice.types import Logprobs, RoutedExperts, TokenIds, TrainGroup
+from sluice.algorithm.packing import MicroBatchPlan
+from sluice.types import RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
-
-Positions = npt.NDArray[np.int64]
 
 LENGTH_RATIO = 0.85
 """A block's shortest sequence is at least this share of its longest."""
@@ -36,23 +42,6 @@ MAX_MASK_ELEMENTS = 1 << 24
 
 _AMPERE = (8, 0)
 """The first NVIDIA GPUs that FlashAttention runs on."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRow:
-    """Packed positions ``[start, start + length)`` of a row's tokens after the prompt."""
-
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPiece:
-    """A prompt at packed positions ``[start, start + length)`` and the rows that share it."""
-
-    start: int
-    length: int
-    rows: tuple[PackedRow, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,27 +322,6 @@ def _mask(block: AttentionBlock, prompt_visible: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TrainingRow:
-    """One response to train on.
-
-    `number` is the row's index in the train batch, `group` the prompt's index in the mini-batch.
-    """
-
-    number: int
-    group: int
-    prompt_token_ids: TokenIds  # [prompt tokens]
-    token_ids: TokenIds  # [tokens]
-    behavior_logprobs: Logprobs  # [tokens]
-    prompt_routing: RoutedExperts | None = None  # the engine's experts of the prompt
-    routing: RoutedExperts | None = None  # and of the response but its last token
-
-    @property
-    def size(self) -> RowSize:
-        """Return the row's size for packing."""
-        return RowSize(self.group, int(self.prompt_token_ids.size), int(self.token_ids.size))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PackedRouting:
     """The engine's experts of packed tokens, on the CPU: a pass takes them to its device.
 
@@ -368,12 +336,12 @@ class PackedRouting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """T input tokens and N response tokens (labels) of R rows, in the order of `row_indices`.
+    """T input tokens and N trained tokens (labels) of R rows, in the order of `row_indices`.
 
-    The last token of a row is only a label: nothing is predicted after it, so it is not an input.
-    Logits are needed at `predecessors`: for a row's first token at the prompt's last position. An
-    empty response is a row without tokens. `batch_rows` and `columns` locate each token in a table
-    [rows of the train batch, longest response].
+    The last token of a row's path is only a label: nothing is predicted after it, so it is not an
+    input. Logits are needed at `predecessors`: for a row's first token at the prompt's last
+    position. A row may have no tokens. `batch_rows` and `columns` locate each token in a table
+    [rows of the train batch, most sampled tokens of a row].
 
     Ranks that share the sequence have the same N tokens, but each has its own part of the input
     tokens (T is then their number), and `predecessors` only of the labels `own`.
@@ -400,35 +368,6 @@ class MicroBatch:
         return len(self.row_indices)
 
 
-def training_rows(
-    groups: Sequence[TrainGroup], numbers: Sequence[Sequence[int]]
-) -> list[TrainingRow]:
-    """Return all rows of the groups, in order; `numbers` are their indices in the train batch.
-
-    A prompt has the experts of the group's first sample with any: passes of other samples may have
-    chosen others, and rows share a prompt however they are packed.
-    """
-    rows: list[TrainingRow] = []
-    for index, (group, own) in enumerate(zip(groups, numbers, strict=True)):
-        prompt = group.prompt_token_ids.size
-        routed = [one.routing[:prompt] for one in group.rollouts if one.routing is not None]
-        if group.prompt_routing is not None:
-            routed = [group.prompt_routing]
-        rows += [
-            TrainingRow(
-                number,
-                index,
-                group.prompt_token_ids,
-                rollout.token_ids,
-                rollout.behavior_logprobs,
-                next(iter(routed), None),
-                None if rollout.routing is None else rollout.routing[prompt:],
-            )
-            for rollout, number in zip(group.rollouts, own, strict=True)
-        ]
-    return rows
-
-
 def build_micro_batch(
     rows: Sequence[TrainingRow],
     plan: MicroBatchPlan,
@@ -447,60 +386,57 @@ def build_micro_batch(
         share: this rank's part of the sequence; None: all of it.
         pad_to: T becomes a multiple of it by tokens 0, whose results nothing reads.
     """
-    # Empty responses count as rows, but have no tokens to pack.
-    pieces = [piece for piece in map(_without_empty(rows), plan.pieces) if piece.row_indices]
+    # Rows without trained tokens count as rows, but have no tokens to pack.
+    pieces = place(rows, plan.pieces)
     if not pieces:
         return None
-    packed = list(_place(rows, pieces))
-    members = [rows[index] for index in plan.row_indices]
-    lengths = [row.token_ids.size for row in members]
-    input_ids, position_ids = (_padded(one, pad_to) for one in _inputs(rows, pieces, images))
-    predecessors, own = _predecessors(packed), None
+    paths = [path for piece in pieces for path in piece.paths]
+    sizes = [path.labels.size for path in paths]
+    of_row = {index: number for number, index in enumerate(plan.row_indices)}
+    owners = [of_row[i] for piece in pieces for i, own in piece.rows.items() for _ in own]
+    input_ids, position_ids = (_padded(one, pad_to) for one in packed_inputs(pieces, images))
+    predecessors, own = np.concatenate([path.predecessors for path in paths]), None
     num_tokens = input_ids.size
     if share is not None:
         input_ids, position_ids = share.cut(input_ids), share.cut(position_ids)
         indices = share.own(predecessors, num_tokens)
         predecessors = share.local(predecessors[indices], num_tokens)
         own = _tensor(indices, device)
+    packed = [one for piece in pieces for one in piece.packed]
     # Rows of a prompt share its images, which are packed once like its tokens.
-    prompt_images = [
-        (piece.start, images.get(rows[own.row_indices[0]].group))
-        for piece, own in zip(packed, pieces, strict=True)
-    ]
+    prompt_images = [(piece.start, images.get(piece.first.group)) for piece in pieces]
     return MicroBatch(
         row_indices=plan.row_indices,
-        row_groups=tuple(row.group for row in members),
+        row_groups=tuple(rows[index].group for index in plan.row_indices),
         layout=replace(build_layout(packed, num_tokens, device), share=share),
         input_ids=_tensor(input_ids[None], device),
         position_ids=_tensor(position_ids[..., None, :], device),
         predecessors=_tensor(predecessors, device),
-        # One entry per response token: its id, its row here and in the batch, its index in the row.
-        labels=_tensor(np.concatenate([row.token_ids for row in members]), device),
-        rows=_tensor(np.repeat(np.arange(len(members)), lengths), device),
-        batch_rows=_tensor(np.repeat([row.number for row in members], lengths), device),
-        columns=_tensor(np.concatenate([np.arange(length) for length in lengths]), device),
+        # One entry per trained token: its id, its row here and in the batch, its place in the row.
+        labels=_tensor(np.concatenate([path.labels for path in paths]), device),
+        rows=_tensor(np.repeat(owners, sizes), device),
+        batch_rows=_tensor(np.repeat([path.row.number for path in paths], sizes), device),
+        columns=_tensor(np.concatenate([path.tokens.columns for path in paths]), device),
         behavior_logprobs=torch.from_numpy(
-            np.concatenate([row.behavior_logprobs for row in members])
+            np.concatenate([path.behavior_logprobs for path in paths])
         ).to(device),
         images=pack_images(prompt_images, num_tokens, device, share),
         own=own,
-        routing=_pack_routing(rows, pieces, packed, num_tokens, share),
+        routing=_pack_routing(pieces, num_tokens, share),
     )
 
 
 def _pack_routing(
-    rows: Sequence[TrainingRow],
-    pieces: Sequence[GroupPiece],
-    packed: Sequence[PackedPiece],
+    pieces: Sequence[PlacedPiece],
     num_tokens: int,
     share: SequenceShare | None,
 ) -> PackedRouting | None:
     """Pack the rows' experts like their tokens."""
     found: list[tuple[int, RoutedExperts]] = []
-    for piece, place in zip(pieces, packed, strict=True):
-        own = [rows[index] for index in piece.row_indices]
-        places = [(place.start, own[0].prompt_routing)]
-        places += [(at.start, row.routing) for at, row in zip(place.rows, own, strict=True)]
+    for piece in pieces:
+        # The prompt's experts are the same in all rows. An episode has none.
+        places = [(piece.start, piece.first.prompt_routing)]
+        places += [(paths[0].at.start, paths[0].row.routing) for paths in piece.rows.values()]
         found += [(start, one) for start, one in places if one is not None]
     if not found:
         return None
@@ -523,67 +459,6 @@ def _padded(values: npt.NDArray[np.int64], pad_to: int) -> npt.NDArray[np.int64]
     """Return values [..., T] with zeros up to a multiple of `pad_to`."""
     end = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % pad_to)]
     return np.pad(values, end)
-
-
-def _without_empty(rows: Sequence[TrainingRow]) -> Callable[[GroupPiece], GroupPiece]:
-    def strip(piece: GroupPiece) -> GroupPiece:
-        filled = tuple(index for index in piece.row_indices if rows[index].token_ids.size)
-        return GroupPiece(piece.group, filled)
-
-    return strip
-
-
-def _place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> Iterator[PackedPiece]:
-    """Yield packed positions: each prompt once, then its rows without their last tokens."""
-    cursor = 0
-    for piece in pieces:
-        start = cursor
-        prompt_length = int(rows[piece.row_indices[0]].prompt_token_ids.size)
-        cursor += prompt_length
-        packed_rows = []
-        for index in piece.row_indices:
-            length = int(rows[index].token_ids.size) - 1  # the last token is only a label
-            packed_rows.append(PackedRow(cursor, length))
-            cursor += length
-        yield PackedPiece(start, prompt_length, tuple(packed_rows))
-
-
-def _inputs(
-    rows: Sequence[TrainingRow],
-    pieces: Sequence[GroupPiece],
-    images: Mapping[int, ImagePrompt],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return token ids [T] and positions [T] in packed order, int64; [3, T] with images.
-
-    Every row of a prompt counts its positions from the prompt's end.
-    """
-    tokens: list[TokenIds] = []
-    positions: list[npt.NDArray[np.int64]] = []
-    for piece in pieces:
-        first = rows[piece.row_indices[0]]
-        prompt = first.prompt_token_ids
-        responses = [rows[i].token_ids for i in piece.row_indices]
-        tokens += [prompt, *(response[:-1] for response in responses)]
-        longest = prompt.size + max(response.size for response in responses) - 1
-        own = np.arange(longest)
-        if images:  # three positions per token: time, height and width
-            image = images.get(first.group)
-            own = np.tile(own, (3, 1)) if image is None else image.positions.extended(longest)
-        positions.append(own[..., : prompt.size])
-        positions += [own[..., prompt.size : prompt.size + r.size - 1] for r in responses]
-    return np.concatenate(tokens).astype(np.int64), np.concatenate(positions, axis=-1)
-
-
-def _predecessors(packed: Sequence[PackedPiece]) -> npt.NDArray[np.int64]:
-    """Return the packed positions whose logits predict the response tokens, int64 [N]."""
-    parts: list[npt.NDArray[np.int64]] = []
-    for piece in packed:
-        last_of_prompt = np.array([piece.start + piece.length - 1])
-        for row in piece.rows:
-            # The prompt's last token predicts a row's first one; each later token follows its own
-            # predecessor.
-            parts += [last_of_prompt, np.arange(row.start, row.start + row.length)]
-    return np.concatenate(parts)
 
 
 def _tensor(values: npt.NDArray[np.integer], device: torch.device) -> torch.Tensor:

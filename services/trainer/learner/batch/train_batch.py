@@ -14,13 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.learner.batch.micro_batch import (
-    MicroBatch,
-    TrainingRow,
-    build_micro_batch,
-    training_rows,
-)
+from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.ranks import DataParallel
+from sluice.algorithm.episodes import trained_mask
 from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
     MicroBatchPlan,
@@ -37,12 +34,16 @@ from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchTable:
-    """The batch's rows in the order of its groups and their rollouts; W is the longest response."""
+    """The batch's rows in the order of its groups and their rollouts.
+
+    W is the most tokens that were sampled for one, in all of its turns.
+    """
 
     rewards: Tensor  # float32 [rows]
     group_index: Tensor  # int64 [rows]
-    mask: Tensor  # bool [rows, W], true at response tokens
+    mask: Tensor  # bool [rows, W], true at tokens that are trained
     baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
+    turn_rewards: Tensor | None = None  # float32 [rows, W], each at its turn's last trained token
 
 
 def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
@@ -50,14 +51,46 @@ def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
     rows = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
     lengths = torch.tensor([batch.groups[g].rollouts[i].num_tokens for g, i in rows], device=device)
     width = max(1, int(lengths.max()))
+    mask = torch.arange(width, device=device) < lengths[:, None]
+    for row, (g, i) in enumerate(rows):
+        turns = batch.groups[g].rollouts[i].turns
+        if any(turn.untrained for turn in turns):
+            trained = torch.from_numpy(trained_mask(turns))
+            mask[row, : trained.numel()] = trained.to(device)
     return BatchTable(
         rewards=torch.tensor(
             [batch.groups[g].scores[i].reward for g, i in rows], dtype=torch.float32, device=device
         ),
         group_index=torch.tensor([g for g, _ in rows], device=device),
-        mask=torch.arange(width, device=device) < lengths[:, None],
+        mask=mask,
         baselines=_baselines(batch, device),
+        turn_rewards=_turn_rewards(batch, width, device),
     )
+
+
+def _turn_rewards(batch: TrainBatch, width: int, device: torch.device) -> Tensor | None:
+    """Return the rewards of turns as a table; ``None``: no turn has any.
+
+    What an untrained turn earned follows from the trained ones before: it is at their last token.
+    Without any before it stays at its own.
+    """
+    rollouts = [one for group in batch.groups for one in group.rollouts]
+    found: dict[tuple[int, int], float] = {}
+    for row, rollout in enumerate(rollouts):
+        if all(turn.reward is None for turn in rollout.turns):
+            continue
+        trained, end = trained_mask(rollout.turns), 0
+        for turn in rollout.turns:
+            end += turn.token_ids.size
+            before = np.flatnonzero(trained[:end])
+            column = int(before[-1]) if before.size else max(end - 1, 0)
+            found[row, column] = found.get((row, column), 0.0) + (turn.reward or 0.0)
+    if not found:
+        return None
+    values = np.zeros((len(rollouts), width), np.float32)
+    for place, reward in found.items():
+        values[place] = reward
+    return torch.from_numpy(values).to(device)
 
 
 def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
@@ -116,7 +149,11 @@ def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
         parts = [("prompt", prompt_tokens, group.prompt_routing)]
         # The last token has been through no pass. An empty response has no routing of its own.
         parts += [
-            (f"sample {one.sample_index}", prompt_tokens + max(0, one.num_tokens - 1), one.routing)
+            (
+                f"sample {one.sample_index}",
+                prompt_tokens + one.num_context_tokens + max(0, one.num_tokens - 1),
+                one.routing,
+            )
             for one in group.rollouts
         ]
         for name, tokens, found in parts:
@@ -315,7 +352,7 @@ def _mini_batch(
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
         GlobalCounts(
-            tokens=sum(row.size.response_tokens for row in shares.all_rows),
+            tokens=sum(row.num_trained for row in shares.all_rows),
             rows=len(shares.all_rows),
             groups=len(groups),
         ),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
+from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import SparseExperts, expert_blocks
 from services.trainer.learner.model.forward import gather_in_passes
 from services.trainer.learner.model.weight_files import WeightFiles

@@ -57,7 +57,7 @@ def token_advantages(
     estimator runs (`verl/trainer/ppo/ray_trainer.py`, `fit`).
 
     Args:
-        table: the batch.
+        table: the batch; its rewards of turns count where the run trains on them.
         passed: ``old_logprobs`` and ``ref_logprobs`` for a KL penalty, and the other inputs of the
             estimator.
         components: reward components (gdpo).
@@ -67,7 +67,9 @@ def token_advantages(
     Raises:
         ConfigError: the estimator lacks an input; names it.
     """
+    turn_rewards = table.turn_rewards if settings.trains_turn_rewards else None
     rewards = last_token_rewards(table.rewards, table.mask)
+    rewards = rewards if turn_rewards is None else rewards + turn_rewards
     metrics: dict[str, float] = {}
     if settings.kl_kind is not None:
         assert passed.old_logprobs is not None
@@ -94,6 +96,7 @@ def token_advantages(
         importance_weights=passed.importance_weights,
         reward_components=components,
         baselines=table.baselines,
+        turn_rewards=turn_rewards,
     )
     found = batch_estimator(settings.estimator)(inputs, settings.advantages)
     metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Container
 from itertools import count
 
+from sluice.algorithm.episodes import (
+    follows_prompt,
+    num_trained_tokens,
+    path_length,
+    training_paths,
+)
 from sluice.config.memory.shape import ModelShape
 from sluice.types import TrainBatch
 
@@ -12,7 +18,8 @@ from sluice.types import TrainBatch
 def update_flops(shape: ModelShape, batch: TrainBatch, skipped: Container[int]) -> float:
     """Return operations of one forward and backward pass over the policy's rows of a batch.
 
-    As packing computes it, a prompt counts once for its group. Images do not count.
+    As packing computes it, a prompt counts once for its group, and tokens that an episode reads
+    count in each of its paths. Images do not count.
 
     Args:
         shape: of the policy.
@@ -22,11 +29,16 @@ def update_flops(shape: ModelShape, batch: TrainBatch, skipped: Container[int]) 
     numbers = count()
     total = 0.0
     for group in batch.groups:
-        kept = [one.num_tokens for one in group.rollouts if next(numbers) not in skipped]
-        prompt, labels = int(group.prompt_token_ids.size), sum(kept)
+        kept = [one.turns for one in group.rollouts if next(numbers) not in skipped]
+        labels = sum(num_trained_tokens(turns) for turns in kept)
+        paths = [(turns, path) for turns in kept for path in training_paths(turns)]
+        after = [path_length(*one) for one in paths if follows_prompt(*one)]
+        alone = [path_length(*one) for one in paths if not follows_prompt(*one)]
+        prompt = int(group.prompt_token_ids.size) if after else 0
         if labels:
-            pairs = _causal(prompt) + sum(n * prompt + _causal(n) for n in kept)
-            total += shape.training_flops(prompt + labels, labels, pairs)
+            pairs = _causal(prompt) + sum(n * prompt for n in after)
+            pairs += sum(_causal(n) for n in (*after, *alone))
+            total += shape.training_flops(prompt + sum(after) + sum(alone), labels, pairs)
     return total
 
 

@@ -96,9 +96,11 @@ def prepare(mini_batch: MiniBatch) -> PreparedMiniBatch:
 
 
 def first_of_rows(values: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Return the value of each row's first token, [R]; 0 for a row without tokens."""
+    """Return the value of each row's first trained token, [R]; 0 for a row without any."""
+    rows = micro_batch.rows
+    is_first = torch.cat([torch.ones_like(rows[:1]), rows[1:] - rows[:-1]]) > 0
     # Not values[is_first]: the host would have to know how many there are.
-    firsts = torch.where(micro_batch.columns == 0, values, 0.0)
+    firsts = torch.where(is_first, values, 0.0)
     return values.new_zeros(micro_batch.num_rows).index_add_(0, micro_batch.rows, firsts)
 
 

@@ -526,7 +526,7 @@ class PolicyUpdate:
             ),
             **({"actor/moe/engine_samples": batch.num_routed / num_rows} if replays else {}),
             **sequence_balance_metrics(
-                rows.prompt_lengths + rows.response_lengths,
+                rows.lengths,
                 [list(chain(*parts)) for parts in of_ranks],
             ),
         }
@@ -534,11 +534,12 @@ class PolicyUpdate:
     def _speed(self, batch: TrainBatch, seconds: dict[str, float]) -> dict[str, float]:
         responses = sum(r.num_tokens for group in batch.groups for r in group.rollouts)
         prompts = sum(g.prompt_token_ids.size * len(g.rollouts) for g in batch.groups)
+        read = sum(r.num_context_tokens for group in batch.groups for r in group.rollouts)
         busy_s = sum(seconds.values())
         return {
             **throughput_metrics(
                 seconds,
-                total_tokens=int(responses + prompts),
+                total_tokens=int(responses + prompts + read),
                 response_tokens=responses,
                 num_ranks=self._parallel.world_size,
             ),

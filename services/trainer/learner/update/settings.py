@@ -95,6 +95,11 @@ class UpdateSettings:
         return self.needs_sum_pi_squared and weighs
 
     @property
+    def trains_turn_rewards(self) -> bool:
+        """Return whether each turn is credited with the rewards of turns from it on."""
+        return self.config.sluice.trainer.turn_rewards
+
+    @property
     def replays_routing(self) -> bool:
         """Return whether later passes of a micro-batch choose the experts of its first one."""
         return self.actor.router_replay.mode != "disabled"

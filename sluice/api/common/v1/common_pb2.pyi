@@ -48,6 +48,30 @@ FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
 """Ended from outside; the tokens so far are valid."""
 global___FinishReason = FinishReason
 
+class _ReplicaUse:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ReplicaUseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ReplicaUse.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REPLICA_USE_UNSPECIFIED: _ReplicaUse.ValueType  # 0
+    """Training and validation."""
+    REPLICA_USE_TRAINING: _ReplicaUse.ValueType  # 1
+    """Training only: it is about to leave the version that is validated."""
+    REPLICA_USE_VALIDATION: _ReplicaUse.ValueType  # 2
+    """Validation only: it is held at the version that is validated."""
+
+class ReplicaUse(_ReplicaUse, metaclass=_ReplicaUseEnumTypeWrapper):
+    """What a replica gets requests for, as far as its version suits them."""
+
+REPLICA_USE_UNSPECIFIED: ReplicaUse.ValueType  # 0
+"""Training and validation."""
+REPLICA_USE_TRAINING: ReplicaUse.ValueType  # 1
+"""Training only: it is about to leave the version that is validated."""
+REPLICA_USE_VALIDATION: ReplicaUse.ValueType  # 2
+"""Validation only: it is held at the version that is validated."""
+global___ReplicaUse = ReplicaUse
+
 @typing.final
 class ToolCall(google.protobuf.message.Message):
     """A call of a tool by the policy."""
@@ -636,6 +660,8 @@ class Replica(google.protobuf.message.Message):
     SLOTS_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    USE_FIELD_NUMBER: builtins.int
+    KV_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name, unique in the fleet."""
     instance_id: builtins.str
@@ -648,6 +674,10 @@ class Replica(google.protobuf.message.Message):
     """The policy version that it serves, at least 0."""
     ranks: builtins.int
     """Ranks that it takes in a transfer group, one for each of its devices, at most 1024. 0: 1."""
+    use: global___ReplicaUse.ValueType
+    """What it gets requests for; only in an announcement of a policy."""
+    kv_tokens: builtins.int
+    """Tokens that its KV cache holds. 0: not known, or never fewer than its slots need."""
     def __init__(
         self,
         *,
@@ -657,8 +687,10 @@ class Replica(google.protobuf.message.Message):
         slots: builtins.int = ...,
         policy_version: builtins.int = ...,
         ranks: builtins.int = ...,
+        use: global___ReplicaUse.ValueType = ...,
+        kv_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "ranks", b"ranks", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "instance_id", b"instance_id", "kv_tokens", b"kv_tokens", "name", b"name", "policy_version", b"policy_version", "ranks", b"ranks", "slots", b"slots", "use", b"use"]) -> None: ...
 
 global___Replica = Replica
 

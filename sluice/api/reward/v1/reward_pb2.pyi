@@ -689,7 +689,9 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
     """The current version."""
     @property
     def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Replica]:
-        """Every replica that serves, with its version. Replicas left out are no longer used."""
+        """Every replica that serves or is held at a version, with its version. Replicas left out are no
+        longer used.
+        """
 
     @property
     def resume_from(self) -> sluice.api.common.v1.common_pb2.DataProgress:
@@ -833,7 +835,9 @@ class EvaluateRequest(google.protobuf.message.Message):
     TEMPERATURE_FIELD_NUMBER: builtins.int
     EXAMPLES_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
-    """The version to validate: the announced one. Replicas must not change it meanwhile."""
+    """The version to validate: the announced one, or one that replicas are held at. It needs replicas
+    that serve it until the end.
+    """
     n: builtins.int
     """Samples per prompt, 1 to 1024. Absent: as configured."""
     temperature: builtins.float

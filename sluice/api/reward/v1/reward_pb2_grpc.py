@@ -152,7 +152,8 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request, context):
-        """Samples and grades the validation set with the announced policy.
+        """Samples and grades the validation set with the announced policy, or with a version that replicas
+        are held at.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -79,7 +79,9 @@ class RewardServiceStub:
         sluice.api.reward.v1.reward_pb2.EvaluateRequest,
         sluice.api.reward.v1.reward_pb2.EvaluateResponse,
     ]
-    """Samples and grades the validation set with the announced policy."""
+    """Samples and grades the validation set with the announced policy, or with a version that replicas
+    are held at.
+    """
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.GetStatusRequest,
@@ -148,7 +150,9 @@ class RewardServiceAsyncStub:
         sluice.api.reward.v1.reward_pb2.EvaluateRequest,
         sluice.api.reward.v1.reward_pb2.EvaluateResponse,
     ]
-    """Samples and grades the validation set with the announced policy."""
+    """Samples and grades the validation set with the announced policy, or with a version that replicas
+    are held at.
+    """
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.GetStatusRequest,
@@ -235,7 +239,9 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.EvaluateRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.reward.v1.reward_pb2.EvaluateResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.EvaluateResponse]]:
-        """Samples and grades the validation set with the announced policy."""
+        """Samples and grades the validation set with the announced policy, or with a version that replicas
+        are held at.
+        """
 
     @abc.abstractmethod
     def GetStatus(

@@ -304,6 +304,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     WAIT_REPORT_FIELD_NUMBER: builtins.int
     DIRECT_SENT_TOKENS_FIELD_NUMBER: builtins.int
     DIRECT_UNSENT_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Stable name of the replica."""
     instance_id: builtins.str
@@ -334,6 +336,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Tokens sent to callers that are no service of the run."""
     direct_unsent_tokens: builtins.int
     """The part of unsent_tokens that was generated for such callers."""
+    prompt_tokens: builtins.int
+    """Tokens of the prompts of samples that began."""
+    reused_tokens: builtins.int
+    """Those of them that the engine had computed before, for another sample or an earlier turn."""
     @property
     def seconds_by_state(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Seconds of the process in each state: "starting" (until the first weights serve), "generating",
@@ -364,9 +370,11 @@ class GetStatusResponse(google.protobuf.message.Message):
         wait_report: sluice.api.common.v1.common_pb2.WaitReport | None = ...,
         direct_sent_tokens: builtins.int = ...,
         direct_unsent_tokens: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+        reused_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "wait_report", b"wait_report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "engine", b"engine", "generated_tokens", b"generated_tokens", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots", b"slots", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wait_report", b"wait_report", "wall_seconds", b"wall_seconds", "weight_digest", b"weight_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "engine", b"engine", "generated_tokens", b"generated_tokens", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "reused_tokens", b"reused_tokens", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots", b"slots", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wait_report", b"wait_report", "wall_seconds", b"wall_seconds", "weight_digest", b"weight_digest"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse

@@ -163,6 +163,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     ENGINE_TURNS_FIELD_NUMBER: builtins.int
     DIRECT_SENT_TOKENS_FIELD_NUMBER: builtins.int
     DIRECT_UNSENT_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     instance_id: builtins.str
@@ -193,6 +195,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Tokens sent to callers that are no service of the run."""
     direct_unsent_tokens: builtins.int
     """The part of unsent_tokens that was generated for such callers."""
+    prompt_tokens: builtins.int
+    """Tokens of the prompts of samples that began."""
+    reused_tokens: builtins.int
+    """Those of them that the engine had computed before, for another sample or an earlier turn."""
     @property
     def seconds_by_state(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Seconds of the process in each state: "starting" (until the first weights serve), "generating",
@@ -217,9 +223,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
         engine_turns: builtins.int = ...,
         direct_sent_tokens: builtins.int = ...,
         direct_unsent_tokens: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+        reused_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "draining", b"draining", "engine_turns", b"engine_turns", "generated_tokens", b"generated_tokens", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "queued", b"queued", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "busy_seconds", b"busy_seconds", "direct_sent_tokens", b"direct_sent_tokens", "direct_unsent_tokens", b"direct_unsent_tokens", "draining", b"draining", "engine_turns", b"engine_turns", "generated_tokens", b"generated_tokens", "instance_id", b"instance_id", "name", b"name", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "reused_tokens", b"reused_tokens", "running_tokens", b"running_tokens", "seconds_by_state", b"seconds_by_state", "slots_busy", b"slots_busy", "unsent_tokens", b"unsent_tokens", "wall_seconds", b"wall_seconds"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
@@ -262,8 +270,8 @@ class ReplicaStatus(google.protobuf.message.Message):
     IDLE_SHARE_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
     state: builtins.str
-    """"pending", "serving", "draining", or "stalled": it is alive and has work, but its engine
-    generates nothing.
+    """"pending", "serving", "held": it keeps its version for a validation, "draining", or "stalled": it
+    is alive and has work, but its engine generates nothing.
     """
     heartbeat_age_seconds: builtins.float
     """Seconds since its last heartbeat."""

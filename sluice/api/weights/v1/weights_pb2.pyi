@@ -84,7 +84,7 @@ class TensorCuts(google.protobuf.message.Message):
     """Name in the Hugging Face checkpoint."""
     @property
     def cuts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Cut]:
-        """Cuts of rising dimensions, at least one."""
+        """Cuts of rising dimensions; of a share, at least one."""
 
     def __init__(
         self,
@@ -117,6 +117,30 @@ class WeightShare(google.protobuf.message.Message):
 global___WeightShare = WeightShare
 
 @typing.final
+class Holding(google.protobuf.message.Message):
+    """The part of the weights that one trainer rank holds and sends."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """The rank."""
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorCuts]:
+        """The weights that it holds, in the order of transfer; one without cuts is held whole."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        tensors: collections.abc.Iterable[global___TensorCuts] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank", "tensors", b"tensors"]) -> None: ...
+
+global___Holding = Holding
+
+@typing.final
 class WorkerPlace(google.protobuf.message.Message):
     """One worker's place in an epoch."""
 
@@ -127,7 +151,9 @@ class WorkerPlace(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     PLAN_DIGEST_FIELD_NUMBER: builtins.int
     group: builtins.int
-    """Number of its group within the epoch, from 0. Workers with the same share are in one group."""
+    """Number of its class within the epoch, from 0. Workers with the same share are in one class. It
+    has one group, or one for each of the holdings: those of a class follow each other.
+    """
     rank: builtins.int
     """Its rank there, 1 to world_size - 1; rank 0 sends."""
     world_size: builtins.int
@@ -165,6 +191,7 @@ class JoinGroupRequest(google.protobuf.message.Message):
     STORE_KEY_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     PLACES_FIELD_NUMBER: builtins.int
+    HOLDINGS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Number of the epoch, rising by at least one with each new group."""
     host: builtins.str
@@ -199,6 +226,12 @@ class JoinGroupRequest(google.protobuf.message.Message):
         `world_size` and `plan_digest` are those of the first. None: all are in group 0.
         """
 
+    @property
+    def holdings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Holding]:
+        """What each trainer rank that sends holds of the weights; together they are all weights. Each rank
+        has a group of its own with the receiver, and is rank 0 there. None: one rank sends all.
+        """
+
     def __init__(
         self,
         *,
@@ -215,8 +248,9 @@ class JoinGroupRequest(google.protobuf.message.Message):
         store_key: builtins.bytes = ...,
         ranks: builtins.int = ...,
         places: collections.abc.Iterable[global___WorkerPlace] | None = ...,
+        holdings: collections.abc.Iterable[global___Holding] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bucket_bytes", b"bucket_bytes", "epoch", b"epoch", "host", b"host", "places", b"places", "plan_digest", b"plan_digest", "port", b"port", "rank", b"rank", "ranks", b"ranks", "store_key", b"store_key", "tensors", b"tensors", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bucket_bytes", b"bucket_bytes", "epoch", b"epoch", "holdings", b"holdings", "host", b"host", "places", b"places", "plan_digest", b"plan_digest", "port", b"port", "rank", b"rank", "ranks", b"ranks", "store_key", b"store_key", "tensors", b"tensors", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]) -> None: ...
 
 global___JoinGroupRequest = JoinGroupRequest
 
@@ -576,3 +610,258 @@ class AddToKeyResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["sum", b"sum"]) -> None: ...
 
 global___AddToKeyResponse = AddToKeyResponse
+
+@typing.final
+class ShareClass(google.protobuf.message.Message):
+    """The workers with one share, as a rank that sends sees them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARE_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    @property
+    def share(self) -> global___WeightShare:
+        """What they take."""
+
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Their names for errors, in the order of their ranks from 1 on."""
+
+    def __init__(
+        self,
+        *,
+        share: global___WeightShare | None = ...,
+        workers: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["share", b"share"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["share", b"share", "workers", b"workers"]) -> None: ...
+
+global___ShareClass = ShareClass
+
+@typing.final
+class JoinGroupsRequest(google.protobuf.message.Message):
+    """Joins the groups of one epoch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    PORT_FIELD_NUMBER: builtins.int
+    STORE_KEY_FIELD_NUMBER: builtins.int
+    BUCKET_BYTES_FIELD_NUMBER: builtins.int
+    CLASSES_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Number of the epoch."""
+    host: builtins.str
+    """Host of the rendezvous store."""
+    port: builtins.int
+    """Port of the rendezvous store."""
+    store_key: builtins.bytes
+    """Secret of the epoch."""
+    bucket_bytes: builtins.int
+    """Largest collective in bytes."""
+    @property
+    def classes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShareClass]:
+        """All classes of the epoch."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        host: builtins.str = ...,
+        port: builtins.int = ...,
+        store_key: builtins.bytes = ...,
+        bucket_bytes: builtins.int = ...,
+        classes: collections.abc.Iterable[global___ShareClass] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bucket_bytes", b"bucket_bytes", "classes", b"classes", "epoch", b"epoch", "host", b"host", "port", b"port", "store_key", b"store_key"]) -> None: ...
+
+global___JoinGroupsRequest = JoinGroupsRequest
+
+@typing.final
+class JoinGroupsResponse(google.protobuf.message.Message):
+    """The groups are formed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___JoinGroupsResponse = JoinGroupsResponse
+
+@typing.final
+class EncodeChangesRequest(google.protobuf.message.Message):
+    """Finds the changes between two versions."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    BASE_VERSION_FIELD_NUMBER: builtins.int
+    POLICY_VERSION_FIELD_NUMBER: builtins.int
+    BASE_DIGESTS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the groups."""
+    base_version: builtins.int
+    """The version that all workers hold."""
+    policy_version: builtins.int
+    """The version to send."""
+    @property
+    def base_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Hex digest of what each class holds."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        base_version: builtins.int = ...,
+        policy_version: builtins.int = ...,
+        base_digests: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_digests", b"base_digests", "base_version", b"base_version", "epoch", b"epoch", "policy_version", b"policy_version"]) -> None: ...
+
+global___EncodeChangesRequest = EncodeChangesRequest
+
+@typing.final
+class EncodeChangesResponse(google.protobuf.message.Message):
+    """The changes are kept, where they are fewer than the weights."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAVES_FIELD_NUMBER: builtins.int
+    saves: builtins.bool
+    """Whether any class gets changes."""
+    def __init__(
+        self,
+        *,
+        saves: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["saves", b"saves"]) -> None: ...
+
+global___EncodeChangesResponse = EncodeChangesResponse
+
+@typing.final
+class SendVersionRequest(google.protobuf.message.Message):
+    """Sends one version."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    POLICY_VERSION_FIELD_NUMBER: builtins.int
+    CHANGES_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the groups."""
+    policy_version: builtins.int
+    """The version."""
+    changes: builtins.bool
+    """Whether to send the changes that EncodeChanges found."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        policy_version: builtins.int = ...,
+        changes: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changes", b"changes", "epoch", b"epoch", "policy_version", b"policy_version"]) -> None: ...
+
+global___SendVersionRequest = SendVersionRequest
+
+@typing.final
+class SentStream(google.protobuf.message.Message):
+    """What one class got from a rank."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGESTS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    digests: builtins.bytes
+    """Digest of each part, in the order of the stream, 16 bytes each."""
+    num_bytes: builtins.int
+    """Bytes sent."""
+    def __init__(
+        self,
+        *,
+        digests: builtins.bytes = ...,
+        num_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digests", b"digests", "num_bytes", b"num_bytes"]) -> None: ...
+
+global___SentStream = SentStream
+
+@typing.final
+class SendVersionResponse(google.protobuf.message.Message):
+    """The version is sent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STREAMS_FIELD_NUMBER: builtins.int
+    @property
+    def streams(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SentStream]:
+        """What each class got."""
+
+    def __init__(
+        self,
+        *,
+        streams: collections.abc.Iterable[global___SentStream] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["streams", b"streams"]) -> None: ...
+
+global___SendVersionResponse = SendVersionResponse
+
+@typing.final
+class LeaveGroupsRequest(google.protobuf.message.Message):
+    """Leaves an epoch's groups."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """The epoch."""
+    reason: builtins.str
+    """The reason, for the log."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reason", b"reason"]) -> None: ...
+
+global___LeaveGroupsRequest = LeaveGroupsRequest
+
+@typing.final
+class LeaveGroupsResponse(google.protobuf.message.Message):
+    """The rank has left them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___LeaveGroupsResponse = LeaveGroupsResponse
+
+@typing.final
+class ProbeRequest(google.protobuf.message.Message):
+    """Asks whether the rank answers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ProbeRequest = ProbeRequest
+
+@typing.final
+class ProbeResponse(google.protobuf.message.Message):
+    """It does."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ProbeResponse = ProbeResponse

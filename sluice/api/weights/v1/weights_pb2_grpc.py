@@ -450,3 +450,261 @@ class RendezvousService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class SendingRankServiceStub(object):
+    """Steers a trainer rank that sends the part of the weights that it holds. Rank 0 calls it, with a
+    secret of the run in the metadata `store-key-bin`; the server refuses others before it reads their
+    message.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.JoinGroups = channel.unary_unary(
+                '/sluice.api.weights.v1.SendingRankService/JoinGroups',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.JoinGroupsRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.JoinGroupsResponse.FromString,
+                _registered_method=True)
+        self.EncodeChanges = channel.unary_unary(
+                '/sluice.api.weights.v1.SendingRankService/EncodeChanges',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.EncodeChangesRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.EncodeChangesResponse.FromString,
+                _registered_method=True)
+        self.SendVersion = channel.unary_unary(
+                '/sluice.api.weights.v1.SendingRankService/SendVersion',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SendVersionRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SendVersionResponse.FromString,
+                _registered_method=True)
+        self.LeaveGroups = channel.unary_unary(
+                '/sluice.api.weights.v1.SendingRankService/LeaveGroups',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsResponse.FromString,
+                _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/sluice.api.weights.v1.SendingRankService/Probe',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeResponse.FromString,
+                _registered_method=True)
+
+
+class SendingRankServiceServicer(object):
+    """Steers a trainer rank that sends the part of the weights that it holds. Rank 0 calls it, with a
+    secret of the run in the metadata `store-key-bin`; the server refuses others before it reads their
+    message.
+    """
+
+    def JoinGroups(self, request, context):
+        """Joins the rank's groups of one epoch. Answers once they are formed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EncodeChanges(self, request, context):
+        """Finds the changes between two versions and keeps them for SendVersion.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendVersion(self, request, context):
+        """Sends one version to all groups of the epoch. Never retried: it enters collectives.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveGroups(self, request, context):
+        """Leaves an epoch's groups; calls in progress fail soon. A second call does nothing more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request, context):
+        """Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SendingRankServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'JoinGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinGroups,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.JoinGroupsRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.JoinGroupsResponse.SerializeToString,
+            ),
+            'EncodeChanges': grpc.unary_unary_rpc_method_handler(
+                    servicer.EncodeChanges,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.EncodeChangesRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.EncodeChangesResponse.SerializeToString,
+            ),
+            'SendVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendVersion,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SendVersionRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SendVersionResponse.SerializeToString,
+            ),
+            'LeaveGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveGroups,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsResponse.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'sluice.api.weights.v1.SendingRankService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('sluice.api.weights.v1.SendingRankService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class SendingRankService(object):
+    """Steers a trainer rank that sends the part of the weights that it holds. Rank 0 calls it, with a
+    secret of the run in the metadata `store-key-bin`; the server refuses others before it reads their
+    message.
+    """
+
+    @staticmethod
+    def JoinGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.SendingRankService/JoinGroups',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.JoinGroupsRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.JoinGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EncodeChanges(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.SendingRankService/EncodeChanges',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.EncodeChangesRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.EncodeChangesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.SendingRankService/SendVersion',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SendVersionRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.SendVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.SendingRankService/LeaveGroups',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.LeaveGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.SendingRankService/Probe',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.ProbeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

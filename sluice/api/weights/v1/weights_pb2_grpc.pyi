@@ -226,3 +226,124 @@ class RendezvousServiceServicer(metaclass=abc.ABCMeta):
         """Adds to a number in decimal digits; a missing key counts as 0."""
 
 def add_RendezvousServiceServicer_to_server(servicer: RendezvousServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+
+class SendingRankServiceStub:
+    """Steers a trainer rank that sends the part of the weights that it holds. Rank 0 calls it, with a
+    secret of the run in the metadata `store-key-bin`; the server refuses others before it reads their
+    message.
+    """
+
+    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    JoinGroups: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.JoinGroupsRequest,
+        sluice.api.weights.v1.weights_pb2.JoinGroupsResponse,
+    ]
+    """Joins the rank's groups of one epoch. Answers once they are formed."""
+
+    EncodeChanges: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.EncodeChangesRequest,
+        sluice.api.weights.v1.weights_pb2.EncodeChangesResponse,
+    ]
+    """Finds the changes between two versions and keeps them for SendVersion."""
+
+    SendVersion: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.SendVersionRequest,
+        sluice.api.weights.v1.weights_pb2.SendVersionResponse,
+    ]
+    """Sends one version to all groups of the epoch. Never retried: it enters collectives."""
+
+    LeaveGroups: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.LeaveGroupsRequest,
+        sluice.api.weights.v1.weights_pb2.LeaveGroupsResponse,
+    ]
+    """Leaves an epoch's groups; calls in progress fail soon. A second call does nothing more."""
+
+    Probe: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.ProbeRequest,
+        sluice.api.weights.v1.weights_pb2.ProbeResponse,
+    ]
+    """Answers at once."""
+
+class SendingRankServiceAsyncStub:
+    """Steers a trainer rank that sends the part of the weights that it holds. Rank 0 calls it, with a
+    secret of the run in the metadata `store-key-bin`; the server refuses others before it reads their
+    message.
+    """
+
+    JoinGroups: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.JoinGroupsRequest,
+        sluice.api.weights.v1.weights_pb2.JoinGroupsResponse,
+    ]
+    """Joins the rank's groups of one epoch. Answers once they are formed."""
+
+    EncodeChanges: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.EncodeChangesRequest,
+        sluice.api.weights.v1.weights_pb2.EncodeChangesResponse,
+    ]
+    """Finds the changes between two versions and keeps them for SendVersion."""
+
+    SendVersion: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.SendVersionRequest,
+        sluice.api.weights.v1.weights_pb2.SendVersionResponse,
+    ]
+    """Sends one version to all groups of the epoch. Never retried: it enters collectives."""
+
+    LeaveGroups: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.LeaveGroupsRequest,
+        sluice.api.weights.v1.weights_pb2.LeaveGroupsResponse,
+    ]
+    """Leaves an epoch's groups; calls in progress fail soon. A second call does nothing more."""
+
+    Probe: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.ProbeRequest,
+        sluice.api.weights.v1.weights_pb2.ProbeResponse,
+    ]
+    """Answers at once."""
+
+class SendingRankServiceServicer(metaclass=abc.ABCMeta):
+    """Steers a trainer rank that sends the part of the weights that it holds. Rank 0 calls it, with a
+    secret of the run in the metadata `store-key-bin`; the server refuses others before it reads their
+    message.
+    """
+
+    @abc.abstractmethod
+    def JoinGroups(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.JoinGroupsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.JoinGroupsResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.JoinGroupsResponse]]:
+        """Joins the rank's groups of one epoch. Answers once they are formed."""
+
+    @abc.abstractmethod
+    def EncodeChanges(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.EncodeChangesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.EncodeChangesResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.EncodeChangesResponse]]:
+        """Finds the changes between two versions and keeps them for SendVersion."""
+
+    @abc.abstractmethod
+    def SendVersion(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.SendVersionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.SendVersionResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.SendVersionResponse]]:
+        """Sends one version to all groups of the epoch. Never retried: it enters collectives."""
+
+    @abc.abstractmethod
+    def LeaveGroups(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.LeaveGroupsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.LeaveGroupsResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.LeaveGroupsResponse]]:
+        """Leaves an epoch's groups; calls in progress fail soon. A second call does nothing more."""
+
+    @abc.abstractmethod
+    def Probe(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.ProbeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.ProbeResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.ProbeResponse]]:
+        """Answers at once."""
+
+def add_SendingRankServiceServicer_to_server(servicer: SendingRankServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

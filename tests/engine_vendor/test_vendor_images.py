@@ -1,4 +1,4 @@
-"""Images with SGLang: prompts that the trainer computes with, token by token and patch by patch."""
+"""Images: prompts that the trainer computes with, token by token and patch by patch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ import pytest_asyncio
 from transformers import PreTrainedModel
 
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
-from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.settings import SglangSettings
 from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.sender import WeightSender
-from tests.engine_sglang.files_served import serve_saved
+from tests.engine_vendor.vendor import (
+    ROUNDING,
+    SGLANG,
+    VENDOR,
+    VendorsEngine,
+    make_engine,
+    serve_saved,
+)
 from tests.support.causal_lms import request
+from tests.support.engine_contract_weights import check_same
 from tests.support.engine_contract_world import Trainer, chunks_of, generate, until
 from tests.support.tiny_vision import (
     IMAGE,
@@ -37,18 +43,19 @@ from tests.support.tiny_vision import (
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings("default"),  # SGLang's own
+    pytest.mark.filterwarnings("default"),  # the vendor's own
     pytest.mark.timeout(900),
 ]
 _WIDTH = 128
-"""Two heads of 64, which SGLang's attention takes on a CPU."""
+"""Two heads of 64, which vendors' attention takes on a CPU."""
+_FAMILIES = ("qwen2_5_vl",) if VENDOR == SGLANG else ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+"""SGLang's CPU build pads layers of a tiny Qwen3-VL, and its loader cannot read the weights."""
 _TAIL, _LONG = 64, 160
 """Tokens of a prompt after its images, so that these are in full blocks; of a long response."""
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl"])
+@pytest.fixture(scope="module", params=_FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
-    """SGLang's CPU build pads layers of a tiny Qwen3-VL, and its loader cannot read the weights."""
     return str(request.param)
 
 
@@ -61,7 +68,7 @@ def pictures(family: str) -> tuple[bytes, bytes]:
 
 @pytest.fixture(scope="module")
 def misfits(family: str) -> tuple[bytes, bytes]:
-    """One that grows and one that shrinks: SGLang itself would resize them unlike the trainer."""
+    """One that grows and one that shrinks: vendors would resize them unlike the trainer."""
     side = 3 * PATCH[family] + 2
     return image_file(3, side, side), image_file(4, 300, 190)
 
@@ -74,16 +81,20 @@ def saved(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @asynccontextmanager
 async def _running(
-    folder: Path, *, slots: int = 8, recompute_kv: bool = True, **arguments: object
-) -> AsyncIterator[tuple[SglangEngine, Trainer]]:
-    engine = SglangEngine(
-        SglangSettings(
-            str(folder),
-            slots=slots,
-            max_model_len=256,
-            recompute_kv=recompute_kv,
-            arguments=arguments,
-        )
+    folder: Path,
+    *,
+    slots: int = 8,
+    recompute_kv: bool = True,
+    shares_prompts: bool = True,
+    has_weights: bool = False,
+) -> AsyncIterator[tuple[VendorsEngine, Trainer]]:
+    engine = make_engine(
+        folder,
+        slots=slots,
+        max_model_len=256,
+        recompute_kv=recompute_kv,
+        shares_prompts=shares_prompts,
+        has_weights=has_weights,
     )
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=30.0)
     await engine.start()
@@ -97,7 +108,7 @@ async def _running(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(
     saved: tuple[Path, PreTrainedModel],
-) -> AsyncIterator[tuple[SglangEngine, Trainer]]:
+) -> AsyncIterator[tuple[VendorsEngine, Trainer]]:
     async with _running(saved[0]) as running:
         yield running
 
@@ -120,7 +131,7 @@ def _wanted(
 
 
 async def _check(
-    engine: SglangEngine, folder: Path, model: PreTrainedModel, pictures: Sequence[bytes]
+    engine: VendorsEngine, folder: Path, model: PreTrainedModel, pictures: Sequence[bytes]
 ) -> None:
     wanted, exact = _wanted(folder, pictures), FullForward(folder, model)
     for tokens, logprobs in (await generate(engine, wanted)).values():
@@ -133,7 +144,7 @@ async def _check(
 
 async def test_logprobs_with_images_are_those_of_the_weights_that_serve(
     saved: tuple[Path, PreTrainedModel],
-    world: tuple[SglangEngine, Trainer],
+    world: tuple[VendorsEngine, Trainer],
     pictures: tuple[bytes, bytes],
     misfits: tuple[bytes, bytes],
 ) -> None:
@@ -147,27 +158,27 @@ async def test_logprobs_with_images_are_those_of_the_weights_that_serve(
 
 async def test_outputs_after_updates_equal_those_of_an_engine_started_from_a_checkpoint(
     saved: tuple[Path, PreTrainedModel],
-    world: tuple[SglangEngine, Trainer],
+    world: tuple[VendorsEngine, Trainer],
     pictures: tuple[bytes, bytes],
 ) -> None:
     (folder, second), (engine, trainer) = saved, world
     await trainer.publish(second)
     wanted = _wanted(folder, pictures)
     after = await generate(engine, wanted)
-    async with _running(folder, load_format="auto") as (fresh, _):
+    async with _running(folder, has_weights=True) as (fresh, _):
         await serve_saved(fresh, folder, 1)
-        assert await generate(fresh, wanted) == after
+        check_same(await generate(fresh, wanted), after, ROUNDING)
 
 
 async def test_a_prompt_for_other_images_is_refused_and_others_continue(
     saved: tuple[Path, PreTrainedModel],
-    world: tuple[SglangEngine, Trainer],
+    world: tuple[VendorsEngine, Trainer],
     pictures: tuple[bytes, bytes],
 ) -> None:
     (folder, second), (engine, trainer) = saved, world
     await trainer.publish(second)
     wanted = _wanted(folder, pictures)
-    with pytest.raises(InvalidRequestError, match="image tokens, but its 1 images take"):
+    with pytest.raises(InvalidRequestError, match=r"1 images(, but 2 runs| take)"):
         await generate(engine, replace(wanted, images=wanted.images[:1]))
     await _check(engine, folder, second, pictures)
 
@@ -177,7 +188,7 @@ async def test_samples_that_wait_for_a_slot_while_weights_come_see_their_images(
 ) -> None:
     folder, second = saved
     # With a prefix cache a sample that waits in SGLang may find the old weights' prompt there.
-    running = _running(folder, slots=1, recompute_kv=False, disable_radix_cache=True)
+    running = _running(folder, slots=1, recompute_kv=False, shares_prompts=VENDOR != SGLANG)
     async with running as (engine, trainer):
         await trainer.publish(_other(second))
         waiting = _wanted(folder, pictures, samples=8, max_tokens=_LONG)
@@ -208,7 +219,7 @@ def _other(model: PreTrainedModel) -> PreTrainedModel:
 
 
 async def _publish_meanwhile(
-    engine: SglangEngine, trainer: Trainer, model: PreTrainedModel, wanted: GenerationRequest
+    engine: VendorsEngine, trainer: Trainer, model: PreTrainedModel, wanted: GenerationRequest
 ) -> list[SampleChunk]:
     """Make the model serve as soon as the request has tokens; it runs to its end."""
     digest = await trainer.stage(model)

@@ -1,0 +1,1 @@
+"""Measure episodes; `make bench-episodes`."""

@@ -1,0 +1,225 @@
+"""The rows of a mini-batch, and the places of their tokens in a packed sequence.
+
+A row is a sample: an answer to the group's prompt, or an episode of one or more paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.algorithm.episodes import (
+    PathTokens,
+    follows_prompt,
+    num_trained_tokens,
+    path_length,
+    path_tokens,
+    training_paths,
+)
+from sluice.algorithm.packing import GroupPiece, RowSize
+from sluice.types import Logprobs, RoutedExperts, TokenIds, TrainGroup, Turn
+from sluice.vision.image_prompts import ImagePrompt
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingRow:
+    """One sample to train on.
+
+    `number` is the row's index in the train batch, `group` the prompt's index in the mini-batch.
+    """
+
+    number: int
+    group: int
+    prompt_token_ids: TokenIds  # [prompt tokens]
+    token_ids: TokenIds  # [tokens], sampled
+    behavior_logprobs: Logprobs  # [tokens]
+    prompt_routing: RoutedExperts | None = None  # the engine's experts of the prompt
+    routing: RoutedExperts | None = None  # and of the response but its last token
+    turns: tuple[Turn, ...] = ()  # of an episode; none: the tokens are an answer to the prompt
+
+    @property
+    def size(self) -> RowSize:
+        """Return the row's size for packing; its tokens may be absent."""
+        prompt = int(self.prompt_token_ids.size)
+        if not self.turns:
+            return RowSize(self.group, prompt, int(self.token_ids.size))
+        lengths: dict[bool, list[int]] = {True: [], False: []}
+        for path in training_paths(self.turns):
+            lengths[follows_prompt(self.turns, path)].append(path_length(self.turns, path))
+        paths, alone = tuple(lengths[True]), tuple(lengths[False])
+        return RowSize(self.group, prompt, sum(paths) + sum(alone), paths, alone)
+
+    @property
+    def num_trained(self) -> int:
+        """Return the tokens in the loss."""
+        return num_trained_tokens(self.turns) if self.turns else int(self.token_ids.size)
+
+    def paths(self) -> list[PathTokens]:
+        """Return the sequences to compute; none where no token is trained."""
+        if not self.turns:
+            return [PathTokens.of_response(self.token_ids)] if self.token_ids.size else []
+        return [path_tokens(self.turns, path) for path in training_paths(self.turns)]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Packed positions ``[start, start + length)`` of a sequence's tokens after the prompt."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPiece:
+    """A prompt at packed positions ``[start, start + length)`` and the sequences that share it."""
+
+    start: int
+    length: int
+    rows: tuple[PackedRow, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedPath:
+    """A path of a row, and the packed positions of all of its tokens but the last.
+
+    The last one is only a label: nothing is predicted after it. `before` is the packed position of
+    the token before its first; it has no meaning for a path without the group's prompt.
+    """
+
+    row: TrainingRow
+    tokens: PathTokens
+    at: PackedRow
+    before: int
+
+    @property
+    def labels(self) -> TokenIds:
+        """Return the tokens to predict, [labels]."""
+        return self.tokens.token_ids[self.tokens.labels]
+
+    @property
+    def behavior_logprobs(self) -> Logprobs:
+        """Return theirs, [labels]."""
+        return self.row.behavior_logprobs[self.tokens.columns]
+
+    @property
+    def predecessors(self) -> Positions:
+        """Return the packed positions whose logits predict its labels, int64 [labels]."""
+        labels = self.tokens.labels
+        return np.where(labels == 0, self.before, self.at.start + labels - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedPiece:
+    """The prompt of a group at packed positions ``[start, start + length)``, and its rows' paths.
+
+    The prompt has no length where no path follows it.
+    """
+
+    start: int
+    length: int
+    rows: Mapping[int, tuple[PlacedPath, ...]]  # by index in the mini-batch, in packed order
+
+    @property
+    def paths(self) -> list[PlacedPath]:
+        """Return all paths, in packed order."""
+        return [path for paths in self.rows.values() for path in paths]
+
+    @property
+    def first(self) -> TrainingRow:
+        """Return the first row; all have the same prompt."""
+        return self.paths[0].row
+
+    @property
+    def packed(self) -> Iterator[PackedPiece]:
+        """Yield the prompt with the paths that follow it, then each other path."""
+        sharing = tuple(path.at for path in self.paths if path.tokens.follows_prompt)
+        if sharing:
+            yield PackedPiece(self.start, self.length, sharing)
+        for path in self.paths:
+            if not path.tokens.follows_prompt:
+                yield PackedPiece(path.at.start, path.at.length, ())
+
+
+def training_rows(
+    groups: Sequence[TrainGroup], numbers: Sequence[Sequence[int]]
+) -> list[TrainingRow]:
+    """Return all rows of the groups, in order; `numbers` are their indices in the train batch.
+
+    A prompt has the experts of the group's first sample with any: passes of other samples may have
+    chosen others, and rows share a prompt however they are packed.
+    """
+    rows: list[TrainingRow] = []
+    for index, (group, own) in enumerate(zip(groups, numbers, strict=True)):
+        prompt = group.prompt_token_ids.size
+        routed = [one.routing[:prompt] for one in group.rollouts if one.routing is not None]
+        if group.prompt_routing is not None:
+            routed = [group.prompt_routing]
+        rows += [
+            TrainingRow(
+                number,
+                index,
+                group.prompt_token_ids,
+                rollout.token_ids,
+                rollout.behavior_logprobs,
+                next(iter(routed), None),
+                None if rollout.routing is None else rollout.routing[prompt:],
+                () if rollout.is_plain else rollout.turns,
+            )
+            for rollout, number in zip(group.rollouts, own, strict=True)
+        ]
+    return rows
+
+
+def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PlacedPiece]:
+    """Place each prompt once, then its rows' paths; pieces and rows without any are left out."""
+    placed: list[PlacedPiece] = []
+    cursor = 0
+    for piece in pieces:
+        paths = {index: found for index in piece.row_indices if (found := rows[index].paths())}
+        if not paths:
+            continue
+        start = cursor
+        if any(path.follows_prompt for found in paths.values() for path in found):
+            cursor += int(rows[piece.row_indices[0]].prompt_token_ids.size)
+        before, length = cursor - 1, cursor - start
+        of_rows: dict[int, tuple[PlacedPath, ...]] = {}
+        for index, found in paths.items():
+            own = []
+            for path in found:
+                at = PackedRow(cursor, int(path.token_ids.size) - 1)
+                own.append(PlacedPath(rows[index], path, at, before))
+                cursor += at.length
+            of_rows[index] = tuple(own)
+        placed.append(PlacedPiece(start, length, of_rows))
+    return placed
+
+
+def packed_inputs(
+    pieces: Sequence[PlacedPiece], images: Mapping[int, ImagePrompt]
+) -> tuple[Positions, Positions]:
+    """Return token ids [T] and positions [T] in packed order, int64; [3, T] with images.
+
+    Every path counts its positions from the prompt's end, or from 0 without the prompt.
+    """
+    tokens: list[TokenIds] = []
+    positions: list[Positions] = []
+    for piece in pieces:
+        prompt = piece.first.prompt_token_ids[: piece.length]
+        longest = prompt.size + max(path.at.length for path in piece.paths)
+        plain = own = np.arange(longest)
+        if images:  # three positions per token: time, height and width
+            image = images.get(piece.first.group)
+            plain = own = np.tile(own, (3, 1))
+            own = plain if image is None else image.positions.extended(longest)
+        tokens.append(prompt)
+        positions.append(own[..., : prompt.size])
+        for path in piece.paths:
+            tokens.append(path.tokens.token_ids[:-1])
+            of_path = own[..., prompt.size :] if path.tokens.follows_prompt else plain
+            positions.append(of_path[..., : path.at.length])
+    return np.concatenate(tokens).astype(np.int64), np.concatenate(positions, axis=-1)

@@ -1,0 +1,216 @@
+"""What this rank holds of the policy's frozen versions, and the ranks that send theirs.
+
+Each piece of a tensor is kept and sent by one rank, the first of those that hold it: of several
+copies of the model the first one is sent. So no rank gathers what others hold.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.places import Directory, Placed, TensorPiece, is_held
+from services.trainer.learner.ranks import DataParallel, rank_place
+from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
+from sluice.config.run import RunConfig
+from sluice.device.protocol import Device
+from sluice.device.select import transfer_device
+from sluice.errors import PeerError
+from sluice.rpc.credentials import service_credentials
+from sluice.types import TransferCertificates
+from sluice.weight_share import Cut, Holding
+from sluice.weights.plan import tensor_specs
+from sluice.weights.rendezvous import KEY_BYTES
+from sluice.weights.snapshot import SnapshotBuffers
+
+_ADDRESS_CHARS = 64
+
+
+def holdings_of(places: Directory) -> tuple[Holding, ...]:
+    """Return what each rank sends, rank 0 first; none: rank 0 holds all weights."""
+    if is_held(places, 0):
+        return ()
+    found: dict[int, list[tuple[str, tuple[Cut, ...]]]] = {}
+    for name, placed in places.items():
+        for piece in placed.pieces:
+            found.setdefault(piece.holders[0], []).append((name, _cuts(placed, piece)))
+    return tuple(Holding(rank, tuple(found[rank])) for rank in sorted(found))
+
+
+def _cuts(placed: Placed, piece: TensorPiece) -> tuple[Cut, ...]:
+    sides = zip(piece.offset, piece.shape, placed.shape, strict=True)
+    return tuple(
+        Cut(dimension, ((offset, size),))
+        for dimension, (offset, size, whole) in enumerate(sides)
+        if size != whole
+    )
+
+
+class FrozenWeights:
+    """This rank's snapshots of the policy.
+
+    Args:
+        learner: of this rank.
+        rank: this one.
+        wire_dtype: of floating-point weights.
+        timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
+
+    Attributes:
+        tensors: all weights, as they travel.
+        holdings: what each rank sends; none: rank 0 holds all weights.
+        number: of this rank's holding; ``None``: it sends nothing, and has no snapshots.
+    """
+
+    def __init__(
+        self, learner: Learner, rank: int, wire_dtype: torch.dtype, timeout_s: float
+    ) -> None:
+        self._learner, self._timeout_s = learner, timeout_s
+        self.tensors = tensor_specs(learner.named_weights(), wire_dtype)
+        self.holdings = holdings_of(learner.places)
+        senders = [one.rank for one in self.holdings] or [0]
+        self.number = senders.index(rank) if rank in senders else None
+        self._snapshots: SnapshotBuffers | None = None
+        if self.number is not None:
+            own = self.holdings[self.number] if self.holdings else None
+            self._snapshots = SnapshotBuffers(
+                self.tensors,
+                learner.frozen_names,
+                own,
+                is_pinned=any(one.is_cuda for _, one in learner.named_weights()),
+            )
+
+    @property
+    def snapshots(self) -> SnapshotBuffers:
+        """Return the snapshots of a rank that sends."""
+        assert self._snapshots is not None
+        return self._snapshots
+
+    def freeze(self, version: int, begin: Callable[[], None] | None = None) -> None:
+        """Copy this rank's part of the current weights as `version`.
+
+        Args:
+            version: of the weights.
+            begin: called once the buffer is free, before anything is copied.
+
+        Raises:
+            DeadlineError: the buffer is still being read.
+        """
+        if self._snapshots is not None:
+            self._snapshots.write(self._parts(begin), version, self._timeout_s)
+
+    def _parts(self, begin: Callable[[], None] | None) -> Iterator[tuple[str, Tensor]]:
+        if begin is not None:
+            begin()
+        # The snapshots keep what never changes.
+        frozen = self._learner.frozen_names if self.snapshots.version is not None else frozenset()
+        names = None
+        if self.number is not None and self.holdings:
+            names = [name for name, _ in self.holdings[self.number].parts]
+        yield from self._learner.parts(names, left_out=frozen)
+
+
+def frozen_weights(config: RunConfig, learner: Learner, parallel: DataParallel) -> FrozenWeights:
+    """Return this rank's snapshots, as the run wants them."""
+    wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
+    return FrozenWeights(learner, parallel.rank, wire_dtype, config.sluice.weights.timeout_s)
+
+
+@contextmanager
+def sending_ranks(
+    config: RunConfig, frozen: FrozenWeights, parallel: DataParallel
+) -> Iterator[list[SendingRankClient]]:
+    """Let the ranks above 0 that hold weights send them in the block. Collective.
+
+    Yields:
+        rank 0's calls to the others, in the order of their holdings; none on the other ranks.
+
+    Raises:
+        ConfigError: this rank cannot listen.
+        DeadlineError, PeerError: a rank did not take part.
+    """
+    weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
+    credentials = service_credentials(config.sluice.security, endpoint)
+    with connected_ranks(
+        frozen,
+        parallel,
+        device=transfer_device(config.trainer.device, weights.backend),
+        timeout_s=weights.timeout_s,
+        keeps_base=weights.delta == "auto",
+        certificates=credentials.for_transfers(),
+    ) as others:
+        yield others
+
+
+@contextmanager
+def connected_ranks(
+    frozen: FrozenWeights,
+    parallel: DataParallel,
+    *,
+    device: Device,
+    timeout_s: float,
+    keeps_base: bool,
+    certificates: TransferCertificates | None = None,
+) -> Iterator[list[SendingRankClient]]:
+    """As `sending_ranks`, with the settings of `SendingRank`."""
+    with ExitStack() as stack:
+        if not frozen.holdings:
+            yield []
+            return
+        phase = "connecting the ranks that send weights"
+        own_key = secrets.token_bytes(KEY_BYTES) if parallel.rank == 0 else None
+        key = parallel.broadcast_bytes(own_key, phase)
+        address, port = "", 0
+        if parallel.rank and frozen.number is not None:
+            address = _own_address()
+            server = SendingRank(
+                frozen.number,
+                frozen.holdings,
+                frozen.tensors,
+                frozen.snapshots,
+                device=device,
+                timeout_s=timeout_s,
+                keeps_base=keeps_base,
+                host=address,
+                key=key,
+                certificates=certificates,
+            )
+            stack.callback(server.close)
+            port = server.port
+        places = _exchange_addresses(address, port, parallel, phase)
+        others: list[SendingRankClient] = []
+        if parallel.rank == 0:
+            for holding in frozen.holdings[1:]:
+                other = SendingRankClient(holding.rank, *places[holding.rank], key, certificates)
+                stack.callback(other.close)
+                others.append(other)
+        yield others
+
+
+def _own_address() -> str:
+    """Return the address of this machine through which it reaches rank 0."""
+    place = rank_place(os.environ)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            place.host, place.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PeerError(place.store_name, "finding the way to it", str(error)) from error
+
+
+def _exchange_addresses(
+    address: str, port: int, parallel: DataParallel, phase: str
+) -> Sequence[tuple[str, int]]:
+    """Return every rank's address. Ranks exchange numbers: those of its letters."""
+    letters = [float(ord(letter)) for letter in address.ljust(_ADDRESS_CHARS)]
+    every = parallel.all_gather([float(port), *letters], phase)
+    return [("".join(chr(int(one)) for one in rest).strip(), int(port)) for port, *rest in every]

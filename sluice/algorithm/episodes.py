@@ -1,0 +1,132 @@
+"""The training sequences of an episode: paths through its turns, and the tokens that each trains.
+
+A path leads from a root to a leaf. Every sampled token is trained in the first path that holds it;
+later paths only read it, as they read context. Turns with a reason to be untrained are only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.types import TokenIds, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPath:
+    """Turns of one training sequence, by their indices in the sample.
+
+    Args:
+        turns: from a root on; each continues the one before.
+        trained: those whose tokens this path trains, rising.
+    """
+
+    turns: tuple[int, ...]
+    trained: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PathTokens:
+    """The tokens of a path, and which of them it trains.
+
+    Args:
+        token_ids: [tokens]; without the group's prompt.
+        labels: int64 [trained tokens], their places in `token_ids`, rising.
+        columns: int64 [trained tokens], their places among the sample's sampled tokens.
+        follows_prompt: whether the group's prompt comes before; else the first token is no label.
+    """
+
+    token_ids: TokenIds
+    labels: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    follows_prompt: bool
+
+    @classmethod
+    def of_response(cls, token_ids: TokenIds) -> PathTokens:
+        """Return the path of an answer to the group's prompt."""
+        every = np.arange(token_ids.size)
+        return cls(token_ids, every, every, follows_prompt=True)
+
+
+def is_trained(turn: Turn) -> bool:
+    """Return whether a turn has tokens that are trained."""
+    return bool(turn.token_ids.size) and not turn.untrained
+
+
+def training_paths(turns: Sequence[Turn]) -> tuple[TurnPath, ...]:
+    """Return the paths that train every token once, in the order of their leaves.
+
+    A path ends with a trained turn: what only follows untrained ones is left out. Lengths decide,
+    so that tokens may be absent.
+    """
+    continued: set[int] = set()
+    leaves: list[int] = []
+    for number in reversed(range(len(turns))):  # a turn comes before those that continue it
+        if number not in continued and not is_trained(turns[number]):
+            continue
+        if number not in continued:
+            leaves.append(number)
+        parent = turns[number].parent
+        if parent is not None:
+            continued.add(parent)
+    paths: list[TurnPath] = []
+    held: set[int] = set()
+    for leaf in reversed(leaves):
+        path = _to_root(turns, leaf)
+        own = frozenset(n for n in path if n not in held and is_trained(turns[n]))
+        held.update(path)
+        paths.append(TurnPath(path, own))
+    return tuple(paths)
+
+
+def path_length(turns: Sequence[Turn], path: TurnPath) -> int:
+    """Return the tokens of a path, without the group's prompt."""
+    return sum(turns[n].context.size + turns[n].token_ids.size for n in path.turns)
+
+
+def follows_prompt(turns: Sequence[Turn], path: TurnPath) -> bool:
+    """Return whether a path begins with the group's prompt."""
+    return not turns[path.turns[0]].is_new_root
+
+
+def path_tokens(turns: Sequence[Turn], path: TurnPath) -> PathTokens:
+    """Return the tokens of a path; they must be present."""
+    starts = np.cumsum([0, *(turn.token_ids.size for turn in turns)])
+    parts, labels, columns = list[TokenIds](), [np.arange(0)], [np.arange(0)]
+    cursor = 0
+    for number in path.turns:
+        turn = turns[number]
+        cursor += turn.context.size
+        if number in path.trained:
+            own = np.arange(turn.token_ids.size)
+            labels.append(cursor + own)
+            columns.append(starts[number] + own)
+        cursor += turn.token_ids.size
+        parts += [turn.context, turn.token_ids]
+    return PathTokens(
+        np.concatenate(parts),
+        np.concatenate(labels),
+        np.concatenate(columns),
+        follows_prompt(turns, path),
+    )
+
+
+def num_trained_tokens(turns: Sequence[Turn]) -> int:
+    """Return the sampled tokens that are in the loss."""
+    return sum(turn.token_ids.size for turn in turns if is_trained(turn))
+
+
+def trained_mask(turns: Sequence[Turn]) -> npt.NDArray[np.bool_]:
+    """Return which sampled tokens are in the loss, bool [tokens]."""
+    trains = np.array([not turn.untrained for turn in turns])
+    return np.repeat(trains, [turn.token_ids.size for turn in turns])
+
+
+def _to_root(turns: Sequence[Turn], leaf: int) -> tuple[int, ...]:
+    path = [leaf]
+    while (parent := turns[path[-1]].parent) is not None:
+        path.append(parent)
+    return tuple(reversed(path))

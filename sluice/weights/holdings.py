@@ -1,0 +1,129 @@
+"""Streams of a share: one from each trainer rank that holds some of it.
+
+If no rank holds all weights, each one sends what it has. The stream of a rank to a class of workers
+is laid out like any other (`sluice.weights.plan`): it holds the parts that the rank has and the
+class wants. So a part of a digest is what one rank holds of what one share takes of a tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+from sluice.errors import InvalidRequestError
+from sluice.types import TensorSpec
+from sluice.weight_share import Holding, WeightShare
+from sluice.weights.plan import (
+    ALIGNMENT_BYTES,
+    MIN_BUCKET_BYTES,
+    TransferPlan,
+    hiding_bucket_bytes,
+    plan_transfer,
+)
+from sluice.weights.share import Cuts, check_share, common_cuts, cuts_by_name
+
+Part = tuple[tuple[TensorSpec, ...], WeightShare]
+"""Tensors, and the cuts of those that are not whole."""
+
+
+def held_part(
+    tensors: Sequence[TensorSpec], share: WeightShare, holding: Holding | None
+) -> Part | None:
+    """Return what a share takes of a holding; ``None``: nothing.
+
+    Args:
+        tensors: all weights.
+        share: what is wanted of them; its cuts were checked.
+        holding: what there is; ``None``: all weights.
+    """
+    if holding is None:
+        return tuple(tensors), share
+    wanted, held = cuts_by_name(share), dict(holding.parts)
+    specs: list[TensorSpec] = []
+    cuts: list[tuple[str, Cuts]] = []
+    for spec in tensors:
+        if spec.name not in held:
+            continue
+        common = common_cuts(spec.shape, wanted.get(spec.name, ()), held[spec.name])
+        if common is None:
+            continue
+        specs.append(spec)
+        if common:
+            cuts.append((spec.name, common))
+    return (tuple(specs), WeightShare(tuple(sorted(cuts)))) if specs else None
+
+
+def stream_plans(
+    tensors: Sequence[TensorSpec],
+    bucket_bytes: int,
+    share: WeightShare,
+    holdings: Sequence[Holding],
+) -> tuple[TransferPlan | None, ...]:
+    """Return the layout of each stream to the workers with a share; ``None``: there is none.
+
+    Args:
+        tensors: all weights.
+        bucket_bytes: largest collective.
+        share: of the workers; its cuts were checked.
+        holdings: of the ranks that send; none: one rank holds all weights.
+    """
+    parts = [held_part(tensors, share, holding) for holding in holdings or (None,)]
+    return tuple(
+        None if part is None else plan_transfer(part[0], bucket_bytes, part[1]) for part in parts
+    )
+
+
+def stream_bucket_bytes(
+    tensors: Sequence[TensorSpec], most: int, share: WeightShare, holdings: Sequence[Holding]
+) -> int:
+    """Return the bucket size of the streams to the workers with a share.
+
+    A worker has buckets of all streams in flight: together they are no larger than those of one.
+
+    Args:
+        tensors: all weights.
+        most: largest collective that is allowed.
+        share: of the workers.
+        holdings: of the ranks that send; none: one rank holds all weights.
+    """
+    if not holdings:
+        return hiding_bucket_bytes(tensors, most, share)
+    most = max(most // len(holdings) // ALIGNMENT_BYTES * ALIGNMENT_BYTES, MIN_BUCKET_BYTES)
+    parts = [held_part(tensors, share, holding) for holding in holdings]
+    return max(hiding_bucket_bytes(part[0], most, part[1]) for part in parts if part is not None)
+
+
+def joint_digest(plans: Sequence[TransferPlan | None]) -> str:
+    """Return the digest of the layout of all streams of a share."""
+    if len(plans) == 1 and plans[0] is not None:
+        return plans[0].digest
+    text = " ".join("" if plan is None else plan.digest for plan in plans)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def check_holdings(holdings: Sequence[Holding], tensors: Sequence[TensorSpec]) -> None:
+    """Raise InvalidRequestError unless the holdings are parts of these tensors and make them all.
+
+    Args:
+        holdings: no two have a common part.
+        tensors: all weights.
+    """
+    shapes = {spec.name: spec.shape for spec in tensors}
+    left = {name: math.prod(shape) for name, shape in shapes.items()}
+    for holding in holdings:
+        whose = f"the holding of trainer rank {holding.rank}"
+        cut = tuple(sorted((name, cuts) for name, cuts in holding.parts if cuts))
+        check_share(WeightShare(cut), tensors, whose)
+        for name, cuts in holding.parts:
+            if name not in left:
+                raise InvalidRequestError(f"{whose}: {name[:200]} is none of the weights")
+            lengths = {c.dimension: sum(length for _, length in c.ranges) for c in cuts}
+            sizes = (lengths.get(number, size) for number, size in enumerate(shapes[name]))
+            left[name] -= math.prod(sizes)
+    wrong = [name for name, elements in left.items() if elements]
+    if holdings and wrong:
+        raise InvalidRequestError(
+            f"the holdings of the trainer's ranks do not make {wrong[0]}: {left[wrong[0]]} of its "
+            "elements are missing; run the same version of sluice on both ends"
+        )

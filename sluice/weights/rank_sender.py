@@ -1,0 +1,237 @@
+"""One trainer rank's end of an epoch's groups: it sends what it holds to each class of workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from sluice.device.protocol import Device
+from sluice.types import TransferGroupSpec
+from sluice.weight_share import WeightShare
+from sluice.weights.digest import WeightDigests
+from sluice.weights.group import TransferGroup, run_together
+from sluice.weights.plan import TransferPlan, WeightBuffer, stream_of
+from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
+from sluice.weights.transfer import (
+    IN_FLIGHT,
+    Base,
+    BucketPort,
+    DeviceSendingPort,
+    DirectPort,
+    Trailer,
+    UpdateHeader,
+    broadcast_buckets,
+    send,
+    version_deadline_s,
+)
+
+Changes = Sequence[SparseUpdate | None]
+"""The changes to send to each class of workers; ``None``: it gets its share whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentStream:
+    """What a rank sent to one class of workers; bytes count padding."""
+
+    digests: WeightDigests
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOrder:
+    """What a rank needs to form its groups of an epoch.
+
+    `shares` and `workers` are those of each class; workers have names by rank. `spec` is common to
+    all groups.
+    """
+
+    spec: TransferGroupSpec
+    shares: tuple[WeightShare, ...]
+    workers: tuple[Mapping[int, str], ...]
+
+
+class OtherRank(Protocol):
+    """Rank 0's calls to another rank that sends. They block; `leave` does not, and ends them.
+
+    Raises (all methods but `leave`):
+        WeightSyncError: the rank failed, vanished, or was stopped. Names it.
+        DeadlineError: it did not answer in time.
+    """
+
+    def join(self, order: JoinOrder, should_stop: threading.Event) -> None:
+        """Let the rank enter its groups, and wait until they are formed."""
+        ...
+
+    def encode(
+        self,
+        epoch: int,
+        bases: Sequence[Base],
+        version: int,
+        timeout_s: float,
+        should_stop: threading.Event,
+    ) -> bool:
+        """Let the rank find its changes; return whether they save bytes. It keeps them."""
+        ...
+
+    def send(
+        self,
+        epoch: int,
+        version: int,
+        plans: Sequence[TransferPlan | None],
+        timeout_s: float,
+        should_stop: threading.Event,
+        has_changes: bool,
+    ) -> list[SentStream]:
+        """Let the rank send a version; return what each class got, by the plans of its streams."""
+        ...
+
+    def probe(self, timeout_s: float) -> None:
+        """Find out whether the rank answers."""
+        ...
+
+    def leave(self, epoch: int, reason: str) -> None:
+        """Let the rank leave an epoch; end this one's calls for it, and return at once."""
+        ...
+
+
+NOTHING = SentStream(WeightDigests((), ()), 0)
+
+
+class RankSender:
+    """Rank 0 of its groups of one epoch, one for each class that takes some of what it holds.
+
+    Methods block; call them from one thread at a time. Any thread may call `abandon`.
+
+    Args:
+        spec: what all groups of the epoch have in common.
+        number: of this sender among those of the epoch.
+        plans: of its streams, by class; ``None``: it has nothing for that class.
+        name: of this rank, for errors.
+        workers: of each class, by rank, for errors.
+        device: where collectives run.
+        keeps_base: see `WeightSender`.
+    """
+
+    def __init__(
+        self,
+        spec: TransferGroupSpec,
+        number: int,
+        plans: Sequence[TransferPlan | None],
+        name: str,
+        workers: Sequence[Mapping[int, str]],
+        device: Device,
+        keeps_base: bool,
+    ) -> None:
+        self._device, self._keeps_base = device, keeps_base
+        self._streams = [
+            None
+            if plan is None
+            else (
+                plan,
+                TransferGroup(
+                    replace(
+                        replace(spec, group=group, world_size=1 + len(names)).of_sender(number),
+                        plan_digest=plan.digest,
+                    ),
+                    {0: name, **names},
+                    device,
+                ),
+            )
+            for group, (plan, names) in enumerate(zip(plans, workers, strict=True))
+        ]
+
+    def join(self, should_stop: threading.Event) -> None:
+        """Enter the groups; block until every member has entered. Errors as `WeightSender.join`."""
+        groups = [stream[1] for stream in self._streams if stream is not None]
+        run_together([partial(group.form, should_stop) for group in groups], self._give_up)
+
+    def encode(
+        self,
+        bases: Sequence[Base],
+        old: WeightBuffer,
+        new: WeightBuffer,
+        should_stop: threading.Event,
+    ) -> Changes:
+        """Return the changes for each class, where that saves bytes.
+
+        Args:
+            bases: what each class has; its weights are `old`.
+            old: what this rank held of it.
+            new: what this rank holds of the version to be sent.
+            should_stop: set it to give up early.
+        """
+        return [
+            None if stream is None else encode_update(stream[0], base, old, new, should_stop)
+            for stream, base in zip(self._streams, bases, strict=True)
+        ]
+
+    def send(
+        self,
+        weights: WeightBuffer,
+        version: int,
+        should_stop: threading.Event,
+        update: Changes | None = None,
+    ) -> list[SentStream]:
+        """Send one version; return what each class got. Errors as `WeightSender.broadcast`."""
+        changes = update or (None,) * len(self._streams)
+        calls = [
+            partial(self._send, *stream, weights, version, should_stop, change)
+            for stream, change in zip(self._streams, changes, strict=True)
+            if stream is not None
+        ]
+        found = iter(run_together(calls, self._give_up))
+        return [NOTHING if stream is None else next(found) for stream in self._streams]
+
+    def abandon(self, reason: str) -> None:
+        """Leave all groups and return at once; a call in progress fails soon."""
+        for stream in self._streams:
+            if stream is not None:
+                stream[1].abandon(reason)
+
+    def _give_up(self) -> None:
+        self.abandon("another group of the epoch failed")
+
+    def _send(
+        self,
+        plan: TransferPlan,
+        group: TransferGroup,
+        weights: WeightBuffer,
+        version: int,
+        should_stop: threading.Event,
+        change: SparseUpdate | None,
+    ) -> SentStream:
+        bucket_port = self._port(plan, weights, change)
+        header = self._header(plan, version, change)
+        phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
+
+        def send_all() -> WeightDigests:
+            send(group, header.encode(), phase, "the header", should_stop)
+            digests = broadcast_buckets(group, plan, bucket_port, phase, should_stop)
+            trailer = Trailer(version, plan.total_bytes, digests.parts)
+            send(group, trailer.encode(), phase, "the trailer", should_stop)
+            return digests
+
+        timeout_s = version_deadline_s(plan, group.spec.timeout_s)
+        digests = group.run(send_all, phase, timeout_s, should_stop)
+        return SentStream(digests, plan.total_bytes if change is None else sum(change.sizes))
+
+    def _header(
+        self, plan: TransferPlan, version: int, update: SparseUpdate | None
+    ) -> UpdateHeader:
+        whole = tuple(bucket.num_bytes for bucket in plan.buckets)
+        sizes, base = (whole, None) if update is None else (update.sizes, update.base)
+        return UpdateHeader(version, sizes, base, keep=self._keeps_base)
+
+    def _port(
+        self, plan: TransferPlan, weights: WeightBuffer, update: SparseUpdate | None
+    ) -> BucketPort:
+        wire_device = self._device.torch_device
+        stream = stream_of(plan, weights, IN_FLIGHT)
+        if update is not None:
+            return ChangeSendingPort(update, stream, wire_device)
+        if wire_device.type == "cpu":
+            return DirectPort(stream)
+        return DeviceSendingPort(stream, plan, wire_device)
