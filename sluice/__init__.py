@@ -2,6 +2,10 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from sluice.errors import EnvironmentUnavailable
+
+__all__ = ["UNINSTALLED", "EnvironmentUnavailable", "own_version"]
+
 UNINSTALLED = "uninstalled"
 
 

@@ -119,7 +119,18 @@ class EngineError(SluiceError):
     """The inference engine failed while generating."""
 
 
-class SandboxUnavailableError(SluiceError):
+class EnvironmentUnavailable(SluiceError):
+    """What an environment needs does not answer; the sample is left out and never counts as wrong.
+
+    Environments raise it, as `sluice.EnvironmentUnavailable`.
+    """
+
+
+class EnvironmentDefectError(SluiceError):
+    """An environment's own code failed. Names the method, the exception and its place."""
+
+
+class SandboxUnavailableError(EnvironmentUnavailable):
     """The sandbox could not run a program: an infrastructure failure, never the program's fault."""
 
 

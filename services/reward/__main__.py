@@ -6,13 +6,16 @@ import argparse
 import asyncio
 import logging
 import sys
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pyarrow as pa
 
 from services.reward.app import RewardApp, open_prompt_sets, open_run_files
 from services.reward.episodes.client import GivenServers, ServedEnvironments
+from services.reward.episodes.drivers import EnvironmentServers
+from services.reward.episodes.workers import running_workers
 from services.reward.generation.client import RolloutClient
 from services.reward.grading.pool import configured_scorer_pool
 from services.reward.ledger.ledger import PromptLedger
@@ -31,6 +34,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
 from sluice.config.rules.sampling import longest_interval_ms, strategy_problems
 from sluice.config.run import RunConfig
+from sluice.environment.source import EnvironmentSource
 from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
@@ -75,8 +79,8 @@ async def _serve(config: RunConfig) -> None:
     stop = asyncio.Event()
     pool = configured_scorer_pool(config.reward, config.sluice.sandbox, Path(config.sluice.run_dir))
     with stop_on_signals(stop), open_run_files(config) as files:
-        environments = _environments(config, limit, credentials)
-        async with client, pool as scorers, environments or nullcontext():
+        played = _environments(config, limit, credentials)
+        async with client, pool as scorers, played as environments:
             app = RewardApp(config, sets, scorers, client, files, environments)
             server = _server(config, app, limit, credentials)
             await server.start()
@@ -90,19 +94,33 @@ async def _serve(config: RunConfig) -> None:
     logger.info("ended")
 
 
-def _environments(
+@asynccontextmanager
+async def _environments(
     config: RunConfig, limit: int, credentials: Credentials
-) -> ServedEnvironments | None:
-    """Return where episodes run; ``None``: a sample is one answer."""
-    environment = config.sluice.environment
-    if not environment.addresses:
-        return None
-    return ServedEnvironments(
-        GivenServers(environment.addresses),
-        call_timeout_s=environment.call_timeout_s,
-        max_message_bytes=limit,
-        credentials=credentials,
+) -> AsyncIterator[ServedEnvironments | None]:
+    """Run what plays episodes; ``None``: a sample is one answer."""
+    settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
+    source = EnvironmentSource(
+        settings.path, settings.name, turns.function_tool_path, turns.tool_config_path
     )
+    async with AsyncExitStack() as stack:
+        servers: EnvironmentServers
+        if settings.addresses:
+            servers = GivenServers(settings.addresses)
+        elif source.is_given:
+            run_dir = Path(config.sluice.run_dir)
+            servers = await stack.enter_async_context(running_workers(source, settings, run_dir))
+        else:
+            yield None
+            return
+        yield await stack.enter_async_context(
+            ServedEnvironments(
+                servers,
+                call_timeout_s=settings.call_timeout_s,
+                max_message_bytes=limit,
+                credentials=credentials,
+            )
+        )
 
 
 def _server(config: RunConfig, app: RewardApp, limit: int, credentials: Credentials) -> RpcServer:

@@ -57,7 +57,12 @@ from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.concurrency.waits import ChangeSignal
-from sluice.config.derived import needs_greedy_baseline, needs_whole_groups, prompt_images
+from sluice.config.derived import (
+    may_grade_itself,
+    needs_greedy_baseline,
+    needs_whole_groups,
+    prompt_images,
+)
 from sluice.config.run import RunConfig
 from sluice.data.known_sources import PROGRAM_TESTS
 from sluice.data.prompt_files import PromptFiles
@@ -399,7 +404,11 @@ def _data_source_check(config: RunConfig) -> Callable[[str], None]:
     has_sandbox = backend_of(config.sluice.sandbox, reward.sandbox_fusion) is not None
     programs = RULES[PROGRAM_TESTS] if has_sandbox else None  # scorer processes have the sandbox
 
+    is_graded = may_grade_itself(config)
+
     def check(data_source: str) -> None:
+        if is_graded:  # a sample without any grade is a failed sample
+            return
         if reward.custom_reward_function.path is None and not reward.reward_model.enable:
             scorer_for(data_source, reward.scorer_routes, programs=programs)
 

@@ -12,6 +12,7 @@ from sluice import own_version
 from sluice.cli.config import config_commands
 from sluice.cli.data import data_commands
 from sluice.cli.doctor import doctor
+from sluice.cli.environment import environment_commands
 from sluice.cli.help_text import GroupedCommands
 from sluice.cli.merge import merge
 from sluice.cli.plan import plan
@@ -108,6 +109,7 @@ for _purpose, _commands in _PURPOSES.items():
 commands.add_typer(config_commands, name="config", rich_help_panel="Check before the start")
 commands.add_typer(data_commands, name="data", rich_help_panel="Check before the start")
 commands.add_typer(reward_commands, name="reward", rich_help_panel="Check before the start")
+commands.add_typer(environment_commands, name="env", rich_help_panel="Check before the start")
 
 
 def app() -> None:

@@ -19,6 +19,7 @@ from sluice.codec.tools import (
     message_from_proto,
     message_to_proto,
     tools_from_proto,
+    tools_to_proto,
 )
 from sluice.errors import InvalidRequestError
 from sluice.types import Answer, FinishReason, Prompt, Scored
@@ -85,6 +86,17 @@ def observation_from_proto(message: environment.Observation) -> Observation:
         tools_from_proto(message.tools),
         message.done,
         reward,
+    )
+
+
+def observation_to_proto(seen: Observation) -> environment.Observation:
+    """Encode an observation."""
+    return environment.Observation(
+        messages=[message_to_proto(message) for message in seen.messages],
+        is_whole=seen.is_whole,
+        tools=tools_to_proto(seen.tools),
+        done=seen.done,
+        reward=seen.reward,
     )
 
 

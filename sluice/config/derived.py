@@ -209,6 +209,12 @@ def uses_reference(config: RunConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
+def may_grade_itself(config: RunConfig) -> bool:
+    """Return whether an environment may grade episodes, so that rows need no scorer."""
+    environment = config.sluice.environment
+    return environment.path is not None or bool(environment.addresses)
+
+
 def replays_engine_routing(config: RunConfig) -> bool:
     """Return whether samples carry the experts that the engine chose (R3)."""
     return config.actor_rollout_ref.actor.router_replay.mode == "R3"

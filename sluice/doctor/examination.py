@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sluice.doctor import (
     configuration,
+    environment,
     files,
     machine,
     network,
@@ -151,6 +152,13 @@ CHECKS: tuple[Check, ...] = (
         "what grades responses",
         reward.check_reward,
         deadline_s=reward.DEADLINE_S,
+        before_start=True,
+    ),
+    Check(
+        "environment",
+        "the environment of episodes",
+        environment.check_environment,
+        deadline_s=environment.DEADLINE_S,
         before_start=True,
     ),
     Check(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from sluice.concurrency.answers import answer_of
+from sluice.config.derived import may_grade_itself
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
@@ -50,7 +51,8 @@ def _row_findings(
 ) -> Iterator[Finding]:
     sources = Counter(row.data_source for row in rows)
     reward, batch = config.reward, config.data.train_batch_size
-    if reward.custom_reward_function.path is None and not reward.reward_model.enable:
+    is_scored = reward.custom_reward_function.path is None and not reward.reward_model.enable
+    if is_scored and not may_grade_itself(config):
         routes = {**DEFAULT_ROUTES, **reward.scorer_routes}
         yield from source_findings(key, sources, routes)
         if backend_of(config.sluice.sandbox, reward.sandbox_fusion) is None:

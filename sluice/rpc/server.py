@@ -27,6 +27,8 @@ _STREAMS_PER_CONNECTION = 1_024
 _LONGEST_PROBE_BYTES, _PROBE_STREAMS = 4096, 16
 _KEEPALIVE_MS, _PING_TIMEOUT_MS = 30_000, 10_000
 
+UNIX = "unix:"
+"""What the addresses of sockets in the file system begin with."""
 Registration = Callable[[grpc.aio.Server], None]
 
 
@@ -36,7 +38,7 @@ class RpcServer:
     Args:
         registrations: functions that add the service's servicers to the server.
         service_names: full names for health and reflection.
-        host: interface to listen on.
+        host: interface to listen on, or ``unix:`` and the path of a socket.
         port: 0 lets the system choose.
         max_message_bytes: largest message either way.
         credentials: what callers must show; without any, every caller is accepted.
@@ -78,7 +80,8 @@ class RpcServer:
     @property
     def address(self) -> str:
         """Return host:port of the bound socket."""
-        return join_host_port(self._host, self.port)
+        is_local = self._host.startswith(UNIX)
+        return self._host if is_local else join_host_port(self._host, self.port)
 
     async def start(self, *, serving: bool = True) -> None:
         """Bind and serve.
@@ -93,6 +96,8 @@ class RpcServer:
             await self._probed.start()
         await self.set_serving(serving=serving)
         logger.info("listening on %s", self.address)
+        if self._host.startswith(UNIX):
+            return  # the folder's rights decide who may call
         if risk := exposure(self._host, self._credentials):
             logger.warning("%s: %s", self.address, risk)
 
@@ -145,6 +150,8 @@ def _server(
 
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials) -> int:
     """Return the bound port. Raise ConfigError with the reason if there is none."""
+    if host.startswith(UNIX):
+        return server.add_insecure_port(host)
     check_bindable(host, port)
     address = join_host_port(host, port)
     try:

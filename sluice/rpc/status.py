@@ -51,6 +51,8 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.AccessDeniedError, grpc.StatusCode.UNAUTHENTICATED),
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
     (errors.NotReadyError, grpc.StatusCode.UNAVAILABLE),
+    (errors.EnvironmentUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.EnvironmentDefectError, grpc.StatusCode.INTERNAL),
     (errors.ExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     # Before its base: the first class that fits counts.
     (errors.DataExhaustedError, grpc.StatusCode.FAILED_PRECONDITION),

@@ -22,10 +22,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from services.reward.episodes.client import GivenServers
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.errors import InvalidRequestError
 from sluice.rpc.server import RpcServer
+from sluice.types import Answer, FinishReason
+from tests.support.environments import calls, drivers, episode, row
 from tests.support.scripted_trainer import ScriptedReward
 from tests.support.token_replica import TokenReplica
 
@@ -116,6 +119,33 @@ async def test_node_samples_submits_and_is_refused_from_the_protos_alone() -> No
         "kind": "InvalidRequestError",
         "details": "sample_indexes: 0 given",
     }
+
+
+@needs_node
+async def test_an_environment_in_javascript_plays_and_grades_episodes() -> None:
+    script = str(NODE_CLIENT / "environment.mjs")
+    process = await asyncio.create_subprocess_exec(
+        *("node", script, str(ROOT / "proto")),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    async with asyncio.timeout(WAIT_S):
+        port = int(await process.stdout.readline())
+        async with drivers(GivenServers([f"127.0.0.1:{port}"])) as servers:
+            played = episode(servers, row("5"))
+            assert [tool.name for tool in (await played.open()).tools] == ["add"]
+            made = calls(("add", {"a": 2, "b": 3}), ("add", "no json"))
+            seen = await played.step(0, made, FinishReason.STOP)
+            assert seen.messages[0].content == "5"
+            assert seen.messages[1].content.startswith("Error: SyntaxError")
+            assert (await played.step(1, Answer("5"), FinishReason.STOP)).done
+            scored = await played.close()
+            assert scored is not None
+            assert scored.score == 1.0
+        process.stdin.close()
+        assert await process.wait() == 0
 
 
 @needs_npm

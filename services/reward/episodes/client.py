@@ -32,6 +32,7 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 
+_STATUS_BYTES = 1 << 16
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 
 
@@ -52,6 +53,35 @@ class GivenServers:
     def address_for(self, episode_id: str) -> str:
         """Return the same server for the same episode."""
         return self._addresses[crc32(episode_id.encode()) % len(self._addresses)]
+
+
+class WorkerProbe:
+    """Asks a server on this machine what it does.
+
+    Args:
+        address: ``unix:`` and a path.
+        deadline_s: seconds for an answer.
+    """
+
+    def __init__(self, address: str, deadline_s: float) -> None:
+        self._address, self._deadline_s = address, deadline_s
+        self._channels = ChannelPool(_STATUS_BYTES, credentials=OPEN)
+        self._stub = environment_stub(self._channels.acquire(address))
+
+    async def longest_call_s(self) -> float:
+        """Return the seconds of the oldest running call; DeadlineError and PeerError as usual."""
+        status = await unary_call(
+            self._stub.GetStatus,
+            environment.GetStatusRequest(),
+            peer=f"environment at {self._address}",
+            phase="reporting its calls",
+            deadline_s=self._deadline_s,
+        )
+        return status.longest_call_s
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channels.close()
 
 
 class ServedEnvironments:

@@ -294,18 +294,18 @@ async def running_scorer_pool(
     scorers = ScorerPool(pool, custom, routes, reward_model, run_dir, sandboxes)
     try:
         await scorers.start()
-        async with _beside(scorers.watch()):
+        async with beside(scorers.watch(), "idle scorers"):
             yield scorers
     finally:
         await scorers.stop()
 
 
 @asynccontextmanager
-async def _beside(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
+async def beside(work: Coroutine[object, object, None], name: str) -> AsyncIterator[None]:
     """Run `work` for the length of the block. Errors of the block pass unchanged."""
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(work, name="idle scorers")
+        task = tasks.create_task(work, name=name)
         try:
             yield
         except Exception as error:  # noqa: BLE001  raised again below: the group would wrap it

@@ -291,12 +291,12 @@ def _at_most(limit: int, value: int) -> int:
 def main(parent_pid: int, page_fd: int) -> int:
     """Serve until the input ends. Return the exit code."""
     requests, replies = _take_over_pipes()
-    _end_with_parent(parent_pid)
+    end_with_parent(parent_pid)
     page = mmap(page_fd, PROGRESS_BYTES)
     setup = next(_messages(requests, ScorerSetup), None)
     if setup is None:
         return 0
-    _limit_resources(setup.memory_bytes)
+    limit_resources(setup.memory_bytes)
     processes = ProcessLimit()
     try:
         scorer = _chosen_scorer(setup)
@@ -388,7 +388,7 @@ def _close_all(descriptors: list[int]) -> None:
         os.close(descriptors.pop())
 
 
-def _end_with_parent(parent_pid: int) -> None:
+def end_with_parent(parent_pid: int) -> None:
     """Let the kernel kill this process when the reward service dies, however it dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -396,9 +396,10 @@ def _end_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _limit_resources(memory_bytes: int) -> None:
+def limit_resources(memory_bytes: int, open_files: int = MAX_OPEN_FILES) -> None:
+    """Bound this process's address space and open files, for all that it will do."""
     _lower(resource.RLIMIT_AS, memory_bytes)
-    _lower(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+    _lower(resource.RLIMIT_NOFILE, open_files)
     _lower(resource.RLIMIT_CORE, 0)
 
 

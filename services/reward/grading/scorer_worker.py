@@ -125,10 +125,7 @@ class ScorerWorker:
 
     def kill(self) -> None:
         """End the process and its session, at once; `wait_ended` ends what has left the session."""
-        with suppress(ProcessLookupError):
-            # It leads its own session, so this reaches whatever the scorer started as well, also
-            # after the scorer itself has ended, and no fork can get ahead of it.
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_session(self._process)
 
     async def wait_ended(self) -> None:
         """End what a killed process started, and wait until all of it is gone.
@@ -220,7 +217,7 @@ async def start_worker(
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(file.fileno(),),
             start_new_session=True,
-            env=_environment(mark),
+            env=clean_environment(mark),
             limit=2**20,
         )
     worker = ScorerWorker(process, page, setup.timeout_s, mark)
@@ -233,7 +230,16 @@ async def start_worker(
     return worker
 
 
-def _environment(mark: str) -> dict[str, str]:
+def kill_session(process: asyncio.subprocess.Process) -> None:
+    """Kill a process that leads a session, at once."""
+    with suppress(ProcessLookupError):
+        # This reaches whatever it started as well, also after it has ended itself, and no fork can
+        # get ahead of it.
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def clean_environment(mark: str) -> dict[str, str]:
+    """Return the variables of a process that runs a user's code: with a mark, without secrets."""
     inherited = os.environ.get("PYTHONPATH")
     path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
     # One thread each: the configuration sets the number of processes.

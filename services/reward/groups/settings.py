@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sluice.algorithm.episode_rules import EpisodeRules
+from sluice.algorithm.episode_rules import TOOL_AGENT, EpisodeRules
 from sluice.algorithm.groups.filter import (
     GroupNeeds,
     OutcomeAction,
@@ -119,8 +119,9 @@ def episode_rules(config: RunConfig) -> EpisodeRules:
 def plays_by_default(config: RunConfig) -> bool:
     """Return whether rows without `agent_name` have an environment."""
     environment = config.sluice.environment
+    rollout = config.actor_rollout_ref.rollout
     is_given = environment.path is not None or bool(environment.addresses)
-    return is_given or config.actor_rollout_ref.rollout.multi_turn.enable
+    return is_given or rollout.multi_turn.enable or rollout.agent.default_agent_loop == TOOL_AGENT
 
 
 def outcome_policy(config: RunConfig) -> OutcomePolicy:

@@ -20,6 +20,7 @@ from sluice.config.parallel_layout import divisions
 from sluice.config.problems import Problem, errors, named, raise_problems
 from sluice.config.rules.algorithm import algorithm_problems, correction_problems
 from sluice.config.rules.batch import verl_problems
+from sluice.config.rules.environment import environment_problems
 from sluice.config.rules.files import file_problems
 from sluice.config.rules.model import (
     REPLAY_KEY,
@@ -100,6 +101,7 @@ def all_problems(
     for check in _CHECKS:
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
     found += named("algorithm", algorithm_problems(config))
+    found += named("environment", environment_problems(config))
     found += named("stragglers", straggler_problems(config))
     found += named("sampling-strategy", strategy_problems(config))
     found += correction_problems(config)

@@ -24,6 +24,7 @@ def file_problems(config: RunConfig) -> list[Problem]:
         *_data_problems("data.train_files", config.data.train_files),
         *_data_problems("data.val_files", config.data.val_files),
         *_reward_problems(config),
+        *_environment_problems(config),
         *_resume_problems(config),
         *_run_dir_problems(config.sluice.run_dir),
         *run_security_problems(config),
@@ -76,6 +77,19 @@ def _reward_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, path, "is no file", "check the path")
     elif not path.endswith(".py"):
         yield Problem(key, path, "is no Python file", "name one that ends in .py, or pkg://module")
+
+
+def _environment_problems(config: RunConfig) -> Iterator[Problem]:
+    turns, prefix = config.actor_rollout_ref.rollout.multi_turn, "actor_rollout_ref.rollout"
+    for key, path in (
+        ("sluice.environment.path", config.sluice.environment.path),
+        (f"{prefix}.multi_turn.function_tool_path", turns.function_tool_path),
+        (f"{prefix}.multi_turn.tool_config_path", turns.tool_config_path),
+    ):
+        if path is not None and not Path(path).is_file():
+            yield Problem(key, path, "is no file", "check the path")
+        elif path is not None and not path.endswith((".py", ".yaml", ".yml")):
+            yield Problem(key, path, "is no Python or YAML file", "check the path")
 
 
 def _resume_problems(config: RunConfig) -> Iterator[Problem]:

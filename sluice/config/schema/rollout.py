@@ -72,6 +72,15 @@ class MultiTurnConfig(Section, frozen=True):
     """YAML file that lists tools and their classes, as in verl."""
 
 
+class AgentConfig(Section, frozen=True):
+    """How rows without the column `agent_name` are played."""
+
+    default_agent_loop: str = "single_turn_agent"
+    """single_turn_agent: with one answer, unless multi_turn.enable or sluice.environment says
+    otherwise; tool_agent: with the run's environment.
+    """
+
+
 class RolloutConfig(Section, frozen=True):
     """The inference engine and how training responses are sampled."""
 
@@ -144,3 +153,4 @@ class RolloutConfig(Section, frozen=True):
     val_kwargs: ValKwargs = ValKwargs()
 
     multi_turn: MultiTurnConfig = MultiTurnConfig()
+    agent: AgentConfig = AgentConfig()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from sluice.algorithm.routing import (
     AnnouncedReplica,
-    Offer,
     MeanContext,
+    Offer,
     ReplicaRequirement,
     ReplicaRouter,
     ReplicaUse,

@@ -254,13 +254,17 @@ class GetStatusResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPISODES_FIELD_NUMBER: builtins.int
+    LONGEST_CALL_S_FIELD_NUMBER: builtins.int
     episodes: builtins.int
     """Open episodes."""
+    longest_call_s: builtins.float
+    """Seconds that the oldest running call has taken. 0 without one, or where it is not known."""
     def __init__(
         self,
         *,
         episodes: builtins.int = ...,
+        longest_call_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["episodes", b"episodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["episodes", b"episodes", "longest_call_s", b"longest_call_s"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse

@@ -1,0 +1,87 @@
+"""The process that runs a user's environment, so that a hang, a crash or a leak ends with it.
+
+`workers` starts it as ``python -m services.reward.episodes.worker_main PARENT_PID ADDRESS SETUP``.
+It loads the environment, serves it at the address, writes a `WorkerReply` to standard output, and
+runs until it is killed or its parent dies. What the environment prints goes to standard error.
+
+It bounds its own address space, open files, processes and output. The wall clock is watched from
+outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import msgspec
+
+from services.reward.grading.scorer_main import (
+    COUNTED_EVERY_S,
+    OutputLimit,
+    ProcessLimit,
+    end_with_parent,
+    limit_resources,
+    limited_output,
+)
+from sluice.environment.episodes import Environment
+from sluice.environment.server import serving
+from sluice.environment.source import EnvironmentSource
+from sluice.errors import SluiceError
+
+MAX_OPEN_FILES = 4096
+MAX_OUTPUT_BYTES = 64 * 2**10
+"""Printed in `COUNTED_EVERY_S` seconds."""
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """What it runs, and its memory."""
+
+    source: EnvironmentSource
+    memory_bytes: int
+
+
+class WorkerReply(msgspec.Struct, frozen=True):
+    """Whether it serves; an error says why not."""
+
+    error: str | None = None
+
+
+async def _serve(world: Environment, address: str, replies: int, output: OutputLimit) -> None:
+    processes = ProcessLimit()
+    async with serving(world, address, 0):
+        _reply(replies, WorkerReply())
+        while True:
+            await asyncio.sleep(COUNTED_EVERY_S)
+            processes.renew()
+            output.begin_request()
+
+
+def _reply(replies: int, reply: WorkerReply) -> None:
+    os.write(replies, msgspec.json.encode(reply) + b"\n")
+    os.close(replies)
+
+
+def main(parent_pid: int, address: str, setup_text: str) -> int:
+    """Serve until killed; 1 if the environment cannot be loaded."""
+    replies = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, _STDIN)
+    os.close(null)
+    end_with_parent(parent_pid)
+    setup = msgspec.json.decode(setup_text, type=WorkerSetup)
+    limit_resources(setup.memory_bytes, MAX_OPEN_FILES)
+    with limited_output(MAX_OUTPUT_BYTES) as output:
+        try:
+            world = setup.source.load()
+        except SluiceError as error:
+            _reply(replies, WorkerReply(str(error)))
+            return 1
+        asyncio.run(_serve(world, address, replies, output))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3]))

@@ -1,0 +1,224 @@
+"""Environments that are classes: public methods are the policy's tools.
+
+A class is constructed once for each episode. `reset` gets the row's columns, `turn` answers text,
+`score` grades, `close` frees what it holds; all are optional. Any other method without a leading
+underscore is a tool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sluice.algorithm.episode_rules import TOOL, USER, Observation
+from sluice.environment.episodes import (
+    AuthorCalls,
+    EpisodeTask,
+    grade_of,
+    messages_of,
+    raised,
+    text_of,
+    with_reward,
+)
+from sluice.environment.schemas import ArgumentsError, MethodTool, method_tool
+from sluice.errors import ConfigError, EnvironmentUnavailable
+from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
+
+RESET, TURN, SCORE, CLOSE, DONE = "reset", "turn", "score", "close", "done"
+_OWN = frozenset((RESET, TURN, SCORE, CLOSE, DONE))
+COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "seed")
+
+
+def class_environment(kind: type, file: str) -> ClassEnvironment:
+    """Check a class.
+
+    Raises:
+        ConfigError: it needs arguments, `reset` asks for what is no column, or a tool cannot be
+            described; names file, method and remedy.
+    """
+    where = f"{file}: {kind.__name__}"
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: it is constructed without arguments, for each episode; give its parameters "
+            f"default values, or read the row in reset: {error}"
+        ) from error
+    columns = _columns(kind, where)
+    tools = {
+        name: method_tool(function, f"{where}.{name}", is_method=is_method)
+        for name, (function, is_method) in _methods(kind).items()
+    }
+    if not tools and not hasattr(kind, TURN):
+        raise ConfigError(
+            f"{where} has neither a tool nor turn; give it a public method with type hints and a "
+            "docstring, or turn(self, text)"
+        )
+    return ClassEnvironment(kind.__name__, kind, tools, columns)
+
+
+def _methods(kind: type) -> dict[str, tuple[Callable[..., object], bool]]:
+    """Return the public methods, a base's first, and whether each takes the instance."""
+    found: dict[str, tuple[Callable[..., object], bool]] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        for name, member in vars(base).items():
+            if name.startswith("_") or name in _OWN:
+                continue
+            if isinstance(member, staticmethod):
+                found[name] = member.__func__, False
+            elif isinstance(member, classmethod) or inspect.isfunction(member):
+                function = member.__func__ if isinstance(member, classmethod) else member
+                found[name] = function, True
+    return found
+
+
+def _columns(kind: type, where: str) -> tuple[str, ...]:
+    """Return the columns that `reset` takes."""
+    reset = getattr(kind, RESET, None)
+    if reset is None:
+        return ()
+    parameters = list(inspect.signature(reset).parameters.values())[1:]
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    names = {one.name for one in parameters}
+    columns = tuple(column for column in COLUMNS if takes_all or column in names)
+    try:
+        inspect.signature(reset).bind(None, **dict.fromkeys(columns))
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}.reset: {error}; a row has {', '.join(COLUMNS)}: take these by name, and read "
+            "other values from extra_info"
+        ) from error
+    return columns
+
+
+@dataclass(frozen=True, slots=True)
+class ClassEnvironment:
+    """A checked class.
+
+    Args:
+        name: its name.
+        kind: the class.
+        methods: its tools by name.
+        columns: that `reset` takes.
+    """
+
+    name: str
+    kind: type
+    methods: Mapping[str, MethodTool]
+    columns: tuple[str, ...]
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """What the policy sees."""
+        return tuple(method.tool for method in self.methods.values())
+
+    def begin(
+        self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup
+    ) -> ClassEpisode:
+        """Return a new episode."""
+        return ClassEpisode(self, task, calls)
+
+
+class ClassEpisode:
+    """An instance of the class.
+
+    Args:
+        environment: the class.
+        task: the row.
+        calls: run its methods.
+    """
+
+    def __init__(
+        self, environment: ClassEnvironment, task: EpisodeTask, calls: AuthorCalls
+    ) -> None:
+        self._environment, self._task, self._calls = environment, task, calls
+        self._instance: object = None
+        self._last = ""
+
+    async def open(self) -> Observation:
+        """Construct the class and reset it."""
+        name, task = self._environment.name, self._task
+        self._instance = await self._calls.required(f"{name}()", self._environment.kind)
+        returned: object = None
+        if reset := self._method(RESET):
+            row = {**task.row, "prompt": task.prompt, "seed": task.seed}
+            wanted = {column: row.get(column) for column in self._environment.columns}
+            returned = await self._calls.required(f"{name}.reset", reset, **wanted)
+        messages = messages_of(f"{name}.reset", returned)
+        return Observation(messages, tools=self._environment.tools, done=self._is_done)
+
+    async def step(self, answer: Answer, finish: FinishReason) -> Observation:
+        """Make the calls of an answer; text goes to `turn`, and ends the episode without one."""
+        self._last = answer.content
+        if answer.tool_error or answer.tool_calls:
+            return await self._called(answer)
+        if turn := self._method(TURN):
+            what = f"{self._environment.name}.turn"
+            returned = await self._calls.required(what, turn, answer.content)
+            said, reward = with_reward(what, returned)
+            done = said is None or self._is_done
+            return Observation(messages_of(what, said), done=done, reward=reward)
+        # A cut answer is no decision to end; the loop ends the episode at the limit.
+        return Observation(done=finish is not FinishReason.LENGTH)
+
+    async def score(self) -> Scored | None:
+        """Call the class's `score` with the last answer's text."""
+        method, what = self._method(SCORE), f"{self._environment.name}.score"
+        if method is None:
+            return None
+        return grade_of(what, await self._calls.required(what, method, self._last))
+
+    async def close(self) -> None:
+        """Call the class's `close`."""
+        if self._instance is not None and (close := self._method(CLOSE)):
+            await self._calls.required(f"{self._environment.name}.close", close)
+
+    async def _called(self, answer: Answer) -> Observation:
+        messages, rewards = [], list[float]()
+        for call in answer.tool_calls:
+            text, reward = await self._result(call)
+            messages.append(ChatMessage(TOOL, text, tool_call_id=call.call_id))
+            rewards += [] if reward is None else [reward]
+        if answer.tool_error:
+            role = TOOL if self._environment.methods else USER
+            messages.append(unreadable(answer.tool_error, role))
+        reward = sum(rewards) if rewards else None
+        return Observation(tuple(messages), done=self._is_done, reward=reward)
+
+    async def _result(self, call: ToolCall) -> tuple[str, float | None]:
+        method = self._environment.methods.get(call.name)
+        if method is None:
+            return unknown_tool(call.name, self._environment.methods), None
+        try:
+            arguments = method.arguments(call.arguments)
+        except ArgumentsError as error:
+            return f"Error: {error}", None
+        try:
+            bound = getattr(self._instance, call.name)
+            returned = await self._calls.run(bound, **arguments)
+        except EnvironmentUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
+            return f"Error: {raised(error)}", None
+        value, reward = with_reward(f"{self._environment.name}.{call.name}", returned)
+        return text_of(value), reward
+
+    def _method(self, name: str) -> Callable[..., object] | None:
+        found = getattr(self._instance, name, None)
+        return found if callable(found) else None
+
+    @property
+    def _is_done(self) -> bool:
+        return bool(getattr(self._instance, DONE, False))
+
+
+def unreadable(error: str, role: str = TOOL) -> ChatMessage:
+    """Return what the policy reads after calls that cannot be read."""
+    return ChatMessage(role, f"Error: the call cannot be read: {error}")
+
+
+def unknown_tool(name: str, known: Mapping[str, object]) -> str:
+    """Return what the policy reads after a call of a tool that does not exist."""
+    return f"Error: there is no tool {name[:64]!r}; the tools are: {', '.join(known) or 'none'}"

@@ -1,0 +1,292 @@
+"""What every kind of environment has in common: tasks, episodes, messages, numbers, calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import json
+import logging
+import math
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, SupportsFloat, TypeGuard
+
+from sluice.algorithm.episode_rules import TOOL, USER, Observation
+from sluice.errors import EnvironmentDefectError, EnvironmentUnavailable
+from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool
+
+logger = logging.getLogger(__name__)
+
+MAX_RESULT_CHARS = 1 << 20
+"""Longest text that an environment may give the policy at once; the rest is cut here, since the
+message would not be sent."""
+MAX_ERROR_CHARS = 2000
+MAX_THREADS = 32
+"""Calls of plain methods that run at once; further ones wait."""
+OUT_OF_MEMORY = 70
+"""Exit code of a server whose environment needed more memory than it may."""
+_CUT = "...(cut)"
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTask:
+    """The row that an episode plays.
+
+    Args:
+        messages: the row's prompt.
+        row: its further columns: data_source, ground_truth, extra_info.
+        seed: the same for all samples of a prompt.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    row: Mapping[str, object]
+    seed: int
+
+    @property
+    def prompt(self) -> list[dict[str, object]]:
+        """The prompt as authors know it: role and content of each message."""
+        return [{"role": one.role, "content": one.content} for one in self.messages]
+
+    @property
+    def extra_info(self) -> Mapping[str, object]:
+        """The row's `extra_info`; empty without one."""
+        found = self.row.get("extra_info")
+        return found if isinstance(found, Mapping) else {}
+
+
+class PlayedEpisode(Protocol):
+    """One open episode. Its calls never overlap.
+
+    Calls raise EnvironmentUnavailable, and EnvironmentDefectError for what the author's code
+    raises.
+    """
+
+    async def open(self) -> Observation:
+        """Begin; return what the policy reads after the prompt."""
+        ...
+
+    async def step(self, answer: Answer, finish: FinishReason) -> Observation:
+        """Take an answer; return what the policy reads next."""
+        ...
+
+    async def score(self) -> Scored | None:
+        """Return the score; ``None``: the row's scorer grades the last answer."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the episode holds, also after an error."""
+        ...
+
+
+class Environment(Protocol):
+    """What a file defines."""
+
+    @property
+    def name(self) -> str:
+        """The class or function, which rows may name."""
+        ...
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """Tools that an episode offers where its row does not choose."""
+        ...
+
+    def begin(
+        self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup
+    ) -> PlayedEpisode:
+        """Return a new episode; it opens with `PlayedEpisode.open`.
+
+        Args:
+            task: the row.
+            calls: run the author's methods.
+            tasks: for work that lasts as long as the episode.
+        """
+        ...
+
+
+class AuthorCalls:
+    """Runs an author's methods: coroutines on the event loop, the others in threads.
+
+    A plain method that hangs keeps its thread. `longest_s` shows it, and who supervises the server
+    ends the process.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment")
+        self._clock = clock
+        self._started: dict[int, float] = {}
+        self._num_calls = 0
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that the oldest running call has taken; 0 without one."""
+        started = list(self._started.values())
+        return self._clock() - min(started) if started else 0.0
+
+    async def run(
+        self, function: Callable[..., object], *values: object, **named: object
+    ) -> object:
+        """Call a method; raise what it raises.
+
+        A MemoryError ends this process: what has filled its memory cannot be known.
+        """
+        try:
+            if inspect.iscoroutinefunction(function):
+                with self._noted():
+                    return await function(*values, **named)
+            context = contextvars.copy_context()
+            call = partial(context.run, self._in_thread, partial(function, *values, **named))
+            returned = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            if inspect.isawaitable(returned):
+                with self._noted():
+                    return await returned
+        except MemoryError:
+            logger.error("the environment needs more memory than its process may have")  # noqa: TRY400
+            os._exit(OUT_OF_MEMORY)
+        return returned
+
+    async def required(
+        self, what: str, function: Callable[..., object], *values: object, **named: object
+    ) -> object:
+        """Call a method whose exceptions are failures of the environment.
+
+        Raises:
+            EnvironmentUnavailable: it raised this.
+            EnvironmentDefectError: it raised anything else; names `what` and the place.
+        """
+        try:
+            return await self.run(function, *values, **named)
+        except EnvironmentUnavailable:
+            raise
+        except Exception as error:
+            raise defect(what, error) from error
+
+    def _in_thread(self, call: Callable[[], object]) -> object:
+        try:
+            with self._noted():
+                return call()
+        except SystemExit as error:
+            raise RuntimeError(f"it called sys.exit({error.code})") from error
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        self._num_calls += 1
+        number = self._num_calls
+        self._started[number] = self._clock()
+        try:
+            yield
+        finally:
+            del self._started[number]
+
+    def close(self) -> None:
+        """Let running threads end with the process; no further call is made."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def defect(what: str, error: BaseException) -> EnvironmentDefectError:
+    """Return the failure of an author's code, with its place."""
+    return EnvironmentDefectError(f"{what} raised {raised(error)}{_place(error)}")
+
+
+def raised(error: BaseException) -> str:
+    """Return an exception's class and text."""
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = Path(__file__).parent
+    found = [frame for frame in frames if own not in Path(frame.filename).parents]
+    return f" ({Path(found[-1].filename).name}:{found[-1].lineno})" if found else ""
+
+
+def text_of(value: object) -> str:
+    """Return a method's result as the policy reads it: texts as they are, else JSON; cut."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else _json(value)
+    text = text if len(text) <= MAX_RESULT_CHARS else text[:MAX_RESULT_CHARS] + _CUT
+    return text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def with_reward(what: str, value: object) -> tuple[object, float | None]:
+    """Split ``(text, reward)``; without a reward it is ``None``.
+
+    Raises:
+        EnvironmentDefectError: the reward is not finite.
+    """
+    if isinstance(value, tuple) and len(value) == 2 and is_number(value[1]):
+        reward = float(value[1])
+        if not math.isfinite(reward):
+            raise EnvironmentDefectError(
+                f"{what} returned the reward {reward}; return a finite one"
+            )
+        return value[0], reward
+    return value, None
+
+
+def is_number(value: object) -> TypeGuard[SupportsFloat]:
+    """Return whether a value counts as a number; text and lists never do."""
+    return hasattr(type(value), "__float__") and not isinstance(value, str | bytes)
+
+
+def grade_of(what: str, returned: object) -> Scored | None:
+    """Interpret a score as reward functions' are: a number, or a mapping with ``score``.
+
+    Other numbers of a mapping are metrics; ``pred`` is the prediction. ``None`` is no score.
+
+    Raises:
+        EnvironmentDefectError: it is neither, or a number is not finite.
+    """
+    if returned is None:
+        return None
+    values = returned if isinstance(returned, Mapping) else {"score": returned, "acc": returned}
+    numbers = {str(key): float(one) for key, one in values.items() if is_number(one)}
+    if "score" not in numbers or not all(map(math.isfinite, numbers.values())):
+        raise EnvironmentDefectError(
+            f"{what} returned {str(returned)[:200]}; return a finite number, or a dict with 'score'"
+        )
+    prediction = values.get("pred")
+    score = numbers.pop("score")
+    numbers.pop("pred", None)
+    return Scored(score, score, numbers, None if prediction is None else str(prediction)[:1000])
+
+
+def messages_of(what: str, returned: object) -> tuple[ChatMessage, ...]:
+    """Return what follows the policy's last answer: a user's text, or messages.
+
+    Raises:
+        EnvironmentDefectError: it is something else.
+    """
+    if returned is None:
+        return ()
+    if isinstance(returned, str):
+        return (ChatMessage(USER, text_of(returned)),)
+    if isinstance(returned, Sequence):
+        return tuple(_continuing(what, one) for one in returned)
+    raise EnvironmentDefectError(
+        f"{what} returned {type(returned).__name__}; return text or messages"
+    )
+
+
+def _continuing(what: str, value: object) -> ChatMessage:
+    role = value.get("role") if isinstance(value, Mapping) else None
+    content = value.get("content") if isinstance(value, Mapping) else None
+    if role not in (USER, TOOL) or not isinstance(content, str):
+        raise EnvironmentDefectError(
+            f"{what} returned {str(value)[:200]}; a message is a dict with role, 'user' or 'tool', "
+            "and content, a text"
+        )
+    return ChatMessage(str(role), text_of(content))

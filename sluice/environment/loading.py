@@ -1,0 +1,108 @@
+"""Find what a file defines: a class, or a function."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+
+from sluice.environment.classes import RESET, TURN, class_environment
+from sluice.environment.episodes import Environment
+from sluice.environment.loops import loop_environment
+from sluice.errors import ConfigError
+
+PATH_KEY, NAME_KEY = "sluice.environment.path", "sluice.environment.name"
+
+
+def file_environment(path: str, name: str | None = None) -> Environment:
+    """Load a file.
+
+    Args:
+        path: a Python file.
+        name: class or async function in it; ``None``: its only one that is public.
+
+    Raises:
+        ConfigError: it fails to import, or defines no environment that can be used; names file,
+            method and remedy.
+    """
+    module = file_module(path, PATH_KEY)
+    found = _named(module, path, name) if name else _only(module, path)
+    file = Path(path).name
+    return (
+        class_environment(found, file) if isinstance(found, type) else loop_environment(found, file)
+    )
+
+
+def file_module(path: str, key: str) -> ModuleType:
+    """Import a file by its path. Raise ConfigError, which names `key`, if that fails."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"{key}: no file {path}; give the path of a Python file")
+    module_name = f"sluice_environment_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}: {path} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # files beside it can be imported
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        last = traceback.format_exception_only(error)[-1].strip()
+        deepest = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{key}: {path} fails to import: {last} ({deepest.filename}, line {deepest.lineno}); "
+            "repair it"
+        ) from error
+    return module
+
+
+def _named(module: ModuleType, path: str, name: str) -> type | Callable[..., object]:
+    found = getattr(module, name, None)
+    if isinstance(found, type) or inspect.isfunction(found):
+        return found
+    raise ConfigError(
+        f"{NAME_KEY}: {path} defines no class or function {name!r}; it has: "
+        f"{', '.join(one.__name__ for one in _candidates(module)) or 'none'}"
+    )
+
+
+def _only(module: ModuleType, path: str) -> type | Callable[..., object]:
+    found = _candidates(module)
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(one.__name__ for one in found)
+    if found:
+        raise ConfigError(f"{NAME_KEY}: {path} defines {names}; set it to one of them")
+    raise ConfigError(
+        f"{PATH_KEY}: {path} defines no environment; write a class with the method {RESET} or "
+        f"{TURN}, or async def run(task, policy), or set {NAME_KEY} to a class with neither"
+    )
+
+
+def _candidates(module: ModuleType) -> list[type | Callable[..., object]]:
+    """Return the public classes and async functions that may be meant."""
+    return [
+        value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", "") == module.__name__
+        and (_is_class(value) or inspect.iscoroutinefunction(value))
+    ]
+
+
+def _is_class(value: object) -> bool:
+    if not isinstance(value, type) or issubclass(value, Enum | BaseException):
+        return False
+    if hasattr(value, RESET) or hasattr(value, TURN):
+        return True
+    methods = [name for name in vars(value) if not name.startswith("_")]
+    return bool(methods) and not is_dataclass(value)

@@ -1,0 +1,299 @@
+"""Environments that are functions: ``async def run(task, policy)`` plays a whole episode.
+
+The function calls ``policy.chat(messages, tools)`` as often as it likes, with whole conversations.
+It returns the score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from sluice.algorithm.episode_rules import Observation
+from sluice.environment.episodes import AuthorCalls, EpisodeTask, defect, grade_of, text_of
+from sluice.environment.schemas import method_tool
+from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
+from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class EpisodeOver(Exception):
+    """The episode has reached a limit of the run, and the policy answers no more.
+
+    `Policy.chat` raises it. A function that catches it may return a score; otherwise the row's
+    scorer grades the last answer.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class LoopTask:
+    """The row, as the function sees it.
+
+    Attributes:
+        prompt: the row's messages, dicts with role and content.
+        ground_truth: of the row.
+        data_source: of the row.
+        extra_info: of the row.
+        seed: the same for all samples of the prompt.
+    """
+
+    prompt: list[dict[str, object]]
+    ground_truth: object
+    data_source: object
+    extra_info: Mapping[str, object]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAnswer:
+    """What the policy said.
+
+    Attributes:
+        content: its text, without thoughts and calls.
+        tool_calls: dicts in OpenAI's form; the arguments are the text of a JSON object.
+        reasoning: its thoughts.
+        tool_error: what is wrong with calls that cannot be read; empty: nothing.
+        is_cut: whether it ended at the limit of tokens.
+    """
+
+    content: str
+    tool_calls: list[dict[str, Any]]
+    reasoning: str = ""
+    tool_error: str = ""
+    is_cut: bool = False
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        if self.reasoning:
+            message["reasoning"] = self.reasoning
+        return message
+
+
+class Policy:
+    """The model in training. Its answers are sampled by the run."""
+
+    def __init__(self) -> None:
+        self._asked: asyncio.Queue[Observation] = asyncio.Queue()
+        self._answer: asyncio.Future[PolicyAnswer] | None = None
+        self._is_over = False
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> PolicyAnswer:
+        """Return the policy's answer to a whole conversation.
+
+        Where it begins as an earlier one, with the policy's own answers unchanged (`message`), it
+        continues the same tokens. One call at a time.
+
+        Args:
+            messages: dicts with role, content and, as in OpenAI's form, tool_calls and
+                tool_call_id.
+            tools: that the policy may call: dicts in OpenAI's form, or functions with type hints
+                and a docstring. ``None``: as in the call before.
+
+        Raises:
+            EpisodeOver: a limit of the run is reached.
+            ValueError: a message or tool is malformed.
+        """
+        if self._is_over:
+            raise EpisodeOver
+        if self._answer is not None:
+            raise RuntimeError("policy.chat is called while it still answers; one call at a time")
+        offered = tuple(map(_tool, tools or ()))
+        turns = tuple(map(_message, messages))
+        self._answer = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait(Observation(turns, is_whole=True, tools=offered))
+        try:
+            return await self._answer
+        finally:
+            self._answer = None
+
+    async def next_question(self) -> Observation:
+        """Return what the policy shall read next."""
+        return await self._asked.get()
+
+    def give(self, answer: PolicyAnswer) -> None:
+        """Answer the call that waits."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(answer)
+
+    def end(self) -> None:
+        """Let the call that waits, and further ones, raise EpisodeOver."""
+        self._is_over = True
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(EpisodeOver())
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEnvironment:
+    """A checked function.
+
+    Args:
+        name: its name.
+        function: it.
+        tools: none; calls of the policy bring theirs.
+    """
+
+    name: str
+    function: Callable[..., Coroutine[Any, Any, object]]
+    tools: tuple[Tool, ...] = ()
+
+    def begin(self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> LoopEpisode:
+        """Return a new episode."""
+        return LoopEpisode(self, task, tasks)
+
+
+def loop_environment(function: Callable[..., object], file: str) -> LoopEnvironment:
+    """Check a function.
+
+    Raises:
+        ConfigError: it is not ``async``, or does not take a task and a policy.
+    """
+    where = f"{file}: {function.__name__}"
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{where} is no async function; write async def (task, policy)")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}; it is called with a task and a policy") from error
+    return LoopEnvironment(function.__name__, cast("Any", function))
+
+
+class LoopEpisode:
+    """A running call of the function."""
+
+    def __init__(
+        self, environment: LoopEnvironment, task: EpisodeTask, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._environment, self._task, self._tasks = environment, task, tasks
+        self._policy = Policy()
+        self._running: asyncio.Task[object] | None = None
+
+    async def open(self) -> Observation:
+        """Start the function, and wait for its first question."""
+        row = self._task.row
+        task = LoopTask(
+            self._task.prompt,
+            row.get("ground_truth"),
+            row.get("data_source"),
+            self._task.extra_info,
+            self._task.seed,
+        )
+        self._running = self._tasks.create_task(self._kept(task), name="an author's loop")
+        seen = await self._next()
+        if seen.done:
+            self._returned()
+            raise EnvironmentDefectError(
+                f"{self._environment.name} returned before it called policy.chat; ask the policy "
+                "at least once"
+            )
+        return seen
+
+    async def step(self, answer: Answer, finish: FinishReason) -> Observation:
+        """Give the answer to the function; return its next question."""
+        calls = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in answer.tool_calls
+        ]
+        is_cut = finish is FinishReason.LENGTH
+        self._policy.give(
+            PolicyAnswer(answer.content, calls, answer.reasoning, answer.tool_error, is_cut)
+        )
+        return await self._next()
+
+    async def score(self) -> Scored | None:
+        """Return what the function returns; one that still asks gets no further answer."""
+        self._policy.end()
+        if self._running is None:
+            return None
+        await asyncio.wait([self._running])
+        returned = self._returned()
+        return None if returned is _UNSCORED else grade_of(self._environment.name, returned)
+
+    async def close(self) -> None:
+        """End the function."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    async def _kept(self, task: LoopTask) -> object:
+        """Run the function; its errors are results, which must not end the other episodes."""
+        try:
+            return await self._environment.function(task, self._policy)
+        except EpisodeOver:
+            return _UNSCORED
+        except EnvironmentUnavailable as error:
+            return error
+        except Exception as error:  # noqa: BLE001  the author's; it fails this episode
+            return defect(self._environment.name, error)
+
+    async def _next(self) -> Observation:
+        assert self._running is not None
+        # Its errors are in `_running`; the task group waits for it.
+        question = self._tasks.create_task(self._policy.next_question(), name="a question")
+        try:
+            await asyncio.wait([self._running, question], return_when=asyncio.FIRST_COMPLETED)
+            if question.done():
+                return question.result()
+            self._failed(self._running.result())
+            return Observation(done=True)
+        finally:
+            question.cancel()
+
+    def _returned(self) -> object:
+        assert self._running is not None
+        return self._failed(self._running.result())
+
+    @staticmethod
+    def _failed(returned: object) -> object:
+        if isinstance(returned, EnvironmentUnavailable | EnvironmentDefectError):
+            raise returned
+        return returned
+
+
+_UNSCORED = object()
+
+
+def _message(value: Mapping[str, Any]) -> ChatMessage:
+    role, content = value.get("role"), value.get("content")
+    if role not in _ROLES or not isinstance(content, str | None):
+        raise ValueError(
+            f"a message with role {role!r} and content of type {type(content).__name__}; write a "
+            f"role of {', '.join(_ROLES)} and a text"
+        )
+    calls = tuple(
+        ToolCall(one["function"]["name"], one["function"]["arguments"], one.get("id") or "")
+        for one in value.get("tool_calls") or ()
+    )
+    return ChatMessage(
+        role,
+        text_of(content),
+        calls,
+        value.get("tool_call_id") or "",
+        value.get("reasoning") or "",
+    )
+
+
+def _tool(value: Any) -> Tool:  # noqa: ANN401  a dict or a function
+    if callable(value):
+        return method_tool(value, f"tool {value.__name__}", is_method=False).tool
+    function = value.get("function", value)
+    parameters = function.get("parameters")
+    return Tool(
+        function["name"],
+        function.get("description") or "",
+        json.dumps(parameters, ensure_ascii=False) if parameters else "",
+    )

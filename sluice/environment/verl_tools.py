@@ -1,0 +1,258 @@
+"""verl's tools as an environment: functions with ``@function_tool``, and `BaseTool` classes.
+
+Classes are constructed once; each episode has an instance, made by `create` when it opens and given
+to `release` when it ends. The row chooses tools with ``extra_info.tool_selection``, and gives them
+arguments with ``extra_info.tools_kwargs``. The row's scorer grades; a tool's reward is the turn's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from sluice.algorithm.episode_rules import TOOL, Observation
+from sluice.environment import verl_stand_in
+from sluice.environment.classes import unknown_tool, unreadable
+from sluice.environment.episodes import AuthorCalls, EpisodeTask, raised, text_of, with_reward
+from sluice.environment.loading import file_module
+from sluice.environment.schemas import ArgumentsError, json_object, method_tool
+from sluice.errors import ConfigError, EnvironmentUnavailable
+from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
+
+FUNCTIONS_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
+CLASSES_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+NAME = "tool_agent"
+_NATIVE = "native"
+
+
+@dataclass(frozen=True, slots=True)
+class VerlTool:
+    """A tool of verl's form.
+
+    Args:
+        tool: what the policy sees.
+        arguments: reads a call's JSON.
+        function: a function; ``None``: `state` has it.
+        state: an instance of a `BaseTool` class.
+    """
+
+    tool: Tool
+    arguments: Callable[[str], dict[str, Any]]
+    function: Callable[..., object] | None = None
+    state: Any = None
+
+
+def verl_environment(function_path: str | None, config_path: str | None) -> VerlEnvironment:
+    """Load the tools.
+
+    Raises:
+        ConfigError: a file or class cannot be loaded, or two tools have one name.
+    """
+    verl_stand_in.provide()
+    found = [
+        *(_functions(function_path) if function_path else []),
+        *(_classes(config_path) if config_path else []),
+    ]
+    by_name: dict[str, VerlTool] = {}
+    for one in found:
+        if one.tool.name in by_name:
+            raise ConfigError(f"{CLASSES_KEY}: two tools are named {one.tool.name}; rename one")
+        by_name[one.tool.name] = one
+    if not by_name:
+        raise ConfigError(
+            f"{FUNCTIONS_KEY} = {function_path}, {CLASSES_KEY} = {config_path}: no tool is "
+            "defined; put @function_tool above a function, or list classes under tools"
+        )
+    return VerlEnvironment(NAME, by_name)
+
+
+def _functions(path: str) -> list[VerlTool]:
+    registry = importlib.import_module("verl.tools.function_tool").FUNCTION_TOOL_REGISTRY
+    before = set(registry)
+    file_module(path, FUNCTIONS_KEY)
+    return [_function(one, path) for name, one in registry.items() if name not in before]
+
+
+def _function(found: Any, path: str) -> VerlTool:  # noqa: ANN401  verl's class or ours
+    if found.tool_schema is not None:  # the author's own, or verl has derived it
+        return VerlTool(_tool(found.tool_schema, path), json_object, found.fn)
+    own = method_tool(found.fn, f"{path}: {found.name}", name=found.name, is_method=False)
+    return VerlTool(own.tool, own.arguments, found.fn)
+
+
+def _classes(path: str) -> list[VerlTool]:
+    try:
+        listed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        entries = listed["tools"]
+        return [_class(entry, path) for entry in entries]
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{CLASSES_KEY}: {path} cannot be read ({raised(error)}); it holds tools, a list of "
+            "class_name, config and tool_schema"
+        ) from error
+
+
+def _class(entry: Mapping[str, Any], path: str) -> VerlTool:
+    name, config = entry["class_name"], dict(entry.get("config") or {})
+    kind = config.get("type", _NATIVE)
+    if kind != _NATIVE:
+        raise ConfigError(
+            f"{CLASSES_KEY}: {path}: {name} has the type {kind}; only native is loaded"
+        )
+    module, _, class_name = name.rpartition(".")
+    schemas = importlib.import_module("verl.tools.schemas")
+    try:
+        found = getattr(importlib.import_module(module), class_name)
+        given = entry.get("tool_schema")
+        schema = schemas.OpenAIFunctionToolSchema.model_validate(given) if given else None
+        state = found(config=config, tool_schema=schema)
+    except Exception as error:
+        raise ConfigError(
+            f"{CLASSES_KEY}: {path}: {name} cannot be loaded: {raised(error)}; name a class as "
+            "module.Class, below the working directory or PYTHONPATH (of verl's own modules only "
+            "the base classes are there without verl)"
+        ) from error
+    return VerlTool(_tool(state.tool_schema, path), json_object, state=state)
+
+
+def _tool(schema: Any, path: str) -> Tool:  # noqa: ANN401  verl's class or ours
+    written = schema.model_dump(exclude_unset=True, exclude_none=True)
+    function = written.get("function", {})
+    if "name" not in function:
+        raise ConfigError(f"{path}: a tool_schema without function.name; write OpenAI's form")
+    parameters = function.get("parameters")
+    return Tool(
+        function["name"],
+        function.get("description") or "",
+        json.dumps(parameters, ensure_ascii=False) if parameters else "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VerlEnvironment:
+    """Loaded tools, by name."""
+
+    name: str
+    by_name: Mapping[str, VerlTool]
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """What the policy sees where its row does not choose."""
+        return tuple(one.tool for one in self.by_name.values())
+
+    def begin(self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> VerlEpisode:
+        """Return a new episode."""
+        return VerlEpisode(self.by_name, task, calls)
+
+
+class VerlEpisode:
+    """Tools of one episode.
+
+    Args:
+        by_name: all tools.
+        task: the row.
+        calls: run them.
+    """
+
+    def __init__(
+        self, by_name: Mapping[str, VerlTool], task: EpisodeTask, calls: AuthorCalls
+    ) -> None:
+        selection = task.extra_info.get("tool_selection")
+        self._tools = {
+            name: one
+            for name, one in by_name.items()
+            if not isinstance(selection, list) or name in selection
+        }
+        kwargs = task.extra_info.get("tools_kwargs")
+        self._kwargs: Mapping[str, Any] = kwargs if isinstance(kwargs, Mapping) else {}
+        self._task, self._calls = task, calls
+        self._ids: dict[str, str] = {}
+
+    async def open(self) -> Observation:
+        """Create an instance of each tool with state."""
+        for name, one in self._tools.items():
+            if one.state is not None:
+                given = self._given(name, "create_kwargs")
+                created = await self._calls.required(
+                    f"{name}.create", one.state.create, create_kwargs=given
+                )
+                found = created[0] if isinstance(created, tuple) else created
+                self._ids[name] = str(found)
+        return Observation(tools=tuple(one.tool for one in self._tools.values()))
+
+    async def step(self, answer: Answer, finish: FinishReason) -> Observation:
+        """Make the calls of an answer; text without calls ends the episode."""
+        if not answer.tool_calls and not answer.tool_error:
+            return Observation(done=finish is not FinishReason.LENGTH)
+        messages, rewards = [], list[float]()
+        for call in answer.tool_calls:
+            text, reward = await self._result(call)
+            messages.append(ChatMessage(TOOL, text, tool_call_id=call.call_id))
+            rewards += [reward] if reward else []
+        if answer.tool_error:
+            messages.append(unreadable(answer.tool_error))
+        return Observation(tuple(messages), reward=sum(rewards) if rewards else None)
+
+    async def score(self) -> Scored | None:
+        """Leave it to the row's scorer, as verl does."""
+        return None
+
+    async def close(self) -> None:
+        """Release each created instance."""
+        while self._ids:
+            name, instance = self._ids.popitem()
+            release = self._tools[name].state.release
+            given = self._given(name, "release_kwargs")
+            await self._calls.required(f"{name}.release", release, instance, **given)
+
+    async def _result(self, call: ToolCall) -> tuple[str, float]:
+        one = self._tools.get(call.name)
+        if one is None:
+            return unknown_tool(call.name, self._tools), 0.0
+        try:
+            arguments = one.arguments(call.arguments)
+        except ArgumentsError as error:
+            return f"Error: {error}", 0.0
+        try:
+            if one.function is not None:
+                returned = await self._calls.run(one.function, **arguments)
+            else:
+                returned = await self._executed(call.name, one, arguments)
+        except EnvironmentUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
+            return f"Error: {raised(error)}", 0.0
+        return _response(call.name, returned)
+
+    async def _executed(self, name: str, one: VerlTool, arguments: dict[str, Any]) -> object:
+        given = self._given(name, "execute_kwargs")
+        if "agent_data" in inspect.signature(one.state.execute).parameters:
+            given["agent_data"] = SimpleNamespace(
+                messages=self._task.prompt, tools_kwargs=self._kwargs, extra_fields={}
+            )
+        return await self._calls.run(one.state.execute, self._ids[name], arguments, **given)
+
+    def _given(self, name: str, kind: str) -> dict[str, Any]:
+        found = self._kwargs.get(name)
+        return dict(found.get(kind) or {}) if isinstance(found, Mapping) else {}
+
+
+def _response(name: str, returned: object) -> tuple[str, float]:
+    """Return text and reward of verl's ``(response, reward, metrics)``, or of parts of it."""
+    parts = returned[:2] if isinstance(returned, tuple) else (returned,)
+    response, reward = with_reward(name, parts) if len(parts) == 2 else (parts[0], None)
+    if isinstance(response, tuple):  # the reward is None
+        response = response[0]
+    if getattr(response, "image", None) or getattr(response, "video", None):
+        return f"Error: {name} returned an image, which cannot be read here", 0.0
+    text = response.text if hasattr(response, "text") else response
+    return text_of(text), reward or 0.0

@@ -1,0 +1,330 @@
+"""Classes, functions and verl's tools play episodes over the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from services.reward.episodes.drivers import EnvironmentUnavailableError
+from sluice.environment.source import EnvironmentSource
+from sluice.types import Answer, FinishReason, Scored
+from tests.support.environments import (
+    CALCULATOR,
+    author_file,
+    calls,
+    episode,
+    row,
+    served,
+)
+
+STOP = FinishReason.STOP
+
+
+async def test_the_calculator_plays_an_episode_and_scores_it(tmp_path: Path) -> None:
+    async with served(author_file(tmp_path, CALCULATOR), tmp_path) as servers:
+        played = episode(servers)
+        opened = await played.open()
+        assert [tool.name for tool in opened.tools] == ["calc"]
+        assert json.loads(opened.tools[0].parameters)["required"] == ["expression"]
+        seen = await played.step(0, calls(("calc", {"expression": "47 * 38"})), STOP)
+        assert [(one.role, one.content, one.tool_call_id) for one in seen.messages] == [
+            ("tool", "1786", "call_0")
+        ]
+        assert not seen.done
+        assert (await played.step(1, Answer(" 1786 "), STOP)).done
+        assert await played.close() == Scored(1.0, 1.0, {"acc": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("calc", "{no json", "no JSON"),
+        ("calc", "[1]", "write a JSON object"),
+        ("calc", {}, "needs the argument 'expression'"),
+        ("calc", {"expression": "1", "base": 2}, "no argument 'base'"),
+        ("calc", {"expression": [1]}, "argument 'expression' of calc: Expected `str`"),
+        ("calc", {"expression": "1 / 0"}, "ZeroDivisionError"),
+        ("add", {}, "no tool 'add'; the tools are: calc"),
+    ],
+)
+async def test_what_the_policy_does_wrong_is_told_to_it(
+    tmp_path: Path, name: str, arguments: object, said: str
+) -> None:
+    async with served(author_file(tmp_path, CALCULATOR), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        seen = await played.step(0, calls((name, arguments)), STOP)
+        assert seen.messages[0].role == "tool"
+        assert said in seen.messages[0].content
+        assert not seen.done
+        unread = await played.step(1, Answer("<call", tool_error="no name"), STOP)
+        assert "no name" in unread.messages[0].content
+
+
+async def test_a_repeated_turn_has_the_same_answer_and_is_made_once(tmp_path: Path) -> None:
+    source = author_file(
+        tmp_path,
+        """
+class Counter:
+    number = 0
+    async def count(self) -> int:
+        '''Count.'''
+        self.number += 1
+        return self.number
+""",
+    )
+    async with served(source, tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        first = await played.step(0, calls(("count", {})), STOP)
+        assert await played.step(0, calls(("count", {})), STOP) == first
+        assert (await played.step(1, calls(("count", {})), STOP)).messages[0].content == "2"
+        with pytest.raises(EnvironmentUnavailableError, match="the next one"):
+            await played.step(5, calls(("count", {})), STOP)
+
+
+async def test_a_game_in_text_gives_rewards_and_ends_with_none(tmp_path: Path) -> None:
+    source = author_file(
+        tmp_path,
+        """
+class Guess:
+    def reset(self, seed):
+        self.number = seed
+        return "Guess."
+    def turn(self, text):
+        if int(text) == self.number:
+            return None, 1.0
+        return "Wrong.", -0.5
+""",
+    )
+    async with served(source, tmp_path) as servers:
+        played = episode(servers, seed=7)
+        assert (await played.open()).messages[0].content == "Guess."
+        seen = await played.step(0, Answer("3"), STOP)
+        assert (seen.messages[0].role, seen.messages[0].content) == ("user", "Wrong.")
+        assert (seen.done, seen.reward) == (False, -0.5)
+        last = await played.step(1, Answer("7"), STOP)
+        assert (last.done, last.reward) == (True, 1.0)
+        assert await played.close() is None
+
+
+async def test_rewards_of_tools_add_up_and_done_ends_the_episode(tmp_path: Path) -> None:
+    source = author_file(
+        tmp_path,
+        """
+class Jar:
+    done = False
+    def take(self, count: int = 1) -> tuple:
+        '''Take.'''
+        self.done = count > 1
+        return {"taken": count}, 0.5 * count
+""",
+    )
+    async with served(source, tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        seen = await played.step(0, calls(("take", {}), ("take", {"count": 2})), STOP)
+        assert [one.content for one in seen.messages] == ['{"taken": 1}', '{"taken": 2}']
+        assert (seen.reward, seen.done) == (1.5, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ValueError('no data')", "ValueError: no data (world.py:"),
+        ("raise sluice.EnvironmentUnavailable('the index is down')", "the index is down"),
+        ("return 'x', float('nan')", "the reward nan"),
+    ],
+)
+async def test_failures_of_turn_are_the_environments(tmp_path: Path, body: str, said: str) -> None:
+    text = f"import sluice\nclass Bad:\n    def turn(self, text):\n        {body}\n"
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        with pytest.raises(EnvironmentUnavailableError) as failed:
+            await played.step(0, Answer("x"), STOP)
+        assert said in str(failed.value)
+
+
+async def test_a_long_result_is_cut_before_it_is_sent(tmp_path: Path) -> None:
+    text = "class Long:\n    def turn(self, text):\n        return 'x' * 50_000_000\n"
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        seen = await played.step(0, Answer("x"), STOP)
+        assert (1 << 20) <= len(seen.messages[0].content) < (1 << 20) + 100
+
+
+LOOP = """
+async def run(task, policy):
+    def look(jar: str) -> str:
+        '''Look into a jar.'''
+    messages = list(task.prompt)
+    answer = await policy.chat(messages, [look])
+    messages += [answer.message, {"role": "tool", "content": "6", "tool_call_id": "call_0"}]
+    answer = await policy.chat(messages)
+    return {"score": float(answer.content == task.ground_truth), "asked": 2}
+"""
+
+
+async def test_a_loop_of_ones_own_sends_whole_conversations(tmp_path: Path) -> None:
+    async with served(author_file(tmp_path, LOOP), tmp_path) as servers:
+        played = episode(servers, row("6"))
+        opened = await played.open()
+        assert opened.is_whole
+        assert [tool.name for tool in opened.tools] == ["look"]
+        seen = await played.step(0, calls(("look", {"jar": "C"})), STOP)
+        assert [one.role for one in seen.messages] == ["user", "assistant", "tool"]
+        assert seen.messages[1].tool_calls[0].name == "look"
+        assert (await played.step(1, Answer("6"), STOP)).done
+        assert await played.close() == Scored(1.0, 1.0, {"asked": 2.0})
+
+
+async def test_a_loop_that_the_run_ends_may_score_what_it_has(tmp_path: Path) -> None:
+    text = """
+from sluice.environment.loops import EpisodeOver
+async def run(task, policy):
+    try:
+        while True:
+            await policy.chat(task.prompt)
+    except EpisodeOver:
+        return 0.25
+"""
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        await played.step(0, Answer("a"), STOP)
+        scored = await played.close()
+        assert scored is not None
+        assert scored.score == 0.25
+
+
+async def test_an_error_of_a_loop_fails_its_episode_alone(tmp_path: Path) -> None:
+    text = """
+async def run(task, policy):
+    answer = await policy.chat(task.prompt)
+    if answer.content == "bad":
+        raise KeyError("gone")
+    await policy.chat([{"role": "user", "content": "again"}])
+    return 1.0
+"""
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        bad, good = episode(servers), episode(servers)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(bad.open())
+            tasks.create_task(good.open())
+        with pytest.raises(EnvironmentUnavailableError, match="KeyError"):
+            await bad.step(0, Answer("bad"), STOP)
+        await bad.abandon()
+        assert not (await good.step(0, Answer("fine"), STOP)).done
+        assert (await good.step(1, Answer("fine"), STOP)).done
+        assert await good.close() is not None
+
+
+FUNCTIONS = '''
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def calculator(expression: str) -> str:
+    """Evaluate arithmetic.
+
+    Args:
+        expression: e.g. "(3+4)*5".
+    """
+    return str(eval(expression, {"__builtins__": {}}, {}))
+
+@function_tool("web_search")
+async def search(query: str, count: int = 3):
+    """Search.
+
+    Args:
+        query: words.
+        count: results.
+    """
+    return {"found": query, "count": count}, 0.5, {"hits": 1}
+'''
+CLASSES = """
+from typing import Any, Optional
+from uuid import uuid4
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+class Notes(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.kept = {}
+
+    async def create(self, instance_id: Optional[str] = None, **kwargs) -> tuple[str, ToolResponse]:
+        instance_id = str(uuid4())
+        self.kept[instance_id] = [kwargs["create_kwargs"]["first"]]
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
+        self.kept[instance_id].append(parameters["text"])
+        open_instances = len(self.kept)
+        return ToolResponse(text=f"{self.kept[instance_id]} {open_instances}"), 0.0, {}
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        del self.kept[instance_id]
+"""
+CONFIG = """
+tools:
+  - class_name: verl_notes.Notes
+    config: {type: native}
+    tool_schema:
+      type: function
+      function:
+        name: note
+        description: Keep a text.
+        parameters:
+          type: object
+          properties:
+            text: {type: string, description: The text.}
+          required: [text]
+"""
+
+
+@pytest.fixture
+def verl_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSource:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "verl_notes.py").write_text(CLASSES)
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "tools.yaml").write_text(CONFIG)
+    functions, config = str(tmp_path / "functions.py"), str(tmp_path / "tools.yaml")
+    return EnvironmentSource(function_tool_path=functions, tool_config_path=config)
+
+
+async def test_verls_tools_run_unchanged(tmp_path: Path, verl_source: EnvironmentSource) -> None:
+    notes = {"note": {"create_kwargs": {"first": "a"}}}
+    async with served(verl_source, tmp_path) as servers:
+        played = episode(servers, row(tools_kwargs=notes))
+        other = episode(servers, row(tools_kwargs=notes, tool_selection=["note"]))
+        opened, (only,) = await played.open(), (await other.open()).tools
+        tools = {tool.name: json.loads(tool.parameters) for tool in opened.tools}
+        assert sorted(tools) == ["calculator", "note", "web_search"]
+        described = tools["calculator"]["properties"]["expression"]["description"]
+        assert described == 'e.g. "(3+4)*5".'
+        assert only.name == "note"
+        made = calls(
+            ("calculator", {"expression": "(3+4)*5"}),
+            ("web_search", {"query": "x"}),
+            ("note", {"text": "b"}),
+            ("note", {"text": "c"}),
+            ("note", {}),
+        )
+        seen = await played.step(0, made, STOP)
+        texts = [one.content for one in seen.messages]
+        assert texts[:2] == ["35", '{"found": "x", "count": 3}']
+        # The instance lives as long as the episode, and each episode has its own.
+        assert texts[2:4] == ["['a', 'b'] 2", "['a', 'b', 'c'] 2"]
+        assert texts[4].startswith("Error: KeyError")
+        assert seen.reward == 0.5
+        assert (await played.step(1, Answer("35"), STOP)).done
+        assert await played.close() is None
+        seen = await other.step(0, calls(("note", {"text": "d"})), STOP)
+        assert seen.messages[0].content == "['a', 'd'] 1"

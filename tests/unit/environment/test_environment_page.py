@@ -1,0 +1,60 @@
+"""docs/environments.md against reality: its files load, its command prints what it shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sluice.cli.main import commands
+from sluice.types import Answer, FinishReason
+from tests.support.documents import blocks
+from tests.support.environments import author_file, episode, row, served
+from tests.support.source_tree import ROOT
+
+PAGE = ROOT / "docs" / "environments.md"
+STOP = FinishReason.STOP
+
+
+def test_the_command_of_the_page_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "calculator.py").write_text(blocks(PAGE, "python")[0])
+    monkeypatch.chdir(tmp_path)
+    shown = next(block for block in blocks(PAGE, "console") if "env check" in block)
+    call = 'calc {"expression": "47 * 38"}'
+    arguments = ["--call", call, "--answer", "1786", "--truth", "1786"]
+    result = CliRunner().invoke(commands, ["env", "check", "calculator.py", *arguments])
+    assert result.exit_code == 0, result.output
+    assert result.output.strip() == shown.split("\n", 1)[1].strip()
+
+
+async def test_the_game_of_the_page_ends_with_the_number(tmp_path: Path) -> None:
+    async with served(author_file(tmp_path, blocks(PAGE, "python")[1]), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        low, high, turn = 1, 100, 0
+        while True:
+            guess = (low + high) // 2
+            seen = await played.step(turn, Answer(f"I guess {guess}"), STOP)
+            turn += 1
+            if seen.done:
+                break
+            low, high = (guess + 1, high) if "Higher" in seen.messages[0].content else (low, guess)
+        scored = await played.close()
+        assert seen.reward == 1.0
+        assert scored is not None
+        assert scored.score == 1.0
+
+
+async def test_the_loop_of_the_page_asks_twice(tmp_path: Path) -> None:
+    async with served(author_file(tmp_path, blocks(PAGE, "python")[2]), tmp_path) as servers:
+        played = episode(servers, row("6"))
+        await played.open()
+        seen = await played.step(0, Answer("5"), STOP)
+        assert [one.content for one in seen.messages][1:2] == ["5"]
+        assert (await played.step(1, Answer("It is 6."), STOP)).done
+        scored = await played.close()
+        assert scored is not None
+        assert scored.score == 1.0
