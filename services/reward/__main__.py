@@ -38,6 +38,7 @@ from sluice.environment.source import EnvironmentSource
 from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
+from sluice.sandbox.choice import as_variable
 from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
 
@@ -108,8 +109,13 @@ async def _environments(
         if settings.addresses:
             servers = GivenServers(settings.addresses)
         elif source.is_given:
-            run_dir = Path(config.sluice.run_dir)
-            servers = await stack.enter_async_context(running_workers(source, settings, run_dir))
+            workers = running_workers(
+                source,
+                settings,
+                Path(config.sluice.run_dir),
+                as_variable(config.sluice.sandbox),
+            )
+            servers = await stack.enter_async_context(workers)
         else:
             yield None
             return

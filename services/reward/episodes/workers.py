@@ -14,10 +14,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from zlib import crc32
 
 import msgspec
@@ -36,6 +37,7 @@ from sluice.errors import ConfigError, DeadlineError, SluiceError
 
 logger = logging.getLogger(__name__)
 
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 PEER = "environment worker"
 START_TIMEOUT_S = 120.0
 LOOK_INTERVAL_S = 0.5
@@ -88,11 +90,19 @@ class EnvironmentWorkers:
         settings: limits.
         folder: of the sockets; only this user may enter it.
         family: see `containment.family_of`.
+        variables: further environment variables of the processes.
     """
 
     def __init__(
-        self, source: EnvironmentSource, settings: EnvironmentConfig, folder: Path, family: str
+        self,
+        source: EnvironmentSource,
+        settings: EnvironmentConfig,
+        folder: Path,
+        family: str,
+        variables: Mapping[str, str],
     ) -> None:
+        # Each thread would take an arena of the address space that is limited.
+        self._variables = {**variables, "MALLOC_ARENA_MAX": "4"}
         self._setup = WorkerSetup(source, settings.memory_limit_mb << 20)
         self._call_timeout_s = settings.call_timeout_s
         self._folder, self._family = folder, family
@@ -200,8 +210,7 @@ class EnvironmentWorkers:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
-            # Each thread would take an arena of the address space that is limited.
-            env={**clean_environment(mark), "MALLOC_ARENA_MAX": "4"},
+            env={**clean_environment(mark), **self._variables},
         )
         worker = _Worker(process, mark, address, WorkerProbe(address, self._call_timeout_s))
         try:
@@ -229,7 +238,10 @@ async def _started(process: asyncio.subprocess.Process) -> None:
 
 @asynccontextmanager
 async def running_workers(
-    source: EnvironmentSource, settings: EnvironmentConfig, run_dir: Path | None = None
+    source: EnvironmentSource,
+    settings: EnvironmentConfig,
+    run_dir: Path | None = None,
+    variables: Mapping[str, str] = _NO_VARIABLES,
 ) -> AsyncIterator[EnvironmentWorkers]:
     """Run workers (arguments of `EnvironmentWorkers`); no process outlives the block.
 
@@ -237,9 +249,10 @@ async def running_workers(
         source: the environment.
         settings: limits.
         run_dir: the run's folder; a later service of the run ends what this one leaves behind.
+        variables: further environment variables of the processes.
     """
     folder = Path(tempfile.mkdtemp(prefix="sluice-"))
-    workers = EnvironmentWorkers(source, settings, folder, family_of(run_dir))
+    workers = EnvironmentWorkers(source, settings, folder, family_of(run_dir), variables)
     try:
         try:
             await workers.start()
