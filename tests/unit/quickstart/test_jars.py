@@ -1,4 +1,4 @@
-"""The task with a tool: what the teachers write is what the policy reads, writes and is graded by."""
+"""The task with a tool: teachers write what the policy reads, writes and is graded by."""
 
 from __future__ import annotations
 
