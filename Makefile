@@ -16,7 +16,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	nodejs npm" >&2; exit 1; }; } && cd tests/support/node_client && \
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
-.PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
+.PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
 	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-telemetry \
 	gpu-smoke gpu-day1 fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
@@ -26,6 +26,9 @@ help:  ## List the commands
 
 quickstart: $(VENV)/.installed-train  ## Train a tiny model on this machine's CPU, from nothing, in minutes
 	@$(VENV)/bin/sluice quickstart $(ARGS)
+
+quickstart-tools: $(VENV)/.installed-train  ## Train the tiny model to use a tool, in minutes
+	@$(VENV)/bin/sluice quickstart --task jars --run-dir runs/quickstart-tools $(ARGS)
 
 test: $(VENV)/.installed-dev  ## Run every check and every test
 	@$(PY) tools/run_checks.py

@@ -130,6 +130,10 @@ class EnvironmentDefectError(SluiceError):
     """An environment's own code failed. Names the method, the exception and its place."""
 
 
+class SandboxUnavailableError(EnvironmentUnavailable):
+    """The sandbox could not run a program: an infrastructure failure, never the program's fault."""
+
+
 class CheckpointError(SluiceError):
     """A checkpoint is missing, incomplete or of another model."""
 

@@ -77,7 +77,7 @@ async def _serve(config: RunConfig) -> None:
         credentials=credentials,
     )
     stop = asyncio.Event()
-    pool = configured_scorer_pool(config.reward, Path(config.sluice.run_dir))
+    pool = configured_scorer_pool(config.reward, config.sluice.sandbox, Path(config.sluice.run_dir))
     with stop_on_signals(stop), open_run_files(config) as files:
         played = _environments(config, limit, credentials)
         async with client, pool as scorers, played as environments:

@@ -19,7 +19,7 @@ from services.reward.generation.request import (
     training_sampling,
 )
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
-from services.reward.grading.scorers.registry import check_routes, scorer_for
+from services.reward.grading.scorers.registry import RULES, check_routes, scorer_for
 from services.reward.group_table import GroupState, GroupTable, prompts_lost
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.loop import GroupAdmission, GroupLoop, LoopParts
@@ -64,8 +64,10 @@ from sluice.config.derived import (
     prompt_images,
 )
 from sluice.config.run import RunConfig
+from sluice.data.known_sources import PROGRAM_TESTS
 from sluice.data.prompt_files import PromptFiles
 from sluice.errors import NotReadyError
+from sluice.sandbox.choice import backend_of
 from sluice.telemetry.samples import FOLDER_NAME, SampleArchive, mib
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress
@@ -399,6 +401,8 @@ def _settings(config: RunConfig, epoch_rows: int) -> GroupSettings:
 def _data_source_check(config: RunConfig) -> Callable[[str], None]:
     reward = config.reward
     check_routes(reward.scorer_routes)
+    has_sandbox = backend_of(config.sluice.sandbox, reward.sandbox_fusion) is not None
+    programs = RULES[PROGRAM_TESTS] if has_sandbox else None  # scorer processes have the sandbox
 
     is_graded = may_grade_itself(config)
 
@@ -406,6 +410,6 @@ def _data_source_check(config: RunConfig) -> Callable[[str], None]:
         if is_graded:  # a sample without any grade is a failed sample
             return
         if reward.custom_reward_function.path is None and not reward.reward_model.enable:
-            scorer_for(data_source, reward.scorer_routes)
+            scorer_for(data_source, reward.scorer_routes, programs=programs)
 
     return check

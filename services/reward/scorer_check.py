@@ -20,6 +20,7 @@ from services.reward.grading.pool import configured_scorer_pool
 from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status
 from sluice.config.schema.reward import RewardConfig
+from sluice.config.schema.sandbox import SandboxConfig
 from sluice.doctor.trial import TrialAnswer
 from sluice.types import Scored
 
@@ -29,6 +30,7 @@ class ScorerTrial(msgspec.Struct, frozen=True):
     `enough_s` is not graded any more."""
 
     reward: RewardConfig
+    sandbox: SandboxConfig = SandboxConfig()
     rows: list[ScorerInput] = []
     enough_s: float = math.inf
 
@@ -44,7 +46,7 @@ async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
     one_process = msgspec.structs.replace(reward.scorer_pool, num_workers=1)
     began_s, answers = time.monotonic(), list[TrialAnswer]()
     alone = msgspec.structs.replace(reward, scorer_pool=one_process)
-    async with configured_scorer_pool(alone) as pool:
+    async with configured_scorer_pool(alone, trial.sandbox) as pool:
         for row in trial.rows:
             if answers and time.monotonic() - began_s > trial.enough_s:
                 break

@@ -96,7 +96,7 @@ def try_function(
     config = _config(function, settings or [], data)
     pairs = _pairs(config, count, responses, with_truth=with_truth)
     enough_s = len(pairs) * (config.reward.scorer_pool.timeout_s + _CALL_S)
-    answers, printed = try_responses(config.reward, pairs, enough_s)
+    answers, printed = try_responses(config, pairs, enough_s)
     if printed:
         typer.echo(printable(printed), err=True)
     for number, ((row, response), answer) in enumerate(zip(pairs, answers, strict=False)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ANY_ENDING = "*"
+PROGRAM_TESTS = "program_tests"
+"""The scorer that runs programs, which needs a sandbox."""
 
 DEFAULT_ROUTES: Mapping[str, str] = {
     "openai/gsm8k": "gsm8k",
@@ -28,6 +30,7 @@ DEFAULT_ROUTES: Mapping[str, str] = {
         ),
         "exact_match",
     ),
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), PROGRAM_TESTS),
 }
 """The scorer's name by data source. A key that ends in ``*`` is the beginning of a data source."""
 

@@ -15,6 +15,7 @@ from sluice.doctor import (
     machine,
     network,
     packages,
+    programs,
     prompts,
     reward,
 )
@@ -111,6 +112,15 @@ CHECKS: tuple[Check, ...] = (
     Check("npu", "NPUs, CANN and their variables", machine.check_npus, needs_run=False),
     Check("open-files", "the limit of open files", machine.check_open_files, needs_run=False),
     Check("network", "the networks of collectives", network.check_network, needs_run=False),
+    Check(
+        "sandbox",
+        "the sandbox of programs",
+        programs.check_sandbox,
+        needs_run=False,
+        deadline_s=programs.DEADLINE_S,
+        before_start=True,
+        of_host=True,
+    ),
     Check(
         "configuration",
         "the configuration's rules",

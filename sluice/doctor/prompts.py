@@ -11,13 +11,14 @@ from sluice.config.derived import may_grade_itself
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
-from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
+from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
 from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import ConfigError, DataError
+from sluice.sandbox.choice import NO_SANDBOX, backend_of
 
 DEADLINE_S = 100.0
 _MEASURING_S = 90.0
@@ -52,7 +53,10 @@ def _row_findings(
     reward, batch = config.reward, config.data.train_batch_size
     is_scored = reward.custom_reward_function.path is None and not reward.reward_model.enable
     if is_scored and not may_grade_itself(config):
-        yield from source_findings(key, sources, {**DEFAULT_ROUTES, **reward.scorer_routes})
+        routes = {**DEFAULT_ROUTES, **reward.scorer_routes}
+        yield from source_findings(key, sources, routes)
+        if backend_of(config.sluice.sandbox, reward.sandbox_fusion) is None:
+            yield from program_findings(key, sources, routes)
     if key == TRAIN_KEY and opened.num_rows < batch:
         yield warning(
             f"{key}: {opened.num_rows} rows are fewer than data.train_batch_size = {batch}",
@@ -76,6 +80,15 @@ def source_findings(
             "set reward.custom_reward_function.path, or name a built-in scorer in "
             f"reward.scorer_routes ({', '.join(sorted(set(routes.values())))})",
         )
+
+
+def program_findings(
+    key: str, sources: Mapping[str, int], routes: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield a problem if programs are to be graded, where no sandbox is configured."""
+    programs = [name for name in sources if scorer_name(name, routes) == PROGRAM_TESTS]
+    if programs:
+        yield of_text(f"{key}: data source {programs[0]!r}: {NO_SANDBOX}", "nothing may run them")
 
 
 def _length_findings(

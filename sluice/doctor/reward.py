@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from sluice.concurrency.answers import answer_of
-from sluice.config.schema.reward import RewardConfig
-from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
+from sluice.config.run import RunConfig
+from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import DataError, SluiceError
+from sluice.sandbox.choice import backend_of
 
 COMMAND = "services.reward.scorer_check"
 DEADLINE_S = 95.0
@@ -34,7 +35,7 @@ def check_reward(examined: Examined) -> Iterator[Finding]:
         return
     rows = _rows(examined)
     try:
-        answers = try_scorer(reward, rows)
+        answers = try_scorer(examined.config, rows)
     except SluiceError as error:
         yield of_text(str(error), _REFUSED)
         return
@@ -66,21 +67,21 @@ def trial_finding(what: str, places: Sequence[str], answers: Sequence[TrialAnswe
     )
 
 
-def try_scorer(reward: RewardConfig, rows: Sequence[PromptRow]) -> list[TrialAnswer]:
+def try_scorer(config: RunConfig, rows: Sequence[PromptRow]) -> list[TrialAnswer]:
     """Return the outcomes of a made-up response to each row, or to the first rows if grading takes
     long; errors as `try_responses`."""
     pairs = [(row, made_up_response(row)) for row in rows]
-    answers, _ = try_responses(reward, pairs, ENOUGH_S)
+    answers, _ = try_responses(config, pairs, ENOUGH_S)
     return answers
 
 
 def try_responses(
-    reward: RewardConfig, pairs: Sequence[tuple[PromptRow, str]], enough_s: float
+    config: RunConfig, pairs: Sequence[tuple[PromptRow, str]], enough_s: float
 ) -> tuple[list[TrialAnswer], str]:
     """Grade responses in a scorer process, with its limits.
 
     Args:
-        reward: what grades.
+        config: what grades, and in which sandbox.
         pairs: rows, each with a response.
         enough_s: a row after this is not graded any more.
 
@@ -90,8 +91,10 @@ def try_responses(
     Raises:
         ConfigError: what grades cannot be loaded; names file, function and the Python error.
     """
+    reward = config.reward
     trial = {
         "reward": msgspec.to_builtins(reward),
+        "sandbox": msgspec.to_builtins(config.sluice.sandbox),
         "rows": [
             (row.data_source, response, row.ground_truth, row.extra_info, _question(row))
             for row, response in pairs
@@ -127,6 +130,9 @@ def _rows(examined: Examined) -> list[PromptRow]:
     config, counts = examined.config, Counter[str]()
     reward, rows = config.reward, list[PromptRow]()
     routes = {**DEFAULT_ROUTES, **reward.scorer_routes}
+    ungraded: set[str | None] = {None}
+    if backend_of(config.sluice.sandbox, reward.sandbox_fusion) is None:
+        ungraded.add(PROGRAM_TESTS)
     is_custom = reward.custom_reward_function.path is not None
     for key in (TRAIN_KEY, VAL_KEY):
         if not file_names(config.data, key):
@@ -134,7 +140,7 @@ def _rows(examined: Examined) -> list[PromptRow]:
         try:
             for row in examined.first_rows(key)[1]:
                 source = row.data_source
-                is_graded = is_custom or scorer_name(source, routes) is not None
+                is_graded = is_custom or scorer_name(source, routes) not in ungraded
                 if is_graded and counts[source] < ROWS_OF_A_SOURCE:
                     counts[source] += 1
                     rows.append(row)

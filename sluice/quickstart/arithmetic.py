@@ -73,6 +73,7 @@ class Task:
     max_response_tokens: int
     overlong_buffer_tokens: int
     num_experts: int = 0
+    overrides: tuple[str, ...] = ()
 
     def num_sequences(self, num_terms: int) -> int:
         """Return the number of sequences of numbers, without signs."""

@@ -179,10 +179,21 @@ class WarmStartResult:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmStartRow:
+    """One dialogue: its token ids, which of them are imitated, and the entropy of the teacher's
+    choices in nats, which no model avoids.
+    """
+
+    token_ids: list[int]
+    is_answer: list[bool]
+    entropy: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Batch:
     token_ids: torch.Tensor  # [dialogues, width] int64, padded on the right
     targets: torch.Tensor  # [dialogues, width] int64, the next token where it is an answer's
-    worked_steps_per_token: float
+    entropy: float  # nats per trained token
 
 
 def warm_start(
@@ -199,16 +210,35 @@ def warm_start(
     """
     entropy = slip_entropy(settings.wrong_step_rate)
 
+    def row(dialogue: Dialogue) -> WarmStartRow:
+        prompt, answer = encode_dialogue(tokenizer, dialogue)
+        is_answer = [False] * len(prompt) + [True] * len(answer)
+        return WarmStartRow(prompt + answer, is_answer, entropy * dialogue.answer.num_steps)
+
+    return warm_start_on_rows(model, map(row, dialogues), settings, progress)
+
+
+def warm_start_on_rows(
+    model: QuickstartModel,
+    rows: Iterable[WarmStartRow],
+    settings: WarmStartSettings,
+    progress: WarmStartProgress,
+) -> WarmStartResult:
+    """Train `model` in place on `rows`, one batch after the other, until the rate is zero.
+
+    Raises:
+        ValueError: there are too few rows (``settings.max_dialogues`` are always enough).
+    """
+
     def loss_of(batch: _Batch) -> tuple[torch.Tensor, float]:
         # No attention mask: padding is on the right, where causal attention never looks. Logits
         # only for answer positions halve the cost of the output layer.
         hidden = model.model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         trained = batch.targets != IGNORED
         loss = functional.cross_entropy(model.lm_head(hidden[trained]), batch.targets[trained])
-        return loss, entropy * batch.worked_steps_per_token
+        return loss, batch.entropy
 
-    batches = _batches(tokenizer, dialogues, settings.batch_dialogues)
-    return fit(model, batches, loss_of, settings, progress)
+    return fit(model, _batches(rows, settings.batch_dialogues), loss_of, settings, progress)
 
 
 def fit(
@@ -271,28 +301,24 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _batches(
-    tokenizer: Tokenizer, dialogues: Iterable[Dialogue], batch_dialogues: int
-) -> Iterator[_Batch]:
+def _batches(rows: Iterable[WarmStartRow], batch_dialogues: int) -> Iterator[_Batch]:
     """Yield whole batches in the given order.
 
     Sorting by length would save a fifth of the time. But then all problems of a batch have the
     same number of terms, and the model learns far later to find its operands.
     """
-    remaining = iter(dialogues)
+    remaining = iter(rows)
     while len(chunk := list(islice(remaining, batch_dialogues))) == batch_dialogues:
-        yield _collate(tokenizer, chunk)
+        yield _collate(chunk)
 
 
-def _collate(tokenizer: Tokenizer, dialogues: list[Dialogue]) -> _Batch:
-    rows = [encode_dialogue(tokenizer, dialogue) for dialogue in dialogues]
-    width = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
+def _collate(rows: list[WarmStartRow]) -> _Batch:
+    width = max(len(row.token_ids) for row in rows) - 1
     token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
     targets = torch.full((len(rows), width), IGNORED, dtype=torch.int64)
-    for row, (prompt, answer) in enumerate(rows):
-        inputs = (prompt + answer)[:-1]
-        token_ids[row, : len(inputs)] = torch.tensor(inputs)
-        targets[row, len(prompt) - 1 : len(inputs)] = torch.tensor(answer)
-    num_worked_steps = sum(dialogue.answer.num_steps for dialogue in dialogues)
-    num_answer_tokens = sum(len(answer) for _, answer in rows)
-    return _Batch(token_ids, targets, num_worked_steps / num_answer_tokens)
+    for number, row in enumerate(rows):
+        ids, is_answer = torch.tensor(row.token_ids), torch.tensor(row.is_answer)
+        token_ids[number, : len(ids) - 1] = ids[:-1]
+        targets[number, : len(ids) - 1] = torch.where(is_answer[1:], ids[1:], IGNORED)
+    num_trained = sum(sum(row.is_answer) for row in rows)
+    return _Batch(token_ids, targets, sum(row.entropy for row in rows) / num_trained)

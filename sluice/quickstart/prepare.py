@@ -29,7 +29,9 @@ from sluice.quickstart.arithmetic import (
     split_problems,
     write_dataset,
 )
+from sluice.quickstart.jars import JARS, JarsTask
 from sluice.quickstart.settings import (
+    JARS_SETTINGS,
     SHAPES_SETTINGS,
     PrepareProgress,
     PrepareSettings,
@@ -45,16 +47,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AnyTask = Task | ShapesTask | JarsTask
+
 # Increase it when the same settings give other files: existing folders are then made again.
 FORMAT_VERSION = 2
 STAMP_NAME = "prepared.json"
+_SIZES = {SHAPES.name: SHAPES_SETTINGS, JARS.name: JARS_SETTINGS}
 
 
 @dataclass(frozen=True, slots=True)
 class QuickstartAssets:
     """The quickstart's files. `model_dir` holds model and tokenizer."""
 
-    task: Task | ShapesTask
+    task: AnyTask
     model_dir: Path
     train_file: Path
     val_file: Path
@@ -76,8 +81,7 @@ def prepare(
         ConfigError: the task is unknown, or the sizes do not fit its problem space.
     """
     chosen = _task_named(task)
-    default = SHAPES_SETTINGS if chosen is SHAPES else PrepareSettings()
-    sizes = settings or default
+    sizes = settings or _SIZES.get(task, PrepareSettings())
     stamped = {"format": FORMAT_VERSION, "task": asdict(chosen), "seed": seed, **asdict(sizes)}
     found = read_facts(directory, stamped)
     if found is not None:
@@ -88,6 +92,10 @@ def prepare(
         from sluice.quickstart.prepare_shapes import make_shapes  # needs Pillow
 
         facts = make_shapes(directory, seed, sizes, progress)
+    elif isinstance(chosen, JarsTask):
+        from sluice.quickstart.prepare_jars import make_jars
+
+        facts = make_jars(directory, seed, sizes, progress)
     else:
         facts = _make(directory, chosen, seed, sizes, progress)
     assets = _assets(directory, chosen, facts, reused=False)
@@ -131,15 +139,15 @@ def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _task_named(name: str) -> Task | ShapesTask:
-    known: dict[str, Task | ShapesTask] = {**TASKS, SHAPES.name: SHAPES}
+def _task_named(name: str) -> AnyTask:
+    known: dict[str, AnyTask] = {**TASKS, SHAPES.name: SHAPES, JARS.name: JARS}
     if name not in known:
         raise ConfigError(f"task: {name!r} is unknown; choose one of {', '.join(known)}")
     return known[name]
 
 
 def _assets(
-    directory: Path, task: Task | ShapesTask, facts: QuickstartFacts, *, reused: bool
+    directory: Path, task: AnyTask, facts: QuickstartFacts, *, reused: bool
 ) -> QuickstartAssets:
     return QuickstartAssets(
         task=task,

@@ -57,6 +57,19 @@ SHAPES_SETTINGS = PrepareSettings(
 """Settings of `shapes`. Its answers have one step: the model starts right three times in ten."""
 
 
+JARS_SETTINGS = PrepareSettings(
+    num_train=6_000,
+    warm_start=WarmStartSettings(
+        batch_dialogues=32,
+        hold_until_excess_loss=0.02,
+        max_hold_steps=600,
+        decay_steps=150,
+        wrong_step_rate=0.4,
+    ),
+)
+"""Settings of `jars`; `wrong_step_rate` is the share of numbers that teachers guess."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
     """The progress of the preparation; `loss` is the warm start's, in nats per token.

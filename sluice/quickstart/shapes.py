@@ -64,6 +64,7 @@ class ShapesTask:
     max_prompt_tokens: int = 56
     max_response_tokens: int = 16
     overlong_buffer_tokens: int = 4
+    overrides: tuple[str, ...] = ()
 
 
 SHAPES = ShapesTask()

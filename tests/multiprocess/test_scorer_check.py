@@ -31,7 +31,7 @@ def tried(tmp_path: Path, source: str, *settings: str) -> list[TrialAnswer]:
     path = tmp_path / "score.py"
     path.write_text(source)
     config = load_config(None, [f"{KEY}.path={path}", *settings])
-    answers = try_scorer(config.reward, ROWS)
+    answers = try_scorer(config, ROWS)
     assert own_children() == []
     return answers
 

@@ -15,6 +15,7 @@ import pytest
 
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.pool import ScorerPool, running_scorer_pool
+from sluice.config.run import RunConfig
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
     RewardConfig,
@@ -110,7 +111,8 @@ def test_reward_try_asks_the_model_that_the_run_would_ask() -> None:
     row = PromptRow((ChatMessage("user", "2+2?"),), "mine", "4", {}, "row 0")
     with served(lambda handler: handler.answer(completion("Grade: 0.75"))) as (settings, requests):
         reward = RewardConfig(reward_model=msgspec.structs.replace(settings, enable=True))
-        answers, _ = try_responses(reward, [(row, "It is 4.")], 20.0)
+        config = msgspec.structs.replace(RunConfig(), reward=reward)
+        answers, _ = try_responses(config, [(row, "It is 4.")], 20.0)
     assert [one.score for one in answers] == [0.75]
     ((_, _, body),) = requests
     assert body["messages"] == [{"role": "user", "content": "2+2?|It is 4.|4"}]

@@ -78,7 +78,7 @@ class EpisodeGenerator:
         return self._dispatcher.rules
 
     def may_validate(self, version: int) -> bool:
-        """Return whether a replica is held at this version."""
+        """Return whether a replica, busy or paused, serves validations of `version`."""
         return self._dispatcher.may_validate(version)
 
     async def generate(

@@ -431,7 +431,7 @@ class GroupDispatcher:
             self.num_received[request.purpose] += request.progress.num_received - num_before
         if arrival.num_finished:
             self._queue.sequences_ended(reservation, arrival.num_finished)
-            prompt = request.progress.prompt_token_ids
+            prompt = collected.prompt_token_ids
             for rollout in event.rollouts:
                 self._queue.context_ended(
                     (0 if prompt is None else prompt.size) + rollout.num_tokens

@@ -221,7 +221,8 @@ class GroupRequest:
 
     def requirement(self, num_sequences: int) -> ReplicaRequirement:
         """Return what a replica needs for so many of the samples."""
-        return ReplicaRequirement(num_sequences, self.lowest_version, self.highest_version)
+        prefer = "" if self.turn is None else self.turn.prefer
+        return ReplicaRequirement(num_sequences, self.lowest_version, self.highest_version, prefer)
 
 
 def first_samples(count: int) -> tuple[int, ...]:
@@ -297,7 +298,7 @@ class SampleGenerator(Protocol):
         ...
 
     def may_validate(self, version: int) -> bool:
-        """Return whether a replica is held at this version; see `GroupDispatcher.may_validate`."""
+        """Return whether a replica, busy or paused, serves validations of `version`."""
         ...
 
     async def generate(

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from sluice.config.schema.reward import RewardModelConfig
+from sluice.config.schema.reward import RewardModelConfig, SandboxFusionConfig
+from sluice.config.schema.sandbox import SandboxConfig
 
 FRAME_HEADER = struct.Struct("<I")
 MAX_REPLY_BYTES = 64 * 2**20
@@ -41,6 +42,8 @@ class ScorerSetup(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: int
     routes: Mapping[str, str] = {}
     reward_model: RewardModelConfig | None = None
+    sandbox: SandboxConfig = SandboxConfig()
+    sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
 
 
 class SetupReply(msgspec.Struct, frozen=True, array_like=True):

@@ -47,8 +47,10 @@ from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
     RewardConfig,
     RewardModelConfig,
+    SandboxFusionConfig,
     ScorerPoolConfig,
 )
+from sluice.config.schema.sandbox import SandboxConfig
 from sluice.errors import DeadlineError
 from sluice.types import Failed, FailureKind, Scored
 
@@ -57,6 +59,7 @@ logger = logging.getLogger(__name__)
 MAX_UNEXPLAINED_FAULTS = 3
 MAX_KNOWN_SOURCES = 256
 MAX_SOURCE_CHARS = 100
+_NO_SANDBOXES = (SandboxConfig(), SandboxFusionConfig())
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +89,7 @@ class ScorerPool:
         reward_model: used instead of the built-in scorers, if there is one.
         run_dir: the run's folder; what earlier services of the same run left behind is ended.
             ``None``: the pool belongs to no run.
+        sandboxes: where programs run; by default nowhere.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class ScorerPool:
         routes: Mapping[str, str] | None = None,
         reward_model: RewardModelConfig | None = None,
         run_dir: Path | None = None,
+        sandboxes: tuple[SandboxConfig, SandboxFusionConfig] = _NO_SANDBOXES,
     ) -> None:
         self._family = family_of(run_dir)
         self._max_chars = pool.max_response_chars
@@ -108,6 +113,7 @@ class ScorerPool:
             pool.memory_mb * 2**20,
             routes or {},
             reward_model,
+            *sandboxes,
         )
         self._slots = [_WorkerSlot() for _ in range(pool.num_workers)]
         self._idle: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
@@ -282,9 +288,10 @@ async def running_scorer_pool(
     routes: Mapping[str, str] | None = None,
     reward_model: RewardModelConfig | None = None,
     run_dir: Path | None = None,
+    sandboxes: tuple[SandboxConfig, SandboxFusionConfig] = _NO_SANDBOXES,
 ) -> AsyncIterator[ScorerPool]:
     """Run a pool (arguments of `ScorerPool`); no process outlives the block."""
-    scorers = ScorerPool(pool, custom, routes, reward_model, run_dir)
+    scorers = ScorerPool(pool, custom, routes, reward_model, run_dir, sandboxes)
     try:
         await scorers.start()
         async with beside(scorers.watch(), "idle scorers"):
@@ -310,7 +317,7 @@ async def beside(work: Coroutine[object, object, None], name: str) -> AsyncItera
 
 
 def configured_scorer_pool(
-    reward: RewardConfig, run_dir: Path | None = None
+    reward: RewardConfig, sandbox: SandboxConfig, run_dir: Path | None = None
 ) -> AbstractAsyncContextManager[ScorerPool]:
     """Return the configured pool, as `running_scorer_pool`."""
     return running_scorer_pool(
@@ -319,6 +326,7 @@ def configured_scorer_pool(
         reward.scorer_routes,
         reward.reward_model if reward.reward_model.enable else None,
         run_dir,
+        (sandbox, reward.sandbox_fusion),
     )
 
 

@@ -47,8 +47,10 @@ from services.reward.grading.messages import (
     note_progress,
 )
 from services.reward.grading.scorers.custom import load_custom_scorer
+from services.reward.grading.scorers.program_tests import ProgramTests
 from services.reward.grading.scorers.registry import Scorer, check_routes, scorer_for
 from sluice.errors import SluiceError
+from sluice.sandbox.choice import backend_of, limits_of, proven_sandbox
 
 SCORE_KEY = "score"
 ACCURACY_KEY = "acc"
@@ -325,7 +327,16 @@ def _chosen_scorer(setup: ScorerSetup) -> ItemScorer:
         model = RewardModelScorer(setup.reward_model, setup.timeout_s)
         return lambda item: _graded(partial(model, question=item.question), item)
     check_routes(setup.routes)
-    return lambda item: _graded(scorer_for(item.data_source, setup.routes), item)
+    programs = _program_tests(setup)
+    return lambda item: _graded(scorer_for(item.data_source, setup.routes, programs=programs), item)
+
+
+def _program_tests(setup: ScorerSetup) -> ProgramTests | None:
+    """Return what grades programs, in a sandbox that has run one; ``None``: none is configured."""
+    if backend_of(setup.sandbox, setup.sandbox_fusion) is None:
+        return None
+    sandbox = proven_sandbox(setup.sandbox, setup.sandbox_fusion)
+    return ProgramTests(sandbox, limits_of(setup.sandbox), setup.timeout_s)
 
 
 def _graded(scorer: Scorer, item: ScorerInput) -> object:

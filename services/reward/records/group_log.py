@@ -233,6 +233,12 @@ class GroupLog:
         return round(at_s - self._start, 4)
 
 
+def waiting_bytes(samples_per_batch: int, most_chars: int) -> int:
+    """Return how many bytes of text may wait for the archive: those of a batch, whose groups all
+    end at once, at two bytes a character."""
+    return max(MOST_WAITING_BYTES, 2 * samples_per_batch * most_chars)
+
+
 def _episode_lines(rollouts: Sequence[Rollout]) -> list[EpisodeLine] | msgspec.UnsetType:
     if not any(map(is_episode, rollouts)):
         return msgspec.UNSET
@@ -247,12 +253,6 @@ def _episode_lines(rollouts: Sequence[Rollout]) -> list[EpisodeLine] | msgspec.U
         )
         for rollout in rollouts
     ]
-
-
-def waiting_bytes(samples_per_batch: int, most_chars: int) -> int:
-    """Return how many bytes of text may wait for the archive: those of a batch, whose groups all
-    end at once, at two bytes a character."""
-    return max(MOST_WAITING_BYTES, 2 * samples_per_batch * most_chars)
 
 
 def _append(path: Path, lines: Sequence[GroupLine]) -> None:

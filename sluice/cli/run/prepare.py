@@ -139,7 +139,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
     _report_notices((*notes, *replaced), report)
     check_config(config)
-    try_scorer(config.reward, ())
+    try_scorer(config, ())
     if stop_grace is not None:
         # The services of an active run read the configuration that it began with.
         check_stop_grace(load_config(written, ()) if is_active else config, stop_grace)

@@ -58,7 +58,8 @@ def quickstart(
     task: Annotated[
         str,
         typer.Option(
-            help="quickstart, stretch (harder), experts (sparse model), or shapes (pictures)."
+            help="quickstart, stretch (harder), experts (sparse model), shapes (pictures), or "
+            "jars (a tool)."
         ),
     ] = "quickstart",
     seed: Annotated[int, typer.Option(help="Seed of data, model and sampling.")] = 0,
@@ -127,6 +128,7 @@ def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[s
         f"data.seed={seed}",
         f"actor_rollout_ref.rollout.seed={seed}",
         f"trainer.seed={seed}",
+        *assets.task.overrides,
     ]
 
 

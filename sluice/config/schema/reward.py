@@ -118,6 +118,18 @@ class ScorerPoolConfig(Section, frozen=True):
     """Only the last this many characters of a response are graded."""
 
 
+class SandboxFusionConfig(Section, frozen=True):
+    """A server of SandboxFusion, which runs programs elsewhere."""
+
+    url: str | None = None
+    """URL that runs a program; it usually ends in /run_code. This server is the sandbox if
+    sluice.sandbox.backend is not set.
+    """
+
+    memory_limit_mb: PositiveInt = 1024
+    """Memory of a program on that server, MiB."""
+
+
 class RewardConfig(Section, frozen=True):
     """Grading."""
 
@@ -126,6 +138,7 @@ class RewardConfig(Section, frozen=True):
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
     scorer_pool: ScorerPoolConfig = ScorerPoolConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
+    sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
     scorer_routes: dict[str, str] = msgspec.field(default_factory=dict)
     """Built-in scorer of each data source; a key that ends in * covers all sources with that prefix
     (aime*). These routes override verl's.

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from sluice.config.schema.environment import EnvironmentConfig
 from sluice.config.schema.limits import LimitsConfig
+from sluice.config.schema.sandbox import SandboxConfig
 from sluice.config.schema.section import (
     NonNegativeInt,
     PositiveFloat,
@@ -392,6 +393,7 @@ class ServiceConfig(Section, frozen=True):
     dashboard: DashboardConfig = DashboardConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     max_message_mb: Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)] | None = None
     """Largest gRPC message, MiB; none: 64, or what a sample or a batch's outline needs, if more."""
 

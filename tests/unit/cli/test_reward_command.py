@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli import reward as module
 from sluice.cli.main import commands
+from sluice.config.run import RunConfig
 from sluice.config.schema.reward import RewardConfig
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.trial import TrialAnswer
@@ -28,8 +29,9 @@ class ScriptedScorer:
         self.printed = ""
 
     def __call__(
-        self, reward: RewardConfig, pairs: Sequence[tuple[PromptRow, str]], enough_s: float
+        self, config: RunConfig, pairs: Sequence[tuple[PromptRow, str]], enough_s: float
     ) -> tuple[list[TrialAnswer], str]:
+        reward = config.reward
         assert enough_s >= len(pairs) * reward.scorer_pool.timeout_s
         self.reward, self.pairs = reward, list(pairs)
         return [self._answer(*one) for one in enumerate(pairs)], self.printed

@@ -20,7 +20,7 @@ from services.reward.grading.scorers.registry import (
     scored_characters,
     scorer_for,
 )
-from sluice.data.known_sources import DEFAULT_ROUTES
+from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS
 from sluice.errors import ConfigError, DataError
 
 RIGHT = {
@@ -41,6 +41,7 @@ RIGHT = {
         )
     },
 }
+PROGRAMS = ["codecontests", "apps", "codeforces", "taco"]
 NUMINA = [
     *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc"),
     *("numina_cn_k12", "numina_olympiads"),
@@ -62,7 +63,7 @@ def test_every_source_goes_where_verl_sends_it(source: str) -> None:
 
 def test_the_routes_are_verls_and_no_others() -> None:
     exact = {source for source in RIGHT if not source.startswith("aime")}
-    assert set(DEFAULT_ROUTES) == {*exact, "aime*", *NUMINA}
+    assert set(DEFAULT_ROUTES) == {*exact, "aime*", *NUMINA, *PROGRAMS}
 
 
 def test_numina_goes_to_math_verify() -> None:
@@ -78,10 +79,12 @@ def test_a_missing_package_is_told_with_how_to_install_it(
         scorer_for(source)
 
 
-@pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])
-def test_programs_are_refused_because_nothing_may_run_them(source: str) -> None:
-    with pytest.raises(DataError, match=rf"'{source}'.*sandbox.*custom_reward_function\.path"):
+@pytest.mark.parametrize("source", PROGRAMS)
+def test_programs_are_refused_without_a_sandbox_and_graded_with_one(source: str) -> None:
+    with pytest.raises(DataError, match=rf"'{source}'.*sluice\.sandbox\.backend=bubblewrap"):
         scorer_for(source)
+    scorer = scorer_for(source, programs=lambda response, truth: len(response + truth))
+    assert scorer(data_source=source, solution_str="ab", ground_truth="c", extra_info={}) == 3
 
 
 def test_an_unknown_source_is_told_with_row_remedy_and_the_known_ones() -> None:
@@ -137,7 +140,7 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(RULES) - {MATH_VERIFY}))
+@pytest.mark.parametrize("name", sorted(set(RULES) - {MATH_VERIFY, PROGRAM_TESTS}))
 @settings(deadline=None)
 @given(response=TEXTS, truth=TEXTS)
 def test_every_response_gets_one_of_the_scorers_scores(

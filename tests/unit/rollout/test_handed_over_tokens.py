@@ -21,7 +21,6 @@ from services.rollout.engines.protocol import (
     PartialSample,
     RequestTokens,
     SampleChunk,
-    num_tokens,
 )
 from services.rollout.generation import (
     GenerationEvent,
@@ -37,6 +36,7 @@ from tests.support.causal_lms import (
     save_config,
     weights_of,
 )
+from tests.support.engine_contract_world import num_tokens
 
 MAX_TOKENS = 30
 WAYS_TO_TRAVEL = (

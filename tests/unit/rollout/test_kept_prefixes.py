@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from services.rollout.engines.embedded.decoder import KnownPrefix
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.kept_prefixes import KeptPrefixes
-from services.rollout.engines.protocol import GenerationRequest, PauseMode
+from services.rollout.engines.protocol import GenerationRequest
 from tests.support.causal_lms import (
     chunks_of,
     generate,
@@ -126,16 +126,6 @@ async def test_kept_prefixes_survive_new_weights_as_running_samples_caches_do(
         await engine.load_weights(weights_of(new, engine), 2, "two")
         reused = await _reused(engine, _turn([*_PROMPT, *answer, 30], "a"))
         assert (reused > 0) is not recompute_kv
-
-
-async def test_a_pause_that_recomputes_caches_forgets_kept_prefixes(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    async with running_engine(model_path, model) as engine:
-        answer, _ = await _answer(engine, _turn(_PROMPT, "a"))
-        await engine.pause(PauseMode.RECOMPUTE)
-        await engine.resume()
-        assert await _reused(engine, _turn([*_PROMPT, *answer, 30], "a")) == 0
 
 
 def _prefix(tokens: Sequence[int]) -> KnownPrefix:

@@ -13,10 +13,12 @@ from services.reward.grading.scorers import (
     math_boxed,
     math_dapo,
     multiple_choice,
+    program_tests,
     symbolic_math,
 )
-from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
+from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.errors import ConfigError, DataError
+from sluice.sandbox.choice import NO_SANDBOX
 
 Rule = Callable[[str, str], object]
 """(response, ground truth) -> score, or a mapping with ``score``."""
@@ -49,6 +51,7 @@ RULES: Mapping[str, Rule] = {
     "multiple_choice": multiple_choice.compute_score,
     "exact_match": exact_match.compute_score,
     MATH_VERIFY: symbolic_math.compute_score,
+    PROGRAM_TESTS: program_tests.refused,
 }
 """Built-in scorers by the name that routes use."""
 
@@ -60,8 +63,6 @@ TAILS: Mapping[str, int] = {
 }
 """Scorers that look at the last characters of a response only, and at how many."""
 
-CODE_SOURCES = frozenset({"codecontests", "apps", "codeforces", "taco"})
-
 _REMEDY = (
     "set reward.custom_reward_function.path to a Python file that defines "
     "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
@@ -69,7 +70,11 @@ _REMEDY = (
 
 
 def scorer_for(
-    data_source: str, routes: Mapping[str, str] | None = None, *, row: str | None = None
+    data_source: str,
+    routes: Mapping[str, str] | None = None,
+    *,
+    row: str | None = None,
+    programs: Rule | None = None,
 ) -> Scorer:
     """Return the built-in scorer of a data source.
 
@@ -77,10 +82,11 @@ def scorer_for(
         data_source: as the row has it.
         routes: the user's, by data source or beginning (``aime*``); they win over verl's.
         row: where the data source comes from, for the message.
+        programs: grades programs in the configured sandbox; ``None``: there is none.
 
     Raises:
-        DataError: no built-in scorer knows it, it is code and needs a sandbox, or the scorer's
-            package is not installed.
+        DataError: no built-in scorer knows it, it needs a sandbox and there is none, or the
+            scorer's package is not installed.
         ConfigError: a route names no scorer.
     """
     where = f"{row}: " if row else ""
@@ -89,6 +95,10 @@ def scorer_for(
         raise DataError(f"{where}data_source '{data_source}': {_no_route(data_source)}")
     if name == MATH_VERIFY:
         symbolic_math.check_installed(f"{where}data_source '{data_source}'")
+    if name == PROGRAM_TESTS:
+        if programs is None:
+            raise DataError(f"{where}data_source '{data_source}': {NO_SANDBOX}; or {_REMEDY}")
+        return partial(_apply, programs)
     return partial(_apply, _rule(name))
 
 
@@ -116,8 +126,6 @@ def _name(data_source: str, routes: Mapping[str, str]) -> str | None:
 
 
 def _no_route(data_source: str) -> str:
-    if data_source in CODE_SOURCES:
-        return f"programs need a sandbox to run in, and none is built in; {_REMEDY}"
     return f"no built-in scorer knows it (known: {', '.join(sorted(DEFAULT_ROUTES))}); {_REMEDY}"
 
 

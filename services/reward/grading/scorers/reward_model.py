@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from services.reward.grading.scorers.bounded_http import Endpoint, HttpFault, endpoint, post
+from sluice.concurrency.bounded_http import Endpoint, HttpFault, endpoint, post
 from sluice.config.schema.reward import RewardModelConfig
 from sluice.errors import ConfigError, DataError, PeerError
 

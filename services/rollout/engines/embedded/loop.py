@@ -494,7 +494,11 @@ class GenerationLoop:
             return
         prefix = self._decoder.keep(row, self._table.history[row, :length].copy())
         if prefix is not None:
-            self._kept.put(sample.owner.request.affinity, prefix)
+            request = sample.owner.request
+            name = request.affinity
+            if len(request.sample_indexes) > 1:
+                name = f"{name}.{sample.sample_index}"
+            self._kept.put(name, prefix)
 
     def _routing(self, row: int) -> RoutedExperts | None:
         """Return the experts of all tokens of a row but the newest."""

@@ -1,0 +1,216 @@
+"""Run a program on test inputs, inside a sandbox, and write what it answers.
+
+The sandbox gets this file as text and nothing else of sluice, so it imports the standard library
+only. It knows no expected output: whatever the program does to it, it can only spoil its own
+answers. Input is a `Job` as JSON; output is `STARTED` and a line of JSON for each test.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+import time
+import types
+from contextlib import suppress
+from typing import Any, TypedDict
+
+STARTED = "runner started"
+FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
+# What programs for these data sets may use without importing it.
+PREAMBLE = """
+from string import *
+from re import *
+from datetime import *
+from collections import *
+from heapq import *
+from bisect import *
+from copy import *
+from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from io import *
+from sys import *
+from json import *
+from builtins import *
+from typing import *
+import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics
+import itertools, functools, operator, io, sys, json
+sys.setrecursionlimit(6 * 10**5)
+"""
+_LOOK_S = 0.02
+_CHUNK_BYTES = 1 << 16
+
+
+class Job(TypedDict):
+    """A program and its tests.
+
+    `inputs` are texts for standard input, or, for the function `fn_name`, one argument a line as
+    JSON. All tests share `total_s` seconds; each has at most `test_s`.
+    """
+
+    program: str
+    fn_name: str | None
+    inputs: list[Any]
+    total_s: float
+    test_s: float
+    output_bytes: int
+
+
+def main() -> None:
+    """Answer the job on standard input."""
+    job: Job = json.load(sys.stdin)
+    ends_s = time.monotonic() + job["total_s"]
+    namespace: dict[str, object] = {}
+    exec(PREAMBLE, namespace)  # noqa: S102 - imports once what every test's process then has
+    _say(STARTED)
+    num_tests = len(job["inputs"])
+    for test, given in enumerate(job["inputs"]):
+        left_s = ends_s - time.monotonic()
+        if left_s <= 0:
+            break
+        # An even share of what is left: a program that hangs on one test may solve the others.
+        end, output = run_test(job, given, min(job["test_s"], left_s / (num_tests - test)))
+        _say(json.dumps({"test": test, "end": end, "output": output}, ensure_ascii=False))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def run_test(job: Job, given: object, limit_s: float) -> tuple[str, str]:
+    """Run the program once, in a process of its own; return how it ended and what it answered."""
+    reader, writer = os.pipe()
+    with tempfile.TemporaryFile() as file:
+        if job["fn_name"] is None:
+            text = "\n".join(given) if isinstance(given, list) else str(given)
+            file.write(text.encode("utf-8", "replace"))
+            file.seek(0)
+        child = os.fork()
+        if child == 0:
+            _be_program(job, given, file.fileno(), writer)
+        os.close(writer)
+        try:
+            return _answer(child, reader, limit_s, job["output_bytes"])
+        finally:
+            os.close(reader)
+
+
+def _answer(child: int, reader: int, limit_s: float, most_bytes: int) -> tuple[str, str]:
+    ends_s, output, status = time.monotonic() + limit_s, bytearray(), None
+    while len(output) <= most_bytes and time.monotonic() < ends_s:
+        if select.select([reader], [], [], _LOOK_S)[0]:
+            chunk = os.read(reader, _CHUNK_BYTES)
+            output += chunk
+            if chunk:
+                continue
+            time.sleep(_LOOK_S / 20)  # it closed its output, and will end soon
+        elif status is not None:
+            break  # it has ended, and what it started holds the pipe
+        if status is None:
+            pid, code = os.waitpid(child, os.WNOHANG)
+            status = code if pid else None
+        elif not chunk:
+            break
+    timed_out = status is None
+    _end(child, timed_out)
+    if len(output) > most_bytes:
+        return FAILED, ""
+    if timed_out:
+        return TIMED_OUT, ""
+    return FINISHED if status == 0 else FAILED, output.decode("utf-8", "replace")
+
+
+def _end(child: int, is_running: bool) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    if is_running:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _be_program(job: Job, given: object, file: int, writer: int) -> None:
+    """Become the program; never return."""
+    code = 1
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        is_call = job["fn_name"] is not None
+        os.dup2(null if is_call else file, 0)
+        os.dup2(null if is_call else writer, 1)
+        os.dup2(null, 2)
+        sys.stdin, sys.stdout = io.TextIOWrapper(open(0, "rb")), io.TextIOWrapper(open(1, "wb"))  # noqa: SIM115
+        namespace = _module("solution" if is_call else "__main__")
+        if is_call:
+            result = _called(job, given, namespace)
+            with os.fdopen(writer, "w", encoding="utf-8") as answer:
+                json.dump(result, answer)
+        else:
+            _scripted(job["program"], namespace)
+        sys.stdout.flush()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _module(name: str) -> dict[str, Any]:
+    """Return the names of a new module, with those of the preamble."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(PREAMBLE, module.__dict__)  # noqa: S102
+    return module.__dict__
+
+
+def _scripted(program: str, namespace: dict[str, Any]) -> None:
+    builtins.open = namespace["open"] = _open_or_input
+    try:
+        exec(compile(program, "main.py", "exec"), namespace)  # noqa: S102 - what the sandbox is for
+    except SystemExit:
+        return
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+
+
+_OPEN: Any = builtins.open
+
+
+def _open_or_input(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as open
+    """Open a file; one to read that is not there has the test's input, such as input.txt."""
+    try:
+        return _OPEN(file, mode, *args, **kwargs)
+    except FileNotFoundError:
+        if "r" not in mode:
+            raise
+        return _OPEN(0, mode, *args, closefd=False, **kwargs)
+
+
+def _called(job: Job, given: object, namespace: dict[str, Any]) -> object:
+    """Return what the function returns; tuples become lists on their way out."""
+    program, name = job["program"], job["fn_name"] or ""
+    namespace.pop(name, None)  # operator has an add, but the program has to have one
+    exec(compile(program, "main.py", "exec"), namespace)  # noqa: S102 - what the sandbox is for
+    lines = given.split("\n") if isinstance(given, str) else None
+    arguments: Any = given if lines is None else [json.loads(line) for line in lines]
+    if arguments and isinstance(arguments[0], dict):
+        # JSON has text for keys.
+        with suppress(ValueError):
+            arguments = [{int(key): value for key, value in arguments[0].items()}]
+    owner = namespace["Solution"]() if "class Solution" in program else None
+    function = namespace[name] if owner is None else getattr(owner, name)
+    return function(*arguments)
+
+
+if __name__ == "__main__":
+    main()

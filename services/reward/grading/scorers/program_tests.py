@@ -1,0 +1,248 @@
+"""Programs against tests: codecontests, apps, codeforces and taco, as verl's prime_code grades them
+(`verl/utils/reward_score/prime_code`), but each program runs in a sandbox.
+
+The sandbox gets the inputs and returns the outputs. Expected outputs never get there, so a program
+can neither read them nor answer for the scorer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from services.reward.grading.scorers import program_runner
+from sluice.errors import ConfigError, DataError, SandboxUnavailableError
+from sluice.sandbox.run_result import MIB, PYTHON, Limits, Sandbox, SandboxEnd
+
+FIRST_TESTS = 10
+"""Tests whose share is the score."""
+TEST_S = 10.0
+"""Most seconds of one test."""
+_TEST_OUTPUT_BYTES, _OUTPUT_BYTES = 4 * MIB, 64 * MIB
+_BUDGET_SHARE, _KILL_SHARE = 0.8, 0.1  # of the sample's time: for tests, and until the kill
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # numpy.allclose
+_RUNNER = Path(program_runner.__file__)
+_LANGUAGE = re.compile(r"\s*[A-Za-z]+\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCases:
+    """Tests: inputs, each with its expected output; of the function `fn_name`, if there is one."""
+
+    inputs: Sequence[object]
+    outputs: Sequence[object]
+    fn_name: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    test: int
+    end: str
+    output: str
+
+
+class ProgramTests:
+    """Grades a response by the tests that its program passes.
+
+    The score is the share of the first ten tests. If all of them pass and the program answers a
+    later one wrongly, the score is 10/11. Tests for which the time is too short count as failed,
+    among the first ten only.
+
+    Args:
+        sandbox: where programs run.
+        limits: of a program; time and output are set here.
+        item_timeout_s: wall-clock limit of one sample, after which its scorer is killed.
+    """
+
+    def __init__(self, sandbox: Sandbox, limits: Limits, item_timeout_s: float) -> None:
+        self._sandbox, self._timeout_s = sandbox, item_timeout_s
+        self._limits = replace(limits, output_bytes=_OUTPUT_BYTES)
+        self._runner = _RUNNER.read_text(encoding="utf-8")
+
+    def __call__(self, response: str, ground_truth: str) -> float:
+        """Return the score, 0 to 1.
+
+        Raises:
+            DataError: the ground truth holds no tests.
+            SandboxUnavailableError: the sandbox failed.
+        """
+        cases, program = cases_of(ground_truth), program_of(response)
+        if not program.strip():
+            return 0.0
+        ends_s = time.monotonic() + _BUDGET_SHARE * self._timeout_s
+        first, later = _split(cases, FIRST_TESTS)
+        passed = [verdict is True for verdict in self._verdicts(program, first, ends_s)]
+        considered = len(passed)
+        if (
+            all(passed)
+            and later.inputs
+            and any(verdict is False for verdict in self._verdicts(program, later, ends_s))
+        ):
+            considered += 1
+        return sum(passed) / considered
+
+    def _verdicts(self, program: str, cases: ProgramCases, ends_s: float) -> list[bool | None]:
+        """Return for each test whether the answer is right; ``None``: there was no time for it."""
+        left_s = max(ends_s - time.monotonic(), 0.0)
+        job: program_runner.Job = {
+            "program": program,
+            "fn_name": cases.fn_name,
+            "inputs": list(cases.inputs),
+            "total_s": left_s,
+            "test_s": TEST_S,
+            "output_bytes": _TEST_OUTPUT_BYTES,
+        }
+        result = self._sandbox.run(
+            [PYTHON, "runner.py"],
+            {"runner.py": self._runner},
+            json.dumps(job).encode(),
+            replace(self._limits, wall_s=left_s + _KILL_SHARE * self._timeout_s),
+        )
+        first_line, *lines = result.stdout.split(b"\n")
+        if first_line.decode(errors="replace").strip() != program_runner.STARTED:
+            if result.end is SandboxEnd.FINISHED:
+                said = result.stderr[-300:].decode(errors="replace").strip()
+                raise SandboxUnavailableError(
+                    f"Python did not start the tests (exit code {result.exit_code}): {said}"
+                )
+            return [None] * len(cases.inputs)
+        return _judged(lines, cases)
+
+
+def cases_of(ground_truth: str) -> ProgramCases:
+    """Return the tests in a ground truth: JSON with ``inputs``, ``outputs`` and perhaps
+    ``fn_name``.
+
+    Raises:
+        DataError: it holds no tests.
+    """
+    try:
+        found = json.loads(ground_truth)  # integers of any size
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"ground_truth is no JSON: {error}; {_FORM}") from error
+    inputs, outputs = _lists(found)
+    if not inputs or len(inputs) != len(outputs):
+        raise DataError(
+            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; {_FORM}"
+        )
+    return ProgramCases(inputs, outputs, found.get("fn_name"))
+
+
+_FORM = (
+    'write {"inputs": [...], "outputs": [...]}, equally many and at least one, and "fn_name" if a '
+    "function is called"
+)
+
+
+def _lists(found: object) -> tuple[list[object], list[object]]:
+    if isinstance(found, Mapping):
+        inputs, outputs = found.get("inputs"), found.get("outputs")
+        if isinstance(inputs, list) and isinstance(outputs, list):
+            return inputs, outputs
+    raise DataError(f"ground_truth is no object with the lists inputs and outputs; {_FORM}")
+
+
+def program_of(response: str) -> str:
+    """Return the program in a response: the last block of Python, or the first block of none named
+    language, or the whole text."""
+    if "```python" in response:
+        return response.split("```python")[-1].split("```")[0]
+    if "```" not in response:
+        return response
+    block = response.split("```")[1]
+    language, newline, rest = block.partition("\n")
+    return rest if newline and _LANGUAGE.fullmatch(language) else block
+
+
+def _split(cases: ProgramCases, number: int) -> tuple[ProgramCases, ProgramCases]:
+    inputs, outputs = cases.inputs, cases.outputs
+    return (
+        ProgramCases(inputs[:number], outputs[:number], cases.fn_name),
+        ProgramCases(inputs[number:], outputs[number:], cases.fn_name),
+    )
+
+
+def _judged(lines: Sequence[bytes], cases: ProgramCases) -> list[bool | None]:
+    """Judge the runner's lines. The program may have written some: the first of a test counts."""
+    verdicts: dict[int, bool | None] = {}
+    for line in lines:
+        try:
+            answer = msgspec.json.decode(line, type=_Answer)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        if 0 <= answer.test < len(cases.inputs) and answer.test not in verdicts:
+            verdicts[answer.test] = _verdict(answer, cases)
+    return [verdicts.get(test) for test in range(len(cases.inputs))]
+
+
+def _verdict(answer: _Answer, cases: ProgramCases) -> bool | None:
+    if answer.end == program_runner.TIMED_OUT:
+        return None
+    if answer.end != program_runner.FINISHED:
+        return False
+    expected = cases.outputs[answer.test]
+    if cases.fn_name is not None:
+        return is_same_value(answer.output, expected)
+    text = "\n".join(map(str, expected)) if isinstance(expected, list) else str(expected)
+    return is_same_output(answer.output, text)
+
+
+def is_same_output(output: str, expected: str) -> bool:
+    """Return whether a program's output is the expected one.
+
+    Spaces around the whole and around each line do not count, nor do empty lines; lines that are
+    numbers, not all of them integers, may differ by a relative 1e-5.
+    """
+    lines = output.splitlines()
+    whole = expected.strip()
+    if "\n".join(lines).strip() == whole or "\n".join(map(str.strip, lines)).strip() == whole:
+        return True
+    wanted = [line.strip() for line in expected.split("\n") if line]
+    filled = [line for line in lines if line]
+    if wanted in (lines, filled):
+        return True
+    return len(filled) == len(wanted) and _are_close(filled, wanted)
+
+
+def _are_close(found: Sequence[str], wanted: Sequence[str]) -> bool:
+    if all(map(str.isdigit, (*found, *wanted))):
+        return False  # integers have to be equal
+    try:
+        return all(
+            _is_close(float(one), float(other)) for one, other in zip(found, wanted, strict=True)
+        )
+    except ValueError:
+        return False
+
+
+def _is_close(found: float, wanted: float) -> bool:
+    if math.isinf(found) or math.isinf(wanted):
+        return found == wanted
+    return abs(found - wanted) <= _ABSOLUTE + _RELATIVE * abs(wanted)
+
+
+def is_same_value(answer: str, expected: object) -> bool:
+    """Return whether a function's value, as JSON, is the expected one, which may be in a list."""
+    try:
+        value = json.loads(answer)
+        wanted = json.loads(expected) if isinstance(expected, str) else expected
+    except (ValueError, RecursionError):
+        return False
+    if value == wanted:
+        return True
+    return isinstance(wanted, list) and bool(wanted) and bool(value == wanted[0])
+
+
+def refused(_response: str, _ground_truth: str) -> float:
+    """Stand for the scorer where no sandbox is; never grade.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError("programs are graded in a sandbox only; set sluice.sandbox.backend")

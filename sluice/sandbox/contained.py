@@ -1,0 +1,300 @@
+"""Run a command line that contains a program: bounds on time, memory and output, and its end.
+
+The command line is bubblewrap's, or the user's own wrapper's. Output is read as it comes and never
+held beyond the limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+
+from sluice.errors import SandboxUnavailableError
+from sluice.sandbox.process_tree import ProcessHandle, memory_of, resident_of
+from sluice.sandbox.run_result import Limits, Result, SandboxEnd
+
+END_TIMEOUT_S = 2.0
+"""Seconds in which a killed sandbox has to be gone."""
+START_TIMEOUT_S = 10.0
+"""Seconds in which the wrapper has to say which process is the first of its namespace."""
+READY = b"sluice: ready\n"
+"""What the sandbox writes to standard error once its limits hold, just before the program."""
+MARK_VARIABLES = ("SLUICE_SCORER_MARK",)
+"""Variables by which the reward service finds what its processes started."""
+_LOOK_S = 0.05
+_CHUNK_BYTES = 1 << 16
+_SHOWN_BYTES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Containment:
+    """A command line and what its process inherits.
+
+    Attributes:
+        argv: of the wrapper, with the program's.
+        descriptors: files that it reads.
+        first_process: descriptor on which it reports the first process of its namespace.
+        announces_ready: whether it writes `READY`.
+        user: the user and group that it runs as; ``None``: this process's.
+        failure_code: exit code that means that the wrapper itself has failed.
+        environment: its variables; marks by which this process's own are found are added.
+    """
+
+    argv: Sequence[str]
+    descriptors: Sequence[int] = ()
+    first_process: tuple[int, int] | None = None
+    announces_ready: bool = False
+    user: int | None = None
+    failure_code: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Output:
+    """What was read so far; `num_left` bytes may still come."""
+
+    num_left: int
+    chunks: dict[int, list[bytes]] = field(default_factory=dict)
+
+    def take(self, stream: int, chunk: bytes) -> bool:
+        """Keep a chunk; return whether it fits."""
+        self.chunks.setdefault(stream, []).append(chunk[: self.num_left])
+        fits = len(chunk) <= self.num_left
+        self.num_left -= min(len(chunk), self.num_left)
+        return fits
+
+    def of(self, stream: int) -> bytes:
+        return b"".join(self.chunks.get(stream, ()))
+
+
+class ContainedProcess:
+    """A running command line. Made by `contained`, which ends it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], containment: Containment) -> None:
+        self.process, self._containment = process, containment
+        self._ended = os.pidfd_open(process.pid)
+        self._first: ProcessHandle | None = None
+
+    def find_first(self) -> None:
+        """Read which process is the first of its namespace; waits until the wrapper says it."""
+        if self._containment.first_process is None or self._first is not None:
+            return
+        reader, _ = self._containment.first_process
+        text = b""
+        while select.select([reader], [], [], START_TIMEOUT_S)[0]:
+            chunk = os.read(reader, 1024)
+            if not chunk:
+                break
+            text += chunk
+        with suppress(ValueError, KeyError, ProcessLookupError):
+            self._first = ProcessHandle(json.loads(text)["child-pid"], self.process.pid)
+
+    @property
+    def ended_descriptor(self) -> int:
+        """A descriptor that becomes readable when the wrapper ends."""
+        return self._ended
+
+    def end(self) -> None:
+        """Kill all of it, and wait until nothing is left.
+
+        Raises:
+            SandboxUnavailableError: something is left (it hangs in the kernel).
+        """
+        gone = True
+        if self._first is not None:
+            gone = self._first.kill_and_wait(END_TIMEOUT_S)
+        try:
+            if self._first is None:
+                # A wrapper may have to take its sandbox down.
+                self._signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_TIMEOUT_S / 2)  # it reaps the first process
+            self._signal(signal.SIGKILL)
+            self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            gone = False
+        finally:
+            os.close(self._ended)
+            if self._first is not None:
+                self._first.close()
+        if not gone:
+            raise SandboxUnavailableError(
+                f"processes of the sandbox are left {END_TIMEOUT_S:g} s after SIGKILL; look for a "
+                "file system or device that hangs"
+            )
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to the wrapper's session, while it is not reaped or has members."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def _marks() -> Mapping[str, str]:
+    return {name: os.environ[name] for name in MARK_VARIABLES if name in os.environ}
+
+
+@contextmanager
+def contained(containment: Containment, *, merged: bool = False) -> Iterator[ContainedProcess]:
+    """Start the command line; nothing of it outlives the block.
+
+    Args:
+        containment: what starts.
+        merged: whether standard error goes to standard output.
+
+    Raises:
+        SandboxUnavailableError: it cannot be started.
+    """
+    user = containment.user
+    try:
+        process = subprocess.Popen(
+            list(containment.argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+            bufsize=0,
+            pass_fds=tuple(containment.descriptors),
+            start_new_session=True,
+            env={**_marks(), **containment.environment},
+            user=user,
+            group=user,
+            extra_groups=None if user is None else (),
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxUnavailableError(
+            f"{containment.argv[0]} cannot be started: {error}"
+        ) from error
+    finally:
+        if containment.first_process is not None:
+            os.close(containment.first_process[1])
+    running = ContainedProcess(process, containment)
+    with ExitStack() as closing:
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                closing.enter_context(stream)
+        closing.callback(running.end)
+        running.find_first()
+        yield running
+
+
+def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Result:
+    """Run to the end, or to the first limit.
+
+    Raises:
+        SandboxUnavailableError: the wrapper has failed, not the program.
+    """
+    began_s = time.monotonic()
+    with contained(containment) as running:
+        output = _Output(limits.output_bytes + len(READY))
+        end = _watched(running, output, stdin, limits, began_s)
+        process = running.process
+        if end is None:
+            _drain(process, output)
+        elif containment.announces_ready and not output.of(2) and process.stderr is not None:
+            # The limit was reached before this stream had its turn.
+            with suppress(BlockingIOError):
+                output.chunks[2] = [os.read(process.stderr.fileno(), len(READY))]
+        code = process.wait(END_TIMEOUT_S) if end is None else None
+    stdout, stderr = output.of(1), output.of(2)
+    if containment.announces_ready and not stderr.startswith(READY):
+        if end is SandboxEnd.TIMED_OUT:
+            raise SandboxUnavailableError(f"it did not start within {limits.wall_s:g} s")
+        raise SandboxUnavailableError(_reason(stderr, code))
+    if code is not None and code == containment.failure_code:
+        raise SandboxUnavailableError(_reason(stderr, code))
+    if end is None:
+        code = code if code is None or code >= 0 else 128 - code
+        end = _end_of(code, limits, time.monotonic() - began_s)
+    stderr = stderr.removeprefix(READY) if containment.announces_ready else stderr
+    return Result(end, code if end is SandboxEnd.FINISHED else None, stdout, stderr)
+
+
+def _end_of(code: int | None, limits: Limits, taken_s: float) -> SandboxEnd:
+    """Return how a program ended that nobody here killed: the kernel may have, at its CPU limit."""
+    killed = code in (128 + signal.SIGKILL, 128 + signal.SIGXCPU)
+    if killed and taken_s * (os.cpu_count() or 1) >= limits.whole_cpu_s:
+        return SandboxEnd.TIMED_OUT
+    return SandboxEnd.FINISHED
+
+
+def _reason(stderr: bytes, code: int | None) -> str:
+    said = stderr[-_SHOWN_BYTES:].decode(errors="replace").strip()
+    return f"it ended with exit code {code} before the program: {said or 'no message'}"
+
+
+def _watched(
+    running: ContainedProcess, output: _Output, stdin: bytes, limits: Limits, began_s: float
+) -> SandboxEnd | None:
+    """Feed and read the program until it ends or reaches a limit; ``None``: it ended."""
+    process = running.process
+    assert process.stdin is not None
+    with selectors.DefaultSelector() as watched:
+        for number, stream in ((1, process.stdout), (2, process.stderr)):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            watched.register(stream, selectors.EVENT_READ, number)
+        os.set_blocking(process.stdin.fileno(), False)
+        watched.register(process.stdin, selectors.EVENT_WRITE, 0)
+        watched.register(running.ended_descriptor, selectors.EVENT_READ, -1)
+        left, looked_s = memoryview(stdin), began_s
+        while True:
+            now_s = time.monotonic()
+            if now_s - began_s >= limits.wall_s:
+                return SandboxEnd.TIMED_OUT
+            if now_s - looked_s >= _LOOK_S:
+                looked_s = now_s
+                if holds_too_much(process.pid, limits.memory_bytes):
+                    return SandboxEnd.OUT_OF_MEMORY
+            for key, _ in watched.select(min(_LOOK_S, limits.wall_s - (now_s - began_s))):
+                if key.data == -1:
+                    return None
+                if key.data == 0:
+                    left = _fed(watched, process, left)
+                elif not _read(watched, key, output):
+                    return SandboxEnd.OUTPUT_TOO_LARGE
+
+
+def holds_too_much(pid: int, memory_bytes: int) -> bool:
+    """Return whether a process tree holds more than `memory_bytes`."""
+    return resident_of(pid) > memory_bytes and memory_of(pid) > memory_bytes
+
+
+def _fed(
+    watched: selectors.BaseSelector, process: subprocess.Popen[bytes], left: memoryview
+) -> memoryview:
+    assert process.stdin is not None
+    try:
+        left = left[os.write(process.stdin.fileno(), left[:_CHUNK_BYTES]) :] if left else left
+    except BlockingIOError:
+        return left
+    except BrokenPipeError:
+        left = left[:0]
+    if not left:
+        watched.unregister(process.stdin)
+        process.stdin.close()
+    return left
+
+
+def _read(watched: selectors.BaseSelector, key: selectors.SelectorKey, output: _Output) -> bool:
+    chunk = os.read(key.fd, _CHUNK_BYTES)
+    if not chunk:
+        watched.unregister(key.fileobj)
+        return True
+    return output.take(key.data, chunk)
+
+
+def _drain(process: subprocess.Popen[bytes], output: _Output) -> None:
+    """Take what an ended program has left in its pipes."""
+    for number, stream in ((1, process.stdout), (2, process.stderr)):
+        assert stream is not None
+        with suppress(BlockingIOError, ValueError):
+            while chunk := os.read(stream.fileno(), _CHUNK_BYTES):
+                if not output.take(number, chunk):
+                    break

@@ -1,0 +1,141 @@
+"""A Python interpreter in a sandbox that keeps variables and files between calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sluice.errors import SandboxUnavailableError
+from sluice.sandbox import interpreter_loop
+from sluice.sandbox.bubblewrap import with_remedy
+from sluice.sandbox.choice import ProcessSandbox
+from sluice.sandbox.contained import READY, ContainedProcess, contained, holds_too_much
+from sluice.sandbox.run_result import NO_FILES, PYTHON, Limits, SandboxEnd
+
+_LOOK_S = 0.05
+_CHUNK_BYTES = 1 << 16
+_WHOLE_CPU_S = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What code printed.
+
+    Attributes:
+        output: its standard output and error, at most the limit's bytes.
+        end: ``None``: the interpreter still runs; else why it is gone, with variables and files.
+            FINISHED: the code has ended it.
+    """
+
+    output: str
+    end: SandboxEnd | None
+
+
+class Interpreter:
+    """A sandboxed Python process, started by the first call, and again after it was lost.
+
+    Args:
+        sandbox: where it runs.
+        limits: its bounds; `wall_s` and `output_bytes` are those of a call.
+    """
+
+    def __init__(self, sandbox: ProcessSandbox, limits: Limits) -> None:
+        self._sandbox, self._limits = sandbox, limits
+        self._open = ExitStack()
+        self._running: ContainedProcess | None = None
+        self._head = b""
+
+    def run(self, code: str) -> Reply:
+        """Execute code.
+
+        Raises:
+            SandboxUnavailableError: the sandbox failed, not the code.
+        """
+        if self._running is None:
+            self._start()
+        assert self._running is not None
+        mark = secrets.token_hex(16)
+        request = json.dumps({"code": code, "mark": mark}).encode() + b"\n"
+        output, end = self._exchange(self._running, request, mark.encode())
+        if self._head and not output.startswith(self._head):
+            self.close()
+            said = output[-500:].decode(errors="replace").strip()
+            raise with_remedy(SandboxUnavailableError(f"the sandbox did not start: {said}"))
+        text = output.removeprefix(self._head).decode(errors="replace")
+        self._head = b""
+        if end is not None:
+            self.close()
+        return Reply(text, end)
+
+    def close(self) -> None:
+        """End the process, with all that it started."""
+        self._running = None
+        self._open.close()
+
+    def _start(self) -> None:
+        # The kernel ends the process when the thread that started it ends: it needs one of its own.
+        thread = ThreadPoolExecutor(1, "interpreter")
+        self._open.callback(thread.shutdown)
+        source = Path(interpreter_loop.__file__).read_text(encoding="utf-8")
+        limits = replace(self._limits, cpu_s=_WHOLE_CPU_S)
+        command = self._sandbox.command([PYTHON, "-u", "-c", source], NO_FILES, limits)
+        try:
+            containment = self._open.enter_context(command)
+            entering = thread.submit(self._open.enter_context, contained(containment, merged=True))
+            self._running = entering.result()
+        except BaseException:
+            self._open.close()
+            raise
+        self._head = READY if containment.announces_ready else b""
+
+    def _exchange(
+        self, running: ContainedProcess, request: bytes, mark: bytes
+    ) -> tuple[bytes, SandboxEnd | None]:
+        """Send a request and read until its mark, or until the process is lost."""
+        process, output, left = running.process, bytearray(), memoryview(request)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        most_bytes = self._limits.output_bytes + len(mark) + len(READY)
+        ends_s = time.monotonic() + self._limits.wall_s
+        with selectors.DefaultSelector() as watched:
+            for stream, events in (
+                (process.stdin, selectors.EVENT_WRITE),
+                (process.stdout, selectors.EVENT_READ),
+            ):
+                os.set_blocking(stream.fileno(), False)
+                watched.register(stream, events)
+            while time.monotonic() < ends_s:
+                for key, _ in watched.select(_LOOK_S):
+                    if key.fileobj is process.stdin:
+                        left = _written(process.stdin.fileno(), left)
+                        if not left:
+                            watched.unregister(process.stdin)
+                        continue
+                    chunk = os.read(key.fd, _CHUNK_BYTES)
+                    if not chunk:
+                        return bytes(output), SandboxEnd.FINISHED
+                    searched = max(0, len(output) - len(mark))
+                    output += chunk
+                    if (found := output.find(mark, searched)) >= 0:
+                        return bytes(output[:found]), None
+                    if len(output) > most_bytes:
+                        return bytes(output[:most_bytes]), SandboxEnd.OUTPUT_TOO_LARGE
+                if holds_too_much(process.pid, self._limits.memory_bytes):
+                    return bytes(output), SandboxEnd.OUT_OF_MEMORY
+        return bytes(output), SandboxEnd.TIMED_OUT
+
+
+def _written(descriptor: int, left: memoryview) -> memoryview:
+    with suppress(BlockingIOError):
+        try:
+            return left[os.write(descriptor, left[:_CHUNK_BYTES]) :]
+        except BrokenPipeError:
+            return left[:0]
+    return left

@@ -1,0 +1,94 @@
+"""The Python tool of episodes: it keeps its state, and survives what the policy writes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from sluice.errors import SandboxUnavailableError
+from sluice.sandbox import python_tool
+from sluice.sandbox.choice import VARIABLE, as_variable
+from sluice.sandbox.python_tool import Python, shortened
+from tests.support.reward_process import own_children
+from tests.support.sandboxes import OWN_COMMAND, need_bubblewrap
+
+
+@pytest.fixture(params=["bubblewrap", "command"])
+def tool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Python]:
+    if request.param == "bubblewrap":
+        need_bubblewrap()
+        monkeypatch.delenv(VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(VARIABLE, as_variable(OWN_COMMAND)[VARIABLE])
+    monkeypatch.setattr(python_tool, "CALL_S", 2.0)
+    tool = Python()
+    tool.reset(prompt="?", ground_truth="4")
+    yield tool
+    tool.close()
+    assert own_children() == []
+
+
+def test_variables_files_and_imports_stay_for_the_episode(tool: Python) -> None:
+    assert tool.python("import math\nx = 41") == "(no output)"
+    assert tool.python("print('first'); math.floor(x + 1.5)") == "first\n42"
+    tool.python("open('notes.txt', 'w').write('kept')")
+    assert tool.python("open('notes.txt').read()") == "'kept'"
+    tool.reset(prompt="another")
+    assert "NameError" in tool.python("x")
+    assert "FileNotFoundError" in tool.python("open('notes.txt')")
+
+
+def test_an_exception_is_what_the_code_printed(tool: Python) -> None:
+    text = tool.python("print('before')\n1 / 0")
+    assert text.startswith("before\nTraceback")
+    assert text.endswith("ZeroDivisionError: division by zero")
+    assert "interpreter" not in text
+    assert "SyntaxError" in tool.python("a b")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("while True: pass", "timed out"),
+        ("while True: print('x' * 1000)", "output too large"),
+        ("import os; os._exit(3)", "the code ended Python"),
+        ("import os; os.execv('/bin/sleep', ['sleep', '60'])", "timed out"),
+    ],
+)
+def test_code_that_does_not_come_back_costs_its_state_and_says_so(
+    tool: Python, code: str, reason: str
+) -> None:
+    tool.python("x = 1")
+    text = tool.python(code)
+    assert text.endswith(f"[{reason}; Python starts again, without variables and files]")
+    assert len(text) < 9000
+    assert "NameError" in tool.python("x")
+
+
+def test_output_that_is_long_loses_its_middle(tool: Python) -> None:
+    text = tool.python("print('a' * 5000 + 'b' * 5000)")
+    assert text.startswith("aaa")
+    assert text.endswith("bbb")
+    assert "2000 characters" in text
+
+
+def test_the_interpreter_outlives_the_thread_that_made_the_first_call(tool: Python) -> None:
+    first = threading.Thread(target=tool.python, args=("x = 7",))
+    first.start()
+    first.join()
+    assert tool.python("x") == "7"
+
+
+def test_shortening_keeps_both_ends() -> None:
+    assert shortened("abcdef", 6) == "abcdef"
+    assert shortened("abcdefgh", 4) == "ab\n[... 4 characters ...]\ngh"
+
+
+def test_a_sandbox_that_fails_is_no_message_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {"backend": "command", "command": ["/nowhere"]}
+    monkeypatch.setenv(VARIABLE, json.dumps(broken))
+    with pytest.raises(SandboxUnavailableError):
+        Python()
