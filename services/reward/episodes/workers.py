@@ -2,8 +2,9 @@
 
 Consumes: an environment's source. Waits for: a worker's end, and twice a second its word on its
 oldest call. Produces: the address of a live worker for each episode. On failure: a worker that
-dies, or whose call does not end after sluice.environment.call_timeout_s, is killed with all that it started,
-and replaced; its episodes fail and the others' do not. On shutdown: all are killed and reaped.
+dies, or whose call does not end after sluice.environment.call_timeout_s, is killed with all that it
+started, and replaced; its episodes fail and the others' do not. On shutdown: all are killed and
+reaped.
 """
 
 from __future__ import annotations
