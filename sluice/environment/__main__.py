@@ -11,6 +11,7 @@ from sluice.concurrency.process import exit_status, stop_on_signals
 from sluice.config.addresses import bare_host, split_host_port
 from sluice.environment.server import serving
 from sluice.environment.source import EnvironmentSource
+from sluice.rpc.credentials import OPEN
 from sluice.telemetry.logs import configure_logging
 
 NAME = "environment"
@@ -35,7 +36,9 @@ async def _serve(source: EnvironmentSource, address: str) -> None:
     stop = asyncio.Event()
     host, port = split_host_port(address)
     with stop_on_signals(stop):
-        async with serving(source.load(), bare_host(host), int(port or 0)) as served:
+        async with serving(
+            source.load(), bare_host(host), int(port or 0), credentials=OPEN
+        ) as served:
             logger.info("serving %s at %s", source.path, served)
             await stop.wait()
 

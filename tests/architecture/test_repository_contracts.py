@@ -45,10 +45,12 @@ def proto_services() -> list[ServiceDescriptor]:
 
 
 def served_methods(servicer: str) -> set[str]:
-    """Methods that the classes derived from `servicer` define; the launcher's is in `sluice`."""
+    """Methods that the classes derived from `servicer` define; some are in `sluice`."""
     return {
         member.name
-        for path in python_files("services", "sluice/launch", "sluice/weights")
+        for path in python_files(
+            "services", "sluice/environment", "sluice/launch", "sluice/weights"
+        )
         for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.ClassDef)
         and any(dotted(base).rpartition(".")[2] == servicer for base in node.bases)

@@ -90,7 +90,7 @@ async def test_a_worker_that_hangs_or_dies_is_replaced_with_all_it_started(
     tmp_path: Path, how: str
 ) -> None:
     source = author_file(tmp_path, WORLD)
-    async with worked(source, call_timeout_s=3.0, memory_limit_mb=2048) as (servers, workers):
+    async with worked(source, call_timeout_s=2.0, memory_limit_mb=2048) as (servers, workers):
         bad, beside = episode(servers), episode(servers)
         await bad.open()
         await beside.open()

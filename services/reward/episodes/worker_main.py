@@ -28,6 +28,7 @@ from sluice.environment.episodes import Environment
 from sluice.environment.server import serving
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import SluiceError
+from sluice.rpc.credentials import OPEN
 
 MAX_OPEN_FILES = 4096
 MAX_OUTPUT_BYTES = 64 * 2**10
@@ -50,7 +51,7 @@ class WorkerReply(msgspec.Struct, frozen=True):
 
 async def _serve(world: Environment, address: str, replies: int, output: OutputLimit) -> None:
     processes = ProcessLimit()
-    async with serving(world, address, 0):
+    async with serving(world, address, 0, credentials=OPEN):
         _reply(replies, WorkerReply())
         while True:
             await asyncio.sleep(COUNTED_EVERY_S)

@@ -2,8 +2,9 @@
 
 Consumes: an environment's source. Waits for: a worker's end, and twice a second its word on its
 oldest call. Produces: the address of a live worker for each episode. On failure: a worker that
-dies, or has a call beyond sluice.environment.call_timeout_s, is killed with all that it started,
-and replaced; its episodes fail and the others' do not. On shutdown: all are killed and reaped.
+dies, or whose call does not end after sluice.environment.call_timeout_s, is killed with all that it
+started, and replaced; its episodes fail and the others' do not. On shutdown: all are killed and
+reaped.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 PEER = "environment worker"
 START_TIMEOUT_S = 120.0
 LOOK_INTERVAL_S = 0.5
+CANCEL_S = 3.0
+"""Seconds in which a call that was given up may end, as a coroutine does; a thread does not."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 _MODULE = "services.reward.episodes.worker_main"
 
@@ -183,7 +186,7 @@ class EnvironmentWorkers:
                 if worker.process.returncode is None:
                     return f"{error}: blocking code in an async method, perhaps"
                 continue
-            if longest_s > self._call_timeout_s:
+            if longest_s > self._call_timeout_s + CANCEL_S:
                 return (
                     f"a call takes more than sluice.environment.call_timeout_s = "
                     f"{self._call_timeout_s:g} s"

@@ -75,6 +75,8 @@ ARRIVES_AS = {
     errors.HandshakeError: errors.PeerError,  # another one's handshake
     errors.NotReadyError: errors.PeerError,
     errors.EngineError: errors.PeerDefectError,
+    errors.EnvironmentDefectError: errors.PeerDefectError,
+    errors.EnvironmentUnavailable: errors.PeerError,
 }
 
 
