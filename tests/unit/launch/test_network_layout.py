@@ -86,6 +86,7 @@ def test_a_health_probe_loads_nothing_of_the_project_but_the_layout() -> None:
     assert done.stdout.strip() == str(
         [
             "sluice",
+            "sluice.errors",
             "sluice.launch",
             "sluice.launch.health_probe",
             "sluice.launch.network_layout",

@@ -39,7 +39,8 @@ def methods() -> dict[str, MethodDescriptor]:
         f"{service.name}/{method.name}": method
         for module in MODULES
         for service in module.DESCRIPTOR.services_by_name.values()
-        if service.name != "RendezvousService"  # bounded by each epoch's own timeout
+        # Bounded by each epoch's own timeout.
+        if service.name not in ("RendezvousService", "SendingRankService")
         for method in service.methods
         if not method.GetOptions().deprecated  # not implemented any more
     }

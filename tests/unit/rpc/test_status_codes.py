@@ -38,7 +38,10 @@ ALL_ERRORS = [
 
 
 # The caller's machine may have the package.
-SENT_AS = {errors.MissingPackageError: errors.ConfigError}
+SENT_AS = {
+    errors.MissingPackageError: errors.ConfigError,
+    errors.SandboxUnavailableError: errors.EnvironmentUnavailable,
+}
 
 
 def example(kind: type[errors.SluiceError]) -> errors.SluiceError:
@@ -77,6 +80,7 @@ ARRIVES_AS = {
     errors.EngineError: errors.PeerDefectError,
     errors.EnvironmentDefectError: errors.PeerDefectError,
     errors.EnvironmentUnavailable: errors.PeerError,
+    errors.SandboxUnavailableError: errors.PeerError,
 }
 
 
