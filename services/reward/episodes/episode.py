@@ -19,6 +19,7 @@ import numpy as np
 from services.reward.episodes.drivers import (
     EnvironmentUnavailableError,
     EpisodeDriver,
+    LeasedDriver,
     abandoned,
 )
 from services.reward.generation.dispatcher import GroupDispatcher
@@ -142,6 +143,8 @@ class Episode:
         self._offered: list[tuple[Tool, ...]] = []  # with each turn
         self._replica = ""
         self._phase = "opening"
+        self._leased = driver if isinstance(driver, LeasedDriver) else None
+        self._failure = FailureKind.AGENT if self._leased else FailureKind.ENVIRONMENT
 
     async def run(self, first_turn: FirstTurn) -> Rollout:
         """Return the sample.
@@ -151,12 +154,14 @@ class Episode:
         """
         is_closed = False
         try:
+            if self._leased is not None:
+                await self._called("waiting for an agent to take it", self._leased.taken())
             async with asyncio.timeout(self._rules.timeout_s) as scope:
                 rollout = await self._played(first_turn)
                 is_closed = rollout.end is not None
                 return rollout
         except EnvironmentUnavailableError as error:
-            return self._failed(FailureKind.ENVIRONMENT, str(error))
+            return self._failed(self._failure, str(error))
         except _GroupOverError:
             detail = f"its group was over while {self._phase}"
             return self._failed(FailureKind.ABORTED, detail)
@@ -164,9 +169,8 @@ class Episode:
             if not scope.expired():
                 raise
             limit = f"sluice.environment.episode_timeout_s={self._rules.timeout_s:g}"
-            return self._failed(
-                FailureKind.ENVIRONMENT, f"{limit} seconds had passed while {self._phase}"
-            )
+            detail = f"{limit} seconds had passed while {self._phase}"
+            return self._failed(self._failure, detail)
         finally:
             if not is_closed:
                 await abandoned(self._driver)
@@ -206,7 +210,13 @@ class Episode:
         answer, number = _answer_of(rollout), len(self._turns) - 1
         self._counts.answered(answer)
         since = time.monotonic()
-        call = self._driver.step(number, made_calls(answer, self._rules), rollout.finish_reason)
+        if self._leased is not None:
+            size = rollout.num_tokens
+            self._leased.counted(self._lengths[-1] - size, size)
+        else:
+            # An agent gets the whole answer, since it sends it back as part of the history.
+            answer = made_calls(answer, self._rules)
+        call = self._driver.step(number, answer, rollout.finish_reason)
         seen = await self._called(f"answering turn {number}", call)
         turn = self._turns[-1]
         seconds = {**turn.seconds, ENVIRONMENT: time.monotonic() - since}
