@@ -102,38 +102,3 @@ async def test_a_stopped_engine_leaves_no_open_socket_to_the_garbage_collector(
 def _open_sockets() -> set[int]:
     found = [one for one in gc.get_objects() if issubclass(type(one), zmq.Socket)]
     return {one.underlying for one in found if not one.closed}
-
-
-async def test_a_later_turn_finds_its_history_in_the_cache_and_is_counted(
-    world: ContractWorld,
-) -> None:
-    await world.serve(world.first)
-    history = np.random.default_rng(1).integers(8, 100, 300).tolist()
-    await generate(world.engine, request(history, max_tokens=10))
-    before = world.engine.load()
-    await generate(world.engine, request([*history, *range(20, 40)], max_tokens=10))
-    after = world.engine.load()
-    assert after.prompt_tokens - before.prompt_tokens == 320
-    assert 250 <= after.reused_tokens - before.reused_tokens <= 300
-
-
-async def test_a_full_cache_preempts_and_loses_nothing(folder: Path) -> None:
-    def engine(at: Path) -> SglangEngine:
-        return SglangEngine(_settings(at, max_total_tokens=1024))
-
-    async with contract_world(folder, engine, _blind) as world:
-        await world.serve(world.first)
-        assert 0 < world.engine.load().kv_tokens <= 1024
-
-        async def sampled(number: int) -> None:
-            prompt = [8 + number, 9, 10]
-            ((tokens, logprobs),) = (
-                await generate(world.engine, request(prompt, max_tokens=300))
-            ).values()
-            assert len(tokens) == 300
-            exact = expected_logprobs(world.first, prompt, tokens, _PLAIN)
-            np.testing.assert_allclose(logprobs, exact, atol=1e-4)
-
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(8):
-                tasks.create_task(sampled(number))

@@ -82,5 +82,5 @@ def test_every_file_of_data_is_in_the_wheel(installed: Path) -> None:
 
 def test_clients_in_other_languages_find_the_protos(installed: Path) -> None:
     protos = installed / "share" / "sluice" / "proto"
-    services = {"common", "reward", "rollout", "trainer"}
+    services = {"common", "environment", "reward", "rollout", "trainer"}
     assert {file.stem for file in protos.rglob("*.proto")} == services

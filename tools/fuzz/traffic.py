@@ -31,12 +31,12 @@ _PROCESS_OF: tuple[tuple[FileDescriptor, str], ...] = (
     (weights_pb2.DESCRIPTOR, "rollout-0"),
 )
 # The trainer serves it at a new port while replicas join; tests/unit/weights has its strangers.
-_AT_NO_FIXED_ADDRESS = {"RendezvousService"}
+_AT_NO_FIXED_ADDRESS = {"RendezvousService", "SendingRankService"}
 # No request may be answered with these codes, whatever it holds.
 _DEFECTS = ("UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "DATA_LOSS")
 _MAX_EXAMPLES = 20
 # Calls that do work for every valid request: a few are enough.
-_SHARES = {"SaveCheckpoint": 0.002, "Evaluate": 0.02, "AnnouncePolicy": 0.1, "JoinGroup": 0.3}
+_SHARES = {"SaveCheckpoint": 0.002, "Evaluate": 0.06, "AnnouncePolicy": 0.1, "JoinGroup": 0.3}
 _WAITING = ("WatchSteps", "TakeBatch", "StageUpdate", "SaveCheckpoint", "JoinGroup", "Evaluate")
 # grpc.aio's caller reports this on its own when it sends while the answer to a stream comes in;
 # other callers get the service's answer.
