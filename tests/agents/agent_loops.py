@@ -43,6 +43,7 @@ class _Front:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.is_over = False
+        self._turns = 0
 
     async def chat(self, request: web.Request) -> web.Response:
         """Answer a chat from the policy."""
@@ -58,7 +59,12 @@ class _Front:
         except EpisodeOver:
             self.is_over = True
             return _refused("the episode is over")
+        self._turns += 1
+        # The Agents SDK takes a call for done whose id it has seen, and ids of the policy begin
+        # again in each turn.
         message = answer.message
+        for call in answer.tool_calls:
+            call["id"] += f".{self._turns}"
         finish = "tool_calls" if answer.tool_calls else "stop"
         return web.json_response(
             {
@@ -77,7 +83,14 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
-    return {**message, "content": content}
+    calls = [{**call, "id": _own_id(call["id"])} for call in message.get("tool_calls") or ()]
+    told = {**message, "content": content, "tool_calls": calls}
+    return {**told, "tool_call_id": _own_id(message.get("tool_call_id") or "")}
+
+
+def _own_id(call_id: str) -> str:
+    """The policy's id of a call, without its turn."""
+    return call_id.partition(".")[0]
 
 
 def _refused(reason: str) -> web.Response:

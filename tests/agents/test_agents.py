@@ -70,6 +70,7 @@ def settings(assets: QuickstartAssets, *more: str) -> list[str]:
         "trainer.device=cpu",
         "sluice.rollout.replicas=1",
         "sluice.asynchrony.max_staleness=0",
+        "sluice.environment.call_timeout_s=300",  # programs start slowly on a busy machine
         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8",
         *more,
     ]
