@@ -1,0 +1,56 @@
+"""Measure episodes on the CPU; `make bench-episodes`.
+
+Parts, and the keys of the JSON object that is printed last; those of other parts are null:
+
+jars         the jar game from nothing, by seed: accuracy_before, accuracy_after: held-out;
+             accuracy_blind: of the trained policy that reads other jars than it asks for; seconds:
+             of the whole command
+reuse        prefix_hit: of the tokens that turns had before, those not computed again, on four
+             replicas; load_spread: the most over the mean of their running turns; reuse_speedup:
+             time of an episode of eight turns without reuse, over that with it
+sandbox      sandbox_contained: of forty hostile programs; reclaim_s: seconds from the limit of a
+             program until nothing is left of it, the longest
+
+missed names the keys that miss their bars; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from benchmarks.episodes import jars
+from benchmarks.episodes.reuse import reuse_figures
+from benchmarks.episodes.sandbox import sandbox_figures
+from benchmarks.parts import Part, missed, parts_parser, run_parts
+
+KEYS = (
+    *jars.KEYS,
+    *("prefix_hit", "load_spread", "reuse_speedup"),
+    *("sandbox_contained", "reclaim_s"),
+)
+MOST: Mapping[str, float] = {**jars.MOST, "load_spread": 1.3, "reclaim_s": 2.0}
+LEAST: Mapping[str, float] = {
+    **jars.LEAST,
+    "prefix_hit": 0.9,
+    "reuse_speedup": 1.5,
+    "sandbox_contained": 40.0,
+}
+PARTS: Mapping[str, Part] = {
+    "jars": lambda _: jars.measure(),
+    "reuse": lambda _: reuse_figures(),
+    "sandbox": lambda _: sandbox_figures(),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the parts; return the exit status."""
+    parsed = parts_parser(__doc__, "python -m benchmarks.episodes --parts reuse", PARTS).parse_args(
+        arguments
+    )
+    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
