@@ -5,6 +5,10 @@ Parts, and the keys of the JSON object that is printed last; those of other part
 jars         the jar game from nothing, by seed: accuracy_before, accuracy_after: held-out;
              accuracy_blind: of the trained policy that reads other jars than it asks for; seconds:
              of the whole command
+tokens       of 10,000 episodes through the loop (--episodes: fewer): token_mismatches: turns and
+             trained paths that are not what the engine read and sampled; loss_count_errors: sampled
+             tokens that are in the loss other than once, and labels that were not sampled;
+             logprob_error: trainer against embedded engine over turns, float32, the largest
 reuse        prefix_hit: of the tokens that turns had before, those not computed again, on four
              replicas; load_spread: the most over the mean of their running turns; reuse_speedup:
              time of an episode of eight turns without reuse, over that with it
@@ -20,17 +24,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.episodes import jars
+from benchmarks.episodes import jars, tokens
 from benchmarks.episodes.reuse import reuse_figures
 from benchmarks.episodes.sandbox import sandbox_figures
 from benchmarks.parts import Part, missed, parts_parser, run_parts
 
 KEYS = (
     *jars.KEYS,
+    *tokens.KEYS,
     *("prefix_hit", "load_spread", "reuse_speedup"),
     *("sandbox_contained", "reclaim_s"),
 )
-MOST: Mapping[str, float] = {**jars.MOST, "load_spread": 1.3, "reclaim_s": 2.0}
+MOST: Mapping[str, float] = {**jars.MOST, **tokens.MOST, "load_spread": 1.3, "reclaim_s": 2.0}
 LEAST: Mapping[str, float] = {
     **jars.LEAST,
     "prefix_hit": 0.9,
@@ -39,6 +44,7 @@ LEAST: Mapping[str, float] = {
 }
 PARTS: Mapping[str, Part] = {
     "jars": lambda _: jars.measure(),
+    "tokens": lambda parsed: tokens.measure(parsed.episodes),
     "reuse": lambda _: reuse_figures(),
     "sandbox": lambda _: sandbox_figures(),
 }
@@ -46,9 +52,11 @@ PARTS: Mapping[str, Part] = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
-    parsed = parts_parser(__doc__, "python -m benchmarks.episodes --parts reuse", PARTS).parse_args(
-        arguments
+    parser = parts_parser(__doc__, "python -m benchmarks.episodes --parts tokens", PARTS)
+    parser.add_argument(
+        "--episodes", type=int, default=tokens.EPISODES, help="of the part tokens, at least 400"
     )
+    parsed = parser.parse_args(arguments)
     return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
 
 
