@@ -9,6 +9,9 @@ tokens       of 10,000 episodes through the loop (--episodes: fewer): token_mism
              trained paths that are not what the engine read and sampled; loss_count_errors: sampled
              tokens that are in the loss other than once, and labels that were not sampled;
              logprob_error: trainer against embedded engine over turns, float32, the largest
+latency      of about 2,000 episodes at once: idle_points: percent of the replicas' slots that idle
+             with tools of a second, less those with tools of no time; reward_rss_mb: of the reward
+             service, the most
 reuse        prefix_hit: of the tokens that turns had before, those not computed again, on four
              replicas; load_spread: the most over the mean of their running turns; reuse_speedup:
              time of an episode of eight turns without reuse, over that with it
@@ -24,7 +27,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.episodes import jars, tokens
+from benchmarks.episodes import jars, latency, tokens
 from benchmarks.episodes.reuse import reuse_figures
 from benchmarks.episodes.sandbox import sandbox_figures
 from benchmarks.parts import Part, missed, parts_parser, run_parts
@@ -32,10 +35,17 @@ from benchmarks.parts import Part, missed, parts_parser, run_parts
 KEYS = (
     *jars.KEYS,
     *tokens.KEYS,
+    *latency.KEYS,
     *("prefix_hit", "load_spread", "reuse_speedup"),
     *("sandbox_contained", "reclaim_s"),
 )
-MOST: Mapping[str, float] = {**jars.MOST, **tokens.MOST, "load_spread": 1.3, "reclaim_s": 2.0}
+MOST: Mapping[str, float] = {
+    **jars.MOST,
+    **tokens.MOST,
+    **latency.MOST,
+    "load_spread": 1.3,
+    "reclaim_s": 2.0,
+}
 LEAST: Mapping[str, float] = {
     **jars.LEAST,
     "prefix_hit": 0.9,
@@ -45,6 +55,7 @@ LEAST: Mapping[str, float] = {
 PARTS: Mapping[str, Part] = {
     "jars": lambda _: jars.measure(),
     "tokens": lambda parsed: tokens.measure(parsed.episodes),
+    "latency": lambda _: latency.measure(),
     "reuse": lambda _: reuse_figures(),
     "sandbox": lambda _: sandbox_figures(),
 }

@@ -104,7 +104,7 @@ def _thinks(prompt: str) -> str:
 
 def _asks(episode: str, turn: int, _answer: common.Answer) -> environment.Observation:
     number = _number(episode, turn)
-    if turn and number % 3 == 0 or turn == 4:
+    if (turn and number % 3 == 0) or turn == 4:
         return environment.Observation(done=True)
     return user_says(f"And {number}?")
 
