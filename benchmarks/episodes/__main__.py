@@ -12,6 +12,9 @@ tokens       of 10,000 episodes through the loop (--episodes: fewer): token_mism
 latency      of about 2,000 episodes at once: idle_points: percent of the replicas' slots that idle
              with tools of a second, less those with tools of no time; reward_rss_mb: of the reward
              service, the most
+single_turn  the quickstart's job as episodes of one answer: single_turn_equal: 1 where the weights
+             after 3 steps are those without an environment, bit by bit; single_turn_ratio: of
+             their tokens/s, the median of rounds in turns
 reuse        prefix_hit: of the tokens that turns had before, those not computed again, on four
              replicas; load_spread: the most over the mean of their running turns; reuse_speedup:
              time of an episode of eight turns without reuse, over that with it
@@ -27,7 +30,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.episodes import jars, latency, tokens
+from benchmarks.episodes import jars, latency, single_turn, tokens
 from benchmarks.episodes.reuse import reuse_figures
 from benchmarks.episodes.sandbox import sandbox_figures
 from benchmarks.parts import Part, missed, parts_parser, run_parts
@@ -36,6 +39,7 @@ KEYS = (
     *jars.KEYS,
     *tokens.KEYS,
     *latency.KEYS,
+    *single_turn.KEYS,
     *("prefix_hit", "load_spread", "reuse_speedup"),
     *("sandbox_contained", "reclaim_s"),
 )
@@ -48,6 +52,7 @@ MOST: Mapping[str, float] = {
 }
 LEAST: Mapping[str, float] = {
     **jars.LEAST,
+    **single_turn.LEAST,
     "prefix_hit": 0.9,
     "reuse_speedup": 1.5,
     "sandbox_contained": 40.0,
@@ -56,6 +61,7 @@ PARTS: Mapping[str, Part] = {
     "jars": lambda _: jars.measure(),
     "tokens": lambda parsed: tokens.measure(parsed.episodes),
     "latency": lambda _: latency.measure(),
+    "single_turn": lambda _: single_turn.measure(),
     "reuse": lambda _: reuse_figures(),
     "sandbox": lambda _: sandbox_figures(),
 }

@@ -85,7 +85,8 @@ async def _idle_and_mb(folder: Path, peer: PeerProcess, tool_s: float) -> tuple[
     rate = (after["turns"] - before["turns"]) / (after["at_s"] - before["at_s"])
     print_line(
         f"tools of {tool_s:g} s: slots idle {idle:.1f} %, {rate:.0f} turns/s, "
-        f"{min(at_once)} to {max(at_once)} samples asked for at once, reward service {max(memory_mb):.0f} MB"
+        f"{min(at_once)} to {max(at_once)} samples asked for at once, "
+        f"reward service {max(memory_mb):.0f} MB"
     )
     return idle, max(memory_mb)
 
