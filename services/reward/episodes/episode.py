@@ -215,7 +215,7 @@ class Episode:
             self._leased.counted(self._lengths[-1] - size, size)
         else:
             # An agent gets the whole answer, since it sends it back as part of the history.
-            answer = made_calls(answer, self._rules)
+            answer = made_calls(answer, self._rules, number)
         call = self._driver.step(number, answer, rollout.finish_reason)
         seen = await self._called(f"answering turn {number}", call)
         turn = self._turns[-1]
@@ -228,7 +228,10 @@ class Episode:
         if seen.tools:
             self._tools = seen.tools
             self._notes.offered(seen.tools)
-        messages = within_limits(seen.messages, self._rules)
+        # An agent has read its tools' texts whole, and repeats them.
+        messages = seen.messages
+        if self._leased is None:
+            messages = within_limits(messages, self._rules)
         if seen.is_whole:
             # The template writes other tools into other tokens.
             same = [n for n, tools in enumerate(self._offered) if tools == self._tools]
