@@ -25,8 +25,17 @@ logger = logging.getLogger(__name__)
 
 # A form of the answer that cannot be kept is refused as elsewhere.
 _KEPT = frozenset(
-    ("model", "messages", "tools", "tool_choice", "n", "stream")
-    + ("response_format", "functions", "function_call")
+    [
+        "model",
+        "messages",
+        "tools",
+        "tool_choice",
+        "n",
+        "stream",
+        "response_format",
+        "functions",
+        "function_call",
+    ]
 )
 _MOST_FAILURE = 2000
 
