@@ -1,8 +1,8 @@
 """Programs that work on leased samples: one process for each.
 
 Consumes: leases. Each program gets its task as a line of JSON, and the address of a front.
-Produces: the end of each lease, from the program's exit code and the last line of its output. Waits for:
-programs, until their leases expire. On shutdown: cancelling `run` kills the programs with the
+Produces: the end of each lease, from the program's exit code and the last line of its output. Waits
+for: programs, until their leases expire. On shutdown: cancelling `run` kills the programs with the
 processes of their groups, and ends their leases as failures.
 """
 

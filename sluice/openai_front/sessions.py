@@ -24,19 +24,8 @@ from sluice.types import ChatMessage
 logger = logging.getLogger(__name__)
 
 # A form of the answer that cannot be kept is refused as elsewhere.
-_KEPT = frozenset(
-    [
-        "model",
-        "messages",
-        "tools",
-        "tool_choice",
-        "n",
-        "stream",
-        "response_format",
-        "functions",
-        "function_call",
-    ]
-)
+_SHAPING = ("model", "messages", "tools", "tool_choice", "n", "stream")
+_KEPT = frozenset((*_SHAPING, "response_format", "functions", "function_call"))
 _MOST_FAILURE = 2000
 
 JsonObject = dict[str, Any]
