@@ -109,7 +109,7 @@ class AgentRunner:
                     if loop.time() - said_s >= _REPORT_S:
                         said_s = loop.time()
                         self._say(str(self.counts))
-                    await self._wait_for_room()
+                    await self._wait_for_capacity()
                     try:
                         free = self._parallel - self.counts.running
                         found = await self._leases.take(min(free, 1024), _TAKE_S)
@@ -123,7 +123,7 @@ class AgentRunner:
         except* SluiceError as errors:
             raise errors.exceptions[0] from errors
 
-    async def _wait_for_room(self) -> None:
+    async def _wait_for_capacity(self) -> None:
         while self.counts.running >= self._parallel:
             self._freed.clear()
             with waiting_for("agents", "ending"):
