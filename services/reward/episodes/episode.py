@@ -140,6 +140,7 @@ class Episode:
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
         self._lengths: list[int] = []  # of what was read and sampled up to its end
         self._tools: tuple[Tool, ...] = ()
+        self._offered: list[tuple[Tool, ...]] = []  # with each turn
         self._replica = ""
         self._phase = "opening"
         self._leased = driver if isinstance(driver, LeasedDriver) else None
@@ -229,8 +230,11 @@ class Episode:
             self._notes.offered(seen.tools)
         messages = within_limits(seen.messages, self._rules)
         if seen.is_whole:
-            histories = [self._history(index) for index in range(len(self._turns))]
-            found = continued(histories, messages)
+            # The template writes other tools into other tokens.
+            same = [n for n, tools in enumerate(self._offered) if tools == self._tools]
+            found = continued([self._history(index) for index in same], messages)
+            if found.parent is not None:
+                found = found._replace(parent=same[found.parent])
         elif self._turns:
             found = Continued(len(self._turns) - 1, messages)
         else:
@@ -308,6 +312,7 @@ class Episode:
         )
         self._lengths.append((0 if read is None else read.size) + turn.token_ids.size)
         self._added.append((*begun.messages, answer_message(_answer_of(answered.rollout))))
+        self._offered.append(self._tools)
         self._replica = answered.replica
 
     def _beyond_row(self, begun: Continued) -> tuple[ChatMessage, ...]:

@@ -143,7 +143,7 @@ class LeasedEpisode:
                     await self._change()
         end = self._end
         self._desk.forget(self)
-        return None if end.reward is None else Scored(end.reward, end.reward, {})
+        return None if end.reward is None else Scored(end.reward, end.reward, {"acc": end.reward})
 
     async def abandon(self) -> None:
         """Revoke the lease."""
