@@ -62,7 +62,7 @@ class Sessions:
         if asked.options.n != 1:
             raise RefusedError(f"n: {asked.options.n}; a leased sample has one answer a turn", "n")
         (messages,) = asked.prompts
-        if isinstance(messages, ChatWithImages):
+        if isinstance(messages, ChatWithImages) or not isinstance(messages, tuple):
             raise RefusedError("messages: images are not offered in leased samples", "messages")
         turns = tuple(one for one in messages if isinstance(one, ChatMessage))
         canonical = json.dumps(fields, sort_keys=True).encode()
