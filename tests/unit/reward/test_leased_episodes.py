@@ -248,13 +248,10 @@ async def test_an_agent_s_sampling_is_ignored_and_noted_once(
 
 
 async def test_a_group_that_is_given_up_revokes_its_leases(tmp_path: Path) -> None:
-    async with leased(tmp_path, jar_policy("C")) as run:
-        group = asyncio.create_task(generated(run))
+    async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run))
         (lease,) = await take(run, 1)
-        asking = asyncio.create_task(
-            post(run, f"/s/{lease.lease_id}/v1/chat/completions", model="x", messages=ASKED)
-        )
-        assert (await asking)[0] == 200
+        await chat(run, lease.lease_id, ASKED)
         group.cancel()
         await asyncio.wait([group])
         assert (run.desk.num_offered, run.desk.num_leased) == (0, 0)
@@ -267,8 +264,8 @@ async def test_messages_that_no_template_knows_are_refused(tmp_path: Path, role:
     async with leased(tmp_path, jar_policy("C")) as run:
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.role"):
             await run.client.leases().chat("x", "d", (ChatMessage(role, "hi"),), ())
+        tools = (Tool("a", "", "{}"), Tool("a", "", "{}"))
         with pytest.raises(InvalidRequestError, match="tools"):
-            tools = (Tool("a", "", "{}"), Tool("a", "", "{}"))
             await run.client.leases().chat("x", "d", (ChatMessage("user", "hi"),), tools)
         with pytest.raises(InvalidRequestError, match="finite"):
             await run.client.leases().end("x", reward_value=float("nan"))
