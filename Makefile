@@ -17,7 +17,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
 .PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients test-agents demo-clients lint format structure protos \
-	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-telemetry \
+	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-episodes bench-telemetry \
 	gpu-smoke gpu-day1 fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
@@ -121,6 +121,9 @@ RAY_PYTHON ?= $(wildcard $(VENV)-ray/bin/python)
 bench-devices: $(VENV)/.installed-dev  ## Measure on the CPU what will matter on devices: transfers, a large fleet and batch, reading vLLM, recovery, placement
 	@$(PY) -m benchmarks.devices $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
 		$(if $(RAY_PYTHON),--ray-python $(RAY_PYTHON)) $(ARGS)
+
+bench-episodes: $(VENV)/.installed-dev  ## Measure episodes: the jar game in three seeds, reuse between turns, the sandbox
+	@$(PY) -m benchmarks.episodes $(ARGS)
 
 # With the Python of a machine with a GPU, which has its torch already; see docs/benchmarks.md.
 GPU_PYTHON ?= python3
