@@ -50,6 +50,8 @@ class EpisodeGenerator:
         dispatcher: samples turns.
         drivers: run environments.
         limits: of each episode.
+        are_leased: whether programs take samples when they can, one after the other; a first turn
+            then waits for no sibling.
         by_default: whether rows that choose nothing have an environment (`environment_of`).
         seed: of the run; environments get one that depends on it and on the prompt.
 
@@ -66,9 +68,11 @@ class EpisodeGenerator:
         *,
         by_default: bool,
         seed: int,
+        are_leased: bool = False,
     ) -> None:
         self._dispatcher, self._drivers = dispatcher, drivers
         self._limits, self._by_default, self._seed = limits, by_default, seed
+        self._are_leased = are_leased
         self.num_rewritten = 0
         self.tool_names: set[str] = set()
 
@@ -128,7 +132,7 @@ class EpisodeGenerator:
         name, batch = f"prompt {request.prompt.prompt_id}", uuid4().hex
         try:
             async with asyncio.TaskGroup() as tasks:
-                first = FirstTurns(tasks, self._dispatcher, request, batch)
+                first = FirstTurns(tasks, self._dispatcher, request, batch, alone=self._are_leased)
                 for index in request.sample_indexes:
                     episode = self._episode(request, environment, f"{batch}.{index}", index)
                     tasks.create_task(
@@ -146,7 +150,7 @@ class EpisodeGenerator:
         label = f"environment, {request.purpose.value}"
         seed = for_prompt(base, request.prompt, label=label).seed
         timeout_s = self._limits.timeout_s
-        task = EpisodeTask(episode_id, environment, request.prompt, seed, timeout_s)
+        task = EpisodeTask(episode_id, environment, request.prompt, seed, timeout_s, index)
         return Episode(
             index,
             episode_id,
@@ -207,6 +211,7 @@ class FirstTurns:
         dispatcher: samples them.
         request: the group's.
         batch: begins the names of the episodes.
+        alone: request each sample's turn at once, in a request of its own.
     """
 
     def __init__(
@@ -215,9 +220,11 @@ class FirstTurns:
         dispatcher: GroupDispatcher,
         request: GroupRequest,
         batch: str,
+        *,
+        alone: bool = False,
     ) -> None:
         self._tasks, self._dispatcher, self._request = tasks, dispatcher, request
-        self._batch = batch
+        self._batch, self._alone = batch, alone
         self._awaited = set(request.sample_indexes)
         self._waiters: dict[int, _Waiter] = {}
 
@@ -235,6 +242,10 @@ class FirstTurns:
         if index not in self._awaited:
             return
         self._awaited.remove(index)
+        if self._alone:
+            if index in self._waiters:
+                self._start([index])
+            return
         if self._awaited:
             return
         bundles: dict[str, list[int]] = {}
@@ -243,8 +254,11 @@ class FirstTurns:
                 key = same_prompt_key(waiter.messages, waiter.tools)
                 bundles.setdefault(key, []).append(number)
         for indexes in bundles.values():
-            name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
-            self._tasks.create_task(self._request_turns(indexes), name=name)
+            self._start(indexes)
+
+    def _start(self, indexes: Sequence[int]) -> None:
+        name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
+        self._tasks.create_task(self._request_turns(indexes), name=name)
 
     async def _request_turns(self, indexes: Sequence[int]) -> None:
         waiter = self._waiters[indexes[0]]
