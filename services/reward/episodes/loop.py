@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from services.reward.episodes.drivers import EpisodeDrivers, EpisodeTask
-from services.reward.episodes.episode import READ_TEXT, AnsweredTurn, Episode
+from services.reward.episodes.episode import READ_TEXT, AnsweredTurn, Episode, unreadable
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import (
     GroupFailedError,
@@ -244,9 +244,10 @@ class FirstTurns:
                 bundles.setdefault(key, []).append(number)
         for indexes in bundles.values():
             name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
-            self._tasks.create_task(self._request_turns(indexes), name=name)
+            turns = self._request_turns(indexes, is_only=len(bundles) == 1)
+            self._tasks.create_task(turns, name=name)
 
-    async def _request_turns(self, indexes: Sequence[int]) -> None:
+    async def _request_turns(self, indexes: Sequence[int], *, is_only: bool) -> None:
         waiter = self._waiters[indexes[0]]
         alone = f"{self._batch}.{indexes[0]}" if len(indexes) == 1 else ""
         turn = TurnRequest(
@@ -262,10 +263,22 @@ class FirstTurns:
             self._deliver(collected, rollout.sample_index)
 
         collected = CollectedSamples(request, on_sample)
-        await self._dispatcher.collect(collected)
+        try:
+            await self._dispatcher.collect(collected)
+        except GroupFailedError as error:
+            if is_only or error.kind is not None:
+                raise
+            self._refuse(indexes, error)
         for index, rollout in collected.rollouts.items():
             if rollout.finish_reason is FinishReason.ABORTED:
                 self._deliver(collected, index)
+
+    def _refuse(self, indexes: Sequence[int], error: GroupFailedError) -> None:
+        """Fail samples whose first prompt is not their siblings'."""
+        for index in indexes:
+            answered = self._waiters[index].answered
+            if not answered.done():
+                answered.set_exception(unreadable(error))
 
     def _deliver(self, collected: CollectedSamples, index: int) -> None:
         answered = self._waiters[index].answered

@@ -354,6 +354,21 @@ async def test_samples_with_another_first_prompt_are_roots_of_their_own(tmp_path
     assert seen[-1].content == "Hurry."
 
 
+async def test_a_first_prompt_that_cannot_be_read_fails_its_sample_alone(tmp_path: Path) -> None:
+    def opening(request: environment.OpenRequest) -> environment.Observation:
+        is_long = index_of(request.episode_id) == 1
+        extra = user_says("Hurry. " * 4000).messages if is_long else ()
+        return environment.Observation(messages=extra, tools=[LOOK])
+
+    world = ScriptedEnvironment(opening=opening)
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        group = await played.generator.generate(group_request(3))
+    failed = failure_of(group.rollouts[1])
+    assert failed.kind is FailureKind.ENVIRONMENT
+    assert "cannot be read by the policy" in failed.detail
+    assert [group.rollouts[index].end for index in (0, 2)] == [EpisodeEnd.DONE] * 2
+
+
 async def test_rewards_of_turns_and_the_environments_score_are_used(tmp_path: Path) -> None:
     def respond(_episode: str, turn: int, answer: common.Answer) -> environment.Observation:
         seen = jars("", turn, answer)
