@@ -23,7 +23,7 @@ from sluice.environment.episodes import (
     with_reward,
 )
 from sluice.environment.schemas import ArgumentsError, MethodTool, method_tool
-from sluice.errors import ConfigError, EnvironmentUnavailable
+from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
 RESET, TURN, SCORE, CLOSE, DONE = "reset", "turn", "score", "close", "done"
@@ -198,12 +198,12 @@ class ClassEpisode:
         try:
             bound = getattr(self._instance, call.name)
             returned = await self._calls.run(bound, **arguments)
-        except EnvironmentUnavailable:
+            value, reward = with_reward(f"{self._environment.name}.{call.name}", returned)
+            return text_of(value), reward
+        except (EnvironmentUnavailable, EnvironmentDefectError):
             raise
         except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
             return f"Error: {raised(error)}", None
-        value, reward = with_reward(f"{self._environment.name}.{call.name}", returned)
-        return text_of(value), reward
 
     def _method(self, name: str) -> Callable[..., object] | None:
         found = getattr(self._instance, name, None)

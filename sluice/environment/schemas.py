@@ -59,7 +59,10 @@ class MethodTool:
     def _converted(self, name: str, value: object) -> object:
         try:
             return msgspec.convert(value, self.hints[name], strict=False)
-        except msgspec.ValidationError as error:
+        except (
+            msgspec.ValidationError,
+            ValueError,
+        ) as error:  # half a surrogate pair is the latter
             raise ArgumentsError(f"argument {name!r} of {self.tool.name}: {error}") from error
 
 

@@ -274,8 +274,8 @@ class GroupDispatcher:
 
         Raises:
             GroupFailedError: the row names an environment, the engine refuses the prompt
-                (`OverlongPromptError`: as too long), too many attempts failed (and the request allows no missing samples), or the group
-                ended before any of its samples finished.
+                (`OverlongPromptError`: as too long), too many attempts failed (and the request
+                allows no missing samples), or the group ended before any of its samples finished.
             ValidationFailedError: no replica may validate the wanted version any more.
         """
         prompt = request.prompt

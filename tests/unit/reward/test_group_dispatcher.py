@@ -71,7 +71,7 @@ async def test_a_row_that_names_an_environment_is_refused_where_there_is_none() 
     setting = Setting(ScriptedClient())
     await setting.dispatcher.announce([replica("a")])
     named = replace(request().prompt, extra_info={"agent_name": "tool_agent"})
-    with pytest.raises(GroupFailedError, match="agent_name is 'tool_agent'.* no environment"):
+    with pytest.raises(GroupFailedError, match=r"agent_name is 'tool_agent'.* no environment"):
         await setting.dispatcher.generate(replace(request(), prompt=named))
     assert not setting.client.calls
     single = replace(request().prompt, extra_info={"agent_name": "single_turn_agent"})
