@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
 from sluice.environment.episodes import (
     AuthorCalls,
-    EpisodeTask,
+    PlayedRow,
     grade_of,
     messages_of,
     raised,
@@ -114,9 +114,7 @@ class ClassEnvironment:
         """What the policy sees."""
         return tuple(method.tool for method in self.methods.values())
 
-    def begin(
-        self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup
-    ) -> ClassEpisode:
+    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> ClassEpisode:
         """Return a new episode."""
         return ClassEpisode(self, task, calls)
 
@@ -130,9 +128,7 @@ class ClassEpisode:
         calls: run its methods.
     """
 
-    def __init__(
-        self, environment: ClassEnvironment, task: EpisodeTask, calls: AuthorCalls
-    ) -> None:
+    def __init__(self, environment: ClassEnvironment, task: PlayedRow, calls: AuthorCalls) -> None:
         self._environment, self._task, self._calls = environment, task, calls
         self._instance: object = None
         self._last = ""

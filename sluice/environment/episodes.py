@@ -39,7 +39,7 @@ _CUT = "...(cut)"
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeTask:
+class PlayedRow:
     """The row that an episode plays.
 
     Args:
@@ -101,9 +101,7 @@ class Environment(Protocol):
         """Tools that an episode offers where its row does not choose."""
         ...
 
-    def begin(
-        self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup
-    ) -> PlayedEpisode:
+    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> PlayedEpisode:
         """Return a new episode; it opens with `PlayedEpisode.open`.
 
         Args:

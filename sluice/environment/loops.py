@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from sluice.algorithm.episode_rules import Observation
-from sluice.environment.episodes import AuthorCalls, EpisodeTask, defect, grade_of, text_of
+from sluice.environment.episodes import AuthorCalls, PlayedRow, defect, grade_of, text_of
 from sluice.environment.schemas import method_tool
 from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
@@ -147,7 +147,7 @@ class LoopEnvironment:
     function: Callable[..., Coroutine[Any, Any, object]]
     tools: tuple[Tool, ...] = ()
 
-    def begin(self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> LoopEpisode:
+    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> LoopEpisode:
         """Return a new episode."""
         return LoopEpisode(self, task, calls, tasks)
 
@@ -174,7 +174,7 @@ class LoopEpisode:
     def __init__(
         self,
         environment: LoopEnvironment,
-        task: EpisodeTask,
+        task: PlayedRow,
         calls: AuthorCalls,
         tasks: asyncio.TaskGroup,
     ) -> None:

@@ -17,7 +17,7 @@ from sluice.codec.environment import observation_to_proto
 from sluice.codec.fields import MAX_NAME_BYTES, check_text
 from sluice.codec.reward import score_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
-from sluice.environment.episodes import AuthorCalls, Environment, EpisodeTask, PlayedEpisode
+from sluice.environment.episodes import AuthorCalls, Environment, PlayedEpisode, PlayedRow
 from sluice.errors import (
     ExhaustedError,
     InvalidRequestError,
@@ -77,7 +77,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """Begin an episode."""
         await self._drop_expired()
         self._check(request)
-        task = EpisodeTask(
+        task = PlayedRow(
             tuple(map(message_from_proto, request.messages)), _row(request.row_json), request.seed
         )
         played = self._world.begin(task, self._calls, self._tasks)

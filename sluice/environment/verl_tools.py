@@ -22,7 +22,7 @@ import yaml
 from sluice.algorithm.episode_rules import TOOL, Observation
 from sluice.environment import verl_stand_in
 from sluice.environment.classes import unknown_tool, unreadable
-from sluice.environment.episodes import AuthorCalls, EpisodeTask, raised, text_of, with_reward
+from sluice.environment.episodes import AuthorCalls, PlayedRow, raised, text_of, with_reward
 from sluice.environment.loading import file_module
 from sluice.environment.schemas import ArgumentsError, json_object, method_tool
 from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
@@ -149,7 +149,7 @@ class VerlEnvironment:
         """What the policy sees where its row does not choose."""
         return tuple(one.tool for one in self.by_name.values())
 
-    def begin(self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> VerlEpisode:
+    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> VerlEpisode:
         """Return a new episode."""
         return VerlEpisode(self.by_name, task, calls)
 
@@ -164,7 +164,7 @@ class VerlEpisode:
     """
 
     def __init__(
-        self, by_name: Mapping[str, VerlTool], task: EpisodeTask, calls: AuthorCalls
+        self, by_name: Mapping[str, VerlTool], task: PlayedRow, calls: AuthorCalls
     ) -> None:
         selection = task.extra_info.get("tool_selection")
         self._tools = {

@@ -40,6 +40,9 @@ from sluice.types import (
     Tool,
 )
 
+MAX_TOOL_NAMES = 256
+"""Each has a metric; calls of further tools count as calls of unknown ones."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -55,7 +58,7 @@ class EpisodeGenerator:
 
     Attributes:
         num_rewritten: turns that had to begin a new root, since the template rewrites history.
-        tool_names: of all tools that environments have offered.
+        tool_names: of tools that environments have offered, the first `MAX_TOOL_NAMES`.
     """
 
     def __init__(
@@ -159,7 +162,8 @@ class EpisodeGenerator:
 
     def offered(self, tools: Sequence[Tool]) -> None:
         """Note tools that an environment offers."""
-        self.tool_names.update(tool.name for tool in tools)
+        for tool in tools[: MAX_TOOL_NAMES - len(self.tool_names)]:
+            self.tool_names.add(tool.name)
 
     def rewritten(self, reason: str) -> None:
         """Count a turn that begins a new root, since the template rewrites history; warn of the
@@ -196,6 +200,7 @@ async def _play(
 class _Waiter:
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...]
+    since: float
     answered: asyncio.Future[AnsweredTurn]
 
 
@@ -220,13 +225,14 @@ class FirstTurns:
         self._batch = batch
         self._awaited = set(request.sample_indexes)
         self._waiters: dict[int, _Waiter] = {}
+        self._began = 0.0  # when the requests were made, all at once
 
     async def turn(
         self, index: int, messages: Sequence[ChatMessage], tools: Sequence[Tool]
     ) -> AnsweredTurn:
         """Return the first turn of a sample, once it has been sampled."""
         answered: asyncio.Future[AnsweredTurn] = asyncio.get_running_loop().create_future()
-        self._waiters[index] = _Waiter(tuple(messages), tuple(tools), answered)
+        self._waiters[index] = _Waiter(tuple(messages), tuple(tools), _now(), answered)
         self.without(index)
         return await answered
 
@@ -262,7 +268,7 @@ class FirstTurns:
         def on_sample(rollout: Rollout) -> None:
             self._deliver(collected, rollout.sample_index)
 
-        collected = CollectedSamples(request, on_sample)
+        collected, self._began = CollectedSamples(request, on_sample), _now()
         try:
             await self._dispatcher.collect(collected)
         except GroupFailedError as error:
@@ -281,6 +287,12 @@ class FirstTurns:
                 answered.set_exception(unreadable(error))
 
     def _deliver(self, collected: CollectedSamples, index: int) -> None:
-        answered = self._waiters[index].answered
-        if not answered.done():
-            answered.set_result(AnsweredTurn.of(collected, index))
+        waiter = self._waiters[index]
+        if not waiter.answered.done():
+            turn = AnsweredTurn.of(collected, index)
+            for_siblings_s = self._began - waiter.since
+            waiter.answered.set_result(replace(turn, queued_s=turn.queued_s + for_siblings_s))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
