@@ -42,19 +42,24 @@ def open_to_proto(
         seed: the same for all samples of a group.
         timeout_s: seconds after which the server may drop the episode.
     """
+    return environment.OpenRequest(
+        episode_id=episode_id,
+        environment=environment_name,
+        messages=[message_to_proto(message) for message in prompt.messages],
+        row_json=row_json(prompt),
+        seed=seed,
+        timeout_s=timeout_s,
+    )
+
+
+def row_json(prompt: Prompt) -> str:
+    """Return a row's columns besides its messages, the text of a JSON object."""
     row = {
         "data_source": prompt.data_source,
         "ground_truth": prompt.ground_truth,
         "extra_info": prompt.extra_info,
     }
-    return environment.OpenRequest(
-        episode_id=episode_id,
-        environment=environment_name,
-        messages=[message_to_proto(message) for message in prompt.messages],
-        row_json=json.dumps(row, ensure_ascii=False, default=str),
-        seed=seed,
-        timeout_s=timeout_s,
-    )
+    return json.dumps(row, ensure_ascii=False, default=str)
 
 
 def step_to_proto(
@@ -78,7 +83,7 @@ def observation_from_proto(message: environment.Observation) -> Observation:
     field = "observation"
     check_turns(f"{field}.messages", message.messages, MAX_TURNS)
     for index, turn in enumerate(message.messages):
-        _check_role(f"{field}.messages[{index}]", turn, is_whole=message.is_whole)
+        check_role(f"{field}.messages[{index}]", turn, is_whole=message.is_whole)
     check_tools(f"{field}.tools", message.tools)
     reward = message.reward if message.HasField("reward") else None
     if reward is not None:
@@ -103,7 +108,8 @@ def observation_to_proto(seen: Observation) -> environment.Observation:
     )
 
 
-def _check_role(field: str, turn: common.ChatMessage, *, is_whole: bool) -> None:
+def check_role(field: str, turn: common.ChatMessage, *, is_whole: bool) -> None:
+    """Check role and calls of a turn. Raise InvalidRequestError, which names the field."""
     allowed = _ROLES if is_whole else CONTINUING_ROLES
     if turn.role not in allowed:
         raise InvalidRequestError(

@@ -53,6 +53,8 @@ class EpisodeGenerator:
         dispatcher: samples turns.
         drivers: run environments.
         limits: of each episode.
+        are_leased: whether programs take samples when they can, one after the other; a first turn
+            then waits for no sibling.
         by_default: whether rows that choose nothing have an environment (`environment_of`).
         seed: of the run; environments get one that depends on it and on the prompt.
 
@@ -69,9 +71,11 @@ class EpisodeGenerator:
         *,
         by_default: bool,
         seed: int,
+        are_leased: bool = False,
     ) -> None:
         self._dispatcher, self._drivers = dispatcher, drivers
         self._limits, self._by_default, self._seed = limits, by_default, seed
+        self._are_leased = are_leased
         self.num_rewritten = 0
         self.tool_names: set[str] = set()
 
@@ -131,7 +135,7 @@ class EpisodeGenerator:
         name, batch = f"prompt {request.prompt.prompt_id}", uuid4().hex
         try:
             async with asyncio.TaskGroup() as tasks:
-                first = FirstTurns(tasks, self._dispatcher, request, batch)
+                first = FirstTurns(tasks, self._dispatcher, request, batch, alone=self._are_leased)
                 for index in request.sample_indexes:
                     episode = self._episode(request, environment, f"{batch}.{index}", index)
                     tasks.create_task(
@@ -149,7 +153,7 @@ class EpisodeGenerator:
         label = f"environment, {request.purpose.value}"
         seed = for_prompt(base, request.prompt, label=label).seed
         timeout_s = self._limits.timeout_s
-        task = EpisodeTask(episode_id, environment, request.prompt, seed, timeout_s)
+        task = EpisodeTask(episode_id, environment, request.prompt, seed, timeout_s, index)
         return Episode(
             index,
             episode_id,
@@ -212,6 +216,7 @@ class FirstTurns:
         dispatcher: samples them.
         request: the group's.
         batch: begins the names of the episodes.
+        alone: request each sample's turn at once, in a request of its own.
     """
 
     def __init__(
@@ -220,12 +225,13 @@ class FirstTurns:
         dispatcher: GroupDispatcher,
         request: GroupRequest,
         batch: str,
+        *,
+        alone: bool = False,
     ) -> None:
         self._tasks, self._dispatcher, self._request = tasks, dispatcher, request
-        self._batch = batch
+        self._batch, self._alone = batch, alone
         self._awaited = set(request.sample_indexes)
         self._waiters: dict[int, _Waiter] = {}
-        self._began = 0.0  # when the requests were made, all at once
 
     async def turn(
         self, index: int, messages: Sequence[ChatMessage], tools: Sequence[Tool]
@@ -241,6 +247,10 @@ class FirstTurns:
         if index not in self._awaited:
             return
         self._awaited.remove(index)
+        if self._alone:
+            if index in self._waiters:
+                self._start([index])
+            return
         if self._awaited:
             return
         bundles: dict[str, list[int]] = {}
@@ -249,9 +259,11 @@ class FirstTurns:
                 key = same_prompt_key(waiter.messages, waiter.tools)
                 bundles.setdefault(key, []).append(number)
         for indexes in bundles.values():
-            name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
-            turns = self._request_turns(indexes, is_only=len(bundles) == 1)
-            self._tasks.create_task(turns, name=name)
+            self._start(indexes, is_only=len(bundles) == 1)
+
+    def _start(self, indexes: Sequence[int], *, is_only: bool = False) -> None:
+        name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
+        self._tasks.create_task(self._request_turns(indexes, is_only=is_only), name=name)
 
     async def _request_turns(self, indexes: Sequence[int], *, is_only: bool) -> None:
         waiter = self._waiters[indexes[0]]
@@ -266,9 +278,9 @@ class FirstTurns:
         request = replace(self._request, sample_indexes=tuple(indexes), turn=turn)
 
         def on_sample(rollout: Rollout) -> None:
-            self._deliver(collected, rollout.sample_index)
+            self._deliver(collected, rollout.sample_index, began)
 
-        collected, self._began = CollectedSamples(request, on_sample), _now()
+        collected, began = CollectedSamples(request, on_sample), _now()
         try:
             await self._dispatcher.collect(collected)
         except GroupFailedError as error:
@@ -277,7 +289,7 @@ class FirstTurns:
             self._refuse(indexes, error)
         for index, rollout in collected.rollouts.items():
             if rollout.finish_reason is FinishReason.ABORTED:
-                self._deliver(collected, index)
+                self._deliver(collected, index, began)
 
     def _refuse(self, indexes: Sequence[int], error: GroupFailedError) -> None:
         """Fail samples whose first prompt is not their siblings'."""
@@ -286,11 +298,11 @@ class FirstTurns:
             if not answered.done():
                 answered.set_exception(unreadable(error))
 
-    def _deliver(self, collected: CollectedSamples, index: int) -> None:
+    def _deliver(self, collected: CollectedSamples, index: int, began: float) -> None:
         waiter = self._waiters[index]
         if not waiter.answered.done():
             turn = AnsweredTurn.of(collected, index)
-            for_siblings_s = self._began - waiter.since
+            for_siblings_s = began - waiter.since
             waiter.answered.set_result(replace(turn, queued_s=turn.queued_s + for_siblings_s))
 
 

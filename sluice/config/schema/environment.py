@@ -21,6 +21,9 @@ class EnvironmentConfig(Section, frozen=True):
     addresses: list[str] = msgspec.field(default_factory=list)
     """host:port of servers of EnvironmentService, in place of `path`; after https:// with TLS."""
 
+    agents: bool = False
+    """Lease samples to programs that speak OpenAI's protocol, in place of `path`."""
+
     workers: PositiveInt = 2
     """Processes that run the environment of `path`."""
 

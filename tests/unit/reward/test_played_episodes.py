@@ -338,6 +338,30 @@ async def test_a_whole_conversation_continues_the_turn_that_it_begins_with_or_is
         assert read_by(group.prompt_token_ids, rollout, number) == prompt
 
 
+async def test_a_conversation_with_other_tools_is_a_root_since_its_prompt_has_other_tokens(
+    tmp_path: Path,
+) -> None:
+    row = common.ChatMessage(role="user", content="Add jars.")
+    said = common.ChatMessage(
+        role="assistant", tool_calls=[common.ToolCall(name="look", arguments_json='{"jar":"C"}')]
+    )
+    six = common.ChatMessage(role="tool", content="6")
+    other = common.Tool(name="peek", parameters_json=LOOK.parameters_json)
+
+    def respond(_episode: str, turn: int, _answer: common.Answer) -> environment.Observation:
+        if turn == 1:
+            return environment.Observation(done=True)
+        return environment.Observation(messages=[row, said, six], is_whole=True, tools=[other])
+
+    world = ScriptedEnvironment(respond=respond)
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        group = await played.generator.generate(group_request(1))
+    (rollout,) = group.rollouts
+    assert [turn.parent for turn in rollout.turns] == [None, None]
+    for number, prompt in enumerate(played.engine.prompts):
+        assert read_by(group.prompt_token_ids, rollout, number) == prompt
+
+
 async def test_samples_with_another_first_prompt_are_roots_of_their_own(tmp_path: Path) -> None:
     def opening(request: environment.OpenRequest) -> environment.Observation:
         extra = user_says("Hurry.").messages if index_of(request.episode_id) == 1 else ()
