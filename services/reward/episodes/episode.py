@@ -268,9 +268,7 @@ class Episode:
             except GroupFailedError as error:
                 if error.kind is not None:
                     raise
-                raise EnvironmentUnavailableError(
-                    f"what the environment sent cannot be read by the policy: {error}"
-                ) from error
+                raise unreadable(error) from error
         return begun, AnsweredTurn.of(collected, self._index)
 
     def _turn_request(self, number: int, begun: Continued) -> GroupRequest:
@@ -367,6 +365,13 @@ class Episode:
                 raise
             progress.end()
             raise _GroupOverError from None
+
+
+def unreadable(error: GroupFailedError) -> EnvironmentUnavailableError:
+    """Return the failure of a sample whose environment sent what every replica refuses."""
+    return EnvironmentUnavailableError(
+        f"what the environment sent cannot be read by the policy: {error}"
+    )
 
 
 def _answer_of(rollout: Rollout) -> Answer:

@@ -34,6 +34,7 @@ from services.reward.generation.request import (
     for_prompt,
 )
 from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
+from sluice.algorithm.episode_rules import AGENT_NAME, SINGLE_TURN, environment_of
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
 from sluice.algorithm.routing import (
     AnnouncedReplica,
@@ -43,6 +44,7 @@ from sluice.algorithm.routing import (
     Reservation,
     RoutedReplica,
 )
+from sluice.codec.fields import shortened
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import (
     EngineError,
@@ -282,11 +284,18 @@ class GroupDispatcher:
             on_sample: called with each sample that has finished.
 
         Raises:
-            GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
-                too many attempts failed (and the request allows no missing samples), or the group
-                ended before any of its samples finished.
+            GroupFailedError: the row names an environment, the engine refuses the prompt
+                (`OverlongPromptError`: as too long), too many attempts failed (and the request
+                allows no missing samples), or the group ended before any of its samples finished.
             ValidationFailedError: no replica may validate the wanted version any more.
         """
+        prompt = request.prompt
+        if environment_of(prompt.extra_info, by_default=False) is not None:
+            raise GroupFailedError(
+                f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is "
+                f"{shortened(prompt.extra_info[AGENT_NAME])}, and the run has no environment; set "
+                f"sluice.environment.path, or write {SINGLE_TURN}"
+            )
         collected = CollectedSamples(request, on_sample)
         await self.collect(collected)
         return collected.group()
