@@ -252,6 +252,8 @@ class Episode:
         """Sample another turn. Return how it begins, which changes where the template rewrites
         history, and the turn; ``None``: no token is left."""
         number, parent = len(self._turns), begun.parent
+        if self._tokens_left(parent) < 1:
+            return begun, None
         self._phase = f"sampling turn {number}"
         collected = CollectedSamples(self._turn_request(number, begun))
         with TRACER.span(SpanName.TURN, {Key.SAMPLE_INDEX: self._index}):
@@ -284,10 +286,19 @@ class Episode:
                 self._tools,
                 tool_format="" if self._tools else READ_TEXT,
                 affinity=self._id,
-                max_sequence_tokens=self._rules.max_sequence_tokens,
+                max_sequence_tokens=self._tokens_left(begun.parent),
                 prefer=self._replica,
             ),
         )
+
+    def _tokens_left(self, parent: int | None) -> int:
+        """Return the most tokens of a sequence that continues `parent`, beside the others."""
+        rules = self._rules
+        if rules.max_trained_tokens is None:
+            return rules.max_sequence_tokens
+        inner = {parent, *(turn.parent for turn in self._turns)}
+        others = sum(size for index, size in enumerate(self._lengths) if index not in inner)
+        return min(rules.max_sequence_tokens, rules.max_trained_tokens - others)
 
     def _add(self, begun: Continued, answered: AnsweredTurn, seconds: float) -> None:
         """Add a sampled turn, with what it read beyond the turn that it continues."""

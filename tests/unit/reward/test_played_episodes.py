@@ -278,6 +278,27 @@ async def test_a_long_text_of_a_tool_is_cut_and_further_calls_are_left_out(tmp_p
     assert seen.content == "01...(truncated)...89"
 
 
+async def test_all_sequences_of_an_episode_together_fit_a_pass_of_the_trainer(
+    tmp_path: Path,
+) -> None:
+    world = ScriptedEnvironment(
+        respond=lambda *_: environment.Observation(
+            messages=[common.ChatMessage(role="user", content="Begin again.")], is_whole=True
+        )
+    )
+    letters = "CDEFGHIJKLMNOPQRSTUVW"
+    async with playing(
+        tmp_path, jar_policy(*letters), world, max_trained_tokens=600, max_assistant_turns=20
+    ) as played:
+        group = await played.generator.generate(group_request(1))
+    (rollout,) = group.rollouts
+    assert rollout.num_roots == len(rollout.turns) > 1
+    assert rollout.end is EpisodeEnd.MAX_TOKENS
+    # The first sequence has the group's prompt.
+    read_and_sampled = rollout.num_context_tokens + rollout.num_tokens
+    assert len(group.prompt_token_ids) + read_and_sampled <= 600
+
+
 async def test_a_template_that_rewrites_history_begins_a_new_root_and_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -424,13 +445,18 @@ async def test_rewards_of_turns_and_the_environments_score_are_used(tmp_path: Pa
         group = await played.generator.generate(group_request(1))
     assert [turn.reward for turn in group.rollouts[0].turns] == [0.5, 1.5]
     (rollout,) = group.rollouts
-    tokens = rollout.num_tokens
+    # The conversation beyond the prompt, as verl counts it: what was read, too.
+    tokens = rollout.num_tokens + rollout.num_context_tokens
+    assert rollout.num_context_tokens > 0
     shaping = OverlongShaping(tokens, 10, 1.0, log=False)
     graded = await Grader(InlineScorer(), shaping).grade(group)
     (scored,) = graded.outcomes
     assert isinstance(scored, Scored)
     assert (scored.score, scored.reward) == (0.75, -0.25)
     assert scored.metrics == {"acc": 0.75, "looked": 2.0}
+    bounded = OverlongShaping(tokens - 20, 10, 1.0, log=False, longest_tokens=tokens - 20)
+    graded = await Grader(InlineScorer(), bounded).grade(group)
+    assert [outcome.reward for outcome in graded.scored] == [-0.25]
 
 
 async def test_without_a_score_the_rows_scorer_grades_the_last_answer(tmp_path: Path) -> None:
