@@ -55,7 +55,7 @@ async def played(run: Leased, folder: Path, end: str, n: int = 3) -> tuple[Rollo
 async def test_each_sample_gets_the_reward_that_its_program_prints_last(tmp_path: Path) -> None:
     async with leased(tmp_path, answers) as run:
         group, _ = await played(run, tmp_path, "reward")
-    assert [rollout.outcome for rollout in group.rollouts] == [Scored(0.5, 0.5, {})] * 3
+    assert [rollout.outcome for rollout in group.rollouts] == [Scored(0.5, 0.5, {"acc": 0.5})] * 3
 
 
 @pytest.mark.parametrize(

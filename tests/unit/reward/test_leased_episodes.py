@@ -105,7 +105,8 @@ async def test_a_dialogue_is_one_sample_with_the_posted_reward_and_no_sibling_is
         found = await group
     rewards = {first.sample_index: 1.0, second.sample_index: 0.25}
     for rollout in found.rollouts:
-        assert rollout.outcome == Scored(*[rewards[rollout.sample_index]] * 2, {})
+        reward = rewards[rollout.sample_index]
+        assert rollout.outcome == Scored(reward, reward, {"acc": reward})
         assert (rollout.end, rollout.num_roots) == (EpisodeEnd.DONE, 1)
         assert [turn.parent for turn in rollout.turns] == [None, 0]
         for number in range(2):
@@ -163,7 +164,7 @@ async def test_the_first_end_counts(tmp_path: Path) -> None:
             run, f"/s/{lease.lease_id}/v1/chat/completions", model="any", messages=ASKED
         )
         assert (status, body["error"]["code"]) == (400, "lease_ended")
-    assert found.rollouts[0].outcome == Scored(1.0, 1.0, {})
+    assert found.rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
 async def test_a_session_without_an_end_fails_as_the_agent_s_and_its_late_reward_is_refused(
@@ -196,7 +197,7 @@ async def test_the_wait_for_a_program_is_no_time_of_the_episode(tmp_path: Path) 
         await asyncio.sleep(3.2)
         (lease,) = await take(run, 1)
         await play(run, lease.lease_id, 1.0)
-        assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {})
+        assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
 async def test_a_program_s_failure_costs_its_sample_alone(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ async def test_a_program_s_failure_costs_its_sample_alone(tmp_path: Path) -> Non
         found = await group
     failed = failure_of(found.rollouts[first.sample_index])
     assert (failed.kind, failed.detail) == (FailureKind.AGENT, "agent: exit code 3")
-    assert found.rollouts[second.sample_index].outcome == Scored(1.0, 1.0, {})
+    assert found.rollouts[second.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
 async def test_a_sample_at_its_limit_refuses_requests_and_takes_the_reward(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ async def test_a_sample_at_its_limit_refuses_requests_and_takes_the_reward(tmp_p
         assert "used its tokens or turns" in body["error"]["message"]
         await post(run, f"/s/{lease.lease_id}/end", reward=0.5)
         found = await group
-    assert found.rollouts[0].outcome == Scored(0.5, 0.5, {})
+    assert found.rollouts[0].outcome == Scored(0.5, 0.5, {"acc": 0.5})
     assert found.rollouts[0].end is EpisodeEnd.MAX_TURNS
 
 
