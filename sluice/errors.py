@@ -48,6 +48,10 @@ class HistoryRewrittenError(SluiceError):
     """The chat template writes earlier turns differently, so exact tokens cannot be continued."""
 
 
+class LeaseEndedError(SluiceError):
+    """A leased sample has ended, and takes no other end and no further request."""
+
+
 class AccessDeniedError(SluiceError):
     """A peer does not accept this process's token, or not for this call."""
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 from services.reward.app import RewardApp, open_prompt_sets, open_run_files
 from services.reward.episodes.client import GivenServers, ServedEnvironments
 from services.reward.episodes.drivers import EnvironmentServers
+from services.reward.episodes.leases import LeaseDesk
 from services.reward.episodes.workers import running_workers
 from services.reward.generation.client import RolloutClient
 from services.reward.grading.pool import configured_scorer_pool
@@ -98,12 +99,15 @@ async def _serve(config: RunConfig) -> None:
 @asynccontextmanager
 async def _environments(
     config: RunConfig, limit: int, credentials: Credentials
-) -> AsyncIterator[ServedEnvironments | None]:
+) -> AsyncIterator[ServedEnvironments | LeaseDesk | None]:
     """Run what plays episodes; ``None``: a sample is one answer."""
     settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
     source = EnvironmentSource(
         settings.path, settings.name, turns.function_tool_path, turns.tool_config_path
     )
+    if settings.agents:
+        yield LeaseDesk()
+        return
     async with AsyncExitStack() as stack:
         servers: EnvironmentServers
         if settings.addresses:

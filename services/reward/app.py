@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from services.reward.episodes.drivers import EpisodeDrivers
+from services.reward.episodes.leases import LeaseDesk
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import (
@@ -237,6 +238,7 @@ class RewardApp:
             rules=straggler_rules(config),
         )
         self.generator: SampleGenerator = self.dispatcher
+        self.leases = drivers if isinstance(drivers, LeaseDesk) else None
         self.tool_names: Collection[str] = ()
         if drivers is not None:
             episodes = EpisodeGenerator(
@@ -244,6 +246,7 @@ class RewardApp:
                 drivers,
                 episode_rules(config),
                 by_default=plays_by_default(config),
+                are_leased=self.leases is not None,
                 seed=config.actor_rollout_ref.rollout.seed,
             )
             self.generator, self.tool_names = episodes, episodes.tool_names

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import grpc
 
 from services.reward.app import RewardApp
+from services.reward.episodes.leases import LeaseDesk, PostedEnd
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
 from services.reward.group_table import GroupState, PromptOutcome
@@ -19,6 +20,12 @@ from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.bounds import check_fields
+from sluice.codec.leases import (
+    chat_answer_to_proto,
+    conversation_of,
+    lease_to_proto,
+    reward_of,
+)
 from sluice.codec.messages import (
     announced_from_proto,
     announced_to_proto,
@@ -190,11 +197,59 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             )
         return _validation_to_proto(result)
 
+    async def LeaseSamples(
+        self, request: reward.LeaseSamplesRequest, context: Context
+    ) -> reward.LeaseSamplesResponse:
+        """Lease samples to a program."""
+        check_fields(request)
+        taken = await self._leases().take(request.count, request.wait_s)
+        return reward.LeaseSamplesResponse(
+            leases=[
+                lease_to_proto(
+                    episode.task.prompt,
+                    lease_id=episode.lease_id,
+                    sample_index=episode.task.sample_index,
+                    deadline_s=episode.task.timeout_s,
+                )
+                for episode in taken
+            ]
+        )
+
+    async def Chat(self, request: reward.ChatRequest, context: Context) -> reward.ChatResponse:
+        """Answer the program that works on a sample."""
+        messages, tools = conversation_of(request)
+        with waiting_for("reward loop", "answering an agent"):
+            reply = await self._leases().chat(
+                request.lease_id, request.request_digest, messages, tools
+            )
+        return chat_answer_to_proto(
+            reply.answer,
+            reply.finish,
+            num_read=reply.num_read,
+            num_sampled=reply.num_sampled,
+            turn=reply.turn,
+        )
+
+    async def EndEpisode(
+        self, request: reward.EndEpisodeRequest, context: Context
+    ) -> reward.EndEpisodeResponse:
+        """Note how a program ended its sample."""
+        end = PostedEnd(reward_of(request), request.failure)
+        self._leases().end(request.lease_id, end)
+        return reward.EndEpisodeResponse()
+
     async def GetStatus(
         self, request: reward.GetStatusRequest, context: Context
     ) -> reward.GetStatusResponse:
         """Return counters and waits."""
         return _status_to_proto(self._app)
+
+    def _leases(self) -> LeaseDesk:
+        if self._app.leases is None:
+            raise InvalidRequestError(
+                "this run leases no samples; start it with sluice.environment.agents=true"
+            )
+        return self._app.leases
 
     def _submit(self, request: reward.SubmitPromptsRequest, session: SubmissionSession) -> None:
         limits = self._limits

@@ -179,9 +179,11 @@ def truncated(text: str, rules: EpisodeRules) -> str:
     return f"{text[:half]}...{_MARK}...{text[len(text) - half :]}"
 
 
-def made_calls(answer: Answer, rules: EpisodeRules) -> Answer:
-    """Return the answer with the calls that are made."""
-    return replace(answer, tool_calls=answer.tool_calls[: rules.max_parallel_calls])
+def made_calls(answer: Answer, rules: EpisodeRules, turn: int) -> Answer:
+    """Return the answer with the calls that are made; their ids are unique in the episode."""
+    made = enumerate(answer.tool_calls[: rules.max_parallel_calls])
+    calls = (replace(call, call_id=f"call_{turn}_{number}") for number, call in made)
+    return replace(answer, tool_calls=tuple(calls))
 
 
 def turn_seed(seed: int, turn: int) -> int:

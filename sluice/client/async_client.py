@@ -20,6 +20,7 @@ from sluice.client.generation_types import (
     Prompt,
     SampleFinished,
 )
+from sluice.client.leases import Leases
 from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
@@ -168,6 +169,10 @@ class AsyncClient:
             calls=self._score_calls,
             deadline_s=deadline_s,
         )
+
+    def leases(self) -> Leases:
+        """Return the samples of a run with `sluice.environment.agents`, for programs."""
+        return Leases(self._channels, self._reward())
 
     async def replicas(self) -> Sequence[FleetReplica]:
         """Look up the replicas that serve.

@@ -212,7 +212,7 @@ def uses_reference(config: RunConfig) -> bool:
 def may_grade_itself(config: RunConfig) -> bool:
     """Return whether an environment may grade episodes, so that rows need no scorer."""
     environment = config.sluice.environment
-    return environment.path is not None or bool(environment.addresses)
+    return environment.path is not None or bool(environment.addresses) or environment.agents
 
 
 def replays_engine_routing(config: RunConfig) -> bool:

@@ -8,6 +8,8 @@ from sluice.errors import (
     DeadlineError,
     ExhaustedError,
     InvalidRequestError,
+    LeaseEndedError,
+    NotFoundError,
     NotReadyError,
     PeerDefectError,
     PeerError,
@@ -16,6 +18,8 @@ from sluice.errors import (
 
 _STATUS: tuple[tuple[type[SluiceError], int, str, str | None], ...] = (
     (InvalidRequestError, 400, "invalid_request_error", None),
+    (NotFoundError, 410, "invalid_request_error", "lease_expired"),
+    (LeaseEndedError, 409, "invalid_request_error", "lease_ended"),
     (ExhaustedError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (DeadlineError, 504, "timeout_error", "deadline_exceeded"),
     (PeerDefectError, 500, "server_error", None),

@@ -78,7 +78,8 @@ _OF_BOTH: tuple[_Row, ...] = (
 _OF_CHAT: tuple[_Row, ...] = (
     ("functions", ([],), _SEND_TOOLS),
     ("function_call", ("none", "auto"), _SEND_TOOLS),
-    ("tool_choice", ("auto", "none"), "calls are sampled, never forced"),
+    # Agents send "required" with every request, and know what to do with an answer without a call.
+    ("tool_choice", ("auto", "none", "required"), "calls are sampled, never forced"),
     ("parallel_tool_calls", (True,), "an answer may have several calls"),
     ("documents", ([],), "write them into a message"),
     ("chat_template", (), "the model's own renders the messages"),

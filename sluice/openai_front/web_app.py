@@ -39,6 +39,7 @@ from sluice.openai_front.requests import (
     parse_chat,
     parse_completion,
 )
+from sluice.openai_front.sessions import Sessions
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import AUTHORIZATION, TRACEPARENT, presented_token
 from sluice.security.token_file import TokenSource, role_of
@@ -145,6 +146,7 @@ class OpenAIFront:
     def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:
         self._client = client
         self._settings = settings
+        self._sessions = Sessions(client)
         self._callers = Callers(settings.keys, settings.max_choices, settings.max_key_choices)
         self._bounds = Bounds(
             settings.deadline_s,
@@ -161,6 +163,8 @@ class OpenAIFront:
         app.router.add_get("/v1/models/{name}", self._model)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
+        app.router.add_post("/s/{lease}/v1/chat/completions", self._leased_chat)
+        app.router.add_post("/s/{lease}/end", self._end)
         return app
 
     def connections(self, make: Callable[[], asyncio.Protocol]) -> Connections:
@@ -170,7 +174,8 @@ class OpenAIFront:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key, and give every failure the dialect's shape."""
-        if request.path != "/health":
+        # A lease is a secret, and opens nothing but its sample.
+        if request.path != "/health" and not request.path.startswith("/s/"):
             name = self._callers.name(request.headers.get("Authorization", ""))
             if name is None:
                 return _refused(NO_KEY)
@@ -210,6 +215,18 @@ class OpenAIFront:
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = decode(await _body_of(request), CompletionRequest)
         return await self._answer(request, parse_completion(body, self._bounds))
+
+    async def _leased_chat(self, request: web.Request) -> web.StreamResponse:
+        lease, body = request.match_info["lease"], await _body_of(request)
+        answer, chunks = await self._sessions.chat(lease, body)
+        if chunks is None:
+            return _json(answer)
+        events = b"".join(b"data: " + msgspec.json.encode(one) + b"\n\n" for one in chunks)
+        return web.Response(body=events + _END, content_type="text/event-stream")
+
+    async def _end(self, request: web.Request) -> web.StreamResponse:
+        await self._sessions.end(request.match_info["lease"], await _body_of(request))
+        return _json({"status": "ended"})
 
     def _check_model(self, name: str) -> None:
         if name != self._settings.model_name:

@@ -48,6 +48,7 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.SequenceTooLongError, grpc.StatusCode.OUT_OF_RANGE),
     (errors.HistoryRewrittenError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.LeaseEndedError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.AccessDeniedError, grpc.StatusCode.UNAUTHENTICATED),
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
     (errors.NotReadyError, grpc.StatusCode.UNAVAILABLE),

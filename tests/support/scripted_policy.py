@@ -36,6 +36,7 @@ class ScriptedEngine:
     def __init__(self, policy: Policy, encoder: PromptEncoder, end: str) -> None:
         self.accounting = RequestTokens()
         self.prompts: list[list[int]] = []
+        self.sampled: list[list[int]] = []
         self._policy, self._encoder, self._end = policy, encoder, end
 
     def load(self) -> EngineLoad:
@@ -56,6 +57,7 @@ class ScriptedEngine:
         said = self._policy(prompt) + self._end
         ids = self._encoder.encode_text(said, add_special_tokens=False)
         kept = ids[: request.sampling.max_tokens]
+        self.sampled.append(kept.tolist())
         reason = FinishReason.STOP if kept.size == ids.size else FinishReason.LENGTH
         for index in request.sample_indexes:
             parts = np.array_split(kept, kept.size if every_token else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sluice.algorithm.episode_rules import Observation
 from sluice.errors import SluiceError
@@ -28,6 +28,7 @@ class EpisodeTask:
         prompt: the row.
         seed: the same for all samples of a prompt.
         timeout_s: seconds after which the environment may drop it.
+        sample_index: within its group.
     """
 
     episode_id: str
@@ -35,6 +36,7 @@ class EpisodeTask:
     prompt: Prompt
     seed: int
     timeout_s: float
+    sample_index: int = 0
 
 
 class EpisodeDriver(Protocol):
@@ -57,6 +59,19 @@ class EpisodeDriver(Protocol):
 
     async def abandon(self) -> None:
         """Give the episode up, within `ABANDON_S`. Raise no error."""
+        ...
+
+
+@runtime_checkable
+class LeasedDriver(EpisodeDriver, Protocol):
+    """An episode that a program of the user works on. Its failures are the agent's."""
+
+    async def taken(self) -> None:
+        """Wait until a program has taken it; the episode's time begins then."""
+        ...
+
+    def counted(self, num_read: int, num_sampled: int) -> None:
+        """Note the tokens of the answer that `step` gets next."""
         ...
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from services.reward.episodes.drivers import (
     EnvironmentUnavailableError,
     EpisodeDriver,
+    LeasedDriver,
     abandoned,
 )
 from services.reward.generation.dispatcher import GroupDispatcher
@@ -139,8 +140,11 @@ class Episode:
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
         self._lengths: list[int] = []  # of what was read and sampled up to its end
         self._tools: tuple[Tool, ...] = ()
+        self._offered: list[tuple[Tool, ...]] = []  # with each turn
         self._replica = ""
         self._phase = "opening"
+        self._leased = driver if isinstance(driver, LeasedDriver) else None
+        self._failure = FailureKind.AGENT if self._leased else FailureKind.ENVIRONMENT
 
     async def run(self, first_turn: FirstTurn) -> Rollout:
         """Return the sample.
@@ -150,12 +154,14 @@ class Episode:
         """
         is_closed = False
         try:
+            if self._leased is not None:
+                await self._called("waiting for an agent to take it", self._leased.taken())
             async with asyncio.timeout(self._rules.timeout_s) as scope:
                 rollout = await self._played(first_turn)
                 is_closed = rollout.end is not None
                 return rollout
         except EnvironmentUnavailableError as error:
-            return self._failed(FailureKind.ENVIRONMENT, str(error))
+            return self._failed(self._failure, str(error))
         except _GroupOverError:
             detail = f"its group was over while {self._phase}"
             return self._failed(FailureKind.ABORTED, detail)
@@ -163,9 +169,8 @@ class Episode:
             if not scope.expired():
                 raise
             limit = f"sluice.environment.episode_timeout_s={self._rules.timeout_s:g}"
-            return self._failed(
-                FailureKind.ENVIRONMENT, f"{limit} seconds had passed while {self._phase}"
-            )
+            detail = f"{limit} seconds had passed while {self._phase}"
+            return self._failed(self._failure, detail)
         finally:
             if not is_closed:
                 await abandoned(self._driver)
@@ -205,7 +210,13 @@ class Episode:
         answer, number = _answer_of(rollout), len(self._turns) - 1
         self._counts.answered(answer)
         since = time.monotonic()
-        call = self._driver.step(number, made_calls(answer, self._rules), rollout.finish_reason)
+        if self._leased is not None:
+            size = rollout.num_tokens
+            self._leased.counted(self._lengths[-1] - size, size)
+        else:
+            # An agent gets the whole answer, since it sends it back as part of the history.
+            answer = made_calls(answer, self._rules, number)
+        call = self._driver.step(number, answer, rollout.finish_reason)
         seen = await self._called(f"answering turn {number}", call)
         turn = self._turns[-1]
         seconds = {**turn.seconds, ENVIRONMENT: time.monotonic() - since}
@@ -217,10 +228,16 @@ class Episode:
         if seen.tools:
             self._tools = seen.tools
             self._notes.offered(seen.tools)
-        messages = within_limits(seen.messages, self._rules)
+        # An agent has read its tools' texts whole, and repeats them.
+        messages = seen.messages
+        if self._leased is None:
+            messages = within_limits(messages, self._rules)
         if seen.is_whole:
-            histories = [self._history(index) for index in range(len(self._turns))]
-            found = continued(histories, messages)
+            # The template writes other tools into other tokens.
+            same = [n for n, tools in enumerate(self._offered) if tools == self._tools]
+            found = continued([self._history(index) for index in same], messages)
+            if found.parent is not None:
+                found = found._replace(parent=same[found.parent])
         elif self._turns:
             found = Continued(len(self._turns) - 1, messages)
         else:
@@ -253,9 +270,7 @@ class Episode:
             except GroupFailedError as error:
                 if error.kind is not None:
                     raise
-                raise EnvironmentUnavailableError(
-                    f"what the environment sent cannot be read by the policy: {error}"
-                ) from error
+                raise unreadable(error) from error
         return begun, AnsweredTurn.of(collected, self._index)
 
     def _turn_request(self, number: int, begun: Continued) -> GroupRequest:
@@ -309,6 +324,7 @@ class Episode:
         )
         self._lengths.append((0 if read is None else read.size) + turn.token_ids.size)
         self._added.append((*begun.messages, answer_message(_answer_of(answered.rollout))))
+        self._offered.append(self._tools)
         self._replica = answered.replica
 
     def _beyond_row(self, begun: Continued) -> tuple[ChatMessage, ...]:
@@ -360,6 +376,13 @@ class Episode:
                 raise
             progress.end()
             raise _GroupOverError from None
+
+
+def unreadable(error: GroupFailedError) -> EnvironmentUnavailableError:
+    """Return the failure of a sample whose environment sent what every replica refuses."""
+    return EnvironmentUnavailableError(
+        f"what the environment sent cannot be read by the policy: {error}"
+    )
 
 
 def _answer_of(rollout: Rollout) -> Answer:

@@ -34,6 +34,7 @@ from services.reward.generation.request import (
     for_prompt,
 )
 from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
+from sluice.algorithm.episode_rules import AGENT_NAME, SINGLE_TURN, environment_of
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
 from sluice.algorithm.routing import (
     AnnouncedReplica,
@@ -43,6 +44,7 @@ from sluice.algorithm.routing import (
     Reservation,
     RoutedReplica,
 )
+from sluice.codec.fields import shortened
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import (
     EngineError,
@@ -101,11 +103,15 @@ class ReplicaQueue:
         return self._fleet.num_slots_in_use
 
     def num_free_sequences(self, lowest_version: int) -> int:
-        """Return how many sequences could start now, less those that wait for a replica already."""
+        """Return how many sequences could start now, less those that wait for a replica already.
+
+        A validation that only held replicas may sample takes nothing from training.
+        """
         free = self._fleet.num_free(lowest_version, time.monotonic())
         if not self._waiters:
             return free
-        return free - sum(waiter.wanted.num_sequences for waiter in self._waiters)
+        training = ReplicaRequirement(1, lowest_version)
+        return free - sum(waiter.wanted.num_sequences for waiter in self._rivals(training))
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Replace the fleet; members that are gone are marked as removed."""
@@ -162,7 +168,7 @@ class ReplicaQueue:
 
     def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
         """Return whether another replica than `member` would take the group at once."""
-        if self._waiters:
+        if next(self._rivals(wanted), None) is not None:
             return False
         # Paused for the time of this question, so that the router looks past it.
         paused_until, member.paused_until = member.paused_until, math.inf
@@ -170,6 +176,13 @@ class ReplicaQueue:
             return self._fleet.choose(wanted, time.monotonic()) is not None
         finally:
             member.paused_until = paused_until
+
+    def _rivals(self, wanted: ReplicaRequirement) -> Iterator[_QueuedGroup]:
+        """Yield the groups that wait for a replica that would do for `wanted`, too."""
+        offers = [offer for offer in self._fleet.offers if wanted.takes(offer)]
+        for waiter in self._waiters:
+            if any(waiter.wanted.takes(offer) for offer in offers):
+                yield waiter
 
     def pause(self, member: RoutedReplica) -> None:
         """Avoid a replica that failed, until the next announcement or the end of a pause."""
@@ -271,11 +284,18 @@ class GroupDispatcher:
             on_sample: called with each sample that has finished.
 
         Raises:
-            GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
-                too many attempts failed (and the request allows no missing samples), or the group
-                ended before any of its samples finished.
+            GroupFailedError: the row names an environment, the engine refuses the prompt
+                (`OverlongPromptError`: as too long), too many attempts failed (and the request
+                allows no missing samples), or the group ended before any of its samples finished.
             ValidationFailedError: no replica may validate the wanted version any more.
         """
+        prompt = request.prompt
+        if environment_of(prompt.extra_info, by_default=False) is not None:
+            raise GroupFailedError(
+                f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is "
+                f"{shortened(prompt.extra_info[AGENT_NAME])}, and the run has no environment; set "
+                f"sluice.environment.path, or write {SINGLE_TURN}"
+            )
         collected = CollectedSamples(request, on_sample)
         await self.collect(collected)
         return collected.group()
@@ -430,12 +450,12 @@ class GroupDispatcher:
         finally:  # unused tokens were received, too
             self.num_received[request.purpose] += request.progress.num_received - num_before
         if arrival.num_finished:
-            self._queue.sequences_ended(reservation, arrival.num_finished)
+            # Samples of one request share the cache of their prompt.
             prompt = collected.prompt_token_ids
+            own = 0 if prompt is None else -(-prompt.size // request.num_samples)
             for rollout in event.rollouts:
-                self._queue.context_ended(
-                    (0 if prompt is None else prompt.size) + rollout.num_tokens
-                )
+                self._queue.context_ended(own + rollout.num_tokens)
+            self._queue.sequences_ended(reservation, arrival.num_finished)
         if event.deltas or event.rollouts:
             watch.pace.arrived(arrival.new_tokens, arrival.ended, now)
         elif event.engine_tokens is not None:

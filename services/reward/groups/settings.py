@@ -123,7 +123,7 @@ def plays_by_default(config: RunConfig) -> bool:
     """Return whether rows without `agent_name` have an environment."""
     environment = config.sluice.environment
     rollout = config.actor_rollout_ref.rollout
-    is_given = environment.path is not None or bool(environment.addresses)
+    is_given = environment.path is not None or bool(environment.addresses) or environment.agents
     return is_given or rollout.multi_turn.enable or rollout.agent.default_agent_loop == TOOL_AGENT
 
 

@@ -265,6 +265,7 @@ class SendingRankClient:
         self._channel = member_channel(join_host_port(host, port), host, certificates)
         self._calls = services.SendingRankServiceStub(self._channel)
         self._running: dict[int, set[grpc.Future[Any]]] = {}
+        self._leaving: set[grpc.Future[Any]] = set()
         self._lock = threading.Lock()
 
     def join(self, order: JoinOrder, should_stop: threading.Event) -> None:
@@ -344,11 +345,17 @@ class SendingRankClient:
     def leave(self, epoch: int, reason: str) -> None:
         """Let the rank leave an epoch; end this one's calls for it, and return at once."""
         request = messages.LeaveGroupsRequest(epoch=epoch, reason=reason)
-        self._calls.LeaveGroups.future(request, timeout=_LEAVE_S, metadata=self._metadata)
+        leaving = self._calls.LeaveGroups.future(request, timeout=_LEAVE_S, metadata=self._metadata)
         with self._lock:
+            self._leaving.add(leaving)  # gRPC cancels a call that nobody holds
             running = self._running.pop(epoch, set())
+        leaving.add_done_callback(self._left)
         for call in running:
             call.cancel()
+
+    def _left(self, call: grpc.Future[Any]) -> None:
+        with self._lock:
+            self._leaving.discard(call)
 
     def close(self) -> None:
         """Close the connection."""

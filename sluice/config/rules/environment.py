@@ -23,7 +23,7 @@ def environment_problems(config: RunConfig) -> Iterator[Problem]:
             given[0],
             _value(config, given[0]),
             f"with {' and '.join(given[1:])}: a run has one environment",
-            f"keep one of {_KEY}.path, {_KEY}.addresses and the tools of {_TURNS}",
+            f"keep one of {_KEY}.path, {_KEY}.addresses, {_KEY}.agents and the tools of {_TURNS}",
         )
     if not given:
         yield from _without(config)
@@ -47,6 +47,7 @@ def _given(config: RunConfig) -> list[str]:
     found = {
         f"{_KEY}.path": environment.path,
         f"{_KEY}.addresses": environment.addresses,
+        f"{_KEY}.agents": environment.agents,
         f"{_TURNS}.function_tool_path": turns.function_tool_path,
         f"{_TURNS}.tool_config_path": turns.tool_config_path,
     }
@@ -61,7 +62,7 @@ def _value(config: RunConfig, key: str) -> object:
 
 def _without(config: RunConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    remedy = f"set {_KEY}.path, {_KEY}.addresses, or the tools of {_TURNS}"
+    remedy = f"set {_KEY}.path, {_KEY}.addresses, {_KEY}.agents, or the tools of {_TURNS}"
     if rollout.multi_turn.enable:
         message = "without an environment: there is nothing to call and nobody to answer"
         yield Problem(f"{_TURNS}.enable", True, message, remedy)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from services.reward.episodes.drivers import EnvironmentUnavailableError
 from sluice.cli.main import commands
 from sluice.types import Answer, FinishReason
 from tests.support.documents import blocks
-from tests.support.environments import author_file, episode, row, served
+from tests.support.environments import author_file, calls, episode, row, served
 from tests.support.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "environments.md"
@@ -58,3 +60,47 @@ async def test_the_loop_of_the_page_asks_twice(tmp_path: Path) -> None:
         scored = await played.close()
         assert scored is not None
         assert scored.score == 1.0
+
+
+DOCKER = """#!/bin/sh
+cd "$(dirname "$0")"
+echo "$@" >> said
+case $1 in
+run) echo id ;;
+exec) [ -e down ] && { echo "Cannot connect to the Docker daemon" >&2; exit 1; }
+    shift 2; exec "$@" ;;
+rm) touch removed ;;
+esac
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for docker, which runs commands on this machine; its folder."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "docker").write_text(DOCKER)
+    (folder / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+async def test_the_container_of_the_page_runs_commands_and_is_removed(
+    tmp_path: Path, docker: Path
+) -> None:
+    async with served(author_file(tmp_path, blocks(PAGE, "python")[3]), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        seen = await played.step(0, calls(("shell", {"command": "echo 5; exit 3"})), STOP)
+        assert [one.content for one in seen.messages] == ["5\nexit code 3\n"]
+        await played.close()
+        assert (docker / "removed").exists()
+
+
+async def test_a_docker_that_is_down_is_no_observation(tmp_path: Path, docker: Path) -> None:
+    async with served(author_file(tmp_path, blocks(PAGE, "python")[3]), tmp_path) as servers:
+        played = episode(servers)
+        await played.open()
+        (docker / "down").touch()
+        with pytest.raises(EnvironmentUnavailableError, match="Cannot connect to the Docker"):
+            await played.step(0, calls(("shell", {"command": "true"})), STOP)

@@ -144,7 +144,6 @@ async def test_a_call_that_cannot_be_read_is_text(tmp_path: Path) -> None:
             "tools",
             "tools[0].parameters_json: '[1]' is no object",
         ),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "never forced"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "look"}}},
             "tool_choice",

@@ -64,7 +64,7 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_says_nothing(
         ),
         (CHAT, "reasoning_effort", "low", "'low' is not offered (set chat_template_kwargs"),
         (CHAT, "enable_thinking", False, "False is not offered (set chat_template_kwargs"),
-        (CHAT, "tool_choice", "required", "'required' is not offered (calls are sampled, never"),
+        (CHAT, "tool_choice", {"a": 1}, "{'a': 1} is not offered (calls are sampled, never"),
         (CHAT, "functions", [{"name": "f"}], "[{'name': 'f'}] is not offered (send tools)"),
         (CHAT, "continue_final_message", True, "True is not offered (render the text, and send"),
         (COMPLETION, "echo", True, "True is not offered (logprobs of prompts are not known)"),
@@ -188,7 +188,7 @@ async def test_openais_own_client_has_its_fields_honoured_or_refused(tmp_path: P
         for refused in ({"presence_penalty": 0.5}, {"extra_body": {"min_p": 0.1}}):
             with pytest.raises(openai.BadRequestError, match="is not offered; send 0"):
                 await client.chat.completions.create(**OF_CHAT, **refused)
-        fields = {"presence_penalty": 0, "tool_choice": "auto", "user": "me"}
+        fields = {"presence_penalty": 0, "tool_choice": "required", "user": "me"}
         chat = await client.chat.completions.create(
             **OF_CHAT,
             **fields,

@@ -17,7 +17,7 @@ from services.reward.grading.grader import Grader, OverlongShaping
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
-from sluice.types import EpisodeEnd, Failed, FailureKind, FinishReason, Rollout, Scored
+from sluice.types import EpisodeEnd, Failed, FailureKind, FinishReason, Rollout, Scored, Tool
 from tests.support.reward_app import InlineScorer
 from tests.support.scripted_environment import (
     LOOK,
@@ -359,6 +359,30 @@ async def test_a_whole_conversation_continues_the_turn_that_it_begins_with_or_is
         assert read_by(group.prompt_token_ids, rollout, number) == prompt
 
 
+async def test_a_conversation_with_other_tools_is_a_root_since_its_prompt_has_other_tokens(
+    tmp_path: Path,
+) -> None:
+    row = common.ChatMessage(role="user", content="Add jars.")
+    said = common.ChatMessage(
+        role="assistant", tool_calls=[common.ToolCall(name="look", arguments_json='{"jar":"C"}')]
+    )
+    six = common.ChatMessage(role="tool", content="6")
+    other = common.Tool(name="peek", parameters_json=LOOK.parameters_json)
+
+    def respond(_episode: str, turn: int, _answer: common.Answer) -> environment.Observation:
+        if turn == 1:
+            return environment.Observation(done=True)
+        return environment.Observation(messages=[row, said, six], is_whole=True, tools=[other])
+
+    world = ScriptedEnvironment(respond=respond)
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        group = await played.generator.generate(group_request(1))
+    (rollout,) = group.rollouts
+    assert [turn.parent for turn in rollout.turns] == [None, None]
+    for number, prompt in enumerate(played.engine.prompts):
+        assert read_by(group.prompt_token_ids, rollout, number) == prompt
+
+
 async def test_samples_with_another_first_prompt_are_roots_of_their_own(tmp_path: Path) -> None:
     def opening(request: environment.OpenRequest) -> environment.Observation:
         extra = user_says("Hurry.").messages if index_of(request.episode_id) == 1 else ()
@@ -373,6 +397,41 @@ async def test_samples_with_another_first_prompt_are_roots_of_their_own(tmp_path
         assert read_by(group.prompt_token_ids, rollout, 0) in played.engine.prompts
     seen = group.rollouts[1].turns[0].observed
     assert seen[-1].content == "Hurry."
+
+
+async def test_waiting_for_siblings_is_no_time_of_the_model(tmp_path: Path) -> None:
+    async def open_late(call: str, episode_id: str, _context: Any) -> None:
+        if call == "open" and index_of(episode_id) == 1:
+            await asyncio.sleep(0.2)
+
+    world = ScriptedEnvironment(before=open_late)
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        group = await played.generator.generate(group_request(2))
+    early, late = (rollout.turns[0].seconds for rollout in group.rollouts)
+    assert early["queue"] > late["queue"]
+
+
+async def test_names_of_tools_that_become_metrics_are_bounded(tmp_path: Path) -> None:
+    async with playing(tmp_path, jar_policy("C"), ScriptedEnvironment()) as played:
+        for number in range(400):
+            played.generator.offered([Tool(f"tool{number}", "", "")])
+        played.generator.offered([Tool("tool3", "", "")])
+        assert len(played.generator.tool_names) == 256
+
+
+async def test_a_first_prompt_that_cannot_be_read_fails_its_sample_alone(tmp_path: Path) -> None:
+    def opening(request: environment.OpenRequest) -> environment.Observation:
+        is_long = index_of(request.episode_id) == 1
+        extra = user_says("Hurry. " * 4000).messages if is_long else ()
+        return environment.Observation(messages=extra, tools=[LOOK])
+
+    world = ScriptedEnvironment(opening=opening)
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        group = await played.generator.generate(group_request(3))
+    failed = failure_of(group.rollouts[1])
+    assert failed.kind is FailureKind.ENVIRONMENT
+    assert "cannot be read by the policy" in failed.detail
+    assert [group.rollouts[index].end for index in (0, 2)] == [EpisodeEnd.DONE] * 2
 
 
 async def test_rewards_of_turns_and_the_environments_score_are_used(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ async def test_every_method_is_refused_without_a_token_that_allows_it(
 ) -> None:
     async with Serving(TOKENS_ONLY) as address:
         found = await codes(address, caller)
-    assert len(found) == 27
+    assert len(found) == 30
     refused = {path for path, code in found.items() if code is refusal}
     allowed = set(CLIENT_METHODS) if refusal is DENIED else set()
     assert refused == set(found) - allowed

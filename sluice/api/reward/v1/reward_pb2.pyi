@@ -1080,3 +1080,196 @@ class GetStatusResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class LeaseSamplesRequest(google.protobuf.message.Message):
+    """Requests samples to work on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    """Most samples, 1 to 1024."""
+    wait_s: builtins.float
+    """Most seconds to wait for the first one, at most 60."""
+    def __init__(
+        self,
+        *,
+        count: builtins.int = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "wait_s", b"wait_s"]) -> None: ...
+
+global___LeaseSamplesRequest = LeaseSamplesRequest
+
+@typing.final
+class Lease(google.protobuf.message.Message):
+    """A sample to work on, for the holder of its id alone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    ROW_JSON_FIELD_NUMBER: builtins.int
+    DEADLINE_S_FIELD_NUMBER: builtins.int
+    lease_id: builtins.str
+    """Secret."""
+    prompt_id: builtins.str
+    """The group's prompt."""
+    sample_index: builtins.int
+    """Index within the group."""
+    row_json: builtins.str
+    """The row's further columns, the text of a JSON object: data_source, ground_truth, extra_info."""
+    deadline_s: builtins.float
+    """Seconds from now until it expires."""
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.ChatMessage]:
+        """The row's prompt."""
+
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.str = ...,
+        prompt_id: builtins.str = ...,
+        sample_index: builtins.int = ...,
+        messages: collections.abc.Iterable[sluice.api.common.v1.common_pb2.ChatMessage] | None = ...,
+        row_json: builtins.str = ...,
+        deadline_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_s", b"deadline_s", "lease_id", b"lease_id", "messages", b"messages", "prompt_id", b"prompt_id", "row_json", b"row_json", "sample_index", b"sample_index"]) -> None: ...
+
+global___Lease = Lease
+
+@typing.final
+class LeaseSamplesResponse(google.protobuf.message.Message):
+    """Leases, oldest groups first."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: builtins.int
+    @property
+    def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Lease]:
+        """At most as many as requested."""
+
+    def __init__(
+        self,
+        *,
+        leases: collections.abc.Iterable[global___Lease] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leases", b"leases"]) -> None: ...
+
+global___LeaseSamplesResponse = LeaseSamplesResponse
+
+@typing.final
+class ChatRequest(google.protobuf.message.Message):
+    """Requests an answer of the policy."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    REQUEST_DIGEST_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    lease_id: builtins.str
+    """The lease."""
+    request_digest: builtins.str
+    """Identifies the request within the lease: the same one is sampled once. 1 to 128 bytes."""
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.ChatMessage]:
+        """The whole conversation. At least one turn."""
+
+    @property
+    def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Tool]:
+        """Tools that the policy may call. None: as in the request before."""
+
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.str = ...,
+        request_digest: builtins.str = ...,
+        messages: collections.abc.Iterable[sluice.api.common.v1.common_pb2.ChatMessage] | None = ...,
+        tools: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Tool] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "messages", b"messages", "request_digest", b"request_digest", "tools", b"tools"]) -> None: ...
+
+global___ChatRequest = ChatRequest
+
+@typing.final
+class ChatResponse(google.protobuf.message.Message):
+    """The answer; it is part of the sample."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: builtins.int
+    FINISH_REASON_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
+    TURN_FIELD_NUMBER: builtins.int
+    finish_reason: sluice.api.common.v1.common_pb2.FinishReason.ValueType
+    """Why it ended."""
+    prompt_tokens: builtins.int
+    """Tokens that the policy read."""
+    completion_tokens: builtins.int
+    """Tokens that it sampled."""
+    turn: builtins.int
+    """Number of the answer in the sample, 0-based."""
+    @property
+    def answer(self) -> sluice.api.common.v1.common_pb2.Answer:
+        """What the policy said."""
+
+    def __init__(
+        self,
+        *,
+        answer: sluice.api.common.v1.common_pb2.Answer | None = ...,
+        finish_reason: sluice.api.common.v1.common_pb2.FinishReason.ValueType = ...,
+        prompt_tokens: builtins.int = ...,
+        completion_tokens: builtins.int = ...,
+        turn: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer", b"answer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "prompt_tokens", b"prompt_tokens", "turn", b"turn"]) -> None: ...
+
+global___ChatResponse = ChatResponse
+
+@typing.final
+class EndEpisodeRequest(google.protobuf.message.Message):
+    """Ends a leased sample."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    REWARD_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    lease_id: builtins.str
+    """The lease."""
+    reward: builtins.float
+    """Its reward, finite. Absent: the row's scorer grades the last answer."""
+    failure: builtins.str
+    """Why the program failed, at most 2000 bytes; the sample then has no reward. Empty: it did not."""
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.str = ...,
+        reward: builtins.float | None = ...,
+        failure: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_reward", b"_reward", "reward", b"reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "failure", b"failure", "lease_id", b"lease_id", "reward", b"reward"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_reward", b"_reward"]) -> typing.Literal["reward"] | None: ...
+
+global___EndEpisodeRequest = EndEpisodeRequest
+
+@typing.final
+class EndEpisodeResponse(google.protobuf.message.Message):
+    """The end is noted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___EndEpisodeResponse = EndEpisodeResponse

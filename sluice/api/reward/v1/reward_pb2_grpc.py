@@ -80,6 +80,21 @@ class RewardServiceStub(object):
                 request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
+        self.LeaseSamples = channel.unary_unary(
+                '/sluice.api.reward.v1.RewardService/LeaseSamples',
+                request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.LeaseSamplesRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.LeaseSamplesResponse.FromString,
+                _registered_method=True)
+        self.Chat = channel.unary_unary(
+                '/sluice.api.reward.v1.RewardService/Chat',
+                request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChatRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChatResponse.FromString,
+                _registered_method=True)
+        self.EndEpisode = channel.unary_unary(
+                '/sluice.api.reward.v1.RewardService/EndEpisode',
+                request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EndEpisodeRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EndEpisodeResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/sluice.api.reward.v1.RewardService/GetStatus',
                 request_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.GetStatusRequest.SerializeToString,
@@ -159,6 +174,30 @@ class RewardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseSamples(self, request, context):
+        """Leases samples to programs that work on them (sluice.environment.agents). Waits for the first
+        one; none: no sample waited in that time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Chat(self, request, context):
+        """Samples the next turn of a leased sample. A repeated request is answered with the turn that was
+        sampled for it. NOT_FOUND: the lease is unknown, or has expired.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndEpisode(self, request, context):
+        """Ends a leased sample. A second call with the same end does nothing more; FAILED_PRECONDITION:
+        it has ended otherwise. NOT_FOUND: the lease is unknown, or has expired.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Counters, and what the service waits for.
         """
@@ -213,6 +252,21 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EvaluateRequest.FromString,
                     response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EvaluateResponse.SerializeToString,
+            ),
+            'LeaseSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseSamples,
+                    request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.LeaseSamplesRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.LeaseSamplesResponse.SerializeToString,
+            ),
+            'Chat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChatRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChatResponse.SerializeToString,
+            ),
+            'EndEpisode': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndEpisode,
+                    request_deserializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EndEpisodeRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EndEpisodeResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -464,6 +518,87 @@ class RewardService(object):
             '/sluice.api.reward.v1.RewardService/Evaluate',
             sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EvaluateRequest.SerializeToString,
             sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EvaluateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.reward.v1.RewardService/LeaseSamples',
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.LeaseSamplesRequest.SerializeToString,
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.LeaseSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.reward.v1.RewardService/Chat',
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChatRequest.SerializeToString,
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndEpisode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.reward.v1.RewardService/EndEpisode',
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EndEpisodeRequest.SerializeToString,
+            sluice_dot_api_dot_reward_dot_v1_dot_reward__pb2.EndEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -83,6 +83,30 @@ class RewardServiceStub:
     are held at.
     """
 
+    LeaseSamples: grpc.UnaryUnaryMultiCallable[
+        sluice.api.reward.v1.reward_pb2.LeaseSamplesRequest,
+        sluice.api.reward.v1.reward_pb2.LeaseSamplesResponse,
+    ]
+    """Leases samples to programs that work on them (sluice.environment.agents). Waits for the first
+    one; none: no sample waited in that time.
+    """
+
+    Chat: grpc.UnaryUnaryMultiCallable[
+        sluice.api.reward.v1.reward_pb2.ChatRequest,
+        sluice.api.reward.v1.reward_pb2.ChatResponse,
+    ]
+    """Samples the next turn of a leased sample. A repeated request is answered with the turn that was
+    sampled for it. NOT_FOUND: the lease is unknown, or has expired.
+    """
+
+    EndEpisode: grpc.UnaryUnaryMultiCallable[
+        sluice.api.reward.v1.reward_pb2.EndEpisodeRequest,
+        sluice.api.reward.v1.reward_pb2.EndEpisodeResponse,
+    ]
+    """Ends a leased sample. A second call with the same end does nothing more; FAILED_PRECONDITION:
+    it has ended otherwise. NOT_FOUND: the lease is unknown, or has expired.
+    """
+
     GetStatus: grpc.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.GetStatusRequest,
         sluice.api.reward.v1.reward_pb2.GetStatusResponse,
@@ -152,6 +176,30 @@ class RewardServiceAsyncStub:
     ]
     """Samples and grades the validation set with the announced policy, or with a version that replicas
     are held at.
+    """
+
+    LeaseSamples: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.reward.v1.reward_pb2.LeaseSamplesRequest,
+        sluice.api.reward.v1.reward_pb2.LeaseSamplesResponse,
+    ]
+    """Leases samples to programs that work on them (sluice.environment.agents). Waits for the first
+    one; none: no sample waited in that time.
+    """
+
+    Chat: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.reward.v1.reward_pb2.ChatRequest,
+        sluice.api.reward.v1.reward_pb2.ChatResponse,
+    ]
+    """Samples the next turn of a leased sample. A repeated request is answered with the turn that was
+    sampled for it. NOT_FOUND: the lease is unknown, or has expired.
+    """
+
+    EndEpisode: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.reward.v1.reward_pb2.EndEpisodeRequest,
+        sluice.api.reward.v1.reward_pb2.EndEpisodeResponse,
+    ]
+    """Ends a leased sample. A second call with the same end does nothing more; FAILED_PRECONDITION:
+    it has ended otherwise. NOT_FOUND: the lease is unknown, or has expired.
     """
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
@@ -241,6 +289,36 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[sluice.api.reward.v1.reward_pb2.EvaluateResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.EvaluateResponse]]:
         """Samples and grades the validation set with the announced policy, or with a version that replicas
         are held at.
+        """
+
+    @abc.abstractmethod
+    def LeaseSamples(
+        self,
+        request: sluice.api.reward.v1.reward_pb2.LeaseSamplesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.reward.v1.reward_pb2.LeaseSamplesResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.LeaseSamplesResponse]]:
+        """Leases samples to programs that work on them (sluice.environment.agents). Waits for the first
+        one; none: no sample waited in that time.
+        """
+
+    @abc.abstractmethod
+    def Chat(
+        self,
+        request: sluice.api.reward.v1.reward_pb2.ChatRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.reward.v1.reward_pb2.ChatResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.ChatResponse]]:
+        """Samples the next turn of a leased sample. A repeated request is answered with the turn that was
+        sampled for it. NOT_FOUND: the lease is unknown, or has expired.
+        """
+
+    @abc.abstractmethod
+    def EndEpisode(
+        self,
+        request: sluice.api.reward.v1.reward_pb2.EndEpisodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.reward.v1.reward_pb2.EndEpisodeResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.EndEpisodeResponse]]:
+        """Ends a leased sample. A second call with the same end does nothing more; FAILED_PRECONDITION:
+        it has ended otherwise. NOT_FOUND: the lease is unknown, or has expired.
         """
 
     @abc.abstractmethod

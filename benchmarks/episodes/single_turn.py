@@ -1,0 +1,79 @@
+"""The quickstart's job, synchronous, as episodes of one answer against samples that are one answer:
+the weights of both after three steps, and their pace.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.reporting import alternate, empty_run_folder, print_line, quickstart
+from sluice.report.run_record import read_progress
+
+KEYS = ("single_turn_equal", "single_turn_ratio")
+LEAST: Mapping[str, float] = {"single_turn_equal": 1.0, "single_turn_ratio": 0.97}
+
+_ROUNDS, _STEPS, _COMPARED = 3, 6, 3
+_WORLD = """
+class OneAnswer:
+    def reset(self, **row):
+        pass
+
+    def turn(self, answer: str) -> None:
+        return None
+"""
+_SETTINGS = (
+    f"trainer.total_training_steps={_STEPS}",
+    f"trainer.save_freq={_COMPARED}",
+    "trainer.max_actor_ckpt_to_keep=null",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=1000",
+    "sluice.asynchrony.max_staleness=0",
+    "sluice.rollout.replicas=1",
+)
+
+
+def measure() -> Mapping[str, Any]:
+    """Return the figures of rounds in turns."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        world = folder / "one_answer.py"
+        world.write_text(_WORLD, encoding="utf-8")
+        kinds = {
+            "plain": [*_SETTINGS],
+            "episodes": [*_SETTINGS, f"sluice.environment.path={world}"],
+        }
+
+        def pace(kind: str) -> float:
+            """Return trained tokens a second of all steps but the first."""
+            run_dir = folder / kind
+            empty_run_folder(run_dir, folder / "assets", "quickstart", 0)
+            quickstart(run_dir, 0, kinds[kind])
+            steps = read_progress(run_dir).steps[1:]
+            seconds = sum(row["timing_s/step"] or 0.0 for row in steps)
+            return sum(row["perf/total_num_tokens"] or 0.0 for row in steps) / seconds
+
+        found = alternate({kind: partial(pace, kind) for kind in kinds}, _ROUNDS)
+        print_line(f"tokens/s: {found}")
+        ratios = [one / other for one, other in zip(found["episodes"], found["plain"], strict=True)]
+        return {
+            "single_turn_equal": float(_equal(*(_weights(folder / kind) for kind in kinds))),
+            "single_turn_ratio": median(ratios),
+        }
+
+
+def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"global_step_{_COMPARED}"
+    (file,) = folder.glob("actor/**/model.safetensors")
+    return load_file(file)
+
+
+def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

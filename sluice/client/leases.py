@@ -1,0 +1,147 @@
+"""Samples leased from a run: take them, request answers for them, and end them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sluice.api.common.v1 import common_pb2 as common
+from sluice.api.reward.v1 import reward_pb2 as reward
+from sluice.api.reward.v1 import reward_pb2_grpc
+from sluice.client.channels import ServiceChannels
+from sluice.codec.leases import chat_to_proto
+from sluice.codec.tools import answer_from_proto, message_from_proto
+from sluice.rpc.client import reward_stub, unary_call
+from sluice.types import Answer, ChatMessage, Tool
+
+
+class LeasedSample(NamedTuple):
+    """A sample to work on.
+
+    Args:
+        lease_id: secret; requests and the end carry it.
+        prompt_id: of its group.
+        sample_index: within its group.
+        messages: the row's prompt.
+        row_json: the row's further columns, the text of a JSON object.
+        deadline_s: seconds until it expires.
+    """
+
+    lease_id: str
+    prompt_id: str
+    sample_index: int
+    messages: tuple[ChatMessage, ...]
+    row_json: str
+    deadline_s: float
+
+
+class LeasedAnswer(NamedTuple):
+    """An answer of the policy, recorded as a turn of the sample.
+
+    Args:
+        answer: what it said.
+        is_cut: it ended at the limit of tokens.
+        num_read: tokens that the policy read.
+        num_sampled: tokens of the answer.
+        turn: its number in the sample, from 0.
+    """
+
+    answer: Answer
+    is_cut: bool
+    num_read: int
+    num_sampled: int
+    turn: int
+
+
+class Leases:
+    """The leased samples of one run.
+
+    Args:
+        channels: of the client.
+        address: host:port of the reward service.
+    """
+
+    def __init__(self, channels: ServiceChannels, address: str) -> None:
+        self._channels, self._address = channels, address
+
+    async def take(self, count: int, wait_s: float = 20.0) -> list[LeasedSample]:
+        """Lease at most `count` samples, those of the oldest groups first.
+
+        Args:
+            count: 1 to 1024.
+            wait_s: most seconds to wait for the first one, at most 60; then there are none.
+
+        Raises:
+            InvalidRequestError: the run leases no samples.
+            SluiceError: the reward service does not answer.
+        """
+        response = await unary_call(
+            self._stub().LeaseSamples,
+            reward.LeaseSamplesRequest(count=count, wait_s=wait_s),
+            peer=self._address,
+            phase="leasing samples",
+        )
+        return [
+            LeasedSample(
+                lease.lease_id,
+                lease.prompt_id,
+                lease.sample_index,
+                tuple(map(message_from_proto, lease.messages)),
+                lease.row_json,
+                lease.deadline_s,
+            )
+            for lease in response.leases
+        ]
+
+    async def chat(
+        self, lease_id: str, digest: str, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    ) -> LeasedAnswer:
+        """Return the policy's answer to a whole conversation.
+
+        Args:
+            lease_id: of the sample.
+            digest: identifies the request; the same one is sampled once.
+            messages: the conversation.
+            tools: that the policy may call; none: as in the request before.
+
+        Raises:
+            NotFoundError: the lease is unknown, or has expired.
+            LeaseEndedError: the sample has ended, or no token is left.
+            InvalidRequestError: a message or a tool is not valid.
+            SluiceError: the reward service does not answer.
+        """
+        request = chat_to_proto(lease_id, digest, messages, tools)
+        self._channels.check_size("messages", request)
+        response = await unary_call(
+            self._stub().Chat, request, peer=self._address, phase="asking for an answer"
+        )
+        return LeasedAnswer(
+            answer_from_proto(response.answer),
+            response.finish_reason == common.FINISH_REASON_LENGTH,
+            response.prompt_tokens,
+            response.completion_tokens,
+            response.turn,
+        )
+
+    async def end(self, lease_id: str, *, reward_value: float | None, failure: str = "") -> None:
+        """End a sample; a second time with the same end does nothing more.
+
+        Args:
+            lease_id: of the sample.
+            reward_value: its reward; ``None``: the row's scorer grades the last answer.
+            failure: why its program failed; empty: it did not.
+
+        Raises:
+            NotFoundError: the lease is unknown, or has expired.
+            LeaseEndedError: the sample has ended otherwise.
+            InvalidRequestError: the reward is not finite.
+            SluiceError: the reward service does not answer.
+        """
+        request = reward.EndEpisodeRequest(lease_id=lease_id, failure=failure)
+        if reward_value is not None:
+            request.reward = reward_value
+        phase = "ending a sample"
+        await unary_call(self._stub().EndEpisode, request, peer=self._address, phase=phase)
+
+    def _stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
+        return reward_stub(self._channels.to(self._address))

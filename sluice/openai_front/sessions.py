@@ -1,0 +1,160 @@
+"""Sessions: the address ``/s/LEASE/v1`` of one leased sample, whose answers are trained.
+
+The run samples as training demands. What an agent sends about sampling is noted once and ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from sluice.client.async_client import AsyncClient
+from sluice.client.generation_types import ChatWithImages
+from sluice.client.leases import LeasedAnswer
+from sluice.errors import LeaseEndedError
+from sluice.openai_front.errors import RefusedError
+from sluice.openai_front.requests import Bounds, ChatRequest, decode, parse_chat
+from sluice.types import ChatMessage
+
+logger = logging.getLogger(__name__)
+
+# A form of the answer that cannot be kept is refused as elsewhere.
+_SHAPING = ("model", "messages", "tools", "tool_choice", "n", "stream")
+_KEPT = frozenset((*_SHAPING, "response_format", "functions", "function_call"))
+_MOST_FAILURE = 2000
+
+JsonObject = dict[str, Any]
+
+
+class _End(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float | None = None
+    failure: str | None = None
+
+
+class Sessions:
+    """The sessions of one front.
+
+    Args:
+        client: of the run whose samples are leased.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._noted: set[str] = set()
+
+    async def chat(self, lease: str, body: bytes) -> tuple[JsonObject, list[JsonObject] | None]:
+        """Answer a chat request with a turn of the sample.
+
+        Return the answer and, for a request with ``stream``, its chunks: all of it at once.
+
+        Raises:
+            RefusedError: a field is not valid, or the sample can have no further turn.
+            NotFoundError: the lease is unknown, or has expired.
+        """
+        fields = self._fields(body)
+        request = decode(json.dumps(fields).encode(), ChatRequest)
+        asked = parse_chat(request, Bounds())
+        if asked.options.n != 1:
+            raise RefusedError(f"n: {asked.options.n}; a leased sample has one answer a turn", "n")
+        (messages,) = asked.prompts
+        if isinstance(messages, ChatWithImages) or not isinstance(messages, tuple):
+            raise RefusedError("messages: images are not offered in leased samples", "messages")
+        turns = tuple(one for one in messages if isinstance(one, ChatMessage))
+        canonical = json.dumps(fields, sort_keys=True).encode()
+        digest = hashlib.blake2b(canonical, digest_size=32).hexdigest()
+        try:
+            found = await self._client.leases().chat(lease, digest, turns, asked.options.tools)
+        except LeaseEndedError as error:
+            # Clients of the dialect repeat a request that 409 answers.
+            raise RefusedError(str(error), "messages", code="lease_ended") from error
+        answer = _answer(asked.model, digest, found)
+        return answer, _chunks(answer) if asked.stream else None
+
+    async def end(self, lease: str, body: bytes) -> None:
+        """End the sample with ``{"reward": 1.0}``, ``{"failure": "..."}`` or ``{}``.
+
+        Raises:
+            RefusedError: the body is not valid.
+            NotFoundError: the lease is unknown, or has expired.
+            LeaseEndedError: it has ended otherwise.
+        """
+        try:
+            end = msgspec.json.decode(body or b"{}", type=_End)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RefusedError(f'body: {error}; send {{"reward": 1.0}}', "body") from error
+        failure = "" if end.failure is None else (end.failure[-_MOST_FAILURE // 4 :] or "failed")
+        await self._client.leases().end(lease, reward_value=end.reward, failure=failure)
+
+    def _fields(self, body: bytes) -> JsonObject:
+        """Return what shapes the conversation; note the rest."""
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(f"body: {error}", "body") from error
+        if not isinstance(given, dict):
+            raise RefusedError("body: no JSON object", "body")
+        fields = {name: value for name, value in given.items() if name in _KEPT}
+        ignored = {name for name, value in given.items() if value is not None} - _KEPT
+        if fields.get("tool_choice") not in (None, "auto", "none"):
+            ignored.add("tool_choice")
+            del fields["tool_choice"]
+        new = ignored - self._noted
+        if new:
+            self._noted |= new
+            logger.warning(
+                "agents send %s, which leased samples ignore: training samples as the run is "
+                "configured",
+                ", ".join(sorted(name[:64] for name in new)[:32]),
+            )
+        return fields
+
+
+def _answer(model: str, digest: str, found: LeasedAnswer) -> JsonObject:
+    said = found.answer
+    message: JsonObject = {"role": "assistant", "content": said.content or None, "refusal": None}
+    if not said.tool_calls:
+        message["content"] = said.content
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{digest[:8]}_{found.turn}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(said.tool_calls)
+        ]
+    reason = "length" if found.is_cut else "tool_calls" if said.tool_calls else "stop"
+    read, sampled = found.num_read, found.num_sampled
+    return {
+        "id": f"chatcmpl-{digest[:16]}-{found.turn}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}],
+        "usage": {
+            "prompt_tokens": read,
+            "completion_tokens": sampled,
+            "total_tokens": read + sampled,
+        },
+    }
+
+
+def _chunks(answer: JsonObject) -> list[JsonObject]:
+    (choice,) = answer["choices"]
+    message = dict(choice["message"])
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": number, **one} for number, one in enumerate(calls)]
+    whole = {"index": 0, "delta": message, "logprobs": None, "finish_reason": None}
+    last = {**whole, "delta": {}, "finish_reason": choice["finish_reason"]}
+    base = {**answer, "object": "chat.completion.chunk"}
+    return [
+        {**base, "choices": [whole], "usage": None},
+        {**base, "choices": [last]},
+    ]

@@ -1,0 +1,30 @@
+"""An agent of smolagents, which writes calls and their results as text when it repeats them."""
+
+import os
+
+from jar_task import read_task
+from smolagents import OpenAIModel, ToolCallingAgent, tool
+
+task = read_task()
+
+
+@tool
+def look(jar: str) -> str:
+    """Look into a jar.
+
+    Args:
+        jar: its letter.
+    """
+    return task.look(jar)
+
+
+model = OpenAIModel(
+    "policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+)
+agent = ToolCallingAgent(
+    tools=[look],
+    model=model,
+    max_steps=2,
+    verbosity_level=0,
+)
+print(agent.run(task.question))
