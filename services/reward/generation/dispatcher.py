@@ -44,7 +44,6 @@ from sluice.algorithm.routing import (
     Reservation,
     RoutedReplica,
 )
-from sluice.codec.fields import shortened
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import (
     EngineError,
@@ -57,6 +56,7 @@ from sluice.errors import (
     SluiceError,
     ValidationFailedError,
 )
+from sluice.safe_text import printable
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
 from sluice.types import FailureKind, Rollout, RolloutGroup, SamplingParams
 
@@ -293,7 +293,7 @@ class GroupDispatcher:
         if environment_of(prompt.extra_info, by_default=False) is not None:
             raise GroupFailedError(
                 f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is "
-                f"{shortened(prompt.extra_info[AGENT_NAME])}, and the run has no environment; set "
+                f"{printable(repr(prompt.extra_info[AGENT_NAME])[:100])}, and the run has no environment; set "
                 f"sluice.environment.path, or write {SINGLE_TURN}"
             )
         collected = CollectedSamples(request, on_sample)
