@@ -291,10 +291,10 @@ class GroupDispatcher:
         """
         prompt = request.prompt
         if environment_of(prompt.extra_info, by_default=False) is not None:
+            named = printable(repr(prompt.extra_info[AGENT_NAME])[:100])
             raise GroupFailedError(
-                f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is "
-                f"{printable(repr(prompt.extra_info[AGENT_NAME])[:100])}, and the run has no environment; set "
-                f"sluice.environment.path, or write {SINGLE_TURN}"
+                f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is {named}, and the run has no "
+                f"environment; set sluice.environment.path, or write {SINGLE_TURN}"
             )
         collected = CollectedSamples(request, on_sample)
         await self.collect(collected)
