@@ -35,6 +35,7 @@ from sluice.weights.plan import TransferPlan
 from sluice.weights.rank_sender import NOTHING, Changes, JoinOrder, RankSender, SentStream
 from sluice.weights.rendezvous import (
     KEY_METADATA,
+    MAX_RANK_MESSAGE_BYTES,
     bind,
     member_channel,
     member_server,
@@ -108,7 +109,9 @@ class SendingRank(services.SendingRankServiceServicer):
         self._left: deque[int] = deque(maxlen=_LEFT_EPOCHS)
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sending-rank")
-        self._server = member_server(self._threads, lambda shown: hmac.compare_digest(shown, key))
+        self._server = member_server(
+            self._threads, lambda shown: hmac.compare_digest(shown, key), MAX_RANK_MESSAGE_BYTES
+        )
         services.add_SendingRankServiceServicer_to_server(self, self._server)
         self.port = bind(self._server, host, 0, certificates)
         self._server.start()
@@ -262,9 +265,12 @@ class SendingRankClient:
     ) -> None:
         self.name = rank_name(rank)
         self._metadata = ((KEY_METADATA, key),)
-        self._channel = member_channel(join_host_port(host, port), host, certificates)
+        self._channel = member_channel(
+            join_host_port(host, port), host, certificates, MAX_RANK_MESSAGE_BYTES
+        )
         self._calls = services.SendingRankServiceStub(self._channel)
         self._running: dict[int, set[grpc.Future[Any]]] = {}
+        self._leaving: set[grpc.Future[Any]] = set()  # gRPC cancels a call that nobody refers to
         self._lock = threading.Lock()
 
     def join(self, order: JoinOrder, should_stop: threading.Event) -> None:
@@ -344,15 +350,21 @@ class SendingRankClient:
     def leave(self, epoch: int, reason: str) -> None:
         """Let the rank leave an epoch; end this one's calls for it, and return at once."""
         request = messages.LeaveGroupsRequest(epoch=epoch, reason=reason)
-        self._calls.LeaveGroups.future(request, timeout=_LEAVE_S, metadata=self._metadata)
+        left = self._calls.LeaveGroups.future(request, timeout=_LEAVE_S, metadata=self._metadata)
         with self._lock:
+            self._leaving.add(left)
             running = self._running.pop(epoch, set())
+        left.add_done_callback(self._has_left)
         for call in running:
             call.cancel()
 
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
+
+    def _has_left(self, left: grpc.Future[Any]) -> None:
+        with self._lock:
+            self._leaving.discard(left)
 
     def _call(
         self,
@@ -381,6 +393,8 @@ class SendingRankClient:
         finally:
             with self._lock:
                 running.discard(call)
+                if not running and self._running.get(epoch) is running:
+                    del self._running[epoch]
 
     def _error(self, error: grpc.RpcError, phase: str, timeout_s: float) -> SluiceError:
         code = error.code()
