@@ -40,6 +40,7 @@ from sluice.algorithm.routing import (
     Offer,
     ReplicaRequirement,
     ReplicaRouter,
+    ReplicaUse,
     Reservation,
     RoutedReplica,
 )
@@ -100,12 +101,21 @@ class ReplicaQueue:
         """Slots of announced replicas with a sequence of ours in them."""
         return self._fleet.num_slots_in_use
 
-    def num_free_sequences(self, lowest_version: int) -> int:
-        """Return how many sequences could start now, less those that wait for a replica already."""
-        free = self._fleet.num_free(lowest_version, time.monotonic())
+    def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
+        """Return how many sequences for training could start now, less those that wait already.
+
+        A validation that only held replicas serve takes nothing from training. An idle replica
+        counts as at least a group of `group_size` sequences.
+        """
+        free = self._fleet.num_free(lowest_version, time.monotonic(), group_size)
         if not self._waiters:
             return free
-        return free - sum(waiter.wanted.num_sequences for waiter in self._waiters)
+        uses = [offer for offer in self._fleet.offers if offer.use is not ReplicaUse.VALIDATION]
+        return free - sum(
+            wanted.num_sequences
+            for wanted in (waiter.wanted for waiter in self._waiters)
+            if wanted.highest_version is None or any(wanted.takes(offer) for offer in uses)
+        )
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Replace the fleet; members that are gone are marked as removed."""
@@ -157,17 +167,17 @@ class ReplicaQueue:
         self._capacity_changed()
 
     def context_ended(self, num_tokens: int) -> None:
-        """Note the tokens of a finished sequence, prompt included; see `ReplicaRouter`."""
+        """Note the tokens of a finished sequence with its share of the prompt; see the router."""
         self._fleet.context_ended(num_tokens)
 
     def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
         """Return whether another replica than `member` would take the group at once."""
-        if self._waiters:
-            return False
+        offers = self._fleet.offers
+        taken = {o for o in offers if any(waiter.wanted.takes(o) for waiter in self._waiters)}
         # Paused for the time of this question, so that the router looks past it.
         paused_until, member.paused_until = member.paused_until, math.inf
         try:
-            return self._fleet.choose(wanted, time.monotonic()) is not None
+            return self._fleet.choose(wanted, time.monotonic(), taken) is not None
         finally:
             member.paused_until = paused_until
 
@@ -430,12 +440,13 @@ class GroupDispatcher:
         finally:  # unused tokens were received, too
             self.num_received[request.purpose] += request.progress.num_received - num_before
         if arrival.num_finished:
-            self._queue.sequences_ended(reservation, arrival.num_finished)
             prompt = collected.prompt_token_ids
+            # An engine holds the prompt once for all samples of the request.
+            share = 0 if prompt is None else math.ceil(prompt.size / request.num_samples)
             for rollout in event.rollouts:
-                self._queue.context_ended(
-                    (0 if prompt is None else prompt.size) + rollout.num_tokens
-                )
+                self._queue.context_ended(share + rollout.num_tokens)
+            # Only now: the groups that wait get the capacity that follows from these sequences.
+            self._queue.sequences_ended(reservation, arrival.num_finished)
         if event.deltas or event.rollouts:
             watch.pace.arrived(arrival.new_tokens, arrival.ended, now)
         elif event.engine_tokens is not None:

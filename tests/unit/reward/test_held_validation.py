@@ -107,11 +107,12 @@ async def test_training_does_not_wait_behind_a_validation_that_waits_for_held_re
     world: World,
 ) -> None:
     await world.open("b")
-    await world.announce(held("a"), newer("b"))
+    await world.announce(held("a"), newer("b", slots=4))
     async with asyncio.TaskGroup() as tasks:
         for sequence in range(3):
             world.start(tasks, of_validation(sequence))
         await settled(lambda: world.queue.num_waiting == 2)
+        assert world.queue.num_free_sequences(0) == 4
         await world.dispatcher.generate(request(9))
         assert world.replicas_of("p9") == ["b"]
         await world.open("a")
