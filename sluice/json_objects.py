@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -10,6 +11,8 @@ MAX_JSON_LEVELS = 32
 MAX_ARGUMENTS_BYTES = 1 << 20
 """Of a tool call."""
 MAX_CALLS, MAX_TOOL_NAME_BYTES = 128, 64
+TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_TOOL_NAME_BYTES}}}")
+"""What tools may be called."""
 _SHOWN_CHARACTERS = 60
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,10 +57,10 @@ def measure() -> Mapping[str, Any]:
             empty_run_folder(run_dir, folder / "assets", "quickstart", 0)
             quickstart(run_dir, 0, kinds[kind])
             steps = read_progress(run_dir).steps[1:]
-            seconds = sum(float(row["timing_s/step"]) for row in steps)
-            return sum(float(row["perf/total_num_tokens"]) for row in steps) / seconds
+            seconds = sum(row["timing_s/step"] or 0.0 for row in steps)
+            return sum(row["perf/total_num_tokens"] or 0.0 for row in steps) / seconds
 
-        found = alternate({kind: lambda kind=kind: pace(kind) for kind in kinds}, _ROUNDS)
+        found = alternate({kind: partial(pace, kind) for kind in kinds}, _ROUNDS)
         print_line(f"tokens/s: {found}")
         ratios = [one / other for one, other in zip(found["episodes"], found["plain"], strict=True)]
         return {

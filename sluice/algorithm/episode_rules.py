@@ -57,6 +57,8 @@ class EpisodeRules:
 
     Args:
         max_sequence_tokens: most tokens of a conversation, what it only read included.
+        max_trained_tokens: most tokens of all sequences of an episode, which one pass trains;
+            ``None``: no bound.
         max_assistant_turns: most answers of the policy; ``None``: no bound.
         max_user_turns: most observations with a user's message; ``None``: no bound.
         max_parallel_calls: calls of an answer that are made; further ones are left out.
@@ -67,6 +69,7 @@ class EpisodeRules:
     """
 
     max_sequence_tokens: int
+    max_trained_tokens: int | None = None
     max_assistant_turns: int | None = None
     max_user_turns: int | None = None
     max_parallel_calls: int = 1
@@ -176,9 +179,11 @@ def truncated(text: str, rules: EpisodeRules) -> str:
     return f"{text[:half]}...{_MARK}...{text[len(text) - half :]}"
 
 
-def made_calls(answer: Answer, rules: EpisodeRules) -> Answer:
-    """Return the answer with the calls that are made."""
-    return replace(answer, tool_calls=answer.tool_calls[: rules.max_parallel_calls])
+def made_calls(answer: Answer, rules: EpisodeRules, turn: int) -> Answer:
+    """Return the answer with the calls that are made; their ids are unique in the episode."""
+    made = enumerate(answer.tool_calls[: rules.max_parallel_calls])
+    calls = (replace(call, call_id=f"call_{turn}_{number}") for number, call in made)
+    return replace(answer, tool_calls=tuple(calls))
 
 
 def turn_seed(seed: int, turn: int) -> int:

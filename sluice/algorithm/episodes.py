@@ -87,6 +87,17 @@ def path_length(turns: Sequence[Turn], path: TurnPath) -> int:
     return sum(turns[n].context.size + turns[n].token_ids.size for n in path.turns)
 
 
+def response_length(turns: Sequence[Turn]) -> int:
+    """Return the tokens of the longest path beyond its prompt, read ones included; turns that a
+    path reads again as the prompt of a new root do not count."""
+    lengths: list[int] = []
+    for turn in turns:
+        before = 0 if turn.parent is None else lengths[turn.parent]
+        read = 0 if turn.is_new_root else turn.context.size
+        lengths.append(before + read + turn.token_ids.size)
+    return max(lengths)
+
+
 def follows_prompt(turns: Sequence[Turn], path: TurnPath) -> bool:
     """Return whether a path begins with the group's prompt."""
     return not turns[path.turns[0]].is_new_root

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from sluice.algorithm.episode_rules import Observation
-from sluice.environment.episodes import AuthorCalls, Environment, EpisodeTask
+from sluice.environment.episodes import AuthorCalls, Environment, PlayedRow
 from sluice.environment.loading import file_environment
 from sluice.environment.source import EnvironmentSource
 from sluice.safe_text import printable
@@ -89,7 +89,7 @@ def _call(text: str) -> ToolCall:
 async def _played(world: Environment, script: _Script) -> list[str]:
     """Play an episode; return what happens, a line each."""
     row = {"data_source": "", "ground_truth": script.truth, "extra_info": {}}
-    task = EpisodeTask((ChatMessage("user", script.prompt),), row, 0)
+    task = PlayedRow((ChatMessage("user", script.prompt),), row, 0)
     calls = AuthorCalls()
     lines = [f"user: {script.prompt}"]
     failure: Exception | None = None

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sluice import own_version
+from sluice.cli.agents import agent_commands
 from sluice.cli.config import config_commands
 from sluice.cli.data import data_commands
 from sluice.cli.doctor import doctor
@@ -110,6 +111,7 @@ commands.add_typer(config_commands, name="config", rich_help_panel="Check before
 commands.add_typer(data_commands, name="data", rich_help_panel="Check before the start")
 commands.add_typer(reward_commands, name="reward", rich_help_panel="Check before the start")
 commands.add_typer(environment_commands, name="env", rich_help_panel="Check before the start")
+commands.add_typer(agent_commands, name="agents", rich_help_panel="Use the policy")
 
 
 def app() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 
 from sluice.algorithm.episode_rules import CONTINUING_ROLES, Observation
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
-from sluice.codec.fields import shortened
+from sluice.codec.fields import check_count, check_name, shortened
 from sluice.codec.reward import score_from_proto
 from sluice.codec.rollout import MAX_TURNS, check_turns
 from sluice.codec.tools import (
@@ -24,6 +23,10 @@ from sluice.codec.tools import (
 from sluice.errors import InvalidRequestError
 from sluice.types import Answer, FinishReason, Prompt, Scored
 
+MAX_METRICS, MAX_PREDICTION_CHARS = 64, 1000
+"""Of a score; the rest of a prediction is cut."""
+LARGEST_NUMBER = (2 - 2**-23) * 2.0**127
+"""Of float32, which advantages are computed in."""
 _ROLES = frozenset(("system", "assistant")) | CONTINUING_ROLES
 
 
@@ -83,8 +86,8 @@ def observation_from_proto(message: environment.Observation) -> Observation:
         check_role(f"{field}.messages[{index}]", turn, is_whole=message.is_whole)
     check_tools(f"{field}.tools", message.tools)
     reward = message.reward if message.HasField("reward") else None
-    if reward is not None and not math.isfinite(reward):
-        raise InvalidRequestError(f"{field}.reward: {reward}; send a finite number, or none")
+    if reward is not None:
+        _check_number(f"{field}.reward", reward)
     return Observation(
         tuple(map(message_from_proto, message.messages)),
         message.is_whole,
@@ -120,13 +123,24 @@ def grade_from_proto(message: environment.CloseResponse) -> Scored | None:
     """Check and decode an episode's score, its further numbers included; ``None``: it has none.
 
     Raises:
-        InvalidRequestError: a number is not finite.
+        InvalidRequestError: a number does not fit float32, or there are too many metrics, or one's
+            name cannot be shown.
     """
     if not message.HasField("score"):
         return None
     scored = score_from_proto(message.score)
     metrics: Mapping[str, float] = {**scored.metrics, **message.metrics}
+    check_count("metrics", metrics, MAX_METRICS)
+    for name in metrics:
+        check_name("metrics", name)
     for name, value in {"score": scored.score, **metrics}.items():
-        if not math.isfinite(value):
-            raise InvalidRequestError(f"score.{name}: {value}; send finite numbers")
-    return Scored(scored.score, scored.score, metrics, scored.prediction)
+        _check_number(f"score.{name}", value)
+    prediction = None if scored.prediction is None else scored.prediction[:MAX_PREDICTION_CHARS]
+    return Scored(scored.score, scored.score, metrics, prediction)
+
+
+def _check_number(field: str, value: float) -> None:
+    if not abs(value) <= LARGEST_NUMBER:
+        raise InvalidRequestError(
+            f"{field}: {value}; send a finite number of at most {LARGEST_NUMBER:.2g}"
+        )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sluice.algorithm.episode_rules import CONTINUING_ROLES
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
@@ -53,9 +54,6 @@ from sluice.types import (
 # Bounds on what one request may cost a replica before it generates anything.
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
 MAX_STOPS, MAX_STOP_BYTES = 16, 128
-
-CONTINUING_ROLES = frozenset(("user", "tool"))
-"""Roles of the turns that a continuation adds."""
 
 
 def rollout_to_proto(rollout: Rollout) -> common.Rollout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from sluice.api.common.v1 import common_pb2 as common
@@ -12,13 +11,13 @@ from sluice.json_objects import (
     MAX_ARGUMENTS_BYTES,
     MAX_CALLS,
     MAX_TOOL_NAME_BYTES,
+    TOOL_NAME,
     problem_of_object,
 )
 from sluice.types import TOOL_FORMATS, Answer, ChatMessage, Tool, ToolCall
 
 MAX_TOOLS = 128
 _MAX_DESCRIPTION_BYTES, _MAX_PARAMETERS_BYTES = 1 << 14, 1 << 16
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 def _check_object(field: str, text: str, max_bytes: int) -> None:
@@ -32,7 +31,7 @@ def check_tools(field: str, tools: Sequence[common.Tool]) -> None:
     names: set[str] = set()
     for index, tool in enumerate(tools):
         name = f"{field}[{index}].name"
-        if not _TOOL_NAME.fullmatch(tool.name):
+        if not TOOL_NAME.fullmatch(tool.name):
             raise InvalidRequestError(
                 f"{name}: {shortened(tool.name)}; send 1 to {MAX_TOOL_NAME_BYTES} of A-Z, a-z, "
                 "0-9, _, -, . and :"

@@ -119,7 +119,10 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
     ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
     if not _is_on_device(config.sluice.rollout.device, examined):
         replica = BARE_BYTES + rollout.weights
-        replica_most = replica + staged + rollout.activations + rollout.kv_of_all_sequences
+        engine = config.actor_rollout_ref.rollout
+        # The torch engine keeps as many tokens of ended turns as its slots hold.
+        caches = 2 if engine.name == "torch" and engine.enable_prefix_caching else 1
+        replica_most = replica + staged + rollout.activations + caches * rollout.kv_of_all_sequences
     return (
         MemoryPart(
             f"{ranks} trainer rank(s)",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
 from sluice.environment.episodes import (
     AuthorCalls,
-    EpisodeTask,
+    PlayedRow,
     grade_of,
     messages_of,
     raised,
@@ -23,7 +23,7 @@ from sluice.environment.episodes import (
     with_reward,
 )
 from sluice.environment.schemas import ArgumentsError, MethodTool, method_tool
-from sluice.errors import ConfigError, EnvironmentUnavailable
+from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
 RESET, TURN, SCORE, CLOSE, DONE = "reset", "turn", "score", "close", "done"
@@ -114,9 +114,7 @@ class ClassEnvironment:
         """What the policy sees."""
         return tuple(method.tool for method in self.methods.values())
 
-    def begin(
-        self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup
-    ) -> ClassEpisode:
+    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> ClassEpisode:
         """Return a new episode."""
         return ClassEpisode(self, task, calls)
 
@@ -130,9 +128,7 @@ class ClassEpisode:
         calls: run its methods.
     """
 
-    def __init__(
-        self, environment: ClassEnvironment, task: EpisodeTask, calls: AuthorCalls
-    ) -> None:
+    def __init__(self, environment: ClassEnvironment, task: PlayedRow, calls: AuthorCalls) -> None:
         self._environment, self._task, self._calls = environment, task, calls
         self._instance: object = None
         self._last = ""
@@ -198,12 +194,12 @@ class ClassEpisode:
         try:
             bound = getattr(self._instance, call.name)
             returned = await self._calls.run(bound, **arguments)
-        except EnvironmentUnavailable:
+            value, reward = with_reward(f"{self._environment.name}.{call.name}", returned)
+            return text_of(value), reward
+        except (EnvironmentUnavailable, EnvironmentDefectError):
             raise
         except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
             return f"Error: {raised(error)}", None
-        value, reward = with_reward(f"{self._environment.name}.{call.name}", returned)
-        return text_of(value), reward
 
     def _method(self, name: str) -> Callable[..., object] | None:
         found = getattr(self._instance, name, None)

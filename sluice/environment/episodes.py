@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, SupportsFloat, TypeGuard
+from typing import NoReturn, Protocol, SupportsFloat, TypeGuard
 
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
 from sluice.errors import EnvironmentDefectError, EnvironmentUnavailable
@@ -33,11 +33,13 @@ MAX_THREADS = 32
 """Calls of plain methods that run at once; further ones wait."""
 OUT_OF_MEMORY = 70
 """Exit code of a server whose environment needed more memory than it may."""
+_SPARE_BYTES = 64 << 20
+"""A process that can still reserve these has memory left."""
 _CUT = "...(cut)"
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeTask:
+class PlayedRow:
     """The row that an episode plays.
 
     Args:
@@ -99,9 +101,7 @@ class Environment(Protocol):
         """Tools that an episode offers where its row does not choose."""
         ...
 
-    def begin(
-        self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup
-    ) -> PlayedEpisode:
+    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> PlayedEpisode:
         """Return a new episode; it opens with `PlayedEpisode.open`.
 
         Args:
@@ -136,22 +136,37 @@ class AuthorCalls:
     ) -> object:
         """Call a method; raise what it raises.
 
-        A MemoryError ends this process: what has filled its memory cannot be known.
+        A cancelled call of a plain method ends with its thread. A MemoryError of a process that has
+        no memory left ends it: what has filled the memory cannot be known.
         """
         try:
             if inspect.iscoroutinefunction(function):
-                with self._noted():
+                with self.noted():
                     return await function(*values, **named)
             context = contextvars.copy_context()
             call = partial(context.run, self._in_thread, partial(function, *values, **named))
-            returned = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            returned = await self._ended(call)
             if inspect.isawaitable(returned):
-                with self._noted():
+                with self.noted():
                     return await returned
+        except SystemExit as error:
+            raise RuntimeError(f"it called sys.exit({error.code})") from error
         except MemoryError:
-            logger.error("the environment needs more memory than its process may have")  # noqa: TRY400
-            os._exit(OUT_OF_MEMORY)
+            if not _has_memory():
+                _end_for_memory()
+            raise
         return returned
+
+    async def _ended(self, call: Callable[[], object]) -> object:
+        made = self._threads.submit(call)
+        try:
+            return await asyncio.wrap_future(made)
+        except asyncio.CancelledError:
+            if not made.cancel():  # it runs, and the episode's next call must not overlap it
+                running = asyncio.wrap_future(made)
+                await asyncio.wait([running])
+                running.exception()  # nobody reads it
+            raise
 
     async def required(
         self, what: str, function: Callable[..., object], *values: object, **named: object
@@ -160,24 +175,28 @@ class AuthorCalls:
 
         Raises:
             EnvironmentUnavailable: it raised this.
-            EnvironmentDefectError: it raised anything else; names `what` and the place.
+            EnvironmentDefectError: it raised anything else; names `what` and the place. A
+                MemoryError, which the policy did not cause, ends this process.
         """
         try:
             return await self.run(function, *values, **named)
         except EnvironmentUnavailable:
             raise
+        except MemoryError:
+            _end_for_memory()
         except Exception as error:
             raise defect(what, error) from error
 
     def _in_thread(self, call: Callable[[], object]) -> object:
         try:
-            with self._noted():
+            with self.noted():
                 return call()
-        except SystemExit as error:
+        except SystemExit as error:  # before a future's waiter, which it would end
             raise RuntimeError(f"it called sys.exit({error.code})") from error
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def noted(self) -> Iterator[None]:
+        """Count the block as a running call."""
         self._num_calls += 1
         number = self._num_calls
         self._started[number] = self._clock()
@@ -189,6 +208,19 @@ class AuthorCalls:
     def close(self) -> None:
         """Let running threads end with the process; no further call is made."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _has_memory() -> bool:
+    try:
+        bytearray(_SPARE_BYTES)  # its pages are never touched
+    except MemoryError:
+        return False
+    return True
+
+
+def _end_for_memory() -> NoReturn:
+    logger.error("the environment needs more memory than its process may have")
+    os._exit(OUT_OF_MEMORY)
 
 
 def defect(what: str, error: BaseException) -> EnvironmentDefectError:
@@ -224,10 +256,13 @@ def _json(value: object) -> str:
 def with_reward(what: str, value: object) -> tuple[object, float | None]:
     """Split ``(text, reward)``; without a reward it is ``None``.
 
+    The first part may also be none, a mapping, messages, or an object with a text; any other pair,
+    such as two numbers, is one result.
+
     Raises:
         EnvironmentDefectError: the reward is not finite.
     """
-    if isinstance(value, tuple) and len(value) == 2 and is_number(value[1]):
+    if isinstance(value, tuple) and len(value) == 2 and _is_said(value[0]) and is_number(value[1]):
         reward = float(value[1])
         if not math.isfinite(reward):
             raise EnvironmentDefectError(
@@ -235,6 +270,12 @@ def with_reward(what: str, value: object) -> tuple[object, float | None]:
             )
         return value[0], reward
     return value, None
+
+
+def _is_said(value: object) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(one, Mapping) for one in value)
+    return value is None or isinstance(value, str | Mapping) or hasattr(value, "text")
 
 
 def is_number(value: object) -> TypeGuard[SupportsFloat]:

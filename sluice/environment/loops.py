@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from sluice.algorithm.episode_rules import Observation
-from sluice.environment.episodes import AuthorCalls, EpisodeTask, defect, grade_of, text_of
+from sluice.environment.episodes import AuthorCalls, PlayedRow, defect, grade_of, text_of
 from sluice.environment.schemas import method_tool
 from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
@@ -147,9 +147,9 @@ class LoopEnvironment:
     function: Callable[..., Coroutine[Any, Any, object]]
     tools: tuple[Tool, ...] = ()
 
-    def begin(self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> LoopEpisode:
+    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> LoopEpisode:
         """Return a new episode."""
-        return LoopEpisode(self, task, tasks)
+        return LoopEpisode(self, task, calls, tasks)
 
 
 def loop_environment(function: Callable[..., object], file: str) -> LoopEnvironment:
@@ -172,9 +172,14 @@ class LoopEpisode:
     """A running call of the function."""
 
     def __init__(
-        self, environment: LoopEnvironment, task: EpisodeTask, tasks: asyncio.TaskGroup
+        self,
+        environment: LoopEnvironment,
+        task: PlayedRow,
+        calls: AuthorCalls,
+        tasks: asyncio.TaskGroup,
     ) -> None:
-        self._environment, self._task, self._tasks = environment, task, tasks
+        self._environment, self._task = environment, task
+        self._calls, self._tasks = calls, tasks
         self._policy = Policy()
         self._running: asyncio.Task[object] | None = None
 
@@ -219,7 +224,8 @@ class LoopEpisode:
         self._policy.end()
         if self._running is None:
             return None
-        await asyncio.wait([self._running])
+        with self._calls.noted():
+            await asyncio.wait([self._running])
         returned = self._returned()
         return None if returned is _UNSCORED else grade_of(self._environment.name, returned)
 
@@ -227,7 +233,8 @@ class LoopEpisode:
         """End the function."""
         if self._running is not None:
             self._running.cancel()
-            await asyncio.wait([self._running])
+            with self._calls.noted():  # it may catch the cancellation and stay
+                await asyncio.wait([self._running])
 
     async def _kept(self, task: LoopTask) -> object:
         """Run the function; its errors are results, which must not end the other episodes."""
@@ -237,7 +244,7 @@ class LoopEpisode:
             return _UNSCORED
         except EnvironmentUnavailable as error:
             return error
-        except Exception as error:  # noqa: BLE001  the author's; it fails this episode
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the author's; it fails this episode
             return defect(self._environment.name, error)
 
     async def _next(self) -> Observation:
@@ -245,7 +252,8 @@ class LoopEpisode:
         # Its errors are in `_running`; the task group waits for it.
         question = self._tasks.create_task(self._policy.next_question(), name="a question")
         try:
-            await asyncio.wait([self._running, question], return_when=asyncio.FIRST_COMPLETED)
+            with self._calls.noted():
+                await asyncio.wait([self._running, question], return_when=asyncio.FIRST_COMPLETED)
             if question.done():
                 return question.result()
             self._failed(self._running.result())

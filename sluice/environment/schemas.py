@@ -12,12 +12,12 @@ from typing import Any, get_type_hints
 import msgspec
 
 from sluice.errors import ConfigError
+from sluice.json_objects import TOOL_NAME
 from sluice.types import Tool
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 _REFERENCE = "$ref"
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 class ArgumentsError(Exception):
@@ -59,7 +59,10 @@ class MethodTool:
     def _converted(self, name: str, value: object) -> object:
         try:
             return msgspec.convert(value, self.hints[name], strict=False)
-        except msgspec.ValidationError as error:
+        except (
+            msgspec.ValidationError,
+            ValueError,
+        ) as error:  # half a surrogate pair is the latter
             raise ArgumentsError(f"argument {name!r} of {self.tool.name}: {error}") from error
 
 
@@ -93,7 +96,7 @@ def method_tool(
         ConfigError: a hint or the docstring is missing, or a type has no JSON schema.
     """
     name = name or function.__name__
-    if not _TOOL_NAME.fullmatch(name):
+    if not TOOL_NAME.fullmatch(name):
         raise ConfigError(f"{where}: {name!r} is no name for a tool; use A-Z, a-z, 0-9 and _")
     parameters = _parameters(function, where, is_method=is_method)
     hints = _hints(function, where)

@@ -17,7 +17,7 @@ from sluice.codec.environment import observation_to_proto
 from sluice.codec.fields import MAX_NAME_BYTES, check_text
 from sluice.codec.reward import score_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
-from sluice.environment.episodes import AuthorCalls, Environment, EpisodeTask, PlayedEpisode
+from sluice.environment.episodes import AuthorCalls, Environment, PlayedEpisode, PlayedRow
 from sluice.errors import (
     ExhaustedError,
     InvalidRequestError,
@@ -77,13 +77,14 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """Begin an episode."""
         await self._drop_expired()
         self._check(request)
-        task = EpisodeTask(
+        task = PlayedRow(
             tuple(map(message_from_proto, request.messages)), _row(request.row_json), request.seed
         )
         played = self._world.begin(task, self._calls, self._tasks)
         episode = _Open(played, self._clock() + request.timeout_s)
         self._episodes[request.episode_id] = episode
-        seen = await self._observed(episode, -1, played.open())
+        async with episode.lock:
+            seen = await self._observed(episode, -1, played.open())
         return environment.OpenResponse(observation=observation_to_proto(seen))
 
     async def Step(
@@ -125,7 +126,11 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                     scored = await episode.played.score()
         finally:
             self._episodes.pop(request.episode_id, None)
-            await episode.played.close()
+            # A method may still run when the caller has no time left, and is waited for here.
+            closing = self._tasks.create_task(_closed(episode), name="closing an episode")
+            await asyncio.wait([closing])
+        if (error := closing.result()) is not None:
+            raise error
         if scored is None:
             return environment.CloseResponse()
         return environment.CloseResponse(score=score_to_proto(scored))
@@ -144,7 +149,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """End all episodes."""
         episodes, self._episodes = self._episodes, {}
         for episode in episodes.values():
-            await _closed(episode)
+            if not episode.lock.locked():  # else its method ends with the process
+                await _closed(episode)
 
     async def _observed(
         self, episode: _Open, turn: int, call: Awaitable[Observation]
@@ -190,11 +196,14 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 await _closed(episode)
 
 
-async def _closed(episode: _Open) -> None:
+async def _closed(episode: _Open) -> SluiceError | None:
+    """Close an episode after its running call; return what went wrong."""
     try:
-        await episode.played.close()
-    except SluiceError:  # nobody waits for it any more
-        return
+        async with episode.lock:
+            await episode.played.close()
+    except SluiceError as error:
+        return error
+    return None
 
 
 def _row(text: str) -> dict[str, object]:

@@ -22,10 +22,10 @@ import yaml
 from sluice.algorithm.episode_rules import TOOL, Observation
 from sluice.environment import verl_stand_in
 from sluice.environment.classes import unknown_tool, unreadable
-from sluice.environment.episodes import AuthorCalls, EpisodeTask, raised, text_of, with_reward
+from sluice.environment.episodes import AuthorCalls, PlayedRow, raised, text_of, with_reward
 from sluice.environment.loading import file_module
 from sluice.environment.schemas import ArgumentsError, json_object, method_tool
-from sluice.errors import ConfigError, EnvironmentUnavailable
+from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
 FUNCTIONS_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
@@ -149,7 +149,7 @@ class VerlEnvironment:
         """What the policy sees where its row does not choose."""
         return tuple(one.tool for one in self.by_name.values())
 
-    def begin(self, task: EpisodeTask, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> VerlEpisode:
+    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> VerlEpisode:
         """Return a new episode."""
         return VerlEpisode(self.by_name, task, calls)
 
@@ -164,7 +164,7 @@ class VerlEpisode:
     """
 
     def __init__(
-        self, by_name: Mapping[str, VerlTool], task: EpisodeTask, calls: AuthorCalls
+        self, by_name: Mapping[str, VerlTool], task: PlayedRow, calls: AuthorCalls
     ) -> None:
         selection = task.extra_info.get("tool_selection")
         self._tools = {
@@ -227,11 +227,11 @@ class VerlEpisode:
                 returned = await self._calls.run(one.function, **arguments)
             else:
                 returned = await self._executed(call.name, one, arguments)
-        except EnvironmentUnavailable:
+            return _response(call.name, returned)
+        except (EnvironmentUnavailable, EnvironmentDefectError):
             raise
         except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
             return f"Error: {raised(error)}", 0.0
-        return _response(call.name, returned)
 
     async def _executed(self, name: str, one: VerlTool, arguments: dict[str, Any]) -> object:
         given = self._given(name, "execute_kwargs")
@@ -248,9 +248,10 @@ class VerlEpisode:
 
 def _response(name: str, returned: object) -> tuple[str, float]:
     """Return text and reward of verl's ``(response, reward, metrics)``, or of parts of it."""
-    parts = returned[:2] if isinstance(returned, tuple) else (returned,)
-    response, reward = with_reward(name, parts) if len(parts) == 2 else (parts[0], None)
-    if isinstance(response, tuple):  # the reward is None
+    if isinstance(returned, tuple) and len(returned) == 3:
+        returned = returned[:2]
+    response, reward = with_reward(name, returned)
+    if isinstance(response, tuple) and response[1:] in ((), (None,)):  # without a reward
         response = response[0]
     if getattr(response, "image", None) or getattr(response, "video", None):
         return f"Error: {name} returned an image, which cannot be read here", 0.0

@@ -24,10 +24,8 @@ from sluice.types import ChatMessage
 logger = logging.getLogger(__name__)
 
 # A form of the answer that cannot be kept is refused as elsewhere.
-_KEPT = frozenset(
-    ("model", "messages", "tools", "tool_choice", "n", "stream")
-    + ("response_format", "functions", "function_call")
-)
+_SHAPING = ("model", "messages", "tools", "tool_choice", "n", "stream")
+_KEPT = frozenset((*_SHAPING, "response_format", "functions", "function_call"))
 _MOST_FAILURE = 2000
 
 JsonObject = dict[str, Any]
@@ -64,7 +62,7 @@ class Sessions:
         if asked.options.n != 1:
             raise RefusedError(f"n: {asked.options.n}; a leased sample has one answer a turn", "n")
         (messages,) = asked.prompts
-        if isinstance(messages, ChatWithImages):
+        if isinstance(messages, ChatWithImages) or not isinstance(messages, tuple):
             raise RefusedError("messages: images are not offered in leased samples", "messages")
         turns = tuple(one for one in messages if isinstance(one, ChatMessage))
         canonical = json.dumps(fields, sort_keys=True).encode()

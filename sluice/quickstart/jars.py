@@ -79,8 +79,13 @@ class JarsTask:
             f"sluice.environment.path={environment}",
             "sluice.environment.name=Jars",
             "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8",
+            # Smaller batches than of the other tasks, and no validation in between: late steps
+            # filter most groups, and episodes are long.
+            "data.train_batch_size=40",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=20",
             "trainer.total_training_steps=10",
             "trainer.save_freq=10",
+            "trainer.test_freq=10",
         )
 
 

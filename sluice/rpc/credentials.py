@@ -125,6 +125,11 @@ class Credentials:
         """Return the credentials of a channel with TLS."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
+    def to_strangers(self) -> Credentials:
+        """Return what checks the certificates of servers outside the run, and shows them neither a
+        certificate nor a token."""
+        return Credentials(self.authority, is_encrypted=True, server_name=self.server_name)
+
     def for_transfers(self) -> TransferCertificates | None:
         """Return the certificates for the store of weight transfers; None without TLS."""
         if not self.is_encrypted:

@@ -174,7 +174,14 @@ def contained(containment: Containment, *, merged: bool = False) -> Iterator[Con
     finally:
         if containment.first_process is not None:
             os.close(containment.first_process[1])
-    running = ContainedProcess(process, containment)
+    try:
+        running = ContainedProcess(process, containment)
+    except OSError as error:
+        with process:
+            os.killpg(process.pid, signal.SIGKILL)
+        raise SandboxUnavailableError(
+            f"{containment.argv[0]} cannot be watched, so it was ended: {error}"
+        ) from error
     with ExitStack() as closing:
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:

@@ -21,7 +21,8 @@ from sluice.sandbox.run_result import NO_FILES, PYTHON, Limits, SandboxEnd
 
 _LOOK_S = 0.05
 _CHUNK_BYTES = 1 << 16
-_WHOLE_CPU_S = 3600
+_WHOLE_S = 3600  # of the process, which serves many calls
+_STARTED = interpreter_loop.STARTED.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Interpreter:
         self._sandbox, self._limits = sandbox, limits
         self._open = ExitStack()
         self._running: ContainedProcess | None = None
-        self._head = b""
+        self._has_started = False
 
     def run(self, code: str) -> Reply:
         """Execute code.
@@ -58,21 +59,30 @@ class Interpreter:
         Raises:
             SandboxUnavailableError: the sandbox failed, not the code.
         """
+        try:
+            return self._replied(code)
+        except OSError as error:
+            self.close()
+            raise SandboxUnavailableError(f"the sandbox failed: {error}") from error
+
+    def _replied(self, code: str) -> Reply:
         if self._running is None:
             self._start()
         assert self._running is not None
         mark = secrets.token_hex(16)
         request = json.dumps({"code": code, "mark": mark}).encode() + b"\n"
         output, end = self._exchange(self._running, request, mark.encode())
-        if self._head and not output.startswith(self._head):
-            self.close()
-            said = output[-500:].decode(errors="replace").strip()
-            raise with_remedy(SandboxUnavailableError(f"the sandbox did not start: {said}"))
-        text = output.removeprefix(self._head).decode(errors="replace")
-        self._head = b""
+        if not self._has_started:
+            # What comes before is the wrapper's.
+            said, found, output = output.partition(_STARTED)
+            if not found:
+                self.close()
+                shown = said[-500:].decode(errors="replace").strip() or f"no message, {end}"
+                raise with_remedy(SandboxUnavailableError(f"the sandbox did not start: {shown}"))
+            self._has_started = True
         if end is not None:
             self.close()
-        return Reply(text, end)
+        return Reply(output.decode(errors="replace"), end)
 
     def close(self) -> None:
         """End the process, with all that it started."""
@@ -84,7 +94,7 @@ class Interpreter:
         thread = ThreadPoolExecutor(1, "interpreter")
         self._open.callback(thread.shutdown)
         source = Path(interpreter_loop.__file__).read_text(encoding="utf-8")
-        limits = replace(self._limits, cpu_s=_WHOLE_CPU_S)
+        limits = replace(self._limits, wall_s=_WHOLE_S, cpu_s=_WHOLE_S)
         command = self._sandbox.command([PYTHON, "-u", "-c", source], NO_FILES, limits)
         try:
             containment = self._open.enter_context(command)
@@ -93,7 +103,7 @@ class Interpreter:
         except BaseException:
             self._open.close()
             raise
-        self._head = READY if containment.announces_ready else b""
+        self._has_started = False
 
     def _exchange(
         self, running: ContainedProcess, request: bytes, mark: bytes
@@ -102,7 +112,7 @@ class Interpreter:
         process, output, left = running.process, bytearray(), memoryview(request)
         assert process.stdin is not None
         assert process.stdout is not None
-        most_bytes = self._limits.output_bytes + len(mark) + len(READY)
+        most_bytes = self._limits.output_bytes + len(mark) + len(READY + _STARTED)
         ends_s = time.monotonic() + self._limits.wall_s
         with selectors.DefaultSelector() as watched:
             for stream, events in (

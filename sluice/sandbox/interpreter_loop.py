@@ -1,7 +1,8 @@
 """A Python interpreter that keeps its variables, inside a sandbox.
 
 The sandbox gets this file as text, so it imports the standard library only. Each line of input is
-JSON with ``code`` and ``mark``; all output until the mark belongs to the code.
+JSON with ``code`` and ``mark``; all output from `STARTED`, or the last mark, until the mark belongs
+to the code.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import sys
 import traceback
 from typing import Any
 
+STARTED = "sluice: interpreter started\n"
+
 
 def main() -> None:
     """Answer until the input ends."""
     with os.fdopen(os.dup(0), "r", encoding="utf-8") as requests:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         namespace: dict[str, Any] = {"__name__": "__main__"}
+        os.write(1, STARTED.encode())
         for line in requests:
             request = json.loads(line)
             run(request["code"], namespace)

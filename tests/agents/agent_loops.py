@@ -119,7 +119,7 @@ async def _played(program: str, task: LoopTask, policy: Policy) -> None:
             stderr=asyncio.subprocess.STDOUT,
         )
         try:
-            row = {"prompt": task.prompt, "extra_info": dict(task.extra_info)}
+            row = {"messages": task.prompt, "extra_info": dict(task.extra_info)}
             said, _ = await process.communicate(json.dumps(row).encode())
         finally:
             if process.returncode is None:

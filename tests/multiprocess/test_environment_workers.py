@@ -53,7 +53,8 @@ class World:
 
     def fill(self) -> str:
         '''Use all memory.'''
-        self.own["kept"] = [bytearray(10**8) for _ in range(1000)]
+        while True:
+            self.own["kept"].append(bytearray(10**7))
 
     def leave(self) -> str:
         '''End the process.'''

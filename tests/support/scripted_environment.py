@@ -122,6 +122,10 @@ class ScriptedEnvironment(environment_pb2_grpc.EnvironmentServiceServicer):
         score = common.Score(score=found, metrics={"acc": found})
         return environment.CloseResponse(score=score, metrics={"looked": 2.0})
 
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        """Nothing is known of calls."""
+        return environment.GetStatusResponse()
+
     async def _before(self, call: str, episode_id: str, context: Any) -> None:
         if self.before is not None:
             await self.before(call, episode_id, context)

@@ -32,6 +32,7 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 
+_TLS = "https://"
 _STATUS_BYTES = 1 << 16
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 
@@ -44,7 +45,7 @@ class GivenServers:
     """Servers of a user's own; each gets an equal share of the episodes.
 
     Args:
-        addresses: host:port of each, at least one.
+        addresses: host:port of each, at least one; after ``https://`` with TLS.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -91,7 +92,8 @@ class ServedEnvironments:
         servers: choose the server of each episode.
         call_timeout_s: seconds of one call.
         max_message_bytes: largest message.
-        credentials: shown to servers that are not on this machine's own sockets.
+        credentials: their authorities check servers at https:// addresses. Nothing of them is
+            shown: such a server is no part of the run.
     """
 
     def __init__(
@@ -103,15 +105,15 @@ class ServedEnvironments:
         credentials: Credentials = OPEN,
     ) -> None:
         self._servers, self._call_timeout_s = servers, call_timeout_s
-        self._remote = ChannelPool(max_message_bytes, credentials)
-        self._local = ChannelPool(max_message_bytes, credentials=OPEN)  # a folder of ours
+        self._encrypted = ChannelPool(max_message_bytes, credentials.to_strangers())
+        self._plain = ChannelPool(max_message_bytes, credentials=OPEN)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._remote.close()
-        await self._local.close()
+        await self._encrypted.close()
+        await self._plain.close()
 
     def begin(self, task: EpisodeTask) -> ServedEpisode:
         """Return the driver of a new episode."""
@@ -120,7 +122,8 @@ class ServedEnvironments:
     def place(self, episode_id: str) -> tuple[str, ChannelPool]:
         """Return the server of an episode, and its channels."""
         address = self._servers.address_for(episode_id)
-        return address, self._local if address.startswith("unix:") else self._remote
+        bare = address.removeprefix(_TLS)
+        return bare, self._plain if bare == address else self._encrypted
 
     @property
     def call_timeout_s(self) -> float:

@@ -215,7 +215,7 @@ class Episode:
             self._leased.counted(self._lengths[-1] - size, size)
         else:
             # An agent gets the whole answer, since it sends it back as part of the history.
-            answer = made_calls(answer, self._rules)
+            answer = made_calls(answer, self._rules, number)
         call = self._driver.step(number, answer, rollout.finish_reason)
         seen = await self._called(f"answering turn {number}", call)
         turn = self._turns[-1]
@@ -228,7 +228,10 @@ class Episode:
         if seen.tools:
             self._tools = seen.tools
             self._notes.offered(seen.tools)
-        messages = within_limits(seen.messages, self._rules)
+        # An agent has read its tools' texts whole, and repeats them.
+        messages = seen.messages
+        if self._leased is None:
+            messages = within_limits(messages, self._rules)
         if seen.is_whole:
             # The template writes other tools into other tokens.
             same = [n for n, tools in enumerate(self._offered) if tools == self._tools]
@@ -249,6 +252,8 @@ class Episode:
         """Sample another turn. Return how it begins, which changes where the template rewrites
         history, and the turn; ``None``: no token is left."""
         number, parent = len(self._turns), begun.parent
+        if self._tokens_left(parent) < 1:
+            return begun, None
         self._phase = f"sampling turn {number}"
         collected = CollectedSamples(self._turn_request(number, begun))
         with TRACER.span(SpanName.TURN, {Key.SAMPLE_INDEX: self._index}):
@@ -265,9 +270,7 @@ class Episode:
             except GroupFailedError as error:
                 if error.kind is not None:
                     raise
-                raise EnvironmentUnavailableError(
-                    f"what the environment sent cannot be read by the policy: {error}"
-                ) from error
+                raise unreadable(error) from error
         return begun, AnsweredTurn.of(collected, self._index)
 
     def _turn_request(self, number: int, begun: Continued) -> GroupRequest:
@@ -283,10 +286,19 @@ class Episode:
                 self._tools,
                 tool_format="" if self._tools else READ_TEXT,
                 affinity=self._id,
-                max_sequence_tokens=self._rules.max_sequence_tokens,
+                max_sequence_tokens=self._tokens_left(begun.parent),
                 prefer=self._replica,
             ),
         )
+
+    def _tokens_left(self, parent: int | None) -> int:
+        """Return the most tokens of a sequence that continues `parent`, beside the others."""
+        rules = self._rules
+        if rules.max_trained_tokens is None:
+            return rules.max_sequence_tokens
+        inner = {parent, *(turn.parent for turn in self._turns)}
+        others = sum(size for index, size in enumerate(self._lengths) if index not in inner)
+        return min(rules.max_sequence_tokens, rules.max_trained_tokens - others)
 
     def _add(self, begun: Continued, answered: AnsweredTurn, seconds: float) -> None:
         """Add a sampled turn, with what it read beyond the turn that it continues."""
@@ -364,6 +376,13 @@ class Episode:
                 raise
             progress.end()
             raise _GroupOverError from None
+
+
+def unreadable(error: GroupFailedError) -> EnvironmentUnavailableError:
+    """Return the failure of a sample whose environment sent what every replica refuses."""
+    return EnvironmentUnavailableError(
+        f"what the environment sent cannot be read by the policy: {error}"
+    )
 
 
 def _answer_of(rollout: Rollout) -> Answer:

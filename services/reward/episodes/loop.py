@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from services.reward.episodes.drivers import EpisodeDrivers, EpisodeTask
-from services.reward.episodes.episode import READ_TEXT, AnsweredTurn, Episode
+from services.reward.episodes.episode import READ_TEXT, AnsweredTurn, Episode, unreadable
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import (
     GroupFailedError,
@@ -40,6 +40,9 @@ from sluice.types import (
     Tool,
 )
 
+MAX_TOOL_NAMES = 256
+"""Each has a metric; calls of further tools count as calls of unknown ones."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +60,7 @@ class EpisodeGenerator:
 
     Attributes:
         num_rewritten: turns that had to begin a new root, since the template rewrites history.
-        tool_names: of all tools that environments have offered.
+        tool_names: of tools that environments have offered, the first `MAX_TOOL_NAMES`.
     """
 
     def __init__(
@@ -163,7 +166,8 @@ class EpisodeGenerator:
 
     def offered(self, tools: Sequence[Tool]) -> None:
         """Note tools that an environment offers."""
-        self.tool_names.update(tool.name for tool in tools)
+        for tool in tools[: MAX_TOOL_NAMES - len(self.tool_names)]:
+            self.tool_names.add(tool.name)
 
     def rewritten(self, reason: str) -> None:
         """Count a turn that begins a new root, since the template rewrites history; warn of the
@@ -200,6 +204,7 @@ async def _play(
 class _Waiter:
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...]
+    since: float
     answered: asyncio.Future[AnsweredTurn]
 
 
@@ -233,7 +238,7 @@ class FirstTurns:
     ) -> AnsweredTurn:
         """Return the first turn of a sample, once it has been sampled."""
         answered: asyncio.Future[AnsweredTurn] = asyncio.get_running_loop().create_future()
-        self._waiters[index] = _Waiter(tuple(messages), tuple(tools), answered)
+        self._waiters[index] = _Waiter(tuple(messages), tuple(tools), _now(), answered)
         self.without(index)
         return await answered
 
@@ -254,13 +259,13 @@ class FirstTurns:
                 key = same_prompt_key(waiter.messages, waiter.tools)
                 bundles.setdefault(key, []).append(number)
         for indexes in bundles.values():
-            self._start(indexes)
+            self._start(indexes, is_only=len(bundles) == 1)
 
-    def _start(self, indexes: Sequence[int]) -> None:
+    def _start(self, indexes: Sequence[int], *, is_only: bool = False) -> None:
         name = f"prompt {self._request.prompt.prompt_id}, first turns {indexes}"
-        self._tasks.create_task(self._request_turns(indexes), name=name)
+        self._tasks.create_task(self._request_turns(indexes, is_only=is_only), name=name)
 
-    async def _request_turns(self, indexes: Sequence[int]) -> None:
+    async def _request_turns(self, indexes: Sequence[int], *, is_only: bool) -> None:
         waiter = self._waiters[indexes[0]]
         alone = f"{self._batch}.{indexes[0]}" if len(indexes) == 1 else ""
         turn = TurnRequest(
@@ -273,15 +278,33 @@ class FirstTurns:
         request = replace(self._request, sample_indexes=tuple(indexes), turn=turn)
 
         def on_sample(rollout: Rollout) -> None:
-            self._deliver(collected, rollout.sample_index)
+            self._deliver(collected, rollout.sample_index, began)
 
-        collected = CollectedSamples(request, on_sample)
-        await self._dispatcher.collect(collected)
+        collected, began = CollectedSamples(request, on_sample), _now()
+        try:
+            await self._dispatcher.collect(collected)
+        except GroupFailedError as error:
+            if is_only or error.kind is not None:
+                raise
+            self._refuse(indexes, error)
         for index, rollout in collected.rollouts.items():
             if rollout.finish_reason is FinishReason.ABORTED:
-                self._deliver(collected, index)
+                self._deliver(collected, index, began)
 
-    def _deliver(self, collected: CollectedSamples, index: int) -> None:
-        answered = self._waiters[index].answered
-        if not answered.done():
-            answered.set_result(AnsweredTurn.of(collected, index))
+    def _refuse(self, indexes: Sequence[int], error: GroupFailedError) -> None:
+        """Fail samples whose first prompt is not their siblings'."""
+        for index in indexes:
+            answered = self._waiters[index].answered
+            if not answered.done():
+                answered.set_exception(unreadable(error))
+
+    def _deliver(self, collected: CollectedSamples, index: int, began: float) -> None:
+        waiter = self._waiters[index]
+        if not waiter.answered.done():
+            turn = AnsweredTurn.of(collected, index)
+            for_siblings_s = began - waiter.since
+            waiter.answered.set_result(replace(turn, queued_s=turn.queued_s + for_siblings_s))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -29,10 +29,12 @@ from sluice.environment.server import serving
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import SluiceError
 from sluice.rpc.credentials import OPEN
+from sluice.sandbox.choice import inherited_config, process_sandbox, proven_sandbox
 
 MAX_OPEN_FILES = 4096
 MAX_OUTPUT_BYTES = 64 * 2**10
 """Printed in `COUNTED_EVERY_S` seconds."""
+_PYTHON_TOOL = "sluice.sandbox.python_tool"
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 
@@ -59,6 +61,21 @@ async def _serve(world: Environment, address: str, replies: int, output: OutputL
             output.begin_request()
 
 
+def loaded(source: EnvironmentSource) -> Environment:
+    """Return the environment; where it uses the Python tool, once the sandbox has run a program.
+
+    Raises:
+        ConfigError: the environment cannot be loaded, or no sandbox for it is configured.
+        SandboxUnavailableError: the sandbox does not work here.
+    """
+    world = source.load()
+    if _PYTHON_TOOL in sys.modules:
+        config = inherited_config()
+        process_sandbox(config)  # refuses those that keep no state
+        proven_sandbox(config)
+    return world
+
+
 def _reply(replies: int, reply: WorkerReply) -> None:
     os.write(replies, msgspec.json.encode(reply) + b"\n")
     os.close(replies)
@@ -76,7 +93,7 @@ def main(parent_pid: int, address: str, setup_text: str) -> int:
     limit_resources(setup.memory_bytes, MAX_OPEN_FILES)
     with limited_output(MAX_OUTPUT_BYTES) as output:
         try:
-            world = setup.source.load()
+            world = loaded(setup.source)
         except SluiceError as error:
             _reply(replies, WorkerReply(str(error)))
             return 1

@@ -34,13 +34,13 @@ from services.reward.generation.request import (
     for_prompt,
 )
 from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
+from sluice.algorithm.episode_rules import AGENT_NAME, SINGLE_TURN, environment_of
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
 from sluice.algorithm.routing import (
     AnnouncedReplica,
     Offer,
     ReplicaRequirement,
     ReplicaRouter,
-    ReplicaUse,
     Reservation,
     RoutedReplica,
 )
@@ -56,6 +56,7 @@ from sluice.errors import (
     SluiceError,
     ValidationFailedError,
 )
+from sluice.safe_text import printable
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
 from sluice.types import FailureKind, Rollout, RolloutGroup, SamplingParams
 
@@ -102,20 +103,16 @@ class ReplicaQueue:
         return self._fleet.num_slots_in_use
 
     def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
-        """Return how many sequences for training could start now, less those that wait already.
+        """Return how many sequences could start now, less those that wait for a replica already.
 
-        A validation that only held replicas serve takes nothing from training. An idle replica
-        counts as at least a group of `group_size` sequences.
+        A validation that only held replicas may sample takes nothing from training. An idle
+        replica counts as at least a group of `group_size` sequences.
         """
         free = self._fleet.num_free(lowest_version, time.monotonic(), group_size)
         if not self._waiters:
             return free
-        uses = [offer for offer in self._fleet.offers if offer.use is not ReplicaUse.VALIDATION]
-        return free - sum(
-            wanted.num_sequences
-            for wanted in (waiter.wanted for waiter in self._waiters)
-            if wanted.highest_version is None or any(wanted.takes(offer) for offer in uses)
-        )
+        training = ReplicaRequirement(1, lowest_version)
+        return free - sum(waiter.wanted.num_sequences for waiter in self._rivals(training))
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Replace the fleet; members that are gone are marked as removed."""
@@ -167,19 +164,26 @@ class ReplicaQueue:
         self._capacity_changed()
 
     def context_ended(self, num_tokens: int) -> None:
-        """Note the tokens of a finished sequence with its share of the prompt; see the router."""
+        """Note the tokens of a finished sequence, prompt included; see `ReplicaRouter`."""
         self._fleet.context_ended(num_tokens)
 
     def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
         """Return whether another replica than `member` would take the group at once."""
-        offers = self._fleet.offers
-        taken = {o for o in offers if any(waiter.wanted.takes(o) for waiter in self._waiters)}
+        if next(self._rivals(wanted), None) is not None:
+            return False
         # Paused for the time of this question, so that the router looks past it.
         paused_until, member.paused_until = member.paused_until, math.inf
         try:
-            return self._fleet.choose(wanted, time.monotonic(), taken) is not None
+            return self._fleet.choose(wanted, time.monotonic()) is not None
         finally:
             member.paused_until = paused_until
+
+    def _rivals(self, wanted: ReplicaRequirement) -> Iterator[_QueuedGroup]:
+        """Yield the groups that wait for a replica that would do for `wanted`, too."""
+        offers = [offer for offer in self._fleet.offers if wanted.takes(offer)]
+        for waiter in self._waiters:
+            if any(waiter.wanted.takes(offer) for offer in offers):
+                yield waiter
 
     def pause(self, member: RoutedReplica) -> None:
         """Avoid a replica that failed, until the next announcement or the end of a pause."""
@@ -281,11 +285,18 @@ class GroupDispatcher:
             on_sample: called with each sample that has finished.
 
         Raises:
-            GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
-                too many attempts failed (and the request allows no missing samples), or the group
-                ended before any of its samples finished.
+            GroupFailedError: the row names an environment, the engine refuses the prompt
+                (`OverlongPromptError`: as too long), too many attempts failed (and the request
+                allows no missing samples), or the group ended before any of its samples finished.
             ValidationFailedError: no replica may validate the wanted version any more.
         """
+        prompt = request.prompt
+        if environment_of(prompt.extra_info, by_default=False) is not None:
+            raise GroupFailedError(
+                f"{prompt.place or prompt.prompt_id}: {AGENT_NAME} is "
+                f"{printable(repr(prompt.extra_info[AGENT_NAME])[:100])}, and the run has no environment; set "
+                f"sluice.environment.path, or write {SINGLE_TURN}"
+            )
         collected = CollectedSamples(request, on_sample)
         await self.collect(collected)
         return collected.group()
@@ -440,12 +451,11 @@ class GroupDispatcher:
         finally:  # unused tokens were received, too
             self.num_received[request.purpose] += request.progress.num_received - num_before
         if arrival.num_finished:
+            # Samples of one request share the cache of their prompt.
             prompt = collected.prompt_token_ids
-            # An engine holds the prompt once for all samples of the request.
-            share = 0 if prompt is None else math.ceil(prompt.size / request.num_samples)
+            own = 0 if prompt is None else -(-prompt.size // request.num_samples)
             for rollout in event.rollouts:
-                self._queue.context_ended(share + rollout.num_tokens)
-            # Only now: the groups that wait get the capacity that follows from these sequences.
+                self._queue.context_ended(own + rollout.num_tokens)
             self._queue.sequences_ended(reservation, arrival.num_finished)
         if event.deltas or event.rollouts:
             watch.pace.arrived(arrival.new_tokens, arrival.ended, now)

@@ -96,17 +96,23 @@ class CollectedSamples:
         than the turn continues, or than an earlier replica read."""
         turn = self.request.turn
         if turn is not None:
-            for known, whose in (
-                (turn.earlier, "of the turns before"),
-                (self.prompt_token_ids, "that another replica read"),
+            earlier, read = turn.earlier, self.prompt_token_ids
+            if earlier is not None and not np.array_equal(
+                prompt_token_ids[: earlier.size], earlier
             ):
-                if known is not None and not _begins_with(prompt_token_ids, known):
-                    raise PeerError(
-                        replica,
-                        PHASE,
-                        f"its prompt of {prompt_token_ids.size} tokens does not begin with the "
-                        f"{known.size} tokens {whose}",
-                    )
+                raise PeerError(
+                    replica,
+                    PHASE,
+                    f"its prompt of {prompt_token_ids.size} tokens does not begin with the "
+                    f"{earlier.size} tokens of the turns before",
+                )
+            if read is not None and not np.array_equal(prompt_token_ids, read):
+                raise PeerError(
+                    replica,
+                    PHASE,
+                    f"its prompt of {prompt_token_ids.size} tokens is not the one of {read.size} "
+                    "tokens that another replica read",
+                )
         self.prompt_token_ids = prompt_token_ids
         self.request.progress.started(prompt_token_ids if self.is_first_turn else None, now)
 
@@ -232,10 +238,6 @@ class CollectedSamples:
         assert prompt_token_ids is not None
         rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
         return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)
-
-
-def _begins_with(token_ids: TokenIds, known: TokenIds) -> bool:
-    return bool(np.array_equal(token_ids[: known.size], known))
 
 
 class StreamEnd(StrEnum):

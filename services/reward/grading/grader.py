@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from services.reward.grading.messages import ScorerInput
+from sluice.algorithm.episodes import response_length
 from sluice.algorithm.groups.filter import OutcomeAction, OutcomePolicy
 from sluice.algorithm.overlong import overlong_penalty
 from sluice.config.schema.reward import RewardConfig
@@ -58,9 +59,13 @@ class OverlongShaping:
     buffer_tokens: int
     penalty_factor: float
     log: bool
+    longest_tokens: int | None = None
+    """A response counts as no longer than this; of an episode that reads much it may be."""
 
     def penalty(self, num_response_tokens: int) -> float:
         """Return the penalty to add to the score, <= 0."""
+        if self.longest_tokens is not None:
+            num_response_tokens = min(num_response_tokens, self.longest_tokens)
         return overlong_penalty(
             num_response_tokens,
             max_response_tokens=self.max_response_tokens,
@@ -79,7 +84,9 @@ def overlong_shaping(reward: RewardConfig, max_response_length: int) -> Overlong
     if reward.reward_manager.name != "dapo" or not buffer.enable:
         return None
     limit = reward.reward_kwargs.max_resp_len or max_response_length
-    shaping = OverlongShaping(limit, buffer.len, buffer.penalty_factor, buffer.log)
+    shaping = OverlongShaping(
+        limit, buffer.len, buffer.penalty_factor, buffer.log, max_response_length
+    )
     shaping.penalty(0)  # reports impossible settings at the start of the service
     return shaping
 
@@ -170,7 +177,7 @@ class Grader:
     def _shaped(self, outcome: Outcome, rollout: Rollout) -> Outcome:
         if self._shaping is None or isinstance(outcome, Failed):
             return outcome
-        penalty = self._shaping.penalty(rollout.num_tokens)
+        penalty = self._shaping.penalty(response_length(rollout.turns))
         metrics = dict(outcome.metrics)
         if self._shaping.log:
             metrics |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}

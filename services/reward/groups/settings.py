@@ -104,8 +104,11 @@ def straggler_rules(config: RunConfig) -> StragglerRules:
 def episode_rules(config: RunConfig) -> EpisodeRules:
     """Return the limits of episodes."""
     turns, environment = config.actor_rollout_ref.rollout.multi_turn, config.sluice.environment
+    actor, longest = config.actor_rollout_ref.actor, max_row_tokens(config.data)
+    pass_tokens = actor.ppo_max_token_len_per_gpu * actor.fsdp_config.ulysses_sequence_parallel_size
     return EpisodeRules(
-        max_sequence_tokens=max_row_tokens(config.data),
+        max_sequence_tokens=longest,
+        max_trained_tokens=max(longest, pass_tokens),
         max_assistant_turns=turns.max_assistant_turns,
         max_user_turns=turns.max_user_turns,
         max_parallel_calls=turns.max_parallel_calls,

@@ -270,7 +270,7 @@ class SendingRankClient:
         )
         self._calls = services.SendingRankServiceStub(self._channel)
         self._running: dict[int, set[grpc.Future[Any]]] = {}
-        self._leaving: set[grpc.Future[Any]] = set()  # gRPC cancels a call that nobody refers to
+        self._leaving: set[grpc.Future[Any]] = set()
         self._lock = threading.Lock()
 
     def join(self, order: JoinOrder, should_stop: threading.Event) -> None:
@@ -350,21 +350,21 @@ class SendingRankClient:
     def leave(self, epoch: int, reason: str) -> None:
         """Let the rank leave an epoch; end this one's calls for it, and return at once."""
         request = messages.LeaveGroupsRequest(epoch=epoch, reason=reason)
-        left = self._calls.LeaveGroups.future(request, timeout=_LEAVE_S, metadata=self._metadata)
+        leaving = self._calls.LeaveGroups.future(request, timeout=_LEAVE_S, metadata=self._metadata)
         with self._lock:
-            self._leaving.add(left)
+            self._leaving.add(leaving)  # gRPC cancels a call that nobody holds
             running = self._running.pop(epoch, set())
-        left.add_done_callback(self._has_left)
+        leaving.add_done_callback(self._left)
         for call in running:
             call.cancel()
+
+    def _left(self, call: grpc.Future[Any]) -> None:
+        with self._lock:
+            self._leaving.discard(call)
 
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
-
-    def _has_left(self, left: grpc.Future[Any]) -> None:
-        with self._lock:
-            self._leaving.discard(left)
 
     def _call(
         self,
@@ -393,8 +393,6 @@ class SendingRankClient:
         finally:
             with self._lock:
                 running.discard(call)
-                if not running and self._running.get(epoch) is running:
-                    del self._running[epoch]
 
     def _error(self, error: grpc.RpcError, phase: str, timeout_s: float) -> SluiceError:
         code = error.code()

@@ -19,7 +19,7 @@ class EnvironmentConfig(Section, frozen=True):
     """Class or async function in that file; none: its only one that is public."""
 
     addresses: list[str] = msgspec.field(default_factory=list)
-    """host:port of servers of EnvironmentService, in place of `path`."""
+    """host:port of servers of EnvironmentService, in place of `path`; after https:// with TLS."""
 
     agents: bool = False
     """Lease samples to programs that speak OpenAI's protocol, in place of `path`."""

@@ -14,7 +14,7 @@ class JarTask:
     """
 
     def __init__(self, row: dict) -> None:
-        self.question = row["prompt"][-1]["content"]
+        self.question = row["messages"][-1]["content"]
         self._jars = row["extra_info"]["jars"]
 
     def look(self, jar: str) -> str:

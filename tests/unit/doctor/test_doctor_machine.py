@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from sluice.config.memory.image_encoder import image_encoder
+from sluice.config.memory.layouts import rollout_layout
 from sluice.config.memory.published import published_encoder
+from sluice.config.memory.rollout import rollout_memory
 from sluice.config.parallel_layout import trainer_layout
 from sluice.device.ascend_checks import AscendDemand, AscendHost
 from sluice.doctor import machine
@@ -216,6 +218,23 @@ def test_more_replicas_need_more_memory(tmp_path: Path) -> None:
     assert trainer == same
     assert all(0 < part.at_least <= part.at_most for part in (trainer, one, three))
     assert available_bytes()
+
+
+def test_kept_prefixes_of_the_torch_engine_take_as_much_as_its_slots(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    most = []
+    for keeps in ("false", "true"):
+        examined = run_of(
+            f"actor_rollout_ref.model.path={tmp_path}",
+            "actor_rollout_ref.rollout.name=torch",
+            "sluice.rollout.device=cpu",
+            "sluice.rollout.replicas=1",
+            f"actor_rollout_ref.rollout.enable_prefix_caching={keeps}",
+        )
+        assert examined.shape is not None
+        memory = rollout_memory(examined.shape, rollout_layout(examined.config), None)
+        most.append(needed_memory(examined, examined.shape)[1].at_most)
+    assert most[1] - most[0] == memory.kv_of_all_sequences
 
 
 def test_a_rank_on_the_cpu_holds_what_its_own_code_counts(

@@ -111,7 +111,7 @@ def shaping_config(**buffer: Any) -> RewardConfig:
 
 def test_the_response_limit_is_the_default_of_the_formula() -> None:
     shaping = overlong_shaping(shaping_config(len=8, penalty_factor=1.0), 56)
-    assert shaping == OverlongShaping(56, 8, 1.0, log=False)
+    assert shaping == OverlongShaping(56, 8, 1.0, log=False, longest_tokens=56)
     assert overlong_shaping(RewardConfig(), 56) is None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import replace
 
 import pytest
@@ -68,6 +67,17 @@ async def test_a_group_comes_whole_and_in_order() -> None:
     assert setting.queue.num_free_sequences(0) == 64
 
 
+async def test_a_row_that_names_an_environment_is_refused_where_there_is_none() -> None:
+    setting = Setting(ScriptedClient())
+    await setting.dispatcher.announce([replica("a")])
+    named = replace(request().prompt, extra_info={"agent_name": "tool_agent"})
+    with pytest.raises(GroupFailedError, match=r"agent_name is 'tool_agent'.* no environment"):
+        await setting.dispatcher.generate(replace(request(), prompt=named))
+    assert not setting.client.calls
+    single = replace(request().prompt, extra_info={"agent_name": "single_turn_agent"})
+    assert (await setting.dispatcher.generate(replace(request(), prompt=single))).rollouts
+
+
 async def test_the_least_loaded_replica_relative_to_its_slots_gets_the_next_group() -> None:
     gate = asyncio.Event()
 
@@ -95,9 +105,9 @@ async def test_a_replica_gets_as_many_sequences_as_its_cache_holds_of_those_that
     await setting.dispatcher.announce([held])
     assert setting.queue.num_free_sequences(0) == 64
     group = await setting.dispatcher.generate(request())
-    # The engine holds the prompt once for the four samples.
-    share = math.ceil(group.prompt_token_ids.size / 4)
-    lengths = [share + r.num_tokens for r in group.rollouts]
+    # The samples share the cache of their prompt.
+    own = -(-group.prompt_token_ids.size // len(group.rollouts))
+    lengths = [own + r.num_tokens for r in group.rollouts]
     assert len(set(lengths)) == 1
     assert setting.queue.num_free_sequences(0) == 100 // lengths[0] < 64
 

@@ -103,16 +103,27 @@ async def test_no_capacity_of_held_replicas_is_offered_to_training(world: World)
     assert world.queue.num_free_sequences(0) == 4
 
 
+async def test_a_backlog_of_validation_on_held_replicas_takes_no_places_from_training(
+    world: World,
+) -> None:
+    await world.announce(held("a", slots=4), newer("b", slots=4))
+    async with asyncio.TaskGroup() as tasks:
+        for sequence in range(8):
+            world.start(tasks, of_validation(sequence))
+        await settled(lambda: world.queue.num_waiting >= 4)
+        assert world.queue.num_free_sequences(0) == 4
+        await world.open("a")
+
+
 async def test_training_does_not_wait_behind_a_validation_that_waits_for_held_replicas(
     world: World,
 ) -> None:
     await world.open("b")
-    await world.announce(held("a"), newer("b", slots=4))
+    await world.announce(held("a"), newer("b"))
     async with asyncio.TaskGroup() as tasks:
         for sequence in range(3):
             world.start(tasks, of_validation(sequence))
         await settled(lambda: world.queue.num_waiting == 2)
-        assert world.queue.num_free_sequences(0) == 4
         await world.dispatcher.generate(request(9))
         assert world.replicas_of("p9") == ["b"]
         await world.open("a")

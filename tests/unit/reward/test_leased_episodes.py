@@ -105,7 +105,8 @@ async def test_a_dialogue_is_one_sample_with_the_posted_reward_and_no_sibling_is
         found = await group
     rewards = {first.sample_index: 1.0, second.sample_index: 0.25}
     for rollout in found.rollouts:
-        assert rollout.outcome == Scored(*[rewards[rollout.sample_index]] * 2, {})
+        reward = rewards[rollout.sample_index]
+        assert rollout.outcome == Scored(reward, reward, {"acc": reward})
         assert (rollout.end, rollout.num_roots) == (EpisodeEnd.DONE, 1)
         assert [turn.parent for turn in rollout.turns] == [None, 0]
         for number in range(2):
@@ -163,7 +164,7 @@ async def test_the_first_end_counts(tmp_path: Path) -> None:
             run, f"/s/{lease.lease_id}/v1/chat/completions", model="any", messages=ASKED
         )
         assert (status, body["error"]["code"]) == (400, "lease_ended")
-    assert found.rollouts[0].outcome == Scored(1.0, 1.0, {})
+    assert found.rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
 async def test_a_session_without_an_end_fails_as_the_agent_s_and_its_late_reward_is_refused(
@@ -196,7 +197,7 @@ async def test_the_wait_for_a_program_is_no_time_of_the_episode(tmp_path: Path) 
         await asyncio.sleep(3.2)
         (lease,) = await take(run, 1)
         await play(run, lease.lease_id, 1.0)
-        assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {})
+        assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
 async def test_a_program_s_failure_costs_its_sample_alone(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ async def test_a_program_s_failure_costs_its_sample_alone(tmp_path: Path) -> Non
         found = await group
     failed = failure_of(found.rollouts[first.sample_index])
     assert (failed.kind, failed.detail) == (FailureKind.AGENT, "agent: exit code 3")
-    assert found.rollouts[second.sample_index].outcome == Scored(1.0, 1.0, {})
+    assert found.rollouts[second.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
 async def test_a_sample_at_its_limit_refuses_requests_and_takes_the_reward(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ async def test_a_sample_at_its_limit_refuses_requests_and_takes_the_reward(tmp_p
         assert "used its tokens or turns" in body["error"]["message"]
         await post(run, f"/s/{lease.lease_id}/end", reward=0.5)
         found = await group
-    assert found.rollouts[0].outcome == Scored(0.5, 0.5, {})
+    assert found.rollouts[0].outcome == Scored(0.5, 0.5, {"acc": 0.5})
     assert found.rollouts[0].end is EpisodeEnd.MAX_TURNS
 
 
@@ -248,13 +249,10 @@ async def test_an_agent_s_sampling_is_ignored_and_noted_once(
 
 
 async def test_a_group_that_is_given_up_revokes_its_leases(tmp_path: Path) -> None:
-    async with leased(tmp_path, jar_policy("C")) as run:
-        group = asyncio.create_task(generated(run))
+    async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run))
         (lease,) = await take(run, 1)
-        asking = asyncio.create_task(
-            post(run, f"/s/{lease.lease_id}/v1/chat/completions", model="x", messages=ASKED)
-        )
-        assert (await asking)[0] == 200
+        await chat(run, lease.lease_id, ASKED)
         group.cancel()
         await asyncio.wait([group])
         assert (run.desk.num_offered, run.desk.num_leased) == (0, 0)
@@ -267,8 +265,8 @@ async def test_messages_that_no_template_knows_are_refused(tmp_path: Path, role:
     async with leased(tmp_path, jar_policy("C")) as run:
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.role"):
             await run.client.leases().chat("x", "d", (ChatMessage(role, "hi"),), ())
+        tools = (Tool("a", "", "{}"), Tool("a", "", "{}"))
         with pytest.raises(InvalidRequestError, match="tools"):
-            tools = (Tool("a", "", "{}"), Tool("a", "", "{}"))
             await run.client.leases().chat("x", "d", (ChatMessage("user", "hi"),), tools)
         with pytest.raises(InvalidRequestError, match="finite"):
             await run.client.leases().end("x", reward_value=float("nan"))

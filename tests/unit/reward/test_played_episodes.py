@@ -17,7 +17,7 @@ from services.reward.grading.grader import Grader, OverlongShaping
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
-from sluice.types import EpisodeEnd, Failed, FailureKind, FinishReason, Rollout, Scored
+from sluice.types import EpisodeEnd, Failed, FailureKind, FinishReason, Rollout, Scored, Tool
 from tests.support.reward_app import InlineScorer
 from tests.support.scripted_environment import (
     LOOK,
@@ -278,6 +278,27 @@ async def test_a_long_text_of_a_tool_is_cut_and_further_calls_are_left_out(tmp_p
     assert seen.content == "01...(truncated)...89"
 
 
+async def test_all_sequences_of_an_episode_together_fit_a_pass_of_the_trainer(
+    tmp_path: Path,
+) -> None:
+    world = ScriptedEnvironment(
+        respond=lambda *_: environment.Observation(
+            messages=[common.ChatMessage(role="user", content="Begin again.")], is_whole=True
+        )
+    )
+    letters = "CDEFGHIJKLMNOPQRSTUVW"
+    async with playing(
+        tmp_path, jar_policy(*letters), world, max_trained_tokens=600, max_assistant_turns=20
+    ) as played:
+        group = await played.generator.generate(group_request(1))
+    (rollout,) = group.rollouts
+    assert rollout.num_roots == len(rollout.turns) > 1
+    assert rollout.end is EpisodeEnd.MAX_TOKENS
+    # The first sequence has the group's prompt.
+    read_and_sampled = rollout.num_context_tokens + rollout.num_tokens
+    assert len(group.prompt_token_ids) + read_and_sampled <= 600
+
+
 async def test_a_template_that_rewrites_history_begins_a_new_root_and_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -378,6 +399,41 @@ async def test_samples_with_another_first_prompt_are_roots_of_their_own(tmp_path
     assert seen[-1].content == "Hurry."
 
 
+async def test_waiting_for_siblings_is_no_time_of_the_model(tmp_path: Path) -> None:
+    async def open_late(call: str, episode_id: str, _context: Any) -> None:
+        if call == "open" and index_of(episode_id) == 1:
+            await asyncio.sleep(0.2)
+
+    world = ScriptedEnvironment(before=open_late)
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        group = await played.generator.generate(group_request(2))
+    early, late = (rollout.turns[0].seconds for rollout in group.rollouts)
+    assert early["queue"] > late["queue"]
+
+
+async def test_names_of_tools_that_become_metrics_are_bounded(tmp_path: Path) -> None:
+    async with playing(tmp_path, jar_policy("C"), ScriptedEnvironment()) as played:
+        for number in range(400):
+            played.generator.offered([Tool(f"tool{number}", "", "")])
+        played.generator.offered([Tool("tool3", "", "")])
+        assert len(played.generator.tool_names) == 256
+
+
+async def test_a_first_prompt_that_cannot_be_read_fails_its_sample_alone(tmp_path: Path) -> None:
+    def opening(request: environment.OpenRequest) -> environment.Observation:
+        is_long = index_of(request.episode_id) == 1
+        extra = user_says("Hurry. " * 4000).messages if is_long else ()
+        return environment.Observation(messages=extra, tools=[LOOK])
+
+    world = ScriptedEnvironment(opening=opening)
+    async with playing(tmp_path, jar_policy("C"), world) as played:
+        group = await played.generator.generate(group_request(3))
+    failed = failure_of(group.rollouts[1])
+    assert failed.kind is FailureKind.ENVIRONMENT
+    assert "cannot be read by the policy" in failed.detail
+    assert [group.rollouts[index].end for index in (0, 2)] == [EpisodeEnd.DONE] * 2
+
+
 async def test_rewards_of_turns_and_the_environments_score_are_used(tmp_path: Path) -> None:
     def respond(_episode: str, turn: int, answer: common.Answer) -> environment.Observation:
         seen = jars("", turn, answer)
@@ -389,13 +445,18 @@ async def test_rewards_of_turns_and_the_environments_score_are_used(tmp_path: Pa
         group = await played.generator.generate(group_request(1))
     assert [turn.reward for turn in group.rollouts[0].turns] == [0.5, 1.5]
     (rollout,) = group.rollouts
-    tokens = rollout.num_tokens
+    # The conversation beyond the prompt, as verl counts it: what was read, too.
+    tokens = rollout.num_tokens + rollout.num_context_tokens
+    assert rollout.num_context_tokens > 0
     shaping = OverlongShaping(tokens, 10, 1.0, log=False)
     graded = await Grader(InlineScorer(), shaping).grade(group)
     (scored,) = graded.outcomes
     assert isinstance(scored, Scored)
     assert (scored.score, scored.reward) == (0.75, -0.25)
     assert scored.metrics == {"acc": 0.75, "looked": 2.0}
+    bounded = OverlongShaping(tokens - 20, 10, 1.0, log=False, longest_tokens=tokens - 20)
+    graded = await Grader(InlineScorer(), bounded).grade(group)
+    assert [outcome.reward for outcome in graded.scored] == [-0.25]
 
 
 async def test_without_a_score_the_rows_scorer_grades_the_last_answer(tmp_path: Path) -> None:

@@ -156,6 +156,14 @@ def test_a_prefix_leaves_a_token_to_compute() -> None:
     assert kept.take("a", np.arange(1)) is None
 
 
+def test_a_long_rest_behind_a_short_prefix_is_computed_as_a_whole_prompt() -> None:
+    kept = KeptPrefixes(20_000)
+    kept.put("a", _prefix(range(10)))
+    assert kept.take("a", np.arange(20_000)) is None
+    kept.put("b", _prefix(range(19_000)))
+    assert kept.take("b", np.arange(20_000)) is not None
+
+
 def test_a_prefix_that_is_continued_leaves_and_the_longest_one_is_taken() -> None:
     kept = KeptPrefixes(20)
     for tokens in ([1, 2, 3], [1, 2, 7, 8], [1]):

@@ -19,7 +19,7 @@ import msgspec
 
 from services.reward.grading.scorers import program_runner
 from sluice.errors import ConfigError, DataError, SandboxUnavailableError
-from sluice.sandbox.run_result import MIB, PYTHON, Limits, Sandbox, SandboxEnd
+from sluice.sandbox.run_result import MIB, PYTHON, Limits, Sandbox
 
 FIRST_TESTS = 10
 """Tests whose share is the score."""
@@ -50,9 +50,9 @@ class _Answer(msgspec.Struct):
 class ProgramTests:
     """Grades a response by the tests that its program passes.
 
-    The score is the share of the first ten tests. If all of them pass and the program answers a
-    later one wrongly, the score is 10/11. Tests for which the time is too short count as failed,
-    among the first ten only.
+    The score is the share of the first ten tests. If all of them pass and the program does
+    not pass each later one, the score is 10/11. Tests for which the time is too short count as
+    failed.
 
     Args:
         sandbox: where programs run.
@@ -82,14 +82,16 @@ class ProgramTests:
         if (
             all(passed)
             and later.inputs
-            and any(verdict is False for verdict in self._verdicts(program, later, ends_s))
+            and not all(verdict is True for verdict in self._verdicts(program, later, ends_s))
         ):
             considered += 1
         return sum(passed) / considered
 
     def _verdicts(self, program: str, cases: ProgramCases, ends_s: float) -> list[bool | None]:
         """Return for each test whether the answer is right; ``None``: there was no time for it."""
-        left_s = max(ends_s - time.monotonic(), 0.0)
+        left_s = ends_s - time.monotonic()
+        if left_s <= 0:
+            return [None] * len(cases.inputs)
         job: program_runner.Job = {
             "program": program,
             "fn_name": cases.fn_name,
@@ -106,12 +108,12 @@ class ProgramTests:
         )
         first_line, *lines = result.stdout.split(b"\n")
         if first_line.decode(errors="replace").strip() != program_runner.STARTED:
-            if result.end is SandboxEnd.FINISHED:
-                said = result.stderr[-300:].decode(errors="replace").strip()
-                raise SandboxUnavailableError(
-                    f"Python did not start the tests (exit code {result.exit_code}): {said}"
-                )
-            return [None] * len(cases.inputs)
+            # Whatever the end: the program has not run yet.
+            said = result.stderr[-300:].decode(errors="replace").strip()
+            raise SandboxUnavailableError(
+                f"Python did not start the tests ({result.end}, exit code {result.exit_code}): "
+                f"{said or 'no message'}"
+            )
         return _judged(lines, cases)
 
 

@@ -14,6 +14,9 @@ import numpy as np
 
 from services.rollout.engines.embedded.decoder import KnownPrefix, TokenRow
 
+_MOST_MASKED = 1 << 27
+"""Most places of the mask by which new tokens see the prompt; a whole prompt needs no mask."""
+
 
 class KeptPrefixes:
     """Prefixes by the name of their conversation; the least recently used ones leave first.
@@ -39,7 +42,8 @@ class KeptPrefixes:
         self.num_tokens += len(prefix.tokens)
 
     def take(self, name: str, tokens: TokenRow) -> KnownPrefix | None:
-        """Return the longest kept beginning of `tokens`, which leaves at least one to compute.
+        """Return the longest kept beginning of `tokens`, which leaves at least one to compute;
+        ``None``: there is none, or the rest is so long that the whole prompt is cheaper.
 
         A prefix that is used to its end leaves: the sample's own will take its place.
         """
@@ -49,7 +53,8 @@ class KeptPrefixes:
             key=lambda found: found[0],
             default=(0, None),
         )
-        if best is None or shared == 0:
+        is_dear = (len(tokens) - shared) * len(tokens) > _MOST_MASKED
+        if best is None or shared == 0 or is_dear:
             return None
         if shared == len(best.tokens):
             self._remove(best)

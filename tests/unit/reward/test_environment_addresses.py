@@ -1,0 +1,49 @@
+"""Servers of `sluice.environment.addresses` are no part of the run: they get no secret of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from services.reward.episodes.client import GivenServers, ServedEnvironments
+from sluice.api.environment.v1 import environment_pb2_grpc
+from tests.support.certified import ACCEPTED, mutual, service_key
+from tests.support.environments import LIMIT_BYTES, episode
+from tests.support.scripted_environment import ScriptedEnvironment
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False], ids=["https", "plain"])
+async def test_an_environment_server_gets_no_token_and_no_certificate(is_encrypted: bool) -> None:
+    shown: list[Any] = []
+
+    async def note(_call: str, _episode: str, context: Any) -> None:
+        sent = [name for name, _ in context.invocation_metadata()]
+        shown.append((context.peer_identities(), "authorization" in sent))
+
+    server, key = grpc.aio.server(), service_key()
+    environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(
+        ScriptedEnvironment(before=note), server
+    )
+    address = "127.0.0.1:0"
+    if is_encrypted:
+        asked = grpc.ssl_server_credentials([(key.key, key.certificate)])
+        address = f"https://127.0.0.1:{server.add_secure_port(address, asked)}"
+    else:
+        address = f"127.0.0.1:{server.add_insecure_port(address)}"
+    await server.start()
+    own = mutual(service_key(), tokens=ACCEPTED)
+    try:
+        async with ServedEnvironments(
+            GivenServers([address]),
+            call_timeout_s=10.0,
+            max_message_bytes=LIMIT_BYTES,
+            credentials=own,
+        ) as servers:
+            played = episode(servers)
+            await played.open()
+            await played.abandon()
+    finally:
+        await server.stop(None)
+    assert shown == [(None, False)]

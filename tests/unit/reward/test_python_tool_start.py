@@ -1,0 +1,38 @@
+"""An environment with the Python tool needs a sandbox that works, before the first episode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.reward.episodes.worker_main import loaded
+from sluice.environment.source import EnvironmentSource
+from sluice.errors import SluiceError
+from sluice.sandbox.choice import VARIABLE
+
+_FILE = """
+from sluice.sandbox.python_tool import Python
+
+
+class World(Python):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"backend": "command", "command": ["false"]}', "sandbox"),
+        ('{"backend": "sandbox_fusion"}', "set bubblewrap or command"),
+    ],
+)
+def test_a_worker_refuses_the_python_tool_where_no_sandbox_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, reason: str
+) -> None:
+    file = tmp_path / "tool_world.py"
+    file.write_text(_FILE, encoding="utf-8")
+    monkeypatch.setenv(VARIABLE, config)
+
+    with pytest.raises(SluiceError, match=reason):
+        loaded(EnvironmentSource(str(file), "World"))
