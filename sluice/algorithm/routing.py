@@ -144,7 +144,9 @@ def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
 
 
 class MeanContext:
-    """The tokens of a sequence at its end, prompt included: a mean over about the last 256.
+    """The tokens of a sequence at its end, with its share of the prompt.
+
+    They are a mean over about the last 256.
 
     Attributes:
         expected: the mean, which follows in steps of a tenth; 0 before the first sequence.
@@ -235,6 +237,7 @@ class ReplicaRouter:
         self._alike: dict[tuple[int, int, Offer], _Alike] = {}
         self._context = MeanContext()
         self._num_free: Counter[Offer] = Counter()  # sequences
+        self._least_capacity = 0
         self._paused: set[RoutedReplica] = set()  # since the last announcement
 
     @property
@@ -293,9 +296,12 @@ class ReplicaRouter:
             return least
         return preferred if self._alike[key].has_capacity(preferred, number, now) else least
 
-    def num_free(self, lowest_version: int, now: float) -> int:
-        """Return how many sequences for training could start now, on `lowest_version` or later."""
-        free = 0
+    def num_free(self, lowest_version: int, now: float, group_size: int = 1) -> int:
+        """Return how many sequences for training could start now, on `lowest_version` or later.
+
+        An idle replica takes a group of any size, so it counts as at least `group_size`.
+        """
+        free = self._num_beyond(lowest_version, now, group_size)
         for offer, count in self._num_free.items():  # asked at every start: no generator
             if offer.version >= lowest_version and offer.use is not ReplicaUse.VALIDATION:
                 free += count
@@ -310,6 +316,19 @@ class ReplicaRouter:
         )
         return free - paused
 
+    def _num_beyond(self, lowest_version: int, now: float, group_size: int) -> int:
+        """Return what idle replicas take of a group beyond their capacity, in sequences."""
+        if group_size <= self._least_capacity:
+            return 0
+        return sum(
+            max(0, group_size - member.capacity)
+            for member in self._members.values()
+            if member.num_groups == 0
+            and member.paused_until <= now
+            and member.announced.policy_version >= lowest_version
+            and member.announced.use is not ReplicaUse.VALIDATION
+        )
+
     def reservation(self, member: RoutedReplica, num_sequences: int) -> Reservation:
         """Reserve capacity for a group on `member`."""
         member.num_groups += 1
@@ -322,7 +341,7 @@ class ReplicaRouter:
         self._load(reservation.member, -1)
 
     def context_ended(self, num_tokens: int) -> None:
-        """Note the tokens of a sequence at its end, prompt included.
+        """Note the tokens of a sequence at its end, with its share of the group's prompt.
 
         From them follows how many sequences fill a replica's KV cache.
         """
@@ -361,6 +380,7 @@ class ReplicaRouter:
             key = self._key(member)
             self._num_free[key[2]] += self._free_sequences(member)
             self._alike.setdefault(key, _Alike(member.capacity)).add(member)
+        self._least_capacity = min((one.capacity for one in self._members.values()), default=0)
 
     def _load(self, member: RoutedReplica, num_sequences: int) -> None:
         """Add outstanding sequences, or take some away."""

@@ -32,6 +32,8 @@ KEY_BYTES = 32
 """Length of a secret."""
 KEY_METADATA = "store-key-bin"  # the suffix lets gRPC carry bytes
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_RANK_MESSAGE_BYTES = 64 << 20
+"""Between trainer ranks: a call to join names every class and every worker."""
 MAX_VALUE_BYTES = 256 << 10
 MAX_KEY_CHARS = 256
 MAX_KEYS_ASKED = 4096
@@ -41,19 +43,13 @@ MAX_TABLE_BYTES = 256 << 20
 _HANDLER_THREADS = 4
 _CLOSE_GRACE_S = 0.5
 _POLL_MIN_S, _POLL_MAX_S = 0.001, 0.02
-_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
 _SERVER_OPTIONS = (
-    *_OPTIONS,
     ("grpc.so_reuseport", 0),
     # Members whose machine vanished, and strangers that send nothing, lose their connection.
     ("grpc.max_connection_idle_ms", 30_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
 _CHANNEL_OPTIONS = (
-    *_OPTIONS,
     ("grpc.enable_http_proxy", 0),
     # A connection of its own: a shared one would also share the pause after a failed attempt.
     ("grpc.use_local_subchannel_pool", 1),
@@ -110,9 +106,18 @@ class RendezvousStore:
         self._threads.shutdown()
 
 
-def member_server(threads: ThreadPoolExecutor, is_member: Callable[[bytes], bool]) -> grpc.Server:
-    """Return a server that answers only callers whose `KEY_METADATA` is a member's."""
-    return grpc.server(threads, interceptors=[_MembersOnly(is_member)], options=_SERVER_OPTIONS)
+def member_server(
+    threads: ThreadPoolExecutor,
+    is_member: Callable[[bytes], bool],
+    max_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.Server:
+    """Return a server that answers only callers whose `KEY_METADATA` is a member's.
+
+    Args:
+        max_bytes: of a message.
+    """
+    options = (*_message_limits(max_bytes), *_SERVER_OPTIONS)
+    return grpc.server(threads, interceptors=[_MembersOnly(is_member)], options=options)
 
 
 class _MembersOnly(grpc.ServerInterceptor):
@@ -430,18 +435,34 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
+def _message_limits(max_bytes: int) -> tuple[tuple[str, int], ...]:
+    names = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
+    return tuple((name, max_bytes) for name in names)
+
+
 def member_channel(
-    target: str, host: str, certificates: TransferCertificates | None
+    target: str,
+    host: str,
+    certificates: TransferCertificates | None,
+    max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Channel:
-    """Open a connection of its own to an address; `host` is the name that it stands for."""
+    """Open a connection of its own to an address.
+
+    Args:
+        target: the address.
+        host: the name that the address stands for.
+        certificates: for TLS.
+        max_bytes: of a message.
+    """
+    options = (*_message_limits(max_bytes), *_CHANNEL_OPTIONS)
     if certificates is None:
-        return grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        return grpc.insecure_channel(target, options=options)
     credentials = grpc.ssl_channel_credentials(
         certificates.authority, certificates.key, certificates.certificate
     )
     # The target is an address; the certificate names the host.
     name = ("grpc.ssl_target_name_override", certificates.server_name or host)
-    return grpc.secure_channel(target, credentials, options=(*_CHANNEL_OPTIONS, name))
+    return grpc.secure_channel(target, credentials, options=(*options, name))
 
 
 def gather(store: EpochStore, spec: TransferGroupSpec, names: Mapping[int, str]) -> None:

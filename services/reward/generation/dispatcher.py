@@ -102,12 +102,13 @@ class ReplicaQueue:
         """Slots of announced replicas with a sequence of ours in them."""
         return self._fleet.num_slots_in_use
 
-    def num_free_sequences(self, lowest_version: int) -> int:
+    def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
         """Return how many sequences could start now, less those that wait for a replica already.
 
-        A validation that only held replicas may sample takes nothing from training.
+        A validation that only held replicas may sample takes nothing from training. An idle
+        replica counts as at least a group of `group_size` sequences.
         """
-        free = self._fleet.num_free(lowest_version, time.monotonic())
+        free = self._fleet.num_free(lowest_version, time.monotonic(), group_size)
         if not self._waiters:
             return free
         training = ReplicaRequirement(1, lowest_version)

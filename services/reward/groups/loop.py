@@ -176,7 +176,8 @@ class GroupAdmission:
         if version is None:
             return 0
         # Replicas that serve an older version than this could only add groups that are too old.
-        free = self._queue.num_free_sequences(version - self._max_staleness)
+        lowest = version - self._max_staleness
+        free = self._queue.num_free_sequences(lowest, self._first_sequences)
         capacity = groups_with_capacity(
             free - self._groups.num_unrequested,  # those wait for a replica, or are about to
             first_sequences=self._first_sequences,

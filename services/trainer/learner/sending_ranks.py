@@ -35,6 +35,7 @@ from sluice.weights.plan import TransferPlan
 from sluice.weights.rank_sender import NOTHING, Changes, JoinOrder, RankSender, SentStream
 from sluice.weights.rendezvous import (
     KEY_METADATA,
+    MAX_RANK_MESSAGE_BYTES,
     bind,
     member_channel,
     member_server,
@@ -108,7 +109,9 @@ class SendingRank(services.SendingRankServiceServicer):
         self._left: deque[int] = deque(maxlen=_LEFT_EPOCHS)
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sending-rank")
-        self._server = member_server(self._threads, lambda shown: hmac.compare_digest(shown, key))
+        self._server = member_server(
+            self._threads, lambda shown: hmac.compare_digest(shown, key), MAX_RANK_MESSAGE_BYTES
+        )
         services.add_SendingRankServiceServicer_to_server(self, self._server)
         self.port = bind(self._server, host, 0, certificates)
         self._server.start()
@@ -262,7 +265,9 @@ class SendingRankClient:
     ) -> None:
         self.name = rank_name(rank)
         self._metadata = ((KEY_METADATA, key),)
-        self._channel = member_channel(join_host_port(host, port), host, certificates)
+        self._channel = member_channel(
+            join_host_port(host, port), host, certificates, MAX_RANK_MESSAGE_BYTES
+        )
         self._calls = services.SendingRankServiceStub(self._channel)
         self._running: dict[int, set[grpc.Future[Any]]] = {}
         self._leaving: set[grpc.Future[Any]] = set()

@@ -293,3 +293,14 @@ def test_longer_sequences_leave_less_capacity_and_paused_replicas_stay_paused() 
     assert fleet.num_free(0, 0.0) == 4
     fleet.give_back(reservation)
     assert fleet.num_free(0, 0.0) == 8
+
+
+def test_an_idle_replica_whose_cache_holds_less_than_a_group_counts_as_one_group() -> None:
+    fleet = ReplicaRouter(1.0)
+    fleet.announce([AnnouncedReplica(ReplicaInfo("r", "i", "h:1", 8, kv_tokens=2000), 1)])
+    fleet.context_ended(1000)
+    assert fleet.num_free(0, 0.0, group_size=4) == 4
+    member = fleet.choose(ReplicaRequirement(4, 0), 0.0)
+    assert member is not None
+    fleet.reservation(member, 4)
+    assert fleet.num_free(0, 0.0, group_size=4) == 0
