@@ -100,6 +100,19 @@ async def test_without_recomputation_running_samples_keep_their_cache(
     assert np.abs(exact[start:] - chunks[1].behavior_logprobs).max() > 1e-2
 
 
+async def test_a_later_turn_finds_its_history_in_the_cache_and_is_counted(
+    world: ContractWorld,
+) -> None:
+    await world.serve(world.first)
+    history = np.random.default_rng(1).integers(8, 100, 300).tolist()
+    await generate(world.engine, request(history, max_tokens=10))
+    before = world.engine.load()
+    await generate(world.engine, request([*history, *range(20, 40)], max_tokens=10))
+    after = world.engine.load()
+    assert after.prompt_tokens - before.prompt_tokens == 320
+    assert 250 <= after.reused_tokens - before.reused_tokens <= 300  # vLLM: whole blocks of 32
+
+
 async def test_a_model_of_text_refuses_images(world: ContractWorld) -> None:
     await world.serve(world.first)
     with pytest.raises(InvalidRequestError, match="1 images"):
@@ -199,19 +212,6 @@ async def test_a_killed_worker_fails_what_runs_and_all_that_follows(world: Contr
             await call
     with pytest.raises(EngineError):
         world.engine.load()  # heartbeats end with it, and so does the replica's process
-
-
-async def test_a_later_turn_finds_its_history_in_the_cache_and_is_counted(
-    world: ContractWorld,
-) -> None:
-    await world.serve(world.first)
-    history = np.random.default_rng(1).integers(8, 100, 300).tolist()
-    await generate(world.engine, request(history, max_tokens=10))
-    before = world.engine.load()
-    await generate(world.engine, request([*history, *range(20, 40)], max_tokens=10))
-    after = world.engine.load()
-    assert after.prompt_tokens - before.prompt_tokens == 320
-    assert 250 <= after.reused_tokens - before.reused_tokens <= 300  # vLLM: whole blocks of 32
 
 
 async def test_a_full_cache_preempts_and_loses_nothing(folder: Path) -> None:
