@@ -21,6 +21,8 @@ IDEMPOTENT = {
     "RewardService/AcknowledgeBatch",
     "RewardService/AnnouncePolicy",
     "RewardService/Score",
+    "RewardService/Chat",  # a repeated request is answered with its turn
+    "RewardService/EndEpisode",
     "RewardService/GetStatus",
     "TrainerService/RegisterReplica",
     "TrainerService/GetStatus",
