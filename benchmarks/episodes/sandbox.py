@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.episodes.sandbox`` prints both as JSON:
 
-sandbox_contained  programs that reached nothing outside, and of which nothing is left
+sandbox_contained  programs that reached nothing outside and left nothing behind
 reclaim_s          longest time from the limit of a program that hangs, forks or prints a gigabyte
                    until nothing is left of it (a run's result comes no sooner)
 runs_per_s         programs of one line, one after the other

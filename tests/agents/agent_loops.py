@@ -84,8 +84,8 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
     calls = [{**call, "id": _own_id(call["id"])} for call in message.get("tool_calls") or ()]
-    told = {**message, "content": content, "tool_calls": calls}
-    return {**told, "tool_call_id": _own_id(message.get("tool_call_id") or "")}
+    turn = {**message, "content": content, "tool_calls": calls}
+    return {**turn, "tool_call_id": _own_id(message.get("tool_call_id") or "")}
 
 
 def _own_id(call_id: str) -> str:

@@ -120,7 +120,7 @@ def test_an_agent_that_keeps_its_history_trains_one_root_per_episode(
     assert played.episodes
     assert {one["roots"] for one in played.episodes} == {1}
     assert max(one["turns"] for one in played.episodes) > 1
-    # Groups are mixed only because the row's scorer told right from wrong.
+    # Groups are mixed only because the row's scorer tells right answers from wrong ones.
     assert all(0 < group["right"] < group["scored"] for group in played.groups)
 
 

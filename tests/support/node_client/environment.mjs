@@ -28,7 +28,7 @@ const tool = {
  * @type {Map<string, {truth: string, last: string}>} */
 const episodes = new Map();
 
-/** What the policy reads; what it did wrong is told to it. @param {any} call */
+/** What the policy reads; it reads there what it did wrong. @param {any} call */
 const result = (call) => {
   try {
     const { a, b } = JSON.parse(call.arguments_json);

@@ -47,7 +47,7 @@ class EnvironmentServiceStub:
         sluice.api.environment.v1.environment_pb2.GetStatusRequest,
         sluice.api.environment.v1.environment_pb2.GetStatusResponse,
     ]
-    """Tells how many episodes are open. For probes."""
+    """Returns how many episodes are open. For probes."""
 
 class EnvironmentServiceAsyncStub:
     """Holds the state of episodes. The reward service calls it: for each episode Open, then Step after
@@ -78,7 +78,7 @@ class EnvironmentServiceAsyncStub:
         sluice.api.environment.v1.environment_pb2.GetStatusRequest,
         sluice.api.environment.v1.environment_pb2.GetStatusResponse,
     ]
-    """Tells how many episodes are open. For probes."""
+    """Returns how many episodes are open. For probes."""
 
 class EnvironmentServiceServicer(metaclass=abc.ABCMeta):
     """Holds the state of episodes. The reward service calls it: for each episode Open, then Step after
@@ -117,6 +117,6 @@ class EnvironmentServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.environment.v1.environment_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.environment.v1.environment_pb2.GetStatusResponse, collections.abc.Awaitable[sluice.api.environment.v1.environment_pb2.GetStatusResponse]]:
-        """Tells how many episodes are open. For probes."""
+        """Returns how many episodes are open. For probes."""
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
