@@ -6,6 +6,7 @@ for it to come back.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -15,11 +16,14 @@ from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.client.channels import ServiceChannels
 from sluice.codec.leases import chat_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
+from sluice.errors import SluiceError
 from sluice.rpc.client import reward_stub, unary_call
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import Answer, ChatMessage, Tool
 
 _MOST_DEFECTS = 3
+_ACCEPTED_S = 30.0
+"""A call that fails after so many seconds had reached the service."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -165,8 +169,13 @@ class Leases:
         )
 
         async def attempt() -> AnswerT:
-            retries.note_accepted()  # an answer may take longer than any patience
-            return await make(phase)
+            began_s = time.monotonic()
+            try:
+                return await make(phase)
+            except SluiceError:
+                if time.monotonic() - began_s >= _ACCEPTED_S:
+                    retries.note_progress()  # else two restarts during one answer are one absence
+                raise
 
         return await retries.call(attempt)
 
