@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from sluice.client import AsyncClient, RunAddress
 from sluice.client.leases import LeasedAnswer, LeasedSample
+from sluice.errors import NotFoundError
 from sluice.launch.service_spec import free_ports
 from sluice.types import ChatMessage, ReplicaInfo, Rollout, Tool, ToolCall, TrainBatch
 from tests.support.environments import CALCULATOR, author_file
@@ -126,9 +129,13 @@ class Program:
 
 
 async def programs(client: AsyncClient, count: int) -> list[Program]:
-    leases = await client.leases().take(count, WAIT_S)
-    assert len(leases) == count
-    return [Program(client, lease) for lease in leases]
+    """So many, as soon as there are samples for them."""
+    found: list[Program] = []
+    async with asyncio.timeout(WAIT_S):
+        while len(found) < count:
+            leases = await client.leases().take(count - len(found))
+            found += [Program(client, lease) for lease in leases]
+    return found
 
 
 def agents_run(configure: Callable[..., Path], port: int) -> Path:
@@ -227,3 +234,29 @@ async def test_a_sample_whose_end_was_posted_before_a_kill_needs_no_program_afte
     rewards = {ended.lease.sample_index: 1.0, other.lease.sample_index: 0.0}
     check_trained(batch, rewards, engine.prompts)
     assert len(engine.prompts) == 4
+
+
+async def test_a_lease_whose_turns_are_too_old_after_a_restart_is_given_up_as_any_group(
+    tmp_path: Path, configure: Callable[..., Path]
+) -> None:
+    (port,) = free_ports(["127.0.0.1"])
+    config, folder = agents_run(configure, port), tmp_path / "model"
+    folder.mkdir()
+    async with (
+        scripted_policy("qwen2.5", folder, jar_policy("C")) as (address, _),
+        AsyncClient(RunAddress(reward=f"127.0.0.1:{port}")) as client,
+    ):
+        replica = Announced(ReplicaInfo("rollout-0", "one", address, 8))
+        async with reward_process(config) as service:
+            await service.announce(3, [replica])
+            (old,) = await programs(client, 1)
+            old.look(await old.ask())
+            service.process.kill()
+            await service.wait()
+        async with reward_process(config) as service:
+            await service.announce(4, [replica])
+            with pytest.raises(NotFoundError):
+                await old.ask()
+            # Both samples are offered: the group starts again.
+            assert len(await programs(client, 2)) == 2
+            await service.status()
