@@ -136,7 +136,7 @@ class AgentRunner:
         except AgentFailedError as error:
             failure = str(error)
         except asyncio.CancelledError:
-            await self._end(lease, None, "sluice agents run was stopped")
+            await self._end(lease, None, "sluice agents run was stopped", _LAST_CALL_S)
             raise
         finally:
             self.counts.running -= 1
@@ -162,10 +162,12 @@ class AgentRunner:
                 "; run it by hand with a task on its standard input"
             )
 
-    async def _end(self, lease: LeasedSample, reward: float | None, failure: str) -> None:
+    async def _end(
+        self, lease: LeasedSample, reward: float | None, failure: str, within_s: float = _AWAY_S
+    ) -> None:
         """Post the end; a program may have posted it before, or too late."""
         with suppress(NotFoundError, LeaseEndedError, PeerError, DeadlineError, TimeoutError):
-            async with asyncio.timeout(_LAST_CALL_S):
+            async with asyncio.timeout(within_s):
                 await self._leases.end(lease.lease_id, reward_value=reward, failure=failure)
 
     async def _result(self, lease: LeasedSample) -> float | None:
