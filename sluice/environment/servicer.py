@@ -136,15 +136,17 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """Make calls side by side; write each result when it is there."""
         time_s, failed = context.time_remaining(), list[environment.PlayResult]()
         calls: dict[asyncio.Task[_Result], str] = {}
-        for asked in (*request.opens, *request.steps):
+        asked: list[environment.OpenRequest | environment.StepRequest] = [*request.opens]
+        asked += request.steps
+        for one in asked:
             try:
-                if isinstance(asked, environment.OpenRequest):
-                    call = await self._begun(asked, time_s)
+                if isinstance(one, environment.OpenRequest):
+                    call = await self._begun(one, time_s)
                 else:
-                    call = self._stepped(asked, time_s)
-                calls[call] = asked.episode_id
+                    call = self._stepped(one, time_s)
+                calls[call] = one.episode_id
             except SluiceError as error:
-                failed.append(_result(asked.episode_id, error))
+                failed.append(_result(one.episode_id, error))
         if failed:
             await context.write(environment.PlayResponse(results=failed))
         running = set(calls)

@@ -33,6 +33,7 @@ from sluice.algorithm.episode_rules import (
     answer_message,
     continued,
     made_calls,
+    num_before_new,
     turn_seed,
     within_limits,
 )
@@ -140,7 +141,8 @@ class Episode:
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
         self._lengths: list[int] = []  # of what was read and sampled up to its end
         self._tools: tuple[Tool, ...] = ()
-        self._offered: list[tuple[Tool, ...]] = []  # with each turn
+        # Of each turn: messages of the conversation up to its answer, and tools offered with it.
+        self._offered: list[tuple[int, tuple[Tool, ...]]] = []
         self._replica = ""
         self._phase = "opening"
         self._leased = driver if isinstance(driver, LeasedDriver) else None
@@ -234,7 +236,8 @@ class Episode:
             messages = within_limits(messages, self._rules)
         if seen.is_whole:
             # The template writes other tools into other tokens.
-            same = [n for n, tools in enumerate(self._offered) if tools == self._tools]
+            wanted = num_before_new(messages), self._tools
+            same = [number for number, turn in enumerate(self._offered) if turn == wanted]
             found = continued([self._history(index) for index in same], messages)
             if found.parent is not None:
                 found = found._replace(parent=same[found.parent])
@@ -324,7 +327,8 @@ class Episode:
         )
         self._lengths.append((0 if read is None else read.size) + turn.token_ids.size)
         self._added.append((*begun.messages, answer_message(_answer_of(answered.rollout))))
-        self._offered.append(self._tools)
+        earlier = 0 if begun.parent is None else self._offered[begun.parent][0]
+        self._offered.append((earlier + len(self._added[-1]), self._tools))
         self._replica = answered.replica
 
     def _beyond_row(self, begun: Continued) -> tuple[ChatMessage, ...]:
