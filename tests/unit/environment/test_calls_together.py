@@ -227,16 +227,14 @@ async def test_a_call_beyond_its_deadline_is_cut_short_and_the_next_one_fails(
 
 
 async def test_methods_run_side_by_side_once_one_makes_others_wait() -> None:
-    threads = MethodThreads(8)
-    together = asyncio.Event(), asyncio.get_running_loop()
+    threads, loop, all_run = MethodThreads(8), asyncio.get_running_loop(), asyncio.Event()
     running: set[int] = set()
 
     def meet(number: int) -> int:
         running.add(number)
         if len(running) == 8:
-            together[1].call_soon_threadsafe(together[0].set)
-        future = asyncio.run_coroutine_threadsafe(together[0].wait(), together[1])
-        future.result(30)
+            loop.call_soon_threadsafe(all_run.set)
+        asyncio.run_coroutine_threadsafe(all_run.wait(), loop).result(30)
         return number
 
     assert await together(threads.run(partial(meet, number)) for number in range(8)) == [*range(8)]
