@@ -34,6 +34,7 @@ from sluice.algorithm.episode_rules import (
     answer_message,
     continued,
     made_calls,
+    num_before_new,
     turn_seed,
     within_limits,
 )
@@ -141,7 +142,8 @@ class Episode:
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
         self._lengths: list[int] = []  # of what was read and sampled up to its end
         self._tools: tuple[Tool, ...] = ()
-        self._offered: list[tuple[Tool, ...]] = []  # with each turn
+        # Of each turn: messages of the conversation up to its answer, and tools offered with it.
+        self._offered: list[tuple[int, tuple[Tool, ...]]] = []
         self._replica = ""
         self._num_recalled = 0
         self._phase = "opening"
@@ -262,7 +264,8 @@ class Episode:
             messages = within_limits(messages, self._rules)
         if seen.is_whole:
             # The template writes other tools into other tokens.
-            same = [n for n, tools in enumerate(self._offered) if tools == self._tools]
+            wanted = num_before_new(messages), self._tools
+            same = [number for number, turn in enumerate(self._offered) if turn == wanted]
             found = continued([self._history(index) for index in same], messages)
             if found.parent is not None:
                 found = found._replace(parent=same[found.parent])
@@ -355,7 +358,8 @@ class Episode:
         self._turns.append(replace(turn, observed=observed))
         self._lengths.append(num_read + turn.token_ids.size)
         self._added.append((*begun.messages, answer_message(_answer_of(turn))))
-        self._offered.append(self._tools)
+        earlier = 0 if begun.parent is None else self._offered[begun.parent][0]
+        self._offered.append((earlier + len(self._added[-1]), self._tools))
 
     def _beyond_row(self, begun: Continued) -> tuple[ChatMessage, ...]:
         """Return what a root reads after the row's messages."""
