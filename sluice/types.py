@@ -66,7 +66,7 @@ class ChatMessage:
     """One turn of a chat prompt; `role` is ``system``, ``user``, ``assistant`` or ``tool``.
 
     An assistant's turn may have `tool_calls`, and `reasoning` apart from its content. A tool's turn
-    answers the call `tool_call_id`.
+    answers the call `tool_call_id`; `is_error`: it says why the call failed, for records.
     """
 
     role: str
@@ -74,6 +74,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""
+    is_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ function facts(group) {
     [group.is_trained ? "Trained in step" : "Sampled for step", group.step],
     ["Versions", versions(group.versions)],
     ["Data source", group.data_source || "-"],
+    ...(group.environment ? [["Environment", group.environment]] : []),
     ["Prompt's name", group.prompt_id || "-"],
     ["Replicas", group.replicas.join(", ") || "-"],
     ["Ended", group.ended_at ? new Date(group.ended_at * 1000).toLocaleString("en-GB") : "-"],
