@@ -509,7 +509,7 @@ class Turn(google.protobuf.message.Message):
     reward: builtins.float
     """Its own reward, where the environment gives any; finite. Absent without one."""
     untrained: builtins.str
-    """Why its tokens are masked in training. Empty: they are trained."""
+    """Never set: all of its tokens are trained."""
     def __init__(
         self,
         *,
