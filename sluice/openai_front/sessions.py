@@ -85,7 +85,7 @@ class Sessions:
         """
         try:
             end = msgspec.json.decode(body or b"{}", type=_End)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RefusedError(f'body: {error}; send {{"reward": 1.0}}', "body") from error
         failure = "" if end.failure is None else (end.failure[-_MOST_FAILURE // 4 :] or "failed")
         await self._client.leases().end(lease, reward_value=end.reward, failure=failure)

@@ -92,7 +92,7 @@ class FrontTraffic:
             case 2:
                 return json.dumps(body).encode()
             case 3:
-                depth = rng.choice((30, 2000, 200_000))
+                depth = rng.choice((30, rng.randrange(200, 1100), 200_000))
                 return b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
         for _ in range(rng.randint(1, 3)):
             _spoil(body, rng)
