@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.types import ReplicaInfo, Rollout
 from tests.support.environments import CALCULATOR, author_file
 from tests.support.reward_process import reward_process
-from tests.support.reward_scenarios import SAMPLES, WAIT_S, mixed
+from tests.support.reward_scenarios import SAMPLES, WAIT_S, Announced, mixed
 from tests.support.scripted_environment import ScriptedEnvironment, index_of, jar_policy, served
 from tests.support.scripted_policy import scripted_policy
-
-
-@dataclass
-class Announced:
-    """A replica that a trainer would announce."""
-
-    info: ReplicaInfo
-    version: int = 3
 
 
 async def test_a_service_with_addresses_trains_episodes_and_closes_each(

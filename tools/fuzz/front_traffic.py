@@ -113,4 +113,5 @@ def _spoil(value: Any, rng: random.Random) -> None:  # noqa: ANN401  any part of
     if isinstance(value, list) and rng.random() < 0.3:
         value.extend([inner] * rng.choice((1, 3, 200, 3000)))
     else:
-        value[place] = nasty_text(rng) if rng.random() < 0.5 else rng.choice(_OTHERS)
+        other = rng.choice(_OTHERS)
+        value[place] = nasty_text(rng) if rng.random() < 0.5 else copy.deepcopy(other)
