@@ -28,6 +28,7 @@ from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
     BatchRules,
     GroupSettings,
+    environment_names,
     episode_rules,
     outcome_policy,
     plays_by_default,
@@ -128,6 +129,7 @@ def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
         samples=archive,
         most_chars=most_chars,
         most_bytes=waiting_bytes(config.data.train_batch_size * num_samples, most_chars),
+        environments=environment_names(config),
     )
 
 
@@ -207,6 +209,7 @@ class RewardApp:
             round_size=round_size(self.strategy.rules),
             scorer_seconds=lambda: scorers.busy_seconds,
             tool_names=self.tool_names,
+            environments=environment_names(config),
         )
         self.failures = FailureLog()
         group_filter = config.algorithm.filter_groups

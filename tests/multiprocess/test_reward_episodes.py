@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from sluice.launch.service_spec import free_ports
 from sluice.types import ChatMessage, ReplicaInfo, Rollout, Tool, ToolCall, TrainBatch
 from tests.support.environments import CALCULATOR, author_file
 from tests.support.reward_process import reward_process
-from tests.support.reward_scenarios import SAMPLES, WAIT_S, mixed
+from tests.support.reward_scenarios import SAMPLES, WAIT_S, Announced, mixed
 from tests.support.scripted_environment import (
     LOOK,
     ScriptedEnvironment,
@@ -27,14 +26,6 @@ from tests.support.scripted_environment import (
     served,
 )
 from tests.support.scripted_policy import scripted_policy
-
-
-@dataclass
-class Announced:
-    """A replica that a trainer would announce."""
-
-    info: ReplicaInfo
-    version: int = 3
 
 
 async def test_a_service_with_addresses_trains_episodes_and_closes_each(

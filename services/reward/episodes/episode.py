@@ -250,7 +250,7 @@ class Episode:
         prompt_token_ids = self._request.progress.prompt_token_ids
         assert prompt_token_ids is not None
         num_read = self._lengths[-1] - turn.token_ids.size
-        messages, tools = self._added[-1][:-1], self._offered[-1]
+        messages, (_, tools) = self._added[-1][:-1], self._offered[-1]
         return CommittedTurn(messages, tools, turn, num_read, prompt_token_ids)
 
     def _begun(self, seen: Observation) -> Continued:
