@@ -116,7 +116,7 @@ class Leases:
             lease_id: of the sample.
             digest: identifies the request; the same one is sampled once.
             messages: the conversation.
-            tools: that the policy may call; none: as in the request before.
+            tools: that the policy may call, whatever the request before had.
 
         Raises:
             NotFoundError: the lease is unknown, or has expired.

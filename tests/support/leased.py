@@ -41,9 +41,14 @@ class Leased:
 
 @asynccontextmanager
 async def leased(
-    folder: Path, policy: Policy, ledger: PromptLedger | None = None, **limits: Any
+    folder: Path,
+    policy: Policy,
+    *,
+    ledger: PromptLedger | None = None,
+    family: str = "qwen2.5",
+    **limits: Any,
 ) -> AsyncIterator[Leased]:
-    """Samples of `policy`, for the length of the block."""
+    """Samples of `policy` with the chat template of `family`, for the length of the block."""
     rules = EpisodeRules(**({"max_sequence_tokens": 4000} | limits))
     rollouts = RolloutClient(linger_ms=0, timeout_s=30.0, max_message_bytes=LIMIT_BYTES)
     ledger = ledger or PromptLedger()
@@ -58,7 +63,7 @@ async def leased(
         health_port=0,
         max_message_bytes=LIMIT_BYTES,
     )
-    async with scripted_policy("qwen2.5", folder, policy) as (address, engine), rollouts:
+    async with scripted_policy(family, folder, policy) as (address, engine), rollouts:
         dispatcher = GroupDispatcher(rollouts, ReplicaQueue(1.0, lambda: None), max_attempts=2)
         await dispatcher.announce(
             [AnnouncedReplica(ReplicaInfo("rollout-0", "one", address, 8), 3)]

@@ -60,6 +60,14 @@ QUEUE, MODEL, ENVIRONMENT = "queue", "model", "environment"
 """Parts of a turn's seconds."""
 READ_TEXT = "plain"
 """How answers are read where the policy has no tools."""
+CONTINUES_NONE = (
+    "a conversation continues none of the sample's answers; an agent that appends to its history, "
+    "and offers the same tools with each request, avoids this"
+)
+TEMPLATE_REWRITES = (
+    "the chat template rewrites history; one that leaves history as it was avoids this"
+)
+"""Why turns begin new roots."""
 
 ResultT = TypeVar("ResultT")
 
@@ -106,8 +114,9 @@ class EpisodeNotes(Protocol):
         """Note tools that an environment offers."""
         ...
 
-    def rewritten(self, reason: str) -> None:
-        """Note that the template cannot continue a turn's tokens."""
+    def rewritten(self, reason: str, detail: str = "") -> None:
+        """Note a later turn that continues no earlier one: `CONTINUES_NONE` or
+        `TEMPLATE_REWRITES`."""
         ...
 
 
@@ -255,7 +264,8 @@ class Episode:
 
     def _begun(self, seen: Observation) -> Continued:
         """Return what the next turn reads, and which turn it continues."""
-        if seen.tools:
+        # An agent's request has all its tools, as its conversation is whole.
+        if seen.tools or seen.withdraws_tools or self._leased is not None:
             self._tools = seen.tools
             self._notes.offered(seen.tools)
         # An agent has read its tools' texts whole, and repeats them.
@@ -269,6 +279,8 @@ class Episode:
             found = continued([self._history(index) for index in same], messages)
             if found.parent is not None:
                 found = found._replace(parent=same[found.parent])
+            elif self._turns:
+                self._notes.rewritten(CONTINUES_NONE)
         elif self._turns:
             found = Continued(len(self._turns) - 1, messages)
         else:
@@ -295,7 +307,7 @@ class Episode:
             except HistoryRewrittenError as error:
                 if parent is None:
                     raise
-                self._notes.rewritten(str(error))
+                self._notes.rewritten(TEMPLATE_REWRITES, str(error))
                 whole = (*self._history(parent), *begun.messages)
                 return await self._sampled(Continued(None, whole))
             except GroupFailedError as error:

@@ -217,7 +217,7 @@ class LeasedEpisode:
         Args:
             digest: identifies the request within the lease.
             messages: the whole conversation.
-            tools: that the policy may call; none: as in the request before.
+            tools: that the policy may call, whatever the request before had.
 
         Raises:
             LeaseEndedError: the sample has ended, or has used its requests, tokens or turns.
