@@ -174,7 +174,7 @@ def struct_to_proto(values: Mapping[str, object], field: str) -> Struct | None:
 
 
 def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "") -> dict[str, Any]:
-    """Decode a JSON object.
+    """Decode a JSON object. Its numbers are float64; whole ones become integers, as in JSON.
 
     Args:
         struct: the object.
@@ -189,12 +189,20 @@ def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "")
         limit = f"{key} allows {max_bytes}; send less" if key else f"send at most {max_bytes}"
         raise InvalidRequestError(f"{field}: {size} bytes; {limit}")
     try:
-        return dict(MessageToDict(struct))
+        return {name: _with_integers(value) for name, value in MessageToDict(struct).items()}
     except (ValueError, RecursionError) as error:
         # The error quotes the value, which may be long.
         raise InvalidRequestError(
             f"{field}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
         ) from error
+
+
+def _with_integers(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, dict):
+        return {name: _with_integers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
