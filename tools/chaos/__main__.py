@@ -121,11 +121,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", choices=("stretch", "tiny"), default="stretch")
     parser.add_argument("--folder", type=Path, help="an empty one: keep everything written here")
     options = parser.parse_args(arguments)
-    kills = ("kill_replica", "kill_reward", "kill_trainer")
+    own: tuple[str, ...] = SINGLE if options.single else WITHOUT_EPISODES
     if options.episodes:
-        options.size, own = _JARS, (PLAYED_BY[options.episodes], *kills)
-    else:
-        own = SINGLE if options.single else WITHOUT_EPISODES
+        options.size = _JARS
+        own = (PLAYED_BY[options.episodes], "kill_replica", "kill_reward", "kill_trainer")
     options.kinds = options.kinds or own
     if options.single and (other := set(options.kinds) - set(STAGES)):
         parser.error(f"--kinds {min(other)}: --single has {','.join(sorted(STAGES))}")

@@ -403,7 +403,7 @@ def test_further_information_that_is_not_json_is_refused(value: float) -> None:
 
 
 def test_whole_numbers_of_a_clients_row_are_integers_as_in_a_data_set() -> None:
-    row = {"jars": {"A": 7, "B": [2, 0.5]}, "is_new": True, "note": None}
+    row = {"jars": {"A": 7, "B": [2, 0.5]}, "is_new": True, "large": 1e300}
     struct = Struct()
     struct.update(row)
     found = reward_rules.extra_info_of(struct, "extra_info", 1 << 20)
