@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from zlib import crc32
 
 import msgspec
 
 from services.reward.episodes.client import WorkerProbe
-from services.reward.episodes.drivers import EnvironmentUnavailableError
+from services.reward.episodes.drivers import EnvironmentUnavailableError, server_of
 from services.reward.episodes.worker_main import WorkerReply, WorkerSetup
 from services.reward.grading.containment import end_marked, family_of, new_mark
 from services.reward.grading.pool import beside
@@ -128,7 +127,7 @@ class EnvironmentWorkers:
             raise EnvironmentUnavailableError(
                 f"environment workers: all {len(self._slots)} are being replaced; see the log"
             )
-        return live[crc32(episode_id.encode()) % len(live)].address
+        return live[server_of(episode_id, len(live))].address
 
     async def start(self) -> None:
         """Start all, so that an environment that cannot be loaded is known at once.
