@@ -90,6 +90,11 @@ def observation_from_proto(message: environment.Observation) -> Observation:
     for index, turn in enumerate(message.messages):
         check_role(f"{field}.messages[{index}]", turn, is_whole=message.is_whole)
     check_tools(f"{field}.tools", message.tools)
+    if message.tools and message.withdraws_tools:
+        raise InvalidRequestError(
+            f"{field}.withdraws_tools: true together with {len(message.tools)} tools; send one of "
+            "them"
+        )
     reward = message.reward if message.HasField("reward") else None
     if reward is not None:
         _check_number(f"{field}.reward", reward)
@@ -99,6 +104,7 @@ def observation_from_proto(message: environment.Observation) -> Observation:
         tools_from_proto(message.tools),
         message.done,
         reward,
+        message.withdraws_tools,
     )
 
 
@@ -110,6 +116,7 @@ def observation_to_proto(seen: Observation) -> environment.Observation:
         tools=tools_to_proto(seen.tools),
         done=seen.done,
         reward=seen.reward,
+        withdraws_tools=seen.withdraws_tools,
     )
 
 

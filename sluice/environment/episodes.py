@@ -151,10 +151,6 @@ class AuthorCalls:
                     return await returned
         except SystemExit as error:
             raise RuntimeError(f"it called sys.exit({error.code})") from error
-        except MemoryError:
-            if not _has_memory():
-                _end_for_memory()
-            raise
         return returned
 
     async def required(
@@ -185,12 +181,19 @@ class AuthorCalls:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Count the block as a running call."""
+        """Count the block as a running call; without memory for it, end the process.
+
+        Here, since the task that made a call may be cancelled and never see the MemoryError.
+        """
         self._num_calls += 1
         number = self._num_calls
         self._started[number] = self._clock()
         try:
             yield
+        except MemoryError:
+            if not _has_memory():
+                _end_for_memory()
+            raise
         finally:
             del self._started[number]
 
