@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar, overload
 
 from services.reward.episodes.batches import CallBatches, Server
 from services.reward.episodes.drivers import (
@@ -16,6 +16,7 @@ from services.reward.episodes.drivers import (
 )
 from sluice.algorithm.episode_rules import Observation
 from sluice.api.environment.v1 import environment_pb2 as environment
+from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.codec.environment import (
     grade_from_proto,
     observation_from_proto,
@@ -30,7 +31,6 @@ from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
 from sluice.types import Answer, FinishReason, Scored
 
 RequestT = TypeVar("RequestT")
-AskedT = TypeVar("AskedT", environment.OpenRequest, environment.StepRequest)
 ResponseT = TypeVar("ResponseT")
 
 
@@ -183,8 +183,7 @@ class ServedEpisode:
             self._server = server = self._environments.place(self._id)
         except EnvironmentUnavailableError as error:
             raise _DownError(str(error)) from error
-        self._stub = environment_stub(server.channels.acquire(server.address))
-        self._is_held = True
+        self._channel, self._is_held = server.channels.acquire(server.address), True
         request = open_to_proto(
             self._task.prompt,
             episode_id=self._id,
@@ -194,7 +193,7 @@ class ServedEpisode:
         )
         phase = "opening an episode"
         try:
-            response = await self._called(self._stub.Open, request, phase)
+            response = await self._called(request, phase)
         except EnvironmentUnavailableError as error:
             cause = error.__cause__
             if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
@@ -209,7 +208,7 @@ class ServedEpisode:
         """
         request = step_to_proto(self._id, turn, answer, finish)
         phase = "answering the policy"
-        response = await self._called(self._stub.Step, request, phase)
+        response = await self._called(request, phase)
         seen = self._observed(response.observation, phase)
         if seen.done and response.HasField("end"):
             self._end = response.end
@@ -256,9 +255,22 @@ class ServedEpisode:
     def _peer(self) -> str:
         return "environment" if self._server is None else self._server.name
 
+    @property
+    def _stub(self) -> environment_pb2_grpc.EnvironmentServiceAsyncStub:
+        # Most episodes need none, and to make one takes longer than a call in a Play.
+        return environment_stub(self._channel)
+
+    @overload
     async def _called(
-        self, method: UnaryMethod[AskedT, ResponseT], request: AskedT, phase: str
-    ) -> ResponseT:
+        self, request: environment.OpenRequest, phase: str
+    ) -> environment.OpenResponse: ...
+    @overload
+    async def _called(
+        self, request: environment.StepRequest, phase: str
+    ) -> environment.StepResponse: ...
+    async def _called(
+        self, request: environment.OpenRequest | environment.StepRequest, phase: str
+    ) -> object:
         """Make a call that may travel with others."""
         assert self._server is not None
         try:
@@ -267,8 +279,10 @@ class ServedEpisode:
         except SluiceError as error:
             raise self._unavailable(phase, error) from error
         if found is not None:
-            return cast("ResponseT", found)
-        return await self._call(method, request, phase)
+            return found
+        if isinstance(request, environment.OpenRequest):
+            return await self._call(self._stub.Open, request, phase)
+        return await self._call(self._stub.Step, request, phase)
 
     async def _call(
         self, method: UnaryMethod[RequestT, ResponseT], request: RequestT, phase: str

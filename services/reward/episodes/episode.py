@@ -12,7 +12,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from functools import cache
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -156,7 +157,7 @@ class Episode:
         self._replica = ""
         self._num_recalled = 0
         self._phase = "opening"
-        self._leased = driver if isinstance(driver, LeasedDriver) else None
+        self._leased = cast("LeasedDriver", driver) if _is_leased(type(driver)) else None
         self._failure = FailureKind.AGENT if self._leased else FailureKind.ENVIRONMENT
 
     async def run(self, first_turn: FirstTurn) -> Rollout:
@@ -422,6 +423,11 @@ class Episode:
                 raise
             progress.end()
             raise _GroupOverError from None
+
+
+@cache  # asking a protocol costs more than the rest of an episode's beginning
+def _is_leased(kind: type[EpisodeDriver]) -> bool:
+    return issubclass(kind, LeasedDriver)
 
 
 def unreadable(error: GroupFailedError) -> EnvironmentUnavailableError:

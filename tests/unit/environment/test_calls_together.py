@@ -241,7 +241,7 @@ async def test_methods_run_side_by_side_once_one_makes_others_wait() -> None:
     threads.close()
 
 
-async def test_a_withdrawn_method_that_waits_is_not_made(tmp_path: Path) -> None:
+async def test_a_cancelled_method_that_waits_is_not_made(tmp_path: Path) -> None:
     threads, made, go = MethodThreads(1), list[str](), asyncio.Event()
     loop = asyncio.get_running_loop()
 
