@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from sluice.client.agent_program import (
@@ -209,20 +208,14 @@ class AgentRunner:
 
         A program may have posted its end itself.
         """
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(within_s):
-                while True:
-                    try:
-                        await self._leases.end(lease.lease_id, reward_value=reward, failure=failure)
-                    except (PeerError, DeadlineError):
-                        await asyncio.sleep(_PAUSE_S)
-                    except NotFoundError:
-                        return False
-                    except LeaseEndedError:
-                        return True
-                    else:
-                        return True
-        return False
+                await self._leases.end(lease.lease_id, reward_value=reward, failure=failure)
+        except LeaseEndedError:
+            return True
+        except (NotFoundError, PeerError, DeadlineError, TimeoutError):
+            return False
+        return True
 
     def _variables(self, lease: LeasedSample) -> Mapping[str, str]:
         return {

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # A form of the answer that cannot be kept is refused as elsewhere.
 _SHAPING = ("model", "messages", "tools", "tool_choice", "n", "stream")
 _KEPT = frozenset((*_SHAPING, "response_format", "functions", "function_call"))
+_MOST_NOTED = 32  # names of ignored fields: any caller may make some up
 _MOST_FAILURE = 2000
 _AWAY_S, _PAUSE_S = 60.0, 1.0
 
@@ -93,7 +94,7 @@ class Sessions:
         """
         try:
             end = msgspec.json.decode(body or b"{}", type=_End)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RefusedError(f'body: {error}; send {{"reward": 1.0}}', "body") from error
         failure = "" if end.failure is None else (end.failure[-_MOST_FAILURE // 4 :] or "failed")
         await _patiently(
@@ -113,13 +114,13 @@ class Sessions:
         if fields.get("tool_choice") not in (None, "auto", "none"):
             ignored.add("tool_choice")
             del fields["tool_choice"]
-        new = ignored - self._noted
-        if new:
-            self._noted |= new
+        new = {name[:64] for name in ignored} - self._noted
+        if new and len(self._noted) < _MOST_NOTED:
+            self._noted |= set(sorted(new)[:_MOST_NOTED])
             logger.warning(
                 "agents send %s, which leased samples ignore: training samples as the run is "
                 "configured",
-                ", ".join(sorted(name[:64] for name in new)[:32]),
+                ", ".join(sorted(new)[:_MOST_NOTED]),
             )
         return fields
 

@@ -13,6 +13,7 @@ from services.reward.episodes.leases import LeaseDesk
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.servicer import RewardServicer
 from sluice.algorithm.episode_rules import EpisodeRules
 from sluice.algorithm.routing import AnnouncedReplica
@@ -40,13 +41,19 @@ class Leased:
 
 @asynccontextmanager
 async def leased(
-    folder: Path, policy: Policy, *, family: str = "qwen2.5", **limits: Any
+    folder: Path,
+    policy: Policy,
+    *,
+    ledger: PromptLedger | None = None,
+    family: str = "qwen2.5",
+    **limits: Any,
 ) -> AsyncIterator[Leased]:
     """Samples of `policy` with the chat template of `family`, for the length of the block."""
     rules = EpisodeRules(**({"max_sequence_tokens": 4000} | limits))
     rollouts = RolloutClient(linger_ms=0, timeout_s=30.0, max_message_bytes=LIMIT_BYTES)
-    desk = LeaseDesk()
-    app = cast("Any", SimpleNamespace(leases=desk))
+    ledger = ledger or PromptLedger()
+    desk = LeaseDesk(ledger.leases)
+    app = cast("Any", SimpleNamespace(leases=desk, ledger=ledger))
     servicer = RewardServicer(app, RolloutConfig(), 16)
     server = RpcServer(
         [lambda it: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, it)],

@@ -130,12 +130,15 @@ class StepRequest(google.protobuf.message.Message):
     TURN_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    MAY_END_FIELD_NUMBER: builtins.int
     episode_id: builtins.str
     """The episode. An unknown one is NOT_FOUND."""
     turn: builtins.int
     """Number of the answer in the episode, 0-based."""
     finish_reason: sluice.api.common.v1.common_pb2.FinishReason.ValueType
     """Why it ended. An answer at the token limit is cut."""
+    may_end: builtins.bool
+    """Whether this call may end the episode, where the answer does: see `StepResponse.end`."""
     @property
     def answer(self) -> sluice.api.common.v1.common_pb2.Answer:
         """What the policy said."""
@@ -147,9 +150,10 @@ class StepRequest(google.protobuf.message.Message):
         turn: builtins.int = ...,
         answer: sluice.api.common.v1.common_pb2.Answer | None = ...,
         finish_reason: sluice.api.common.v1.common_pb2.FinishReason.ValueType = ...,
+        may_end: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["answer", b"answer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "episode_id", b"episode_id", "finish_reason", b"finish_reason", "turn", b"turn"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "episode_id", b"episode_id", "finish_reason", b"finish_reason", "may_end", b"may_end", "turn", b"turn"]) -> None: ...
 
 global___StepRequest = StepRequest
 
@@ -160,17 +164,25 @@ class StepResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OBSERVATION_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     @property
     def observation(self) -> global___Observation:
         """What the policy reads next."""
+
+    @property
+    def end(self) -> global___CloseResponse:
+        """Optional: after an observation that is done, with `may_end`, what Close would have returned. The
+        episode is closed then, and Close is not called.
+        """
 
     def __init__(
         self,
         *,
         observation: global___Observation | None = ...,
+        end: global___CloseResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["observation", b"observation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["observation", b"observation"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end", "observation", b"observation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "observation", b"observation"]) -> None: ...
 
 global___StepResponse = StepResponse
 
@@ -272,3 +284,113 @@ class GetStatusResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["episodes", b"episodes", "longest_call_s", b"longest_call_s"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class PlayRequest(google.protobuf.message.Message):
+    """Calls that are due at the same time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPENS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    @property
+    def opens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___OpenRequest]:
+        """Episodes that begin."""
+
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepRequest]:
+        """Answers of the policy."""
+
+    def __init__(
+        self,
+        *,
+        opens: collections.abc.Iterable[global___OpenRequest] | None = ...,
+        steps: collections.abc.Iterable[global___StepRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["opens", b"opens", "steps", b"steps"]) -> None: ...
+
+global___PlayRequest = PlayRequest
+
+@typing.final
+class PlayResponse(google.protobuf.message.Message):
+    """Results that are there at the same time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlayResult]:
+        """In any order, one for each call."""
+
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[global___PlayResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
+
+global___PlayResponse = PlayResponse
+
+@typing.final
+class PlayResult(google.protobuf.message.Message):
+    """The result of one call of a Play."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPISODE_ID_FIELD_NUMBER: builtins.int
+    OPENED_FIELD_NUMBER: builtins.int
+    STEPPED_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    episode_id: builtins.str
+    """The call's."""
+    @property
+    def opened(self) -> global___OpenResponse:
+        """Of Open."""
+
+    @property
+    def stepped(self) -> global___StepResponse:
+        """Of Step."""
+
+    @property
+    def failed(self) -> global___CallFailure:
+        """The call failed. The others do not."""
+
+    def __init__(
+        self,
+        *,
+        episode_id: builtins.str = ...,
+        opened: global___OpenResponse | None = ...,
+        stepped: global___StepResponse | None = ...,
+        failed: global___CallFailure | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["failed", b"failed", "opened", b"opened", "result", b"result", "stepped", b"stepped"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["episode_id", b"episode_id", "failed", b"failed", "opened", b"opened", "result", b"result", "stepped", b"stepped"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["opened", "stepped", "failed"] | None: ...
+
+global___PlayResult = PlayResult
+
+@typing.final
+class CallFailure(google.protobuf.message.Message):
+    """The status of a failed call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    DETAILS_FIELD_NUMBER: builtins.int
+    code: builtins.str
+    """gRPC's name of the code, such as "NOT_FOUND"."""
+    error: builtins.str
+    """The class of the error, as sent in `sluice-error`. Empty: none is known."""
+    details: builtins.str
+    """For people."""
+    def __init__(
+        self,
+        *,
+        code: builtins.str = ...,
+        error: builtins.str = ...,
+        details: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "details", b"details", "error", b"error"]) -> None: ...
+
+global___CallFailure = CallFailure
