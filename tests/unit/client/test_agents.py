@@ -137,29 +137,6 @@ async def test_the_end_of_the_run_stops_programs_and_returns(tmp_path: Path) -> 
     assert any("for the reward service" in line for line in said)
 
 
-async def test_an_end_is_posted_again_when_the_reward_service_was_away(tmp_path: Path) -> None:
-    class OnceAway:
-        def __init__(self) -> None:
-            self.ends = 0
-
-        async def take(self, *given: Any) -> Any:
-            return await run.client.leases().take(*given)
-
-        async def end(self, lease: str, **given: Any) -> None:
-            self.ends += 1
-            if self.ends == 1:
-                raise PeerError("reward", "ending a sample", "it is away")
-            await run.client.leases().end(lease, **given)
-
-    leases = OnceAway()
-    async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(runner_of(run, tmp_path, "reward", leases=leases).run())
-        group = await run.generator.generate(group_request(1))
-        working.cancel()
-    assert group.rollouts[0].outcome == Scored(0.5, 0.5, {"acc": 0.5})
-    assert leases.ends == 2
-
-
 async def test_nothing_of_a_program_s_group_is_left(tmp_path: Path) -> None:
     note = tmp_path / "child"
     script = f"sleep 1000 & echo $! > {note}; trap '' TERM; wait; wait"
