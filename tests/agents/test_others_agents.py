@@ -32,7 +32,7 @@ STEPS = 2
 STOPS_S, ENDS_S, FOLLOWS_S = 60.0, 900.0, 60.0
 LONG_CONTEXT = 6144
 
-pytestmark = pytest.mark.timeout(ENDS_S + FOLLOWS_S + 2 * STOPS_S)
+pytestmark = pytest.mark.timeout(ENDS_S + FOLLOWS_S + 2 * STOPS_S, func_only=True)
 
 
 @dataclass(frozen=True, slots=True)
