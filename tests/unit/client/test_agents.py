@@ -20,7 +20,7 @@ from sluice.client.agent_program import (
     program_of,
 )
 from sluice.client.agents import AgentRunner
-from sluice.errors import ConfigError, NotReadyError, PeerError
+from sluice.errors import ConfigError, NotReadyError, PeerError, leaves
 from sluice.rpc.policy import CALL_POLICIES
 from sluice.types import Failed, FailureKind, RolloutGroup, Scored
 from tests.support.leased import Leased, leased
@@ -208,3 +208,14 @@ def test_what_is_no_reward_is_a_failure(line: str) -> None:
 def test_a_program_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such program"):
         program_of("no-such-agent --x")
+
+
+async def test_a_program_that_always_fails_ends_the_command_with_its_reason(tmp_path: Path) -> None:
+    async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(run.generator.generate(group_request(16)))
+        with pytest.raises(ExceptionGroup) as caught:
+            await runner_of(run, tmp_path, "fail").run()
+        group.cancel()
+    (error,) = leaves(caught.value)
+    assert isinstance(error, ConfigError)
+    assert "16 agents in a row failed, the last: exit code 1: out of luck" in str(error)
