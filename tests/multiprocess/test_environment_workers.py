@@ -138,13 +138,19 @@ async def test_a_coroutine_that_waits_too_long_is_cancelled_and_its_worker_stays
         assert await said(other, 0, "keep", text="a") == "a"
 
 
-async def test_a_result_of_a_gigabyte_is_cut_where_it_is_made(tmp_path: Path) -> None:
+async def test_a_result_of_a_gigabyte_is_cut_where_it_is_made_and_the_log_says_so_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async with worked(author_file(tmp_path, WORLD)) as (servers, workers):
         played = episode(servers)
         await played.open()
         text = await said(played, 0, "large")
         assert (1 << 20) <= len(text) < (1 << 20) + 100
+        await said(played, 1, "large")
         assert workers.num_replaced == 0
+    logged = capfd.readouterr().err
+    assert logged.count("World.large returned 1000000000 characters; the policy reads") == 1
+    assert "return less" in logged
 
 
 async def test_episodes_share_nothing_and_see_no_secret(

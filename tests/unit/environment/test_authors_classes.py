@@ -19,6 +19,7 @@ from tests.support.environments import (
     row,
     served,
 )
+from tests.support.verl_tools import verl_tools
 
 STOP = FinishReason.STOP
 
@@ -41,7 +42,7 @@ async def test_the_calculator_plays_an_episode_and_scores_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("calc", "{no json", "no JSON"),
+        ("calc", "{no json", "(char 1); write an object"),
         ("calc", "[1]", "write a JSON object"),
         ("calc", {}, "needs the argument 'expression'"),
         ("calc", {"expression": "1", "base": 2}, "no argument 'base'"),
@@ -226,79 +227,10 @@ async def run(task, policy):
         assert await good.close() is not None
 
 
-FUNCTIONS = '''
-from verl.tools.function_tool import function_tool
-
-@function_tool
-def calculator(expression: str) -> str:
-    """Evaluate arithmetic.
-
-    Args:
-        expression: e.g. "(3+4)*5".
-    """
-    return str(eval(expression, {"__builtins__": {}}, {}))
-
-@function_tool("web_search")
-async def search(query: str, count: int = 3):
-    """Search.
-
-    Args:
-        query: words.
-        count: results.
-    """
-    return {"found": query, "count": count}, 0.5, {"hits": 1}
-'''
-CLASSES = """
-from typing import Any, Optional
-from uuid import uuid4
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.rollout_trace import rollout_trace_op
-
-class Notes(BaseTool):
-    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
-        super().__init__(config, tool_schema)
-        self.kept = {}
-
-    async def create(self, instance_id: Optional[str] = None, **kwargs) -> tuple[str, ToolResponse]:
-        instance_id = str(uuid4())
-        self.kept[instance_id] = [kwargs["create_kwargs"]["first"]]
-        return instance_id, ToolResponse()
-
-    @rollout_trace_op
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
-        self.kept[instance_id].append(parameters["text"])
-        open_instances = len(self.kept)
-        return ToolResponse(text=f"{self.kept[instance_id]} {open_instances}"), 0.0, {}
-
-    async def release(self, instance_id: str, **kwargs) -> None:
-        del self.kept[instance_id]
-"""
-CONFIG = """
-tools:
-  - class_name: verl_notes.Notes
-    config: {type: native}
-    tool_schema:
-      type: function
-      function:
-        name: note
-        description: Keep a text.
-        parameters:
-          type: object
-          properties:
-            text: {type: string, description: The text.}
-          required: [text]
-"""
-
-
 @pytest.fixture
 def verl_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSource:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "verl_notes.py").write_text(CLASSES)
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
-    (tmp_path / "tools.yaml").write_text(CONFIG)
-    functions, config = str(tmp_path / "functions.py"), str(tmp_path / "tools.yaml")
-    return EnvironmentSource(function_tool_path=functions, tool_config_path=config)
+    return verl_tools(tmp_path)
 
 
 async def test_verls_tools_run_unchanged(tmp_path: Path, verl_source: EnvironmentSource) -> None:
