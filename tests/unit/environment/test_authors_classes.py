@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from services.reward.episodes.drivers import EnvironmentUnavailableError
+from sluice.cli.main import commands
 from sluice.environment.source import EnvironmentSource
+from sluice.environment.verl_stand_in import FUNCTION_TOOL_REGISTRY
 from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import (
     CALCULATOR,
@@ -230,6 +233,7 @@ async def run(task, policy):
 @pytest.fixture
 def verl_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSource:
     monkeypatch.syspath_prepend(tmp_path)
+    FUNCTION_TOOL_REGISTRY.clear()  # a process loads one file; other tests have loaded theirs
     return verl_tools(tmp_path)
 
 
@@ -262,3 +266,9 @@ async def test_verls_tools_run_unchanged(tmp_path: Path, verl_source: Environmen
         assert await played.close() is None
         seen = await other.step(0, calls(("note", {"text": "d"})), STOP)
         assert seen.messages[0].content == "['a', 'd'] 1"
+
+
+def test_the_check_loads_verls_yaml_and_its_classes(verl_source: EnvironmentSource) -> None:
+    assert verl_source.tool_config_path is not None
+    result = CliRunner().invoke(commands, ["env", "check", verl_source.tool_config_path])
+    assert "tool_agent: 1 tool\n  note: Keep a text." in result.output
