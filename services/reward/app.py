@@ -337,12 +337,17 @@ class RewardApp:
 
         ``reward/groups_acknowledged`` counts the groups that trainers have acknowledged since the
         ledger began; a trainer may compare what was added since its own start with its count.
-        ``reward/tokens/pending`` and the other uses add up to ``reward/tokens/received``.
+        ``reward/tokens/pending`` and the other uses add up to ``reward/tokens/received``. Tokens
+        that an earlier service received are subtracted from ``reward/tokens/aborted``, where the
+        trainer has put them.
         """
         pending = sum(group.progress.num_received for group in self.groups)
         lost = prompts_lost(self.ledger, self.groups, self.source.num_waiting)
+        totals = self.counters.totals()
+        if self.leases is not None:
+            totals["reward/tokens/aborted"] -= self.leases.num_recalled_tokens
         return {
-            **self.counters.totals(),
+            **totals,
             **self.strategy.statistics(),
             "reward/tokens/pending": float(pending + self.validation.num_pending_tokens),
             "reward/samples_scored_again": float(self.grader.num_scored_again),
@@ -355,7 +360,9 @@ class RewardApp:
         }
 
     def end(self) -> None:
-        """Stop admitting; calls for a batch raise, and submissions end."""
+        """Stop admitting; calls for a batch and of programs raise, and submissions end."""
+        if self.leases is not None:
+            self.leases.close()
         self.loop.batches.close(NotReadyError("the reward service is shutting down"))
         self.submissions.end()
 

@@ -52,9 +52,10 @@ class World:
         return "x" * 10**9
 
     def fill(self) -> str:
-        '''Use all memory.'''
+        '''Use all memory, after the call was given up.'''
+        time.sleep(2.5)
         while True:
-            self.own["kept"].append(bytearray(10**7))
+            self.own["kept"].append(bytes(10**7))
 
     def leave(self) -> str:
         '''End the process.'''

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from services.reward.episodes.lease_records import CommittedTurn
 from sluice.algorithm.episode_rules import Observation
 from sluice.errors import SluiceError
 from sluice.types import Answer, FinishReason, Prompt, Scored
@@ -70,8 +72,17 @@ class LeasedDriver(EpisodeDriver, Protocol):
         """Wait until a program has taken it; the episode's time begins then."""
         ...
 
-    def counted(self, num_read: int, num_sampled: int) -> None:
-        """Note the tokens of the answer that `step` gets next."""
+    def seconds_left(self) -> float:
+        """Return the seconds until a sample that was taken expires."""
+        ...
+
+    def recalled(self) -> Sequence[CommittedTurn]:
+        """Return the turns of an earlier service. With any, the episode is open, and `step` for
+        the last one waits for what follows."""
+        ...
+
+    def commit(self, turn: CommittedTurn) -> None:
+        """Keep the turn whose answer `step` gets next."""
         ...
 
 

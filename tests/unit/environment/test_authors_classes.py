@@ -132,8 +132,10 @@ class Jar:
     async with served(source, tmp_path) as servers:
         played = episode(servers)
         await played.open()
-        seen = await played.step(0, calls(("take", {}), ("take", {"count": 2})), STOP)
-        assert [one.content for one in seen.messages] == ['{"taken": 1}', '{"taken": 2}']
+        seen = await played.step(0, calls(("take", {}), ("take", {"count": 0})), STOP)
+        assert [one.content for one in seen.messages] == ['{"taken": 1}', '{"taken": 0}']
+        assert (seen.reward, seen.done) == (0.5, False)
+        seen = await played.step(1, calls(("take", {}), ("take", {"count": 2})), STOP)
         assert (seen.reward, seen.done) == (1.5, True)
 
 
