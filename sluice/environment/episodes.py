@@ -234,8 +234,10 @@ def _place(error: BaseException) -> str:
 
 
 def text_of(what: str, value: object) -> str:
-    """Return a method's result as the policy reads it: texts as they are, else JSON; cut, of which
-    the log has the first time of each method."""
+    """Return a method's result as the policy reads it: texts as they are, else JSON.
+
+    A long one is cut; the log notes the first of each method.
+    """
     if value is None:
         return ""
     text = value if isinstance(value, str) else _json(value)
