@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from services.reward.episodes.drivers import (
-    EnvironmentUnavailableError,
     EpisodeDriver,
+    EpisodeFailedError,
     LeasedDriver,
     abandoned,
 )
@@ -173,7 +173,7 @@ class Episode:
                 rollout = await self._played(first_turn)
                 is_closed = rollout.end is not None
                 return rollout
-        except EnvironmentUnavailableError as error:
+        except EpisodeFailedError as error:
             return self._failed(self._failure, str(error))
         except _GroupOverError:
             detail = f"its group was over while {self._phase}"
@@ -193,7 +193,7 @@ class Episode:
         if not self._recall():
             seen = await self._called("opening", self._driver.open())
             if seen.done:
-                raise EnvironmentUnavailableError(
+                raise EpisodeFailedError(
                     "the environment ended the episode before the first answer"
                 )
             begun = self._begun(seen)
@@ -286,7 +286,7 @@ class Episode:
         else:
             found = Continued(None, (*self._request.prompt.messages, *messages))
         if not found.messages:
-            raise EnvironmentUnavailableError(
+            raise EpisodeFailedError(
                 "the environment sent nothing to read, and the episode is not done"
             )
         return found
@@ -424,11 +424,9 @@ class Episode:
             raise _GroupOverError from None
 
 
-def unreadable(error: GroupFailedError) -> EnvironmentUnavailableError:
+def unreadable(error: GroupFailedError) -> EpisodeFailedError:
     """Return the failure of a sample whose environment sent what every replica refuses."""
-    return EnvironmentUnavailableError(
-        f"what the environment sent cannot be read by the policy: {error}"
-    )
+    return EpisodeFailedError(f"what the environment sent cannot be read by the policy: {error}")
 
 
 def _answer_of(turn: Turn) -> Answer:

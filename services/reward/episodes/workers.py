@@ -25,7 +25,7 @@ from zlib import crc32
 import msgspec
 
 from services.reward.episodes.client import WorkerProbe
-from services.reward.episodes.drivers import EnvironmentUnavailableError
+from services.reward.episodes.drivers import EpisodeFailedError
 from services.reward.episodes.worker_main import WorkerReply, WorkerSetup
 from services.reward.grading.containment import end_marked, family_of, new_mark
 from services.reward.grading.pool import beside
@@ -118,7 +118,7 @@ class EnvironmentWorkers:
         """Return a live worker's address, the same for the same episode while none is replaced."""
         live = [slot.worker for slot in self._slots if slot.worker is not None]
         if not live:
-            raise EnvironmentUnavailableError(
+            raise EpisodeFailedError(
                 f"environment workers: all {len(self._slots)} are being replaced; see the log"
             )
         return live[crc32(episode_id.encode()) % len(live)].address

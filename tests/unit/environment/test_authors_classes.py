@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.reward.episodes.drivers import EnvironmentUnavailableError
+from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.cli.main import commands
 from sluice.environment.source import EnvironmentSource
 from sluice.environment.verl_stand_in import FUNCTION_TOOL_REGISTRY
@@ -88,7 +88,7 @@ class Counter:
         first = await played.step(0, calls(("count", {})), STOP)
         assert await played.step(0, calls(("count", {})), STOP) == first
         assert (await played.step(1, calls(("count", {})), STOP)).messages[0].content == "2"
-        with pytest.raises(EnvironmentUnavailableError, match="the next one"):
+        with pytest.raises(EpisodeFailedError, match="the next one"):
             await played.step(5, calls(("count", {})), STOP)
 
 
@@ -152,7 +152,7 @@ async def test_failures_of_turn_are_the_environments(tmp_path: Path, body: str, 
     async with served(author_file(tmp_path, text), tmp_path) as servers:
         played = episode(servers)
         await played.open()
-        with pytest.raises(EnvironmentUnavailableError) as failed:
+        with pytest.raises(EpisodeFailedError) as failed:
             await played.step(0, Answer("x"), STOP)
         assert said in str(failed.value)
 
@@ -224,7 +224,7 @@ async def run(task, policy):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(bad.open())
             tasks.create_task(good.open())
-        with pytest.raises(EnvironmentUnavailableError, match="KeyError"):
+        with pytest.raises(EpisodeFailedError, match="KeyError"):
             await bad.step(0, Answer("bad"), STOP)
         await bad.abandon()
         assert not (await good.step(0, Answer("fine"), STOP)).done

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.reward.episodes.drivers import EnvironmentUnavailableError
+from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.cli.main import commands
 from sluice.environment.verl_stand_in import FUNCTION_TOOL_REGISTRY
 from sluice.types import Answer, FinishReason
@@ -116,7 +116,7 @@ async def test_a_docker_that_is_down_is_no_observation(tmp_path: Path, docker: P
         played = episode(servers)
         await played.open()
         (docker / "down").touch()
-        with pytest.raises(EnvironmentUnavailableError, match="Cannot connect to the Docker"):
+        with pytest.raises(EpisodeFailedError, match="Cannot connect to the Docker"):
             await played.step(0, calls(("shell", {"command": "true"})), STOP)
 
 
@@ -124,5 +124,5 @@ async def test_an_image_that_is_not_there_is_no_observation(tmp_path: Path, dock
     (docker / "refused").touch()
     source = author_file(tmp_path, blocks(PAGE, "python")[3])
     async with served(source, tmp_path, call_timeout_s=0.2) as servers:
-        with pytest.raises(EnvironmentUnavailableError, match="no such image"):
+        with pytest.raises(EpisodeFailedError, match="no such image"):
             await episode(servers).open()
