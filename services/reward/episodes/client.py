@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from typing import Self, TypeVar, cast
-from zlib import crc32
 
 from services.reward.episodes.batches import CallBatches, Server
 from services.reward.episodes.drivers import (
@@ -13,6 +12,7 @@ from services.reward.episodes.drivers import (
     EnvironmentServers,
     EpisodeFailedError,
     EpisodeTask,
+    server_of,
 )
 from sluice.algorithm.episode_rules import Observation
 from sluice.api.environment.v1 import environment_pb2 as environment
@@ -55,7 +55,7 @@ class GivenServers:
 
     def address_for(self, episode_id: str) -> str:
         """Return the same server for the same episode."""
-        return self._addresses[crc32(episode_id.encode()) % len(self._addresses)]
+        return self._addresses[server_of(episode_id, len(self._addresses))]
 
 
 class WorkerProbe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 from services.reward.episodes.lease_records import CommittedTurn
@@ -107,6 +108,16 @@ class EnvironmentServers(Protocol):
             EpisodeFailedError: no server is up.
         """
         ...
+
+
+def server_of(episode_id: str, num_servers: int) -> int:
+    """Return the index of the server where an episode runs: each gets an equal share.
+
+    A digest, since a checksum has the same last bits for all samples of a small group: they would
+    run together, and fail together.
+    """
+    digest = blake2b(episode_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % num_servers
 
 
 async def abandoned(driver: EpisodeDriver) -> None:

@@ -161,7 +161,7 @@ async def service(folder: Path, life: int, **limits: Any) -> AsyncIterator[Lease
     own = folder / str(life)
     own.mkdir()
     with opened(folder / "ledger.sqlite", "p0") as ledger:
-        async with leased(own, jar_policy("C"), ledger, **limits) as run:
+        async with leased(own, jar_policy("C"), ledger=ledger, **limits) as run:
             yield run
 
 
@@ -267,7 +267,7 @@ async def test_a_prompt_that_ends_before_it_starts_again_revokes_its_leases(tmp_
     (tmp_path / "1").mkdir()
     with PromptLedger(tmp_path / "ledger.sqlite") as ledger:
         async with (
-            leased(tmp_path / "1", jar_policy("C"), ledger) as run,
+            leased(tmp_path / "1", jar_policy("C"), ledger=ledger) as run,
             asyncio.TaskGroup() as tasks,
         ):
             path = f"/s/{lease.lease_id}/v1/chat/completions"
