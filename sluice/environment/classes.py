@@ -198,8 +198,9 @@ class ClassEpisode:
         try:
             bound = getattr(self._instance, call.name)
             returned = await self._calls.run(bound, **arguments)
-            value, reward = with_reward(f"{self._environment.name}.{call.name}", returned)
-            return ChatMessage(TOOL, text_of(value), tool_call_id=call.call_id), reward
+            what = f"{self._environment.name}.{call.name}"
+            value, reward = with_reward(what, returned)
+            return ChatMessage(TOOL, text_of(what, value), tool_call_id=call.call_id), reward
         except (EnvironmentUnavailable, EnvironmentDefectError):
             raise
         except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything

@@ -290,7 +290,7 @@ def _message(value: Mapping[str, Any]) -> ChatMessage:
     )
     return ChatMessage(
         role,
-        text_of(content),
+        text_of("a message of policy.chat", content),
         calls,
         value.get("tool_call_id") or "",
         value.get("reasoning") or "",

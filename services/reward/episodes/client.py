@@ -10,7 +10,7 @@ from services.reward.episodes.batches import CallBatches, Server
 from services.reward.episodes.drivers import (
     ABANDON_S,
     EnvironmentServers,
-    EnvironmentUnavailableError,
+    EpisodeFailedError,
     EpisodeTask,
     server_of,
 )
@@ -39,7 +39,7 @@ _STATUS_BYTES = 1 << 16
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 
 
-class _DownError(EnvironmentUnavailableError):
+class _DownError(EpisodeFailedError):
     """No server answers; one may soon."""
 
 
@@ -169,7 +169,7 @@ class ServedEpisode:
                 return await self._open()
             except _DownError as error:
                 if loop.time() + backoff_s >= ends_at:
-                    raise EnvironmentUnavailableError(str(error)) from error
+                    raise EpisodeFailedError(str(error)) from error
             await self.abandon()
             with waiting_for("environment", "being up"):
                 await asyncio.sleep(backoff_s)
@@ -181,7 +181,7 @@ class ServedEpisode:
     async def _open(self) -> Observation:
         try:
             self._server = server = self._environments.place(self._id)
-        except EnvironmentUnavailableError as error:
+        except EpisodeFailedError as error:
             raise _DownError(str(error)) from error
         self._channel, self._is_held = server.channels.acquire(server.address), True
         request = open_to_proto(
@@ -194,7 +194,7 @@ class ServedEpisode:
         phase = "opening an episode"
         try:
             response = await self._called(request, phase)
-        except EnvironmentUnavailableError as error:
+        except EpisodeFailedError as error:
             cause = error.__cause__
             if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
                 raise _DownError(str(error)) from error
@@ -302,8 +302,8 @@ class ServedEpisode:
         except InvalidRequestError as error:
             raise self._unavailable(phase, error) from error
 
-    def _unavailable(self, phase: str, error: SluiceError) -> EnvironmentUnavailableError:
+    def _unavailable(self, phase: str, error: SluiceError) -> EpisodeFailedError:
         text, peer = str(error), self._peer
-        return EnvironmentUnavailableError(
+        return EpisodeFailedError(
             text if text.startswith(peer) else f"{peer}: while {phase}: {text}"
         )

@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar, cast
 import numpy as np
 
 from services.reward.episodes.drivers import (
-    EnvironmentUnavailableError,
     EpisodeDriver,
+    EpisodeFailedError,
     LeasedDriver,
     abandoned,
 )
@@ -174,7 +174,7 @@ class Episode:
                 rollout = await self._played(first_turn)
                 is_closed = rollout.end is not None
                 return rollout
-        except EnvironmentUnavailableError as error:
+        except EpisodeFailedError as error:
             return self._failed(self._failure, str(error))
         except _GroupOverError:
             detail = f"its group was over while {self._phase}"
@@ -194,7 +194,7 @@ class Episode:
         if not self._recall():
             seen = await self._called("opening", self._driver.open())
             if seen.done:
-                raise EnvironmentUnavailableError(
+                raise EpisodeFailedError(
                     "the environment ended the episode before the first answer"
                 )
             begun = self._begun(seen)
@@ -287,7 +287,7 @@ class Episode:
         else:
             found = Continued(None, (*self._request.prompt.messages, *messages))
         if not found.messages:
-            raise EnvironmentUnavailableError(
+            raise EpisodeFailedError(
                 "the environment sent nothing to read, and the episode is not done"
             )
         return found
@@ -430,11 +430,9 @@ def _is_leased(kind: type[EpisodeDriver]) -> bool:
     return issubclass(kind, LeasedDriver)
 
 
-def unreadable(error: GroupFailedError) -> EnvironmentUnavailableError:
+def unreadable(error: GroupFailedError) -> EpisodeFailedError:
     """Return the failure of a sample whose environment sent what every replica refuses."""
-    return EnvironmentUnavailableError(
-        f"what the environment sent cannot be read by the policy: {error}"
-    )
+    return EpisodeFailedError(f"what the environment sent cannot be read by the policy: {error}")
 
 
 def _answer_of(turn: Turn) -> Answer:
