@@ -29,7 +29,7 @@ from services.reward.group_table import (
     GroupState,
     outcome_counts,
 )
-from services.reward.records.episode_counts import EpisodeCounts
+from services.reward.records.episode_counts import EnvironmentNames, EpisodeCounts
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -186,6 +186,7 @@ class GroupStatistics:
             or of a train batch where there are no waves.
         scorer_seconds: seconds the scorers have worked so far.
         tool_names: of the tools that environments have offered so far.
+        environments: name them.
 
     Attributes:
         on_batch: called with a batch that is formed, its version and the seconds it took to fill.
@@ -198,6 +199,7 @@ class GroupStatistics:
         round_size: int,
         scorer_seconds: Callable[[], float],
         tool_names: Collection[str] = (),
+        environments: EnvironmentNames = EnvironmentNames(),  # noqa: B008  it is frozen
     ) -> None:
         self._received = received
         self._round_size = round_size
@@ -206,7 +208,7 @@ class GroupStatistics:
         self._num_ended = 0
         # Of the interval since the last batch, and the counters at its start.
         self._ends: Counter[PromptEnd] = Counter()
-        self._episodes = EpisodeCounts(tool_names)
+        self._episodes = EpisodeCounts(tool_names, environments)
         self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
         self._before = self.totals()
         self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] | None = None
@@ -233,7 +235,8 @@ class GroupStatistics:
     def _graded(self, group: Group, graded: GradedGroup) -> None:
         outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        self._episodes.graded(zip(graded.group.rollouts, graded.outcomes, strict=True))
+        samples = zip(graded.group.rollouts, graded.outcomes, strict=True)
+        self._episodes.graded(group.prompt, samples)
         self._totals["reward/samples_graded"] += len(outcomes)
         self._totals["reward/samples_failed"] += len(failed)
         for name, count in outcome_counts(outcomes).items():

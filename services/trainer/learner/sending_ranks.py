@@ -365,7 +365,7 @@ class SendingRankClient:
         leaving = self._calls.LeaveGroups.future(request, timeout=_LEAVE_S, metadata=self._metadata)
         with self._lock:
             self._leaving.add(leaving)  # gRPC cancels a call that nobody holds
-            running = self._running.pop(epoch, set())
+            running = tuple(self._running.pop(epoch, ()))  # a call that ends leaves the set
         leaving.add_done_callback(self._left)
         for call in running:
             call.cancel()

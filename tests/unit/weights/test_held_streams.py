@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
+from typing import Any
+from unittest import mock
 
+import grpc
 import pytest
 import torch
 from hypothesis import given
@@ -358,3 +361,34 @@ def test_what_two_parts_have_in_common_is_cut_out_of_either(
         within = cuts_within(_SHAPE, common, outer)
         assert torch.equal(pack(pack(whole, outer), within), expected)
     assert part_name("w", common) == part_name("w", common_cuts(_SHAPE, other, one) or ())
+
+
+def test_an_epoch_is_left_while_its_calls_end() -> None:
+    client = SendingRankClient(1, "127.0.0.1", 1, _KEY)
+    running = _EndsWithinCancel()
+    client._calls.SendVersion = mock.Mock(future=mock.Mock(return_value=running))
+    with closing(client), ThreadPoolExecutor(1) as threads:
+        running.call = threads.submit(client.send, 7, 1, [], 60.0, _NEVER, has_changes=False)
+        running.is_awaited.wait(_WAIT_S)
+        client.leave(7, "a member failed")
+        with pytest.raises(WeightSyncError, match=r"trainer rank 1\b.*given up by rank 0"):
+            running.call.result(_WAIT_S)
+
+
+class _EndsWithinCancel:
+    """A call of gRPC: its waiter has noticed its end before `cancel` returns."""
+
+    call: Future[Any]
+
+    def __init__(self) -> None:
+        self.is_awaited, self._is_cancelled = threading.Event(), threading.Event()
+
+    def result(self, timeout: float) -> None:
+        self.is_awaited.set()
+        if self._is_cancelled.wait(timeout):
+            raise grpc.FutureCancelledError
+        raise grpc.FutureTimeoutError
+
+    def cancel(self) -> None:
+        self._is_cancelled.set()
+        wait([self.call], _WAIT_S)
