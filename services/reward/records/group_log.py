@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
-from services.reward.records.episode_counts import calls_of, is_episode, seconds_of
+from services.reward.records.statistics import calls_of, is_episode, seconds_of
 from sluice.algorithm.groups.filter import is_right
 from sluice.concurrency.threads import BoundedWriter, WriteError
 from sluice.config.schema.trainer import TrainerConfig

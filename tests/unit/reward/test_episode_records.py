@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.reward.grading.grader import Grader
-from services.reward.records.episode_counts import EpisodeCounts
 from services.reward.records.group_log import GroupLog
+from services.reward.records.statistics import EpisodeStatistics
 from sluice.telemetry.samples import SampleArchive, sampled_group, transcript
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, Rollout, RolloutGroup
 from tests.support.client_prompt import client_prompt
@@ -65,7 +65,7 @@ async def test_the_log_of_groups_and_the_archive_show_turns(tmp_path: Path) -> N
 
 async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Path) -> None:
     graded = await played(tmp_path)
-    counts = EpisodeCounts({"look"})
+    counts = EpisodeStatistics({"look"})
     down = Failed(FailureKind.ENVIRONMENT, "down")
     counts.graded(zip(graded.group.rollouts, graded.outcomes, strict=True))
     counts.graded([(rollout_of("", 2, 0, 1, 0), down)])
@@ -81,7 +81,7 @@ async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Pat
 
 async def test_names_that_a_policy_makes_up_become_no_metrics(tmp_path: Path) -> None:
     graded = await played(tmp_path)
-    counts = EpisodeCounts({"other"})
+    counts = EpisodeStatistics({"other"})
     counts.graded(zip(graded.group.rollouts, graded.outcomes, strict=True))
     found = counts.take()
     assert "train/tool_calls/look" not in found
@@ -90,7 +90,7 @@ async def test_names_that_a_policy_makes_up_become_no_metrics(tmp_path: Path) ->
 
 def test_a_run_without_an_environment_has_none_of_these() -> None:
     rollout = rollout_of("text", 0, 0, 1, 4)
-    counts = EpisodeCounts()
+    counts = EpisodeStatistics()
     counts.graded([(rollout, Failed(FailureKind.UNSCORABLE, ""))])
     assert counts.take() == {}
     assert transcript(rollout) == "text"
