@@ -143,7 +143,7 @@ bench-telemetry: $(VENV)/.installed-dev  ## Measure what traces and metrics cost
 fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run and see what is left of it
 	@$(PY) -m tools.fuzz $(ARGS)
 
-first-hour: $(VENV)/.installed-train  ## Repeat the first hour of a new user, and print what is left of its defects
+first-hour: $(VENV)/.installed-train  ## Try the how-tos as a new user types them, and the wheel
 	@$(PY) -m tools.first_hour $(ARGS)
 
 chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions; ARGS=--single: one at a time

@@ -123,12 +123,6 @@ class PromptMemoryStore:
             raise self._damaged(error) from error
         return [(key.hex(), mean_tokens) for key, mean_tokens in reversed(rows)]
 
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts with a history."""
-        with self._lock:
-            return int(self._database.execute("SELECT count(*) FROM histories").fetchone()[0])
-
     def _open(self) -> None:
         found = self._number("application_id")
         with closing(self._database.execute("SELECT count(*) FROM sqlite_schema")) as tables:
