@@ -82,7 +82,7 @@ structure: $(VENV)/.installed-dev  ## Print how wide, long and tangled the code 
 
 protos: $(VENV)/.installed-dev  ## Generate sluice/api and its reference from proto/
 	@$(PY) tools/generate_protos.py
-	@$(PY) tools/generate_api_reference.py
+	@$(PY) -m tools.generate_api_reference
 
 # TRL has an environment of its own; TRL_PYTHON= leaves it out.
 TRL_PYTHON ?= $(VENV)-trl/bin/python

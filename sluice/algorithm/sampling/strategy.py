@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from sluice.algorithm.sampling.admission import YieldEstimate, groups_to_admit
+from sluice.algorithm.sampling.admission import FinishForecast, YieldEstimate, groups_to_admit
 from sluice.algorithm.sampling.attempt import Attempt, AttemptEnd, PromptHistory, RememberedAttempt
 from sluice.algorithm.sampling.choice import Knowledge, choose_attempt, choose_rest
 from sluice.algorithm.sampling.coverage_guard import CoverageGuard, Side
-from sluice.algorithm.sampling.pacing import FinishForecast
 from sluice.algorithm.sampling.pass_rates import GradeCounts, PassRateBelief
 from sluice.algorithm.sampling.rounds import Rounds
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName

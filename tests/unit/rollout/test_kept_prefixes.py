@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from services.rollout.engines.embedded.decoder import KnownPrefix
 from services.rollout.engines.embedded.engine import EmbeddedEngine
-from services.rollout.engines.embedded.kept_prefixes import KeptPrefixes
+from services.rollout.engines.embedded.kv_cache import KeptPrefixes
 from services.rollout.engines.protocol import GenerationRequest
 from tests.support.causal_lms import (
     chunks_of,

@@ -24,7 +24,7 @@ from services.rollout.engines.embedded.decoder import (
     PrefilledPrompts,
     TokenRow,
 )
-from services.rollout.engines.embedded.kept_prefixes import KeptPrefixes
+from services.rollout.engines.embedded.kv_cache import KeptPrefixes
 from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.embedded.rows import RowTable, RunningSample
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
