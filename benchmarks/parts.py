@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from tools.phases import tool_parser
 
 Part = Callable[[argparse.Namespace], Mapping[str, Any]]
 NO_BARS: Mapping[str, float] = {}
+NO_KEYS: Mapping[str, Sequence[str]] = {}
 
 
 def parts_parser(
@@ -58,16 +60,33 @@ def run_parts(
     parts: Mapping[str, Part],
     keys: Sequence[str],
     find_missed: Callable[[Mapping[str, Any]], list[str]],
+    keys_of: Mapping[str, Sequence[str]] = NO_KEYS,
 ) -> int:
-    """Run the chosen parts; print all keys and those missed; return the exit status."""
+    """Run the chosen parts; print all keys and those missed; return the exit status.
+
+    A part that fails ends no other: `failed` has its error by its name, and so have its keys.
+
+    Args:
+        parsed: of `parts_parser`.
+        parts: all, by name.
+        keys: of the report.
+        find_missed: returns the keys of a report that miss their bars.
+        keys_of: those of each part.
+    """
     # Before the first process starts, which inherits them.
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
     report: dict[str, Any] = dict.fromkeys(keys)
+    failed: dict[str, str] = {}
     for name in parsed.parts:
         began_s = time.monotonic()
-        found = parts[name](parsed)
+        try:
+            found = parts[name](parsed)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other parts have figures
+            traceback.print_exc()
+            failed[name] = f"failed: {type(error).__name__}: {error}"
+            found = dict.fromkeys(keys_of.get(name, ()), failed[name])
         report |= {key: value for key, value in found.items() if key in report}
         print_line(f"{name}: {time.monotonic() - began_s:.0f} s")
-    report["missed"] = find_missed(report)
+    report |= {"missed": find_missed(report), "failed": failed}
     print_report(report)
-    return 1 if report["missed"] else 0
+    return 1 if report["missed"] or failed else 0

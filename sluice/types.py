@@ -66,7 +66,7 @@ class ChatMessage:
     """One turn of a chat prompt; `role` is ``system``, ``user``, ``assistant`` or ``tool``.
 
     An assistant's turn may have `tool_calls`, and `reasoning` apart from its content. A tool's turn
-    answers the call `tool_call_id`.
+    answers the call `tool_call_id`; `is_error`: it says why the call failed, for records.
     """
 
     role: str
@@ -74,6 +74,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""
+    is_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,6 @@ class Turn:
     context: TokenIds = field(default_factory=lambda: _NO_TOKENS)  # [read tokens]
     is_new_root: bool = False
     reward: float | None = None  # of this turn, where the environment gives any
-    untrained: str = ""  # why its tokens are masked; empty: they are trained
     observed: tuple[ChatMessage, ...] = ()  # the messages that `context` renders, for records
     seconds: Mapping[str, float] = field(default_factory=dict)  # spent, by part, for records
 
@@ -416,7 +416,7 @@ class Rollout:
     def is_plain(self) -> bool:
         """Whether it is one answer to the group's prompt, with nothing else to know of its turn."""
         first = self.turns[0]
-        has_more = first.context.size or first.is_new_root or first.untrained
+        has_more = first.context.size or first.is_new_root
         return len(self.turns) == 1 and not has_more and first.reward is None
 
     @property

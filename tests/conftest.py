@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 # Before anything imports torch or transformers.
@@ -19,8 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 TESTS = Path(__file__).parent
 # An example that a busy machine slows down is no failure.
-settings.register_profile("sluice", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "sluice", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("sluice")
+# Else each call of the command line in a test builds all commands from their signatures.
+typer.testing._get_command = cache(typer.testing._get_command)
 # Seconds; a mark on the test itself wins. They end what hangs and say nothing about speed.
 TIME_LIMIT_S = {"multiprocess": 900, "architecture": 600}
 DEFAULT_TIME_LIMIT_S = 300

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from subprocess import Popen
@@ -28,7 +29,7 @@ from sluice.errors import SluiceError
 from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import launcher_of
 from sluice.quickstart.prepare import prepare
-from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
+from sluice.quickstart.settings import JARS_SETTINGS, PrepareSettings, WarmStartSettings
 from tools.commands import started
 from tools.phases import PhaseError
 
@@ -38,7 +39,7 @@ _STOP_S, _END_S, _POLL_S, _ANSWER_S = 120.0, 90.0, 0.2, 10.0
 # Files of overrides, and a reward function.
 _SETTINGS = Path(__file__).with_name("run_settings")
 # The quickstart's task and what is made for it. The model of `tiny` knows nothing; `stretch` is not
-# solved within minutes. So groups stay mixed.
+# solved within minutes. So groups stay mixed. `jars` plays with an environment.
 SIZES = {
     "tiny": (
         "quickstart",
@@ -50,6 +51,7 @@ SIZES = {
         ),
     ),
     "stretch": ("stretch", PrepareSettings()),
+    "jars": ("jars", replace(JARS_SETTINGS, num_held_out=16)),
 }
 
 
@@ -89,6 +91,7 @@ def prepare_run(
         f"reward.reward_kwargs.overlong_buffer_cfg.len={assets.task.overlong_buffer_tokens}",
         *(f"{key}.seed={seed}" for key in ("data", "actor_rollout_ref.rollout", "trainer")),
         f"sluice.run_dir={(folder / 'run').absolute()}",
+        *assets.task.overrides,
         settings_file("endless"),
         settings_file(size),
     ]

@@ -1,6 +1,6 @@
 """Measure on the CPU what will matter on devices; `make bench-devices`.
 
-Parts, and the keys of the JSON object that is printed last; those of other parts are null:
+Parts, and the keys of the JSON object that is printed last; those of parts not chosen are null:
 
 engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM over that of an earlier
             commit; vllm_overhead: tokens/s at 128 sequences over vLLM alone; with --vllm-python
@@ -31,7 +31,8 @@ fleet       fleet_samples_per_s: samples that the reward service's process grade
             tokens without a place afterwards; reward_memory_ratio: memory of the service, less
             300 MB, over the bytes of the tokens and texts that it holds
 
-missed names the keys that miss their bars; the exit code is then 1.
+A part that fails ends no other: its keys, and those of one that is left out, say why. missed names
+the keys that miss their bars, failed the parts with an error; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -53,10 +54,19 @@ from benchmarks.devices import (
     wire,
 )
 from benchmarks.parts import Part, missed, parts_parser, run_parts
-from benchmarks.reporting import print_line
 
-_MODULES = (overlap, wire, receipts, shares, shards, launches, engines, fleet, recovery)
-KEYS = tuple(key for module in _MODULES for key in module.KEYS)
+KEYS_OF: Mapping[str, Sequence[str]] = {
+    "overlap": overlap.KEYS,
+    "wire": wire.KEYS,
+    "receipts": receipts.KEYS,
+    "shares": shares.KEYS,
+    "shards": shards.KEYS,
+    "launches": launches.KEYS,
+    "engines": engines.KEYS,
+    "fleet": fleet.KEYS,
+    "recovery": recovery.KEYS,
+}
+KEYS = tuple(key for keys in KEYS_OF.values() for key in keys)
 MOST: Mapping[str, float] = {
     **overlap.MOST,
     **wire.MOST,
@@ -78,15 +88,13 @@ LEAST: Mapping[str, float] = {
 
 def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
     if parsed.vllm_python is None:
-        print_line("engines: left out, there is no --vllm-python")
-        return {}
+        return dict.fromkeys(engines.KEYS, "left out: there is no --vllm-python")
     return engines.measure(parsed.vllm_python)
 
 
 def _launches(parsed: argparse.Namespace) -> Mapping[str, object]:
     if parsed.ray_python is None:
-        print_line("launches: left out, there is no --ray-python")
-        return {}
+        return dict.fromkeys(launches.KEYS, "left out: there is no --ray-python")
     return launches.measure(parsed.ray_python)
 
 
@@ -111,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
         "--concurrent", type=int, default=fleet.CONCURRENT, help="samples of the part fleet"
     )
     parsed = parser.parse_args(arguments)
-    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
+    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST), KEYS_OF)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ async def _serve(config: RunConfig) -> None:
     stop = asyncio.Event()
     pool = configured_scorer_pool(config.reward, config.sluice.sandbox, Path(config.sluice.run_dir))
     with stop_on_signals(stop), open_run_files(config) as files:
-        played = _environments(config, limit, credentials)
+        played = _environments(config, limit, credentials, files.ledger)
         async with client, pool as scorers, played as environments:
             app = RewardApp(config, sets, scorers, client, files, environments)
             server = _server(config, app, limit, credentials)
@@ -98,7 +98,7 @@ async def _serve(config: RunConfig) -> None:
 
 @asynccontextmanager
 async def _environments(
-    config: RunConfig, limit: int, credentials: Credentials
+    config: RunConfig, limit: int, credentials: Credentials, ledger: PromptLedger
 ) -> AsyncIterator[ServedEnvironments | LeaseDesk | None]:
     """Run what plays episodes; ``None``: a sample is one answer."""
     settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
@@ -106,7 +106,7 @@ async def _environments(
         settings.path, settings.name, turns.function_tool_path, turns.tool_config_path
     )
     if settings.agents:
-        yield LeaseDesk()
+        yield LeaseDesk(ledger.leases)
         return
     async with AsyncExitStack() as stack:
         servers: EnvironmentServers

@@ -28,6 +28,7 @@ from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
     BatchRules,
     GroupSettings,
+    environment_names,
     episode_rules,
     outcome_policy,
     plays_by_default,
@@ -128,6 +129,7 @@ def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
         samples=archive,
         most_chars=most_chars,
         most_bytes=waiting_bytes(config.data.train_batch_size * num_samples, most_chars),
+        environments=environment_names(config),
     )
 
 
@@ -207,6 +209,7 @@ class RewardApp:
             round_size=round_size(self.strategy.rules),
             scorer_seconds=lambda: scorers.busy_seconds,
             tool_names=self.tool_names,
+            environments=environment_names(config),
         )
         self.failures = FailureLog()
         group_filter = config.algorithm.filter_groups
@@ -334,12 +337,17 @@ class RewardApp:
 
         ``reward/groups_acknowledged`` counts the groups that trainers have acknowledged since the
         ledger began; a trainer may compare what was added since its own start with its count.
-        ``reward/tokens/pending`` and the other uses add up to ``reward/tokens/received``.
+        ``reward/tokens/pending`` and the other uses add up to ``reward/tokens/received``. Tokens
+        that an earlier service received are subtracted from ``reward/tokens/aborted``, where the
+        trainer has put them.
         """
         pending = sum(group.progress.num_received for group in self.groups)
         lost = prompts_lost(self.ledger, self.groups, self.source.num_waiting)
+        totals = self.counters.totals()
+        if self.leases is not None:
+            totals["reward/tokens/aborted"] -= self.leases.num_recalled_tokens
         return {
-            **self.counters.totals(),
+            **totals,
             **self.strategy.statistics(),
             "reward/tokens/pending": float(pending + self.validation.num_pending_tokens),
             "reward/samples_scored_again": float(self.grader.num_scored_again),
@@ -349,10 +357,13 @@ class RewardApp:
             "reward/validation_prompts": float(self.validation.num_prompts),
             "reward/validation_prompts_done": float(self.validation.num_prompts_done),
             "reward/prompts_lost": float(lost),
+            "reward/leases": float(self.leases.num_leased if self.leases else 0),
         }
 
     def end(self) -> None:
-        """Stop admitting; calls for a batch raise, and submissions end."""
+        """Stop admitting; calls for a batch and of programs raise, and submissions end."""
+        if self.leases is not None:
+            self.leases.close()
         self.loop.batches.close(NotReadyError("the reward service is shutting down"))
         self.submissions.end()
 

@@ -15,7 +15,7 @@ from services.reward.app import RewardApp
 from services.reward.group_table import PENDING_STATES, GroupState
 from services.reward.groups.loop import as_waits
 from services.reward.records.statistics import SAMPLE_OUTCOMES
-from sluice.algorithm.routing import FleetUse, replicas_needed, slots_needed
+from sluice.algorithm.routing import FleetUse, ReplicaUse, replicas_needed, slots_needed
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.deadlines import generate_timeout_s
 from sluice.config.run import RunConfig
@@ -234,8 +234,11 @@ class RewardMetrics:
 
 
 def fleet_facts(app: RewardApp, num_batches: int) -> FleetFacts:
-    """Return what demand depends on, now, after so many batches were formed."""
-    replicas = app.queue.replicas
+    """Return what demand depends on, now, after so many batches were formed.
+
+    Replicas that serve validation only are no part of the fleet here.
+    """
+    replicas = [one for one in app.queue.replicas if one.use is not ReplicaUse.VALIDATION]
     generates = app.groups.counts[GroupState.GENERATING] > 0 or not replicas
     return FleetFacts(
         num_batches,

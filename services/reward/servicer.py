@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import grpc
 
 from services.reward.app import RewardApp
-from services.reward.episodes.leases import LeaseDesk, PostedEnd
+from services.reward.episodes.lease_records import PostedEnd
+from services.reward.episodes.leases import LeaseDesk
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
 from services.reward.group_table import GroupState, PromptOutcome
@@ -203,6 +204,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Lease samples to a program."""
         check_fields(request)
         taken = await self._leases().take(request.count, request.wait_s)
+        await self._app.ledger.durable()
         return reward.LeaseSamplesResponse(
             leases=[
                 lease_to_proto(
@@ -222,6 +224,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             reply = await self._leases().chat(
                 request.lease_id, request.request_digest, messages, tools
             )
+        await self._app.ledger.durable()
         return chat_answer_to_proto(
             reply.answer,
             reply.finish,
@@ -236,6 +239,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Note how a program ended its sample."""
         end = PostedEnd(reward_of(request), request.failure)
         self._leases().end(request.lease_id, end)
+        await self._app.ledger.durable()
         return reward.EndEpisodeResponse()
 
     async def GetStatus(

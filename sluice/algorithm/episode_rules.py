@@ -40,6 +40,7 @@ class Observation:
             conversation, which may continue any earlier turn, or none.
         is_whole: see `messages`.
         tools: that it may call; after the first observation none means the same as before.
+        withdraws_tools: with no `tools`, it may call none from now on.
         done: the episode is over, and the policy reads nothing more.
         reward: of the answer before; ``None``: it has none of its own.
     """
@@ -49,6 +50,7 @@ class Observation:
     tools: tuple[Tool, ...] = ()
     done: bool = False
     reward: float | None = None
+    withdraws_tools: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,27 +117,44 @@ def answer_message(answer: Answer) -> ChatMessage:
 def continued(
     histories: Sequence[Sequence[ChatMessage]], messages: Sequence[ChatMessage]
 ) -> Continued:
-    """Return which turn a whole conversation continues: the longest history that it begins with.
+    """Return which turn a whole conversation continues: the first whose history comes before the
+    messages that are new.
 
     A turn is only continued by messages of users and tools, at least one; a conversation that
     continues no turn is a root.
 
     Args:
-        histories: of the turns so far, in their order.
+        histories: of turns so far, in their order; each ends with the turn's answer.
         messages: the whole conversation.
     """
-    found = [_canonical(message) for message in messages]
-    best: int | None = None
+    size = num_before_new(messages)
     for index, history in enumerate(histories):
-        size = len(history)
-        if size >= len(found) or (best is not None and size <= len(histories[best])):
-            continue
-        rest = {message.role for message in messages[size:]}
-        if rest <= CONTINUING_ROLES and found[:size] == [_canonical(one) for one in history]:
-            best = index
-    if best is None:
-        return Continued(None, tuple(messages))
-    return Continued(best, tuple(messages[len(histories[best]) :]))
+        if len(history) == size < len(messages) and all(map(_is_same, history, messages)):
+            return Continued(index, tuple(messages[size:]))
+    return Continued(None, tuple(messages))
+
+
+def num_before_new(messages: Sequence[ChatMessage]) -> int:
+    """Return how many messages a conversation has before those of users and tools at its end.
+
+    A history that it continues ends with an answer, and so has exactly as many.
+    """
+    size = len(messages)
+    while size and messages[size - 1].role in CONTINUING_ROLES:
+        size -= 1
+    return size
+
+
+def _is_same(one: ChatMessage, other: ChatMessage) -> bool:
+    calls, others = one.tool_calls, other.tool_calls
+    return (
+        (one.role, one.content, len(calls)) == (other.role, other.content, len(others))
+        and all(call.name == same.name for call, same in zip(calls, others, strict=True))
+        and all(
+            call.arguments == same.arguments or _arguments(call) == _arguments(same)
+            for call, same in zip(calls, others, strict=True)
+        )
+    )
 
 
 def same_prompt_key(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:

@@ -1,7 +1,7 @@
 """The training sequences of an episode: paths through its turns, and the tokens that each trains.
 
 A path leads from a root to a leaf. Every sampled token is trained in the first path that holds it;
-later paths only read it, as they read context. Turns with a reason to be untrained are only read.
+later paths only read it, as they read context.
 """
 
 from __future__ import annotations
@@ -51,21 +51,16 @@ class PathTokens:
         return cls(token_ids, every, every, follows_prompt=True)
 
 
-def is_trained(turn: Turn) -> bool:
-    """Return whether a turn has tokens that are trained."""
-    return bool(turn.token_ids.size) and not turn.untrained
-
-
 def training_paths(turns: Sequence[Turn]) -> tuple[TurnPath, ...]:
     """Return the paths that train every token once, in the order of their leaves.
 
-    A path ends with a trained turn: what only follows untrained ones is left out. Lengths decide,
+    A path ends with a turn that has tokens: what is only read after it is left out. Lengths decide,
     so that tokens may be absent.
     """
     continued: set[int] = set()
     leaves: list[int] = []
     for number in reversed(range(len(turns))):  # a turn comes before those that continue it
-        if number not in continued and not is_trained(turns[number]):
+        if number not in continued and not turns[number].token_ids.size:
             continue
         if number not in continued:
             leaves.append(number)
@@ -76,7 +71,7 @@ def training_paths(turns: Sequence[Turn]) -> tuple[TurnPath, ...]:
     held: set[int] = set()
     for leaf in reversed(leaves):
         path = _to_root(turns, leaf)
-        own = frozenset(n for n in path if n not in held and is_trained(turns[n]))
+        own = frozenset(n for n in path if n not in held and turns[n].token_ids.size)
         held.update(path)
         paths.append(TurnPath(path, own))
     return tuple(paths)
@@ -123,17 +118,6 @@ def path_tokens(turns: Sequence[Turn], path: TurnPath) -> PathTokens:
         np.concatenate(columns),
         follows_prompt(turns, path),
     )
-
-
-def num_trained_tokens(turns: Sequence[Turn]) -> int:
-    """Return the sampled tokens that are in the loss."""
-    return sum(turn.token_ids.size for turn in turns if is_trained(turn))
-
-
-def trained_mask(turns: Sequence[Turn]) -> npt.NDArray[np.bool_]:
-    """Return which sampled tokens are in the loss, bool [tokens]."""
-    trains = np.array([not turn.untrained for turn in turns])
-    return np.repeat(trains, [turn.token_ids.size for turn in turns])
 
 
 def _to_root(turns: Sequence[Turn], leaf: int) -> tuple[int, ...]:

@@ -120,13 +120,16 @@ class ReplicaRequirement:
     def came_too_late(self, offers: Collection[Offer]) -> bool:
         """Return whether no replica will do, now or later.
 
-        Versions only rise, and a replica that is about to swap is not held later. Without any
-        replica the next one may still do.
+        Versions only rise, and a replica that is about to swap is not held later: its next version
+        is newer than the one that is validated. Without any replica the next one may still do.
         """
         highest = self.highest_version
         if highest is None or not offers:
             return False
-        return all(offer.version >= highest and not self.takes(offer) for offer in offers)
+        return all(
+            (offer.version >= highest or offer.use is ReplicaUse.TRAINING) and not self.takes(offer)
+            for offer in offers
+        )
 
 
 def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
@@ -242,9 +245,15 @@ class ReplicaRouter:
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots with a sequence in them; what a replica holds beyond its slots waits there."""
-        members = self._members.values()
-        return sum(min(member.num_outstanding, member.announced.info.slots) for member in members)
+        """Slots with a sequence in them; what a replica holds beyond its slots waits there.
+
+        Slots of replicas that serve validation only do not count.
+        """
+        return sum(
+            min(member.num_outstanding, member.announced.info.slots)
+            for member in self._members.values()
+            if member.announced.use is not ReplicaUse.VALIDATION
+        )
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[RoutedReplica, ...]:
         """Replace the fleet and end pauses. Return the members that left, marked as removed."""

@@ -2,23 +2,24 @@
 
 Consumes: leases. Each program gets its task as a line of JSON, and the address of a front.
 Produces: the end of each lease, from the program's exit code and the last line of its output. Waits
-for: programs, until their leases expire. On shutdown: cancelling `run` kills the programs with the
-processes of their groups, and ends their leases as failures.
+for: programs, until their leases expire; a reward service that is away, for a minute. On shutdown:
+cancelling `run` ends the leases as failures at once, and the programs with the processes of their
+groups by SIGTERM, after seconds by SIGKILL.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
-import os
-import shlex
-import shutil
-import signal
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from sluice.client.agent_program import (
+    AgentFailedError,
+    AgentLateError,
+    AgentProgram,
+    program_of,
+)
 from sluice.client.leases import LeasedSample, Leases
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import (
@@ -29,11 +30,11 @@ from sluice.errors import (
     NotFoundError,
     PeerError,
     SluiceError,
+    leaves,
 )
 
 _TAKE_S, _AWAY_S, _PAUSE_S, _REPORT_S, _LAST_CALL_S = 5.0, 60.0, 1.0, 10.0, 5.0
-_KEPT_BYTES = 1 << 16
-_MOST_DETAIL = 400
+_STOPPED = "sluice agents run was stopped"
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class AgentCounts:
         running: now.
         ended: with exit code 0.
         failed: all others.
+        stopped: by the end of the command, or their samples had been given up.
         rewards: how many rewards they printed.
         reward_sum: of these rewards.
     """
@@ -51,16 +53,14 @@ class AgentCounts:
     running: int = 0
     ended: int = 0
     failed: int = 0
+    stopped: int = 0
     rewards: int = 0
     reward_sum: float = 0.0
 
     def __str__(self) -> str:
+        stopped = f", {self.stopped} stopped" if self.stopped else ""
         mean = f"; mean reward {self.reward_sum / self.rewards:.3f}" if self.rewards else ""
-        return f"{self.running} agents run, {self.ended} ended, {self.failed} failed{mean}"
-
-
-class AgentFailedError(SluiceError):
-    """A program failed; its sample has no reward."""
+        return f"{self.running} agents run, {self.ended} ended, {self.failed} failed{stopped}{mean}"
 
 
 class AgentRunner:
@@ -72,6 +72,7 @@ class AgentRunner:
         parallel: most programs at once.
         base_url: of the front that they call, without a path.
         say: prints a line of progress.
+        has_ended: whether the run has reached its end.
 
     Raises:
         ConfigError: the program does not exist.
@@ -84,8 +85,11 @@ class AgentRunner:
         parallel: int,
         base_url: str,
         say: Callable[[str], None],
+        has_ended: Callable[[], Awaitable[bool]],
     ) -> None:
         self._leases, self._parallel, self._base_url, self._say = leases, parallel, base_url, say
+        self._has_ended, self._is_over = has_ended, False
+        self._away_since: float | None = None
         self._arguments = program_of(command)
         self._most_failures = max(16, 2 * parallel)
         self._failures_in_a_row = 0
@@ -95,33 +99,61 @@ class AgentRunner:
     async def run(self) -> None:
         """Lease samples, and run a program for each.
 
-        Return once the reward service has been away for a minute: the run has ended.
+        Return once the run has ended, or the reward service has been away for a minute.
 
         Raises:
             ConfigError: the program failed for many samples in a row.
             SluiceError: the run leases no samples.
         """
-        loop = asyncio.get_running_loop()
-        answered_s = said_s = loop.time()
         try:
             async with asyncio.TaskGroup() as tasks:
-                while loop.time() - answered_s < _AWAY_S:
-                    if loop.time() - said_s >= _REPORT_S:
-                        said_s = loop.time()
-                        self._say(str(self.counts))
-                    await self._wait_for_capacity()
-                    try:
-                        free = self._parallel - self.counts.running
-                        found = await self._leases.take(min(free, 1024), _TAKE_S)
-                    except (PeerError, DeadlineError, ExhaustedError):
-                        await asyncio.sleep(_PAUSE_S)
-                        continue
-                    answered_s = loop.time()
-                    for lease in found:
-                        self.counts.running += 1
-                        tasks.create_task(self._work(lease), name=f"agent of {lease.prompt_id}")
+                working = tasks.create_task(self._lease(), name="leases")
+                await self._until_over()
+                self._is_over = True
+                working.cancel()
         except* SluiceError as errors:
-            raise errors.exceptions[0] from errors
+            raise leaves(errors)[0] from errors
+
+    async def _until_over(self) -> None:
+        """Report progress until the run has ended, or has been away for too long."""
+        loop = asyncio.get_running_loop()
+        said, said_s = "", loop.time()
+        while True:
+            await asyncio.sleep(_PAUSE_S)
+            is_due = loop.time() - said_s >= _REPORT_S
+            if is_due:
+                said_s = loop.time()
+                if said != str(self.counts):
+                    said = str(self.counts)
+                    self._say(said)
+            since = self._away_since
+            if (is_due or since is not None) and await self._has_ended():
+                return
+            if since is not None and loop.time() - since >= _AWAY_S:
+                self._say(f"the reward service has been away for {_AWAY_S:g} s")
+                return
+
+    async def _lease(self) -> None:
+        """Start a program for each sample, without end."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._wait_for_capacity()
+                try:
+                    free = self._parallel - self.counts.running
+                    found = await self._leases.take(min(free, 1024), _TAKE_S)
+                except (PeerError, DeadlineError, ExhaustedError) as error:
+                    if self._away_since is None:
+                        self._away_since = loop.time()
+                        self._say(f"waiting up to {_AWAY_S:g} s for the reward service: {error}")
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                if self._away_since is not None:
+                    self._away_since = None
+                    self._say("the reward service answers again")
+                for lease in found:
+                    self.counts.running += 1
+                    tasks.create_task(self._work(lease), name=f"agent of {lease.prompt_id}")
 
     async def _wait_for_capacity(self) -> None:
         while self.counts.running >= self._parallel:
@@ -130,19 +162,31 @@ class AgentRunner:
                 await self._freed.wait()
 
     async def _work(self, lease: LeasedSample) -> None:
-        reward, failure = None, ""
+        program: AgentProgram | None = None
+        reward, failure, is_late = None, "", False
         try:
-            reward = await self._result(lease)
-        except AgentFailedError as error:
-            failure = str(error)
+            try:
+                program = await AgentProgram.start(self._arguments, self._variables(lease))
+                reward = await program.result(task_line(lease), lease.deadline_s)
+            except AgentFailedError as error:
+                failure, is_late = str(error), isinstance(error, AgentLateError)
+            is_taken = await self._end(lease, reward, failure)
         except asyncio.CancelledError:
-            await self._end(lease, None, "sluice agents run was stopped")
+            self.counts.stopped += 1
+            if program is not None:
+                program.interrupt()
+            if not self._is_over:
+                await self._end(lease, None, _STOPPED, within_s=_LAST_CALL_S)
             raise
         finally:
+            if program is not None:
+                await program.stop()
             self.counts.running -= 1
             self._freed.set()
-        await self._end(lease, reward, failure)
-        self._count(reward, failure)
+        if failure and not (is_taken or is_late):
+            self.counts.stopped += 1
+        else:
+            self._count(reward, failure)
 
     def _count(self, reward: float | None, failure: str) -> None:
         if not failure:
@@ -162,39 +206,21 @@ class AgentRunner:
                 "; run it by hand with a task on its standard input"
             )
 
-    async def _end(self, lease: LeasedSample, reward: float | None, failure: str) -> None:
-        """Post the end; a program may have posted it before, or too late."""
-        with suppress(NotFoundError, LeaseEndedError, PeerError, DeadlineError, TimeoutError):
-            async with asyncio.timeout(_LAST_CALL_S):
-                await self._leases.end(lease.lease_id, reward_value=reward, failure=failure)
+    async def _end(
+        self, lease: LeasedSample, reward: float | None, failure: str, within_s: float = _AWAY_S
+    ) -> bool:
+        """Post the end; return whether the sample was not given up before.
 
-    async def _result(self, lease: LeasedSample) -> float | None:
-        """Run the program; return the reward that it prints last, if any."""
+        A program may have posted its end itself.
+        """
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **self._variables(lease)},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise AgentFailedError(f"it did not start: {error}") from error
-        try:
-            async with asyncio.timeout(lease.deadline_s):
-                with waiting_for("agent", "working on a sample"):
-                    output, errors = await _talk(process, task_line(lease))
-                    code = await process.wait()
-        except TimeoutError:
-            detail = f"killed: it ran for sluice.environment.episode_timeout_s={lease.deadline_s:g}"
-            raise AgentFailedError(detail) from None
-        finally:
-            await _kill(process)
-        if code:
-            detail = errors.decode(errors="replace").strip()[-_MOST_DETAIL:]
-            raise AgentFailedError(f"exit code {code}: {detail}")
-        return printed_reward(output.decode(errors="replace"))
+            async with asyncio.timeout(within_s):
+                await self._leases.end(lease.lease_id, reward_value=reward, failure=failure)
+        except LeaseEndedError:
+            return True
+        except (NotFoundError, PeerError, DeadlineError, TimeoutError):
+            return False
+        return True
 
     def _variables(self, lease: LeasedSample) -> Mapping[str, str]:
         return {
@@ -204,72 +230,7 @@ class AgentRunner:
         }
 
 
-def program_of(command: str) -> list[str]:
-    """Split a command. Raise ConfigError if its program does not exist."""
-    try:
-        arguments = shlex.split(command)
-    except ValueError as error:
-        raise ConfigError(f"--command {command!r}: {error}") from error
-    if not arguments or shutil.which(arguments[0]) is None:
-        raise ConfigError(f"--command {command!r}: no such program; give one that PATH has")
-    return arguments
-
-
 def task_line(lease: LeasedSample) -> bytes:
     """Return the task as a line of JSON: messages, data_source, ground_truth and extra_info."""
     messages = [{"role": turn.role, "content": turn.content} for turn in lease.messages]
     return json.dumps({"messages": messages, **json.loads(lease.row_json)}).encode() + b"\n"
-
-
-def printed_reward(output: str) -> float | None:
-    """Return the reward in the last line of an output; ``None``: it is no object with one.
-
-    Raises:
-        AgentFailedError: the line has a failure, or its reward is no finite number.
-    """
-    lines = output.strip().splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict):
-        return None
-    if failure := found.get("failure"):
-        raise AgentFailedError(str(failure)[:_MOST_DETAIL])
-    reward = found.get("reward")
-    if reward is None:
-        return None
-    if isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise AgentFailedError(f"reward: {str(reward)[:_MOST_DETAIL]!r} is no number")
-    if not math.isfinite(reward):
-        raise AgentFailedError(f"reward: {reward} is not finite")
-    return float(reward)
-
-
-async def _talk(process: asyncio.subprocess.Process, line: bytes) -> tuple[bytes, bytes]:
-    """Send the task; return the ends of both outputs."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    async with asyncio.TaskGroup() as tasks:
-        output = tasks.create_task(_tail(process.stdout))
-        errors = tasks.create_task(_tail(process.stderr))
-        with suppress(ConnectionError):  # a program need not read its task
-            process.stdin.write(line)
-            await process.stdin.drain()
-        process.stdin.close()
-    return output.result(), errors.result()
-
-
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    kept = b""
-    while chunk := await stream.read(_KEPT_BYTES):
-        kept = (kept + chunk)[-_KEPT_BYTES:]
-    return kept
-
-
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill the program and what it started in its group, and wait for its end."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()

@@ -172,7 +172,7 @@ class AsyncClient:
 
     def leases(self) -> Leases:
         """Return the samples of a run with `sluice.environment.agents`, for programs."""
-        return Leases(self._channels, self._reward())
+        return Leases(self._channels, self._reward(), self._policy)
 
     async def replicas(self) -> Sequence[FleetReplica]:
         """Look up the replicas that serve.

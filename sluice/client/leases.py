@@ -1,9 +1,14 @@
-"""Samples leased from a run: take them, request answers for them, and end them."""
+"""Samples leased from a run: take them, request answers for them, and end them.
+
+Leases survive a restart of the reward service. So requests and ends, which may be repeated, wait
+for it to come back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
@@ -11,8 +16,16 @@ from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.client.channels import ServiceChannels
 from sluice.codec.leases import chat_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
+from sluice.errors import SluiceError
 from sluice.rpc.client import reward_stub, unary_call
+from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import Answer, ChatMessage, Tool
+
+_MOST_DEFECTS = 3
+_ACCEPTED_S = 30.0
+"""A call that fails after so many seconds had reached the service."""
+
+AnswerT = TypeVar("AnswerT")
 
 
 class LeasedSample(NamedTuple):
@@ -59,10 +72,11 @@ class Leases:
     Args:
         channels: of the client.
         address: host:port of the reward service.
+        policy: how long `chat` and `end` wait for a reward service that is away.
     """
 
-    def __init__(self, channels: ServiceChannels, address: str) -> None:
-        self._channels, self._address = channels, address
+    def __init__(self, channels: ServiceChannels, address: str, policy: RetryPolicy) -> None:
+        self._channels, self._address, self._policy = channels, address, policy
 
     async def take(self, count: int, wait_s: float = 20.0) -> list[LeasedSample]:
         """Lease at most `count` samples, those of the oldest groups first.
@@ -102,18 +116,19 @@ class Leases:
             lease_id: of the sample.
             digest: identifies the request; the same one is sampled once.
             messages: the conversation.
-            tools: that the policy may call; none: as in the request before.
+            tools: that the policy may call, whatever the request before had.
 
         Raises:
             NotFoundError: the lease is unknown, or has expired.
             LeaseEndedError: the sample has ended, or no token is left.
             InvalidRequestError: a message or a tool is not valid.
-            SluiceError: the reward service does not answer.
+            SluiceError: the reward service does not answer for the policy's patience.
         """
         request = chat_to_proto(lease_id, digest, messages, tools)
         self._channels.check_size("messages", request)
-        response = await unary_call(
-            self._stub().Chat, request, peer=self._address, phase="asking for an answer"
+        response = await self._patiently(
+            "asking for an answer",
+            lambda phase: unary_call(self._stub().Chat, request, peer=self._address, phase=phase),
         )
         return LeasedAnswer(
             answer_from_proto(response.answer),
@@ -135,13 +150,34 @@ class Leases:
             NotFoundError: the lease is unknown, or has expired.
             LeaseEndedError: the sample has ended otherwise.
             InvalidRequestError: the reward is not finite.
-            SluiceError: the reward service does not answer.
+            SluiceError: the reward service does not answer for the policy's patience.
         """
         request = reward.EndEpisodeRequest(lease_id=lease_id, failure=failure)
         if reward_value is not None:
             request.reward = reward_value
-        phase = "ending a sample"
-        await unary_call(self._stub().EndEpisode, request, peer=self._address, phase=phase)
+        await self._patiently(
+            "ending a sample",
+            lambda phase: unary_call(
+                self._stub().EndEpisode, request, peer=self._address, phase=phase
+            ),
+        )
+
+    async def _patiently(self, phase: str, make: Callable[[str], Awaitable[AnswerT]]) -> AnswerT:
+        """Repeat a call while the reward service is away."""
+        retries = Retries(
+            self._policy, self._address, phase, retries_on=is_absence, most_defects=_MOST_DEFECTS
+        )
+
+        async def attempt() -> AnswerT:
+            began_s = time.monotonic()
+            try:
+                return await make(phase)
+            except SluiceError:
+                if time.monotonic() - began_s >= _ACCEPTED_S:
+                    retries.note_progress()  # else two restarts during one answer are one absence
+                raise
+
+        return await retries.call(attempt)
 
     def _stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
         return reward_stub(self._channels.to(self._address))

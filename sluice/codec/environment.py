@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from sluice.algorithm.episode_rules import CONTINUING_ROLES, Observation
 from sluice.api.common.v1 import common_pb2 as common
@@ -27,6 +28,9 @@ MAX_METRICS, MAX_PREDICTION_CHARS = 64, 1000
 """Of a score; the rest of a prediction is cut."""
 LARGEST_NUMBER = (2 - 2**-23) * 2.0**127
 """Of float32, which advantages are computed in."""
+BUNDLE_BYTES = 1 << 20
+"""Most bytes of messages that travel together."""
+ItemT = TypeVar("ItemT")
 _ROLES = frozenset(("system", "assistant")) | CONTINUING_ROLES
 
 
@@ -65,12 +69,13 @@ def row_json(prompt: Prompt) -> str:
 def step_to_proto(
     episode_id: str, turn: int, answer: Answer, finish: FinishReason
 ) -> environment.StepRequest:
-    """Encode an answer of the policy."""
+    """Encode an answer of the policy, which may end the episode."""
     return environment.StepRequest(
         episode_id=episode_id,
         turn=turn,
         answer=answer_to_proto(answer),
         finish_reason=common.FinishReason.Value(f"FINISH_REASON_{finish.name}"),
+        may_end=True,
     )
 
 
@@ -85,6 +90,11 @@ def observation_from_proto(message: environment.Observation) -> Observation:
     for index, turn in enumerate(message.messages):
         check_role(f"{field}.messages[{index}]", turn, is_whole=message.is_whole)
     check_tools(f"{field}.tools", message.tools)
+    if message.tools and message.withdraws_tools:
+        raise InvalidRequestError(
+            f"{field}.withdraws_tools: true together with {len(message.tools)} tools; send one of "
+            "them"
+        )
     reward = message.reward if message.HasField("reward") else None
     if reward is not None:
         _check_number(f"{field}.reward", reward)
@@ -94,6 +104,7 @@ def observation_from_proto(message: environment.Observation) -> Observation:
         tools_from_proto(message.tools),
         message.done,
         reward,
+        message.withdraws_tools,
     )
 
 
@@ -105,6 +116,7 @@ def observation_to_proto(seen: Observation) -> environment.Observation:
         tools=tools_to_proto(seen.tools),
         done=seen.done,
         reward=seen.reward,
+        withdraws_tools=seen.withdraws_tools,
     )
 
 
@@ -137,6 +149,25 @@ def grade_from_proto(message: environment.CloseResponse) -> Scored | None:
         _check_number(f"score.{name}", value)
     prediction = None if scored.prediction is None else scored.prediction[:MAX_PREDICTION_CHARS]
     return Scored(scored.score, scored.score, metrics, prediction)
+
+
+def bundles(items: Iterable[ItemT], size_of: Callable[[ItemT], int]) -> Iterator[list[ItemT]]:
+    """Yield items in lists of at most `BUNDLE_BYTES`, or of one item.
+
+    Args:
+        items: that travel.
+        size_of: returns the bytes of one.
+    """
+    bundle, num_bytes = list[ItemT](), 0
+    for item in items:
+        size = size_of(item)
+        if bundle and num_bytes + size > BUNDLE_BYTES:
+            yield bundle
+            bundle, num_bytes = [], 0
+        bundle.append(item)
+        num_bytes += size
+    if bundle:
+        yield bundle
 
 
 def _check_number(field: str, value: float) -> None:

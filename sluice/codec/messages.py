@@ -174,7 +174,7 @@ def struct_to_proto(values: Mapping[str, object], field: str) -> Struct | None:
 
 
 def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "") -> dict[str, Any]:
-    """Decode a JSON object.
+    """Decode a JSON object. Whole numbers become integers up to 2**53, 1.0 like 1.
 
     Args:
         struct: the object.
@@ -189,7 +189,7 @@ def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "")
         limit = f"{key} allows {max_bytes}; send less" if key else f"send at most {max_bytes}"
         raise InvalidRequestError(f"{field}: {size} bytes; {limit}")
     try:
-        return dict(MessageToDict(struct))
+        return {name: _with_integers(value) for name, value in MessageToDict(struct).items()}
     except (ValueError, RecursionError) as error:
         # The error quotes the value, which may be long.
         raise InvalidRequestError(
@@ -211,19 +211,19 @@ def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
 
 
 def template_kwargs_from_proto(chat: common.ChatPrompt | common.Continuation) -> dict[str, Any]:
-    """Decode the arguments of a conversation. Whole numbers become integers, 1.0 like 1.
+    """Decode the arguments of a conversation.
 
     Raises:
         InvalidRequestError: too many bytes or levels, or a number that is not finite.
     """
     values = struct_from_proto(chat.template_kwargs, _FIELD, MAX_TEMPLATE_KWARGS_BYTES)
     _check_levels(values, _FIELD, _MAX_LEVELS)
-    return {key: _with_integers(value) for key, value in values.items()}
+    return values
 
 
 def _with_integers(value: Any) -> Any:  # noqa: ANN401 - JSON
-    # A template that counts or prints needs the integer that was sent; a Struct holds a double.
-    if isinstance(value, float) and value.is_integer():
+    # What counts or prints needs the integer that was sent; a Struct holds a double.
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_INTEGER:
         return int(value)
     if isinstance(value, dict):
         return {key: _with_integers(inner) for key, inner in value.items()}

@@ -108,6 +108,7 @@ def message_to_proto(message: ChatMessage) -> common.ChatMessage:
         tool_calls=_calls_to_proto(message.tool_calls),
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning,
+        is_error=message.is_error,
     )
 
 
@@ -119,6 +120,7 @@ def message_from_proto(message: common.ChatMessage) -> ChatMessage:
         _calls_from_proto(message.tool_calls),
         message.tool_call_id,
         message.reasoning,
+        message.is_error,
     )
 
 

@@ -149,7 +149,6 @@ def _turn_to_proto(turn: Turn, *, with_context: bool) -> common.Turn:
         num_context_tokens=0 if with_context else turn.context.size,
         finish_reason=finish_reason_to_proto(turn.finish_reason),
         reward=turn.reward,
-        untrained=turn.untrained,
     )
 
 
@@ -175,7 +174,6 @@ def _turn_from_proto(message: common.Turn, name: str) -> Turn:
         context=context,
         is_new_root=message.is_new_root,
         reward=reward,
-        untrained=message.untrained,
     )
 
 

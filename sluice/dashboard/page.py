@@ -259,6 +259,7 @@ def group_object(found: FoundGroup) -> dict[str, Any]:
         "prompt": group.prompt,
         "ground_truth": group.ground_truth,
         "data_source": group.data_source,
+        "environment": group.environment,
         "replicas": group.replicas,
         "ended_at": group.ended_at or None,
         "responses": [_response(response) for response in group.responses],

@@ -174,8 +174,8 @@ class ClassEpisode:
     async def _called(self, answer: Answer) -> Observation:
         messages, rewards = [], list[float]()
         for call in answer.tool_calls:
-            text, reward = await self._result(call)
-            messages.append(ChatMessage(TOOL, text, tool_call_id=call.call_id))
+            message, reward = await self._result(call)
+            messages.append(message)
             rewards += [] if reward is None else [reward]
         if answer.tool_error:
             role = TOOL if self._environment.methods else USER
@@ -183,23 +183,23 @@ class ClassEpisode:
         reward = sum(rewards) if rewards else None
         return Observation(tuple(messages), done=self._is_done, reward=reward)
 
-    async def _result(self, call: ToolCall) -> tuple[str, float | None]:
+    async def _result(self, call: ToolCall) -> tuple[ChatMessage, float | None]:
         method = self._environment.methods.get(call.name)
         if method is None:
-            return unknown_tool(call.name, self._environment.methods), None
+            return unknown_tool(call, self._environment.methods), None
         try:
             arguments = method.arguments(call.arguments)
         except ArgumentsError as error:
-            return f"Error: {error}", None
+            return error_of(call, str(error)), None
         try:
             bound = getattr(self._instance, call.name)
             returned = await self._calls.run(bound, **arguments)
             value, reward = with_reward(f"{self._environment.name}.{call.name}", returned)
-            return text_of(value), reward
+            return ChatMessage(TOOL, text_of(value), tool_call_id=call.call_id), reward
         except (EnvironmentUnavailable, EnvironmentDefectError):
             raise
         except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
-            return f"Error: {raised(error)}", None
+            return error_of(call, raised(error)), None
 
     def _method(self, name: str) -> Callable[..., object] | None:
         found = getattr(self._instance, name, None)
@@ -212,9 +212,15 @@ class ClassEpisode:
 
 def unreadable(error: str, role: str = TOOL) -> ChatMessage:
     """Return what the policy reads after calls that cannot be read."""
-    return ChatMessage(role, f"Error: the call cannot be read: {error}")
+    return ChatMessage(role, f"Error: the call cannot be read: {error}", is_error=True)
 
 
-def unknown_tool(name: str, known: Mapping[str, object]) -> str:
+def error_of(call: ToolCall, error: str) -> ChatMessage:
+    """Return what the policy reads after a call that failed."""
+    return ChatMessage(TOOL, f"Error: {error}", tool_call_id=call.call_id, is_error=True)
+
+
+def unknown_tool(call: ToolCall, known: Mapping[str, object]) -> ChatMessage:
     """Return what the policy reads after a call of a tool that does not exist."""
-    return f"Error: there is no tool {name[:64]!r}; the tools are: {', '.join(known) or 'none'}"
+    tools = ", ".join(known) or "none"
+    return error_of(call, f"there is no tool {call.name[:64]!r}; the tools are: {tools}")

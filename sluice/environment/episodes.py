@@ -12,7 +12,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, SupportsFloat, TypeGuard
 
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
+from sluice.environment.threads import MethodThreads
 from sluice.errors import EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool
 
@@ -120,7 +120,7 @@ class AuthorCalls:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment")
+        self._threads = MethodThreads(MAX_THREADS)
         self._clock = clock
         self._started: dict[int, float] = {}
         self._num_calls = 0
@@ -145,28 +145,13 @@ class AuthorCalls:
                     return await function(*values, **named)
             context = contextvars.copy_context()
             call = partial(context.run, self._in_thread, partial(function, *values, **named))
-            returned = await self._ended(call)
+            returned = await self._threads.run(call)
             if inspect.isawaitable(returned):
                 with self.noted():
                     return await returned
         except SystemExit as error:
             raise RuntimeError(f"it called sys.exit({error.code})") from error
-        except MemoryError:
-            if not _has_memory():
-                _end_for_memory()
-            raise
         return returned
-
-    async def _ended(self, call: Callable[[], object]) -> object:
-        made = self._threads.submit(call)
-        try:
-            return await asyncio.wrap_future(made)
-        except asyncio.CancelledError:
-            if not made.cancel():  # it runs, and the episode's next call must not overlap it
-                running = asyncio.wrap_future(made)
-                await asyncio.wait([running])
-                running.exception()  # nobody reads it
-            raise
 
     async def required(
         self, what: str, function: Callable[..., object], *values: object, **named: object
@@ -196,18 +181,25 @@ class AuthorCalls:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Count the block as a running call."""
+        """Count the block as a running call; without memory for it, end the process.
+
+        Here, since the task that made a call may be cancelled and never see the MemoryError.
+        """
         self._num_calls += 1
         number = self._num_calls
         self._started[number] = self._clock()
         try:
             yield
+        except MemoryError:
+            if not _has_memory():
+                _end_for_memory()
+            raise
         finally:
             del self._started[number]
 
     def close(self) -> None:
         """Let running threads end with the process; no further call is made."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
 
 def _has_memory() -> bool:

@@ -98,7 +98,7 @@ class Policy:
             messages: dicts with role, content and, as in OpenAI's form, tool_calls and
                 tool_call_id.
             tools: that the policy may call: dicts in OpenAI's form, or functions with type hints
-                and a docstring. ``None``: as in the call before.
+                and a docstring. ``None``: as in the call before; an empty list: none.
 
         Raises:
             EpisodeOver: a limit of the run is reached.
@@ -111,7 +111,9 @@ class Policy:
         offered = tuple(map(_tool, tools or ()))
         turns = tuple(map(_message, messages))
         self._answer = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(Observation(turns, is_whole=True, tools=offered))
+        is_withdrawn = tools is not None and not offered
+        asked = Observation(turns, is_whole=True, tools=offered, withdraws_tools=is_withdrawn)
+        self._asked.put_nowait(asked)
         try:
             return await self._answer
         finally:

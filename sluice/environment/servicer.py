@@ -1,19 +1,27 @@
-"""EnvironmentService over a loaded environment: its open episodes and their kept answers."""
+"""EnvironmentService over a loaded environment: its open episodes and their kept answers.
+
+Each call of an episode is a task, so that a caller whose connection breaks gets the answer of the
+first call when it calls again. It ends at its caller's deadline, or when the episode is given up.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
 from sluice.algorithm.episode_rules import Observation
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
-from sluice.codec.environment import observation_to_proto
+from sluice.codec.environment import bundles, observation_to_proto
 from sluice.codec.fields import MAX_NAME_BYTES, check_text
 from sluice.codec.reward import score_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
@@ -24,10 +32,27 @@ from sluice.errors import (
     NotFoundError,
     SluiceError,
 )
-from sluice.types import FinishReason
+from sluice.rpc.status import RPC_ERRORS, status_of
+from sluice.types import FinishReason, Scored
+
+logger = logging.getLogger(__name__)
 
 MAX_EPISODES = 4096
-_FINISH = "FINISH_REASON_"
+MAX_ENDED = 1024
+"""Episodes that ended with a Step whose answer is kept, for a repeated call."""
+_FINISH, _PLAY = "FINISH_REASON_", "EnvironmentService/Play"
+_QUICK_S = 0.1
+"""An answer that took longer leaves the whole time of a call to the grade."""
+_TOGETHER_S = 0.002
+"""Results that come within these seconds travel together."""
+
+_Result = environment.OpenResponse | environment.StepResponse | Exception
+ResponseT = TypeVar("ResponseT")
+
+
+class _Context(Protocol):
+    def time_remaining(self) -> float | None: ...
+    async def write(self, message: object) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -38,15 +63,33 @@ class _Open:
         played: it.
         ends_at: when it may be dropped.
         turn: number of the last answer; -1: none.
-        kept: what the last answer led to; an error: it has failed.
-        lock: a repeated call waits for the first one.
+        call: of the last answer, or of Open.
+        failure: what it has failed with.
+        is_closed: the author's object is closed.
+        lock: a call waits for the one before.
     """
 
     played: PlayedEpisode
     ends_at: float
     turn: int = -1
-    kept: Observation | SluiceError | None = None
+    call: asyncio.Task[_Result] | None = None
+    failure: Exception | None = None
+    is_closed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def close(self) -> None:
+        """Close the author's object, once."""
+        if not self.is_closed:
+            self.is_closed = True
+            await self.played.close()
+
+    async def ended(self) -> environment.CloseResponse:
+        """Grade and close."""
+        try:
+            scored = await self.played.score()
+        finally:
+            await self.close()
+        return _end(scored)
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
@@ -68,47 +111,51 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     ) -> None:
         self._world, self._tasks, self._calls, self._clock = world, tasks, calls, clock
         self._episodes: dict[str, _Open] = {}
+        self._ended: OrderedDict[str, tuple[int, asyncio.Task[_Result]]] = OrderedDict()
+        self._none_expires_before = math.inf
 
     async def Open(
         self,
         request: environment.OpenRequest,
-        _context: Any,  # noqa: ANN401
+        context: Any,  # noqa: ANN401
     ) -> environment.OpenResponse:
         """Begin an episode."""
-        await self._drop_expired()
-        self._check(request)
-        task = PlayedRow(
-            tuple(map(message_from_proto, request.messages)), _row(request.row_json), request.seed
-        )
-        played = self._world.begin(task, self._calls, self._tasks)
-        episode = _Open(played, self._clock() + request.timeout_s)
-        self._episodes[request.episode_id] = episode
-        async with episode.lock:
-            seen = await self._observed(episode, -1, played.open())
-        return environment.OpenResponse(observation=observation_to_proto(seen))
+        call = await self._begun(request, context.time_remaining())
+        return await _response(call, environment.OpenResponse)
 
     async def Step(
         self,
         request: environment.StepRequest,
-        _context: Any,  # noqa: ANN401
+        context: Any,  # noqa: ANN401
     ) -> environment.StepResponse:
         """Take an answer; a repeated one has the same answer."""
-        episode, turn = self._found(request.episode_id), request.turn
-        async with episode.lock:
-            if isinstance(episode.kept, SluiceError):
-                raise episode.kept
-            if turn == episode.turn and episode.kept is not None:
-                seen = episode.kept
-            elif turn != episode.turn + 1:
-                raise InvalidRequestError(
-                    f"turn: {turn}; the next one of this episode is {episode.turn + 1}"
-                )
-            else:
-                name = common.FinishReason.Name(request.finish_reason).removeprefix(_FINISH)
-                finish = FinishReason.__members__.get(name, FinishReason.STOP)
-                answer = answer_from_proto(request.answer)
-                seen = await self._observed(episode, turn, episode.played.step(answer, finish))
-        return environment.StepResponse(observation=observation_to_proto(seen))
+        call = self._stepped(request, context.time_remaining())
+        return await _response(call, environment.StepResponse)
+
+    async def Play(self, request: environment.PlayRequest, context: _Context) -> None:  # type: ignore[override]
+        """Make calls side by side; write each result when it is there."""
+        time_s, failed = context.time_remaining(), list[environment.PlayResult]()
+        calls: dict[asyncio.Task[_Result], str] = {}
+        asked: list[environment.OpenRequest | environment.StepRequest] = [*request.opens]
+        asked += request.steps
+        for one in asked:
+            try:
+                if isinstance(one, environment.OpenRequest):
+                    call = await self._begun(one, time_s)
+                else:
+                    call = self._stepped(one, time_s)
+                calls[call] = one.episode_id
+            except SluiceError as error:
+                failed.append(_result(one.episode_id, error))
+        if failed:
+            await context.write(environment.PlayResponse(results=failed))
+        running = set(calls)
+        while running:
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            done, running = await asyncio.wait(running, timeout=_TOGETHER_S)
+            found = [_result(calls[one], _found_by(one)) for one in done]
+            for results in bundles(found, environment.PlayResult.ByteSize):
+                await context.write(environment.PlayResponse(results=results))
 
     async def Close(
         self,
@@ -119,10 +166,13 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         episode = self._found(request.episode_id)
         try:
             scored = None
-            if not request.is_abandoned:
+            if request.is_abandoned:
+                if episode.call is not None:
+                    episode.call.cancel()
+            else:
                 async with episode.lock:
-                    if isinstance(episode.kept, SluiceError):
-                        raise episode.kept
+                    if episode.failure is not None:
+                        raise episode.failure
                     scored = await episode.played.score()
         finally:
             self._episodes.pop(request.episode_id, None)
@@ -131,9 +181,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             await asyncio.wait([closing])
         if (error := closing.result()) is not None:
             raise error
-        if scored is None:
-            return environment.CloseResponse()
-        return environment.CloseResponse(score=score_to_proto(scored))
+        return _end(scored)
 
     async def GetStatus(
         self,
@@ -149,23 +197,81 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """End all episodes."""
         episodes, self._episodes = self._episodes, {}
         for episode in episodes.values():
-            if not episode.lock.locked():  # else its method ends with the process
+            if not episode.lock.locked():
                 await _closed(episode)
+            elif episode.call is not None:  # its object ends with the process
+                episode.call.cancel()
 
-    async def _observed(
-        self, episode: _Open, turn: int, call: Awaitable[Observation]
-    ) -> Observation:
-        """Wait for a call, and keep what it led to."""
+    async def _begun(
+        self, request: environment.OpenRequest, time_s: float | None
+    ) -> asyncio.Task[_Result]:
+        """Start to open an episode."""
+        await self._drop_expired()
+        self._check(request)
+        task = PlayedRow(
+            tuple(map(message_from_proto, request.messages)), _row(request.row_json), request.seed
+        )
+        played = self._world.begin(task, self._calls, self._tasks)
+        episode = _Open(played, self._clock() + request.timeout_s)
+        self._episodes[request.episode_id] = episode
+        self._none_expires_before = min(self._none_expires_before, episode.ends_at)
+
+        async def opened() -> environment.OpenResponse:
+            seen = await played.open()
+            return environment.OpenResponse(observation=observation_to_proto(seen))
+
+        return self._started(episode, opened, time_s)
+
+    def _stepped(
+        self, request: environment.StepRequest, time_s: float | None
+    ) -> asyncio.Task[_Result]:
+        """Start to take an answer, or return the call that has taken it."""
+        turn, (last, call) = request.turn, self._ended.get(request.episode_id, (-1, None))
+        if call is not None and turn == last:
+            return call
+        episode = self._found(request.episode_id)
+        if turn == episode.turn and episode.call is not None:
+            return episode.call
+        if episode.failure is not None and (episode.call is None or episode.call.done()):
+            raise episode.failure
+        if turn != episode.turn + 1:
+            raise InvalidRequestError(
+                f"turn: {turn}; the next one of this episode is {episode.turn + 1}"
+            )
         episode.turn = turn
-        # A call that is cut short leaves the author's objects in a state that nobody knows.
-        episode.kept = NotFoundError("an earlier call of this episode was cut short")
+        return self._started(episode, partial(self._answered, episode, request), time_s)
+
+    async def _answered(
+        self, episode: _Open, request: environment.StepRequest
+    ) -> environment.StepResponse:
+        name = common.FinishReason.Name(request.finish_reason).removeprefix(_FINISH)
+        finish = FinishReason.__members__.get(name, FinishReason.STOP)
+        since = self._clock()
+        seen = await episode.played.step(answer_from_proto(request.answer), finish)
+        if not (request.may_end and seen.done and self._clock() - since < _QUICK_S):
+            return environment.StepResponse(observation=observation_to_proto(seen))
         try:
-            seen = await call
-        except SluiceError as error:
-            episode.kept = error
-            raise
-        episode.kept = seen
-        return seen
+            end = await episode.ended()
+        finally:
+            self._end(request.episode_id, episode)
+        # The policy reads nothing more.
+        shown = observation_to_proto(Observation(done=True, reward=seen.reward))
+        return environment.StepResponse(observation=shown, end=end)
+
+    def _end(self, episode_id: str, episode: _Open) -> None:
+        """Keep only what a repeated call gets."""
+        if self._episodes.pop(episode_id, None) is not None and episode.call is not None:
+            self._ended[episode_id] = episode.turn, episode.call
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+
+    def _started(
+        self, episode: _Open, work: Callable[[], Awaitable[_Result]], time_s: float | None
+    ) -> asyncio.Task[_Result]:
+        """Start a call, which ends after `time_s` seconds."""
+        call = self._tasks.create_task(_called(episode, work, time_s), name="a call of an episode")
+        episode.call = call
+        return call
 
     def _check(self, request: environment.OpenRequest) -> None:
         check_text("episode_id", request.episode_id, MAX_NAME_BYTES)
@@ -190,20 +296,86 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
     async def _drop_expired(self) -> None:
         now = self._clock()
+        if now < self._none_expires_before:
+            return
         for episode_id, episode in list(self._episodes.items()):
             if now >= episode.ends_at and not episode.lock.locked():
                 self._episodes.pop(episode_id, None)
                 await _closed(episode)
+        ends = (episode.ends_at for episode in self._episodes.values())
+        self._none_expires_before = min(ends, default=math.inf)
+
+
+async def _called(
+    episode: _Open, work: Callable[[], Awaitable[_Result]], time_s: float | None
+) -> _Result:
+    """Return what a call leads to, errors too: a task that raises them would end the server."""
+    async with episode.lock:
+        if episode.failure is not None:
+            return episode.failure
+        # A call that is cut short leaves the author's objects in a state that nobody knows.
+        episode.failure = _cut_short()
+        try:
+            async with asyncio.timeout(time_s) as scope:
+                result = await work()
+        except Exception as error:  # noqa: BLE001  whoever waits raises it
+            if not scope.expired():
+                episode.failure = error
+            return episode.failure
+        episode.failure = None
+        return result
 
 
 async def _closed(episode: _Open) -> SluiceError | None:
     """Close an episode after its running call; return what went wrong."""
     try:
         async with episode.lock:
-            await episode.played.close()
+            await episode.close()
     except SluiceError as error:
         return error
     return None
+
+
+def _cut_short() -> NotFoundError:
+    return NotFoundError("an earlier call of this episode was cut short")
+
+
+async def _response(call: asyncio.Task[_Result], kind: type[ResponseT]) -> ResponseT:
+    """Wait for a call, which runs on if the waiter is cancelled; raise its error."""
+    await asyncio.wait([call])
+    found = _found_by(call)
+    if isinstance(found, Exception):
+        raise found
+    return cast("ResponseT", found)
+
+
+def _found_by(call: asyncio.Task[_Result]) -> _Result:
+    return _cut_short() if call.cancelled() else call.result()
+
+
+def _result(episode_id: str, found: _Result) -> environment.PlayResult:
+    if isinstance(found, environment.OpenResponse):
+        return environment.PlayResult(episode_id=episode_id, opened=found)
+    if isinstance(found, environment.StepResponse):
+        return environment.PlayResult(episode_id=episode_id, stepped=found)
+    return environment.PlayResult(episode_id=episode_id, failed=_failure(found))
+
+
+def _failure(error: Exception) -> environment.CallFailure:
+    if isinstance(error, SluiceError):
+        status = status_of(error)
+        code, details = status.code.name, status.details
+    else:
+        logger.error("%s: unexpected %s", _PLAY, type(error).__name__, exc_info=error)
+        code, details = "INTERNAL", f"internal error in {_PLAY}; see its log"
+    RPC_ERRORS.add("server", _PLAY, code)
+    return environment.CallFailure(code=code, error=type(error).__name__, details=details)
+
+
+def _end(scored: Scored | None) -> environment.CloseResponse:
+    if scored is None:
+        return environment.CloseResponse()
+    return environment.CloseResponse(score=score_to_proto(scored))
 
 
 def _row(text: str) -> dict[str, object]:

@@ -21,7 +21,7 @@ import yaml
 
 from sluice.algorithm.episode_rules import TOOL, Observation
 from sluice.environment import verl_stand_in
-from sluice.environment.classes import unknown_tool, unreadable
+from sluice.environment.classes import error_of, unknown_tool, unreadable
 from sluice.environment.episodes import AuthorCalls, PlayedRow, raised, text_of, with_reward
 from sluice.environment.loading import file_module
 from sluice.environment.schemas import ArgumentsError, json_object, method_tool
@@ -195,8 +195,8 @@ class VerlEpisode:
             return Observation(done=finish is not FinishReason.LENGTH)
         messages, rewards = [], list[float]()
         for call in answer.tool_calls:
-            text, reward = await self._result(call)
-            messages.append(ChatMessage(TOOL, text, tool_call_id=call.call_id))
+            message, reward = await self._result(call)
+            messages.append(message)
             rewards += [reward] if reward else []
         if answer.tool_error:
             messages.append(unreadable(answer.tool_error))
@@ -214,24 +214,24 @@ class VerlEpisode:
             given = self._given(name, "release_kwargs")
             await self._calls.required(f"{name}.release", release, instance, **given)
 
-    async def _result(self, call: ToolCall) -> tuple[str, float]:
+    async def _result(self, call: ToolCall) -> tuple[ChatMessage, float]:
         one = self._tools.get(call.name)
         if one is None:
-            return unknown_tool(call.name, self._tools), 0.0
+            return unknown_tool(call, self._tools), 0.0
         try:
             arguments = one.arguments(call.arguments)
         except ArgumentsError as error:
-            return f"Error: {error}", 0.0
+            return error_of(call, str(error)), 0.0
         try:
             if one.function is not None:
                 returned = await self._calls.run(one.function, **arguments)
             else:
                 returned = await self._executed(call.name, one, arguments)
-            return _response(call.name, returned)
+            return _response(call, returned)
         except (EnvironmentUnavailable, EnvironmentDefectError):
             raise
         except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
-            return f"Error: {raised(error)}", 0.0
+            return error_of(call, raised(error)), 0.0
 
     async def _executed(self, name: str, one: VerlTool, arguments: dict[str, Any]) -> object:
         given = self._given(name, "execute_kwargs")
@@ -246,14 +246,14 @@ class VerlEpisode:
         return dict(found.get(kind) or {}) if isinstance(found, Mapping) else {}
 
 
-def _response(name: str, returned: object) -> tuple[str, float]:
-    """Return text and reward of verl's ``(response, reward, metrics)``, or of parts of it."""
+def _response(call: ToolCall, returned: object) -> tuple[ChatMessage, float]:
+    """Return message and reward of verl's ``(response, reward, metrics)``, or of parts of it."""
     if isinstance(returned, tuple) and len(returned) == 3:
         returned = returned[:2]
-    response, reward = with_reward(name, returned)
+    response, reward = with_reward(call.name, returned)
     if isinstance(response, tuple) and response[1:] in ((), (None,)):  # without a reward
         response = response[0]
     if getattr(response, "image", None) or getattr(response, "video", None):
-        return f"Error: {name} returned an image, which cannot be read here", 0.0
+        return error_of(call, f"{call.name} returned an image, which cannot be read here"), 0.0
     text = response.text if hasattr(response, "text") else response
-    return text_of(text), reward or 0.0
+    return ChatMessage(TOOL, text_of(text), tool_call_id=call.call_id), reward or 0.0

@@ -1,22 +1,26 @@
 """Sessions: the address ``/s/LEASE/v1`` of one leased sample, whose answers are trained.
 
 The run samples as training demands. What an agent sends about sampling is noted once and ignored.
+A request outlives a reward service that is away for less than a minute: repeated, it is answered
+from its turn.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import ChatWithImages
 from sluice.client.leases import LeasedAnswer
-from sluice.errors import LeaseEndedError
+from sluice.errors import HandshakeError, LeaseEndedError, PeerDefectError, PeerError
 from sluice.openai_front.errors import RefusedError
 from sluice.openai_front.requests import Bounds, ChatRequest, decode, parse_chat
 from sluice.types import ChatMessage
@@ -26,9 +30,12 @@ logger = logging.getLogger(__name__)
 # A form of the answer that cannot be kept is refused as elsewhere.
 _SHAPING = ("model", "messages", "tools", "tool_choice", "n", "stream")
 _KEPT = frozenset((*_SHAPING, "response_format", "functions", "function_call"))
+_MOST_NOTED = 32  # names of ignored fields: any caller may make some up
 _MOST_FAILURE = 2000
+_AWAY_S, _PAUSE_S = 60.0, 1.0
 
 JsonObject = dict[str, Any]
+ResultT = TypeVar("ResultT")
 
 
 class _End(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,7 +75,9 @@ class Sessions:
         canonical = json.dumps(fields, sort_keys=True).encode()
         digest = hashlib.blake2b(canonical, digest_size=32).hexdigest()
         try:
-            found = await self._client.leases().chat(lease, digest, turns, asked.options.tools)
+            found = await _patiently(
+                lambda: self._client.leases().chat(lease, digest, turns, asked.options.tools)
+            )
         except LeaseEndedError as error:
             # Clients of the dialect repeat a request that 409 answers.
             raise RefusedError(str(error), "messages", code="lease_ended") from error
@@ -85,10 +94,12 @@ class Sessions:
         """
         try:
             end = msgspec.json.decode(body or b"{}", type=_End)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RefusedError(f'body: {error}; send {{"reward": 1.0}}', "body") from error
         failure = "" if end.failure is None else (end.failure[-_MOST_FAILURE // 4 :] or "failed")
-        await self._client.leases().end(lease, reward_value=end.reward, failure=failure)
+        await _patiently(
+            lambda: self._client.leases().end(lease, reward_value=end.reward, failure=failure)
+        )
 
     def _fields(self, body: bytes) -> JsonObject:
         """Return what shapes the conversation; note the rest."""
@@ -103,15 +114,30 @@ class Sessions:
         if fields.get("tool_choice") not in (None, "auto", "none"):
             ignored.add("tool_choice")
             del fields["tool_choice"]
-        new = ignored - self._noted
-        if new:
-            self._noted |= new
+        new = {name[:64] for name in ignored} - self._noted
+        if new and len(self._noted) < _MOST_NOTED:
+            self._noted |= set(sorted(new)[:_MOST_NOTED])
             logger.warning(
                 "agents send %s, which leased samples ignore: training samples as the run is "
                 "configured",
-                ", ".join(sorted(name[:64] for name in new)[:32]),
+                ", ".join(sorted(new)[:_MOST_NOTED]),
             )
         return fields
+
+
+async def _patiently(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Repeat a call of the reward service while it is away, at most `_AWAY_S`."""
+    loop = asyncio.get_running_loop()
+    give_up_s = loop.time() + _AWAY_S
+    while True:
+        try:
+            return await call()
+        except (PeerDefectError, HandshakeError):
+            raise
+        except PeerError:
+            if loop.time() >= give_up_s:
+                raise
+        await asyncio.sleep(_PAUSE_S)
 
 
 def _answer(model: str, digest: str, found: LeasedAnswer) -> JsonObject:

@@ -72,6 +72,7 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     # A repeated turn has the same answer.
     "EnvironmentService/Step": CallPolicy(deadline_s=60.0, attempts=2),
     "EnvironmentService/Close": CallPolicy(deadline_s=60.0),
+    "EnvironmentService/Play": CallPolicy(deadline_s=60.0),
     "EnvironmentService/GetStatus": _QUICK,
     "LaunchService/SetReplicas": _QUICK,
     "LaunchService/GetServices": _QUICK,

@@ -127,8 +127,8 @@ class SampledResponse(msgspec.Struct, frozen=True, omit_defaults=True):
         failure: why there is no score; empty if there is one.
         versions: oldest and newest policy version that sampled a token; null if there is none.
         metrics: further numbers of the scorer.
-        turns: if there are several; the text is then the last one's. All of their texts together
-            are about as long as one response may be.
+        turns: of an episode; the text is then the last one's. All of their texts together are about
+            as long as one response may be.
         episode_end: why the environment ended, an `EpisodeEnd`; empty: there is none, or it failed.
     """
 
@@ -156,6 +156,7 @@ class SampledGroup(msgspec.Struct, frozen=True, omit_defaults=True):
         step: that trained it; null for others.
         ground_truth: what the scorer compared with.
         data_source: of the prompt.
+        environment: of its samples; empty: they have none.
         replicas: those that generated it, by their first request.
         responses: in the order of samples; none if nothing was graded.
     """
@@ -168,6 +169,7 @@ class SampledGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int | None = None
     ground_truth: str = ""
     data_source: str = ""
+    environment: str = ""
     replicas: list[str] = []
     responses: list[SampledResponse] = []
 
@@ -237,7 +239,7 @@ def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledRes
 
 
 def _sampled_turns(rollout: Rollout, most_chars: int) -> list[SampledTurn]:
-    if len(rollout.turns) == 1:
+    if rollout.end is None and len(rollout.turns) == 1 and not rollout.turns[0].observed:
         return []
     most = max(most_chars // (2 * len(rollout.turns)), min(most_chars, _LEAST_CHARS))
     return [
@@ -258,8 +260,6 @@ def _sampled_turns(rollout: Rollout, most_chars: int) -> list[SampledTurn]:
 
 def transcript(rollout: Rollout) -> str:
     """Return the text of a sample: of several turns, with what it read between them."""
-    if len(rollout.turns) == 1:
-        return rollout.text
     parts = (part for turn in rollout.turns for part in (_read(turn), turn.text))
     return "\n".join(part for part in parts if part)
 

@@ -21,7 +21,14 @@ from sluice.weights.plan import (
     hiding_bucket_bytes,
     plan_transfer,
 )
-from sluice.weights.share import Cuts, check_share, common_cuts, cuts_by_name
+from sluice.weights.share import (
+    Cuts,
+    check_share,
+    common_cuts,
+    cuts_by_name,
+    overlapping,
+    part_shape,
+)
 
 Part = tuple[tuple[TensorSpec, ...], WeightShare]
 """Tensors, and the cuts of those that are not whole."""
@@ -110,20 +117,24 @@ def check_holdings(holdings: Sequence[Holding], tensors: Sequence[TensorSpec]) -
         tensors: all weights.
     """
     shapes = {spec.name: spec.shape for spec in tensors}
-    left = {name: math.prod(shape) for name, shape in shapes.items()}
+    parts: dict[str, list[tuple[int, Cuts]]] = {name: [] for name in shapes}
     for holding in holdings:
         whose = f"the holding of trainer rank {holding.rank}"
         cut = tuple(sorted((name, cuts) for name, cuts in holding.parts if cuts))
         check_share(WeightShare(cut), tensors, whose)
         for name, cuts in holding.parts:
-            if name not in left:
+            if name not in parts:
                 raise InvalidRequestError(f"{whose}: {name[:200]} is none of the weights")
-            lengths = {c.dimension: sum(length for _, length in c.ranges) for c in cuts}
-            sizes = (lengths.get(number, size) for number, size in enumerate(shapes[name]))
-            left[name] -= math.prod(sizes)
-    wrong = [name for name, elements in left.items() if elements]
-    if holdings and wrong:
-        raise InvalidRequestError(
-            f"the holdings of the trainer's ranks do not make {wrong[0]}: {left[wrong[0]]} of its "
-            "elements are missing; run the same version of sluice on both ends"
-        )
+            parts[name].append((holding.rank, cuts))
+    for name, shape in shapes.items() if holdings else ():
+        missing = math.prod(shape)
+        missing -= sum(math.prod(part_shape(shape, cuts)) for _, cuts in parts[name])
+        twice = overlapping(parts[name], shape)
+        if missing or twice:
+            detail = f"{missing} of its elements are missing"
+            if twice:
+                detail = f"ranks {twice[0]} and {twice[1]} both hold some of its elements"
+            raise InvalidRequestError(
+                f"the holdings of the trainer's ranks do not make {name}: {detail}; run the same "
+                "version of sluice on both ends"
+            )

@@ -126,6 +126,33 @@ def _common_ranges(one: Ranges, other: Ranges) -> Ranges:
     return tuple((start, stop - start) for start, stop in pairs if start < stop)
 
 
+def overlapping(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks of two parts of a tensor with a common element; none: no two have one.
+
+    Args:
+        parts: each with the rank that holds it.
+        shape: of the whole tensor.
+    """
+    found = [(*_rows(cuts, shape), rank, cuts) for rank, cuts in parts]
+    near: list[tuple[int, int, Cuts]] = []
+    # In the order of their rows, so that few are compared: there may be hundreds of ranks.
+    for first, stop, rank, cuts in sorted(found, key=lambda one: one[0]):
+        near = [one for one in near if one[0] > first]
+        for _, other, others_cuts in near:
+            if common_cuts(shape, cuts, others_cuts) is not None:
+                return other, rank
+        near.append((stop, rank, cuts))
+    return ()
+
+
+def _rows(cuts: Cuts, shape: Sequence[int]) -> tuple[int, int]:
+    """Return the first row of a part, and the one behind its last."""
+    for cut in cuts:
+        if cut.dimension == 0:
+            return cut.ranges[0][0], sum(cut.ranges[-1])
+    return 0, shape[0] if shape else 1
+
+
 def cuts_within(shape: Sequence[int], cuts: Cuts, outer: Cuts) -> Cuts:
     """Return the cuts of a part's packed form that give a smaller part of the same tensor.
 

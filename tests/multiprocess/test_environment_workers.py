@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,10 @@ class World:
         return "x" * 10**9
 
     def fill(self) -> str:
-        '''Use all memory.'''
+        '''Use all memory, after the call was given up.'''
+        time.sleep(2.5)
         while True:
-            self.own["kept"].append(bytearray(10**7))
+            self.own["kept"].append(bytes(10**7))
 
     def leave(self) -> str:
         '''End the process.'''
@@ -170,6 +172,24 @@ async def test_an_environment_that_cannot_be_loaded_is_reported_at_the_start(
     with pytest.raises(ConfigError, match=r"World\.look"):
         async with worked(source):
             pass
+
+
+@pytest.mark.parametrize(("kills", "starts"), [(2, True), (9, False)])
+async def test_a_worker_that_is_killed_while_it_loads_is_started_again_twice(
+    tmp_path: Path, kills: int, *, starts: bool
+) -> None:
+    seen = tmp_path / "seen"
+    source = author_file(
+        tmp_path,
+        f"import os, signal\nwith open({str(seen)!r}, 'a') as file:\n    file.write('x')\n"
+        f"if os.path.getsize({str(seen)!r}) <= {kills}:\n"
+        f"    os.kill(os.getpid(), signal.SIGKILL)\n{WORLD}",
+    )
+    expected = nullcontext() if starts else pytest.raises(ConfigError, match="SIGKILL")
+    with expected:
+        async with worked(source) as (servers, _):
+            await episode(servers).open()
+    assert seen.read_text() == "xxx"
 
 
 async def test_two_environments_keep_apart(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.source_tree import ROOT
+from tools.fuzz import front_traffic
 from tools.fuzz.traffic import all_methods
 
 
@@ -32,5 +33,7 @@ def test_hostile_requests_neither_crash_the_services_nor_leave_anything_behind(
     report = json.loads(finished.stdout.splitlines()[-1])
     assert (report["crashes"], report["leaks"]) == (0, 0), finished.stderr[-3000:]
     assert report["requests"] >= 3000
+    assert report["leased"] > 0
     called = set(report["by_method"])
+    assert called >= {front_traffic.CHAT, front_traffic.END}
     assert called >= {method.name for method in all_methods()} - {"TrainerService/SaveCheckpoint"}

@@ -10,7 +10,7 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,11 @@ from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.errors import InvalidRequestError
 from sluice.rpc.server import RpcServer
-from sluice.types import Answer, FinishReason
+from sluice.types import Answer, FinishReason, ReplicaInfo
 from tests.support.environments import calls, drivers, episode, row
+from tests.support.reward_process import reward_process
+from tests.support.reward_scenarios import Announced, mixed
+from tests.support.scripted_policy import scripted_policy
 from tests.support.scripted_trainer import ScriptedReward
 from tests.support.token_replica import TokenReplica
 
@@ -121,8 +124,9 @@ async def test_node_samples_submits_and_is_refused_from_the_protos_alone() -> No
     }
 
 
-@needs_node
-async def test_an_environment_in_javascript_plays_and_grades_episodes() -> None:
+@asynccontextmanager
+async def node_environment() -> AsyncIterator[str]:
+    """The environment server in JavaScript; its address. It ends by itself after the block."""
     script = str(NODE_CLIENT / "environment.mjs")
     process = await asyncio.create_subprocess_exec(
         *("node", script, str(ROOT / "proto")),
@@ -132,20 +136,71 @@ async def test_an_environment_in_javascript_plays_and_grades_episodes() -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     async with asyncio.timeout(WAIT_S):
-        port = int(await process.stdout.readline())
-        async with drivers(GivenServers([f"127.0.0.1:{port}"])) as servers:
-            played = episode(servers, row("5"))
-            assert [tool.name for tool in (await played.open()).tools] == ["add"]
-            made = calls(("add", {"a": 2, "b": 3}), ("add", "no json"))
-            seen = await played.step(0, made, FinishReason.STOP)
-            assert seen.messages[0].content == "5"
-            assert seen.messages[1].content.startswith("Error: SyntaxError")
-            assert (await played.step(1, Answer("5"), FinishReason.STOP)).done
-            scored = await played.close()
-            assert scored is not None
-            assert scored.score == 1.0
-        process.stdin.close()
-        assert await process.wait() == 0
+        try:
+            yield f"127.0.0.1:{int(await process.stdout.readline())}"
+        finally:
+            process.stdin.close()
+            code = await process.wait()
+    assert code == 0
+
+
+@needs_node
+async def test_an_environment_in_javascript_plays_and_grades_episodes() -> None:
+    async with (
+        node_environment() as address,
+        drivers(GivenServers([address])) as servers,
+    ):
+        played = episode(servers, row("5"))
+        assert [tool.name for tool in (await played.open()).tools] == ["add"]
+        made = calls(("add", {"a": 2, "b": 3}), ("add", "no json"))
+        seen = await played.step(0, made, FinishReason.STOP)
+        assert (seen.messages[0].content, seen.messages[0].is_error) == ("5", False)
+        assert seen.messages[1].content.startswith("Error: SyntaxError")
+        assert seen.messages[1].is_error
+        assert (await played.step(1, Answer("5"), FinishReason.STOP)).done
+        scored = await played.close()
+        assert scored is not None
+        assert scored.score == 1.0
+
+
+def adds(prompt: str) -> str:
+    """A policy that lets the tool add 0, 1 or 2 to the row's number, and says what it read.
+
+    Where the number is even, its first call cannot be read.
+    """
+    number = int(prompt.partition("answer=")[2].split()[0])
+    read = prompt.count("<tool_response>")
+    if read and "Error" not in prompt.rpartition("<tool_response>")[2]:
+        return prompt.rpartition("<tool_response>\n")[2].partition("\n")[0]
+    wrong = number % 2 == 0 and not read
+    arguments = '"none"' if wrong else json.dumps({"a": number, "b": number % 3})
+    return f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+
+
+@needs_node
+async def test_a_reward_service_trains_episodes_that_javascript_plays(
+    tmp_path: Path, configure: Callable[..., Path]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = configure(mixed(12), algorithm__filter_groups__enable=False)
+    async with (
+        node_environment() as environment,
+        scripted_policy("qwen2.5", folder, adds) as (replica, _),
+        reward_process(config, f"sluice.environment.addresses=[{environment}]") as service,
+    ):
+        await service.announce(3, [Announced(ReplicaInfo("rollout-0", "one", replica, 8))])
+        batch = await service.take(4, 3, WAIT_S)
+        await service.acknowledge(batch, 4)
+        assert await service.stop() == 0
+    # The row's answer is its number, and Node's server grades the sum.
+    graded = [{score.score for score in group.scores} for group in batch.groups]
+    assert sorted(graded, key=max) == [{0.0}] * (len(graded) - 3) + [{1.0}] * 3
+    turns = {len(one.turns) for group in batch.groups for one in group.rollouts}
+    assert turns == {2, 3}
+    own = "train/environments/served"
+    assert batch.statistics[f"{own}/ends/done"] == batch.statistics["train/samples_graded"]
+    assert 0 < batch.statistics[f"{own}/tool_errors"] < batch.statistics["train/tool_calls/add"]
 
 
 @needs_npm

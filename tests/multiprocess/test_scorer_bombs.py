@@ -82,8 +82,10 @@ def orphans_of_a_scorer_that_ends():
     def leave():
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        noted()
         os.write(tell, b".")
-        spin()
+        while True:
+            pass
     for _ in range(4):
         child(leave)
     for _ in range(4):

@@ -195,6 +195,18 @@ async def test_a_function_that_ends_its_process_while_loading_is_a_configuration
     await pool.stop()
 
 
+async def test_a_scorer_that_is_killed_while_it_loads_is_started_again(tmp_path: Path) -> None:
+    path, seen = tmp_path / "killed.py", tmp_path / "seen"
+    path.write_text(
+        f"import os, signal\nif not os.path.exists({str(seen)!r}):\n"
+        f"    open({str(seen)!r}, 'w').close()\n    os.kill(os.getpid(), signal.SIGKILL)\n{SCORER}"
+    )
+    function = CustomRewardFunctionConfig(path=str(path))
+    async with running_scorer_pool(LIMITS, function) as pool:
+        assert kinds(await pool.score(items("four"))) == [4.0]
+    assert seen.exists()
+
+
 async def test_routes_lead_any_data_source_to_a_built_in_scorer() -> None:
     routes = {"mine": "gsm8k_flexible"}
     async with running_scorer_pool(LIMITS, CustomRewardFunctionConfig(), routes) as pool:

@@ -27,7 +27,6 @@ class Shape:
     tokens: int
     parent: int | None = None
     is_new_root: bool = False
-    untrained: str = ""
     reward: float | None = None
 
 
@@ -43,13 +42,13 @@ TREE = (
 COMPACTED = (
     Shape(0, 2),
     Shape(2, 3, 0),
-    Shape(2, 4, 1, untrained="rejected summary"),
+    Shape(2, 0, 1),
     Shape(2, 3, 1),
     Shape(6, 4, is_new_root=True),
 )
-"""Segments: before the compaction, a rejected summary, another one, and what follows it."""
+"""Segments: before the compaction, a turn without tokens, the summary, and what follows it."""
 READS_FIRST = (Shape(3, 2), Shape(1, 1, 0))
-UNTRAINED = (Shape(0, 2, untrained="retry"), Shape(1, 3, 0, untrained="retry"))
+NO_TOKENS = (Shape(0, 0), Shape(1, 0, 0))
 
 
 def make_turns(random: np.random.Generator, shapes: Sequence[Shape]) -> tuple[Turn, ...]:
@@ -65,7 +64,6 @@ def make_turns(random: np.random.Generator, shapes: Sequence[Shape]) -> tuple[Tu
             context=random.integers(VOCABULARY, size=shape.context).astype(np.uint32),
             is_new_root=shape.is_new_root,
             reward=shape.reward,
-            untrained=shape.untrained,
         )
         for shape in shapes
     )
@@ -84,7 +82,7 @@ def make_episode_batch() -> TrainBatch:
     batch = make_batch()
     episodes = (
         make_episodes(10, (LINEAR, TREE, COMPACTED, READS_FIRST)),
-        make_episodes(11, (TREE, UNTRAINED, LINEAR, LINEAR)),
+        make_episodes(11, (TREE, NO_TOKENS, LINEAR, LINEAR)),
         make_episodes(12, (COMPACTED, COMPACTED, READS_FIRST, TREE)),
     )
     return replace(batch, groups=(*batch.groups[:2], *episodes, batch.groups[5]))

@@ -25,9 +25,9 @@ from sluice.weights.adapters import (
 from tests.support.episodes import (
     COMPACTED,
     LINEAR,
+    NO_TOKENS,
     READS_FIRST,
     TREE,
-    UNTRAINED,
     make_episodes,
     sequence_before,
 )
@@ -49,7 +49,7 @@ def parity_rows(data_rank: int = 0, data_size: int = 1) -> list[TrainingRow]:
     groups = [make_group(seed, one) for seed, one in enumerate(lengths)]
     groups += [
         make_episodes(4, (LINEAR, TREE, COMPACTED, READS_FIRST)),
-        make_episodes(5, (TREE, UNTRAINED, LINEAR, COMPACTED)),
+        make_episodes(5, (TREE, NO_TOKENS, LINEAR, COMPACTED)),
     ]
     rows = training_rows(groups, [range(4 * g, 4 * g + 4) for g in range(len(groups))])
     return [row for row in rows if row.group % data_size == data_rank]

@@ -13,6 +13,7 @@ from services.reward.episodes.leases import LeaseDesk
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.servicer import RewardServicer
 from sluice.algorithm.episode_rules import EpisodeRules
 from sluice.algorithm.routing import AnnouncedReplica
@@ -39,12 +40,20 @@ class Leased:
 
 
 @asynccontextmanager
-async def leased(folder: Path, policy: Policy, **limits: Any) -> AsyncIterator[Leased]:
-    """Samples of `policy`, for the length of the block."""
+async def leased(
+    folder: Path,
+    policy: Policy,
+    *,
+    ledger: PromptLedger | None = None,
+    family: str = "qwen2.5",
+    **limits: Any,
+) -> AsyncIterator[Leased]:
+    """Samples of `policy` with the chat template of `family`, for the length of the block."""
     rules = EpisodeRules(**({"max_sequence_tokens": 4000} | limits))
     rollouts = RolloutClient(linger_ms=0, timeout_s=30.0, max_message_bytes=LIMIT_BYTES)
-    desk = LeaseDesk()
-    app = cast("Any", SimpleNamespace(leases=desk))
+    ledger = ledger or PromptLedger()
+    desk = LeaseDesk(ledger.leases)
+    app = cast("Any", SimpleNamespace(leases=desk, ledger=ledger))
     servicer = RewardServicer(app, RolloutConfig(), 16)
     server = RpcServer(
         [lambda it: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, it)],
@@ -54,7 +63,7 @@ async def leased(folder: Path, policy: Policy, **limits: Any) -> AsyncIterator[L
         health_port=0,
         max_message_bytes=LIMIT_BYTES,
     )
-    async with scripted_policy("qwen2.5", folder, policy) as (address, engine), rollouts:
+    async with scripted_policy(family, folder, policy) as (address, engine), rollouts:
         dispatcher = GroupDispatcher(rollouts, ReplicaQueue(1.0, lambda: None), max_attempts=2)
         await dispatcher.announce(
             [AnnouncedReplica(ReplicaInfo("rollout-0", "one", address, 8), 3)]

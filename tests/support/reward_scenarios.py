@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sluice.types import TrainBatch
+from sluice.types import ReplicaInfo, TrainBatch
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_process import RewardProcess
 from tests.support.scripted_rollout import ScriptedReplica
@@ -33,6 +34,14 @@ def run_tree(tmp_path: Path, contents: list[str], **sections: Any) -> dict[str, 
             section = section.setdefault(parent, {})
         section[leaf] = value
     return tree
+
+
+@dataclass
+class Announced:
+    """A replica that a trainer would announce."""
+
+    info: ReplicaInfo
+    version: int = 3
 
 
 def mixed(count: int, first: int = 0) -> list[str]:

@@ -122,6 +122,10 @@ class ScriptedEnvironment(environment_pb2_grpc.EnvironmentServiceServicer):
         score = common.Score(score=found, metrics={"acc": found})
         return environment.CloseResponse(score=score, metrics={"looked": 2.0})
 
+    async def Play(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        """Servers need not have it; then calls come one by one."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Play")
+
     async def GetStatus(self, request: Any, context: Any) -> Any:
         """Nothing is known of calls."""
         return environment.GetStatusResponse()

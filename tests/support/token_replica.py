@@ -39,15 +39,17 @@ def whole_sample(index: int, length: int, version: int, reason: FinishReason) ->
 class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
     """Draws `length` tokens a sample.
 
-    `breaks_after` tokens of a call it aborts the call with `code`; `aborts_after` tokens it ends
-    its samples as a draining replica does; `hangs_after` tokens it waits for ever. Before the first
-    one it says `signs` times, `sign_pause_s` seconds apart, that it draws for others.
+    `breaks_after` tokens of one of its first `num_breaks` calls (``None``: of any) it aborts the
+    call with `code`; `aborts_after` tokens it ends its samples as a draining replica does;
+    `hangs_after` tokens it waits for ever. Before the first one it says `signs` times,
+    `sign_pause_s` seconds apart, that it draws for others.
     """
 
     length: int = 6
     slots: int = 4
     slots_busy: int = 0
     breaks_after: int | None = None
+    num_breaks: int | None = None
     aborts_after: int | None = None
     hangs_after: int | None = None
     signs: int = 0
@@ -82,7 +84,9 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
         every_token = request.stream_mode == rollout_pb2.STREAM_MODE_TOKENS
         for index in request.sample_indexes:
             for place in range(had.get(index, 0), length):
-                if sampled == self.breaks_after:
+                if sampled == self.breaks_after and (
+                    self.num_breaks is None or len(self.requests) <= self.num_breaks
+                ):
                     await context.abort(self.code, "the replica is gone")
                 if sampled == self.hangs_after:
                     await asyncio.Event().wait()

@@ -18,6 +18,7 @@ from tests.support.preloaded import PreloadedProcess
 
 ANSWER_S = 90.0
 LONG_S = 60.0
+_ENDED = object()
 
 
 class Rank:
@@ -60,9 +61,11 @@ class Rank:
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
         try:
-            return self._answers.get(timeout=timeout_s)
+            found = self._answers.get(timeout=timeout_s)
         except queue.Empty:
             raise AssertionError(f"{self.name} did not answer within {timeout_s} s") from None
+        assert found is not _ENDED, f"{self.name} ended without an answer"
+        return found
 
     def finish(self) -> int:
         """No more commands; the exit code."""
@@ -79,6 +82,7 @@ class Rank:
     def _read(self) -> None:
         for line in self.process.stdout:
             self._answers.put(json.loads(line))
+        self._answers.put(_ENDED)
 
 
 @contextmanager

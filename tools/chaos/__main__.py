@@ -4,8 +4,9 @@ The last line printed is one JSON object: `minutes`, `faults` by kind, `prompts_
 `prompts_doubled`, `digest_mismatches`, `late_waits` (all four have to be 0), `recovery_s`,
 `final_accuracy` and more. With ``--single`` the next fault waits until throughput is back;
 without it `recovery_by_kind` includes what other faults cost. `back_s` are the seconds from a kill
-until what was killed works again, `stages_s` what they are. Exit code 0: the zeros are zeros and
-the run ended with code 0.
+until what was killed works again, `stages_s` what they are. With ``--episodes`` a model plays the
+jar game, and `episodes_lost`, `episodes_doubled`, `leases_left`, `failure_rewards` have to be 0,
+too. Exit code 0: the zeros are zeros and the run ended with code 0.
 """
 
 from __future__ import annotations
@@ -36,22 +37,26 @@ from sluice.errors import DataError, SluiceError
 from sluice.report.run_record import read_progress
 from tools.chaos import verdict
 from tools.chaos.cable import Cable, cable
+from tools.chaos.episodes import judge_episodes
 from tools.chaos.faults import (
     FAR,
+    KINDS,
+    PLAYED_BY,
     REPLICAS,
     SINGLE,
+    WITHOUT_EPISODES,
     Injected,
     Injector,
     make_schedule,
     single_faults,
 )
+from tools.chaos.front import Front
 from tools.chaos.observation import Observer, Witness
-from tools.chaos.stages import back_s, stage_table, table_lines, with_next
+from tools.chaos.stages import STAGES, back_s, stage_table, table_lines, with_next
 from tools.commands import started
 from tools.launched_run import (
     LOOPBACK,
     SHORT_DEADLINES,
-    SIZES,
     LaunchedRun,
     launched_run,
     prepare_run,
@@ -59,7 +64,7 @@ from tools.launched_run import (
 from tools.phases import PhaseError, say, tool_parser
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
-_START_S, _STEP_S, _END_S = 240.0, 120.0, 20.0
+_START_S, _STEP_S, _END_S, _LATE_S = 240.0, 120.0, 20.0, 10.0
 _RECOVERY_S = 120.0
 # The rate before a fault is that of so many windows. None of them was chosen for its rate: a run
 # that takes the window in which it found recovery compares with a high one, and then a higher one.
@@ -68,7 +73,16 @@ _NUM_QUESTIONS, _NUM_EXAMPLES = 1000, 3
 # A policy that learns changes how many groups are trained, and with it the rate.
 _STEADY = ("actor_rollout_ref.actor.optim.lr=0.000001",)
 _KILLED = {"kill_replica": "replica", "kill_reward": "reward", "kill_trainer": "trainer"}
-_WINDOW_S = {"tiny": 4.0, "stretch": 10.0}
+_WINDOW_S = {"tiny": 4.0, "stretch": 10.0, "jars": 10.0}
+_JARS = "jars"
+_INTERVAL_S, _EPISODES_INTERVAL_S = 6.0, 10.0
+_LEASES = (
+    "sluice.environment.agents=true",
+    "sluice.environment.path=null",
+    "sluice.environment.name=null",
+)
+_ZEROS = ("prompts_lost", "prompts_doubled", "digest_mismatches", "late_waits")
+_EPISODE_ZEROS = ("episodes_lost", "episodes_doubled", "leases_left", "failure_rewards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +103,40 @@ def main(arguments: Sequence[str]) -> int:
         report = asyncio.run(_run(folder, options, plugged))
     report["seconds"] = round(time.monotonic() - began_s, 1)
     sys.stdout.write(json.dumps(report) + "\n")
-    zeros = ("prompts_lost", "prompts_doubled", "digest_mismatches", "late_waits")
-    return 1 if any(report[name] for name in (*zeros, "exit_code", "failure")) else 0
+    zeros = (*_ZEROS, *(_EPISODE_ZEROS if options.episodes else ()), "exit_code", "failure")
+    return 1 if any(report[name] for name in zeros) else 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = tool_parser(__doc__, "python -m tools.chaos --single --minutes 5 --size tiny")
     parser.add_argument("--minutes", type=float, default=10.0, help="calm, faults and quiet")
     parser.add_argument("--seed", type=int, default=0, help="of faults, model, data and sampling")
-    parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between faults")
-    parser.add_argument("--single", action="store_true", help="one fault at a time")
+    parser.add_argument("--interval", type=float, help="mean seconds between faults")
     parser.add_argument(
-        "--kinds", type=_kinds, default=SINGLE, help=f"with --single: some of {','.join(SINGLE)}"
+        "--episodes", choices=sorted(PLAYED_BY), help="what plays the jar game, which is trained"
     )
+    parser.add_argument("--single", action="store_true", help="one fault at a time")
+    parser.add_argument("--kinds", type=_kinds, help="of faults; with --single fewer are offered")
     parser.add_argument("--each", type=int, help="with --single: so many faults of each kind")
-    parser.add_argument("--size", choices=sorted(SIZES), default="stretch")
+    parser.add_argument("--size", choices=("stretch", "tiny"), default="stretch")
     parser.add_argument("--folder", type=Path, help="an empty one: keep everything written here")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    own: tuple[str, ...] = SINGLE if options.single else WITHOUT_EPISODES
+    if options.episodes:
+        options.size = _JARS
+        own = (PLAYED_BY[options.episodes], "kill_replica", "kill_reward", "kill_trainer")
+    options.kinds = options.kinds or own
+    if options.single and (other := set(options.kinds) - set(STAGES)):
+        parser.error(f"--kinds {min(other)}: --single has {','.join(sorted(STAGES))}")
+    if options.interval is None:
+        options.interval = _EPISODES_INTERVAL_S if options.episodes else _INTERVAL_S
+    return options
 
 
 def _kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(text.split(","))
-    if unknown := [kind for kind in kinds if kind not in SINGLE]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]}: give some of {','.join(SINGLE)}")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: give some of {','.join(KINDS)}")
     return kinds
 
 
@@ -126,7 +151,7 @@ async def _run(
     calm_s = min(_LONGEST_CALM_S, seconds / 7)
     quiet_s = 0.0 if options.single else min(_LONGEST_QUIET_S, seconds / 6)
     faults_s = seconds - calm_s - quiet_s
-    schedule = make_schedule(options.seed, faults_s, options.interval)
+    schedule = make_schedule(options.seed, faults_s, options.interval, options.kinds)
     for fault in () if options.single else schedule:
         say(
             f"{fault.at_s:7.1f} s  {fault.kind}"
@@ -141,14 +166,18 @@ async def _run(
             f"sluice.rollout.replicas={REPLICAS}",
             f"trainer.rollout_data_dir={(folder / 'dumps').absolute()}",
             *(_STEADY if options.single else ()),
+            *(_LEASES if options.episodes == "leases" else ()),
         ),
         seed=options.seed,
         host=LOOPBACK if isinstance(plugged, str) else plugged.near,
     )
     observer, witness = Observer(config, folder), _witness(config)
     with launched_run(config, file) as run:
-        injector = Injector(run, plugged)
+        injector, leases_left = Injector(run, plugged), 0
+        front = Front(injector, folder) if options.episodes == "leases" else None
         work = [observer.run(), witness.run()]
+        if front is not None:
+            work.append(front.keep())
         if not isinstance(plugged, str):
             work.append(_keep_far(injector, plugged, file))
         async with asyncio.TaskGroup() as tasks:
@@ -157,11 +186,22 @@ async def _run(
             if options.single:
                 inject = partial(_inject_singly, injector, observer, options, faults_s)
             times, failure = await _go(run, observer, injector, inject, calm_s, quiet_s)
+            if front is not None:
+                expired_s = config.sluice.environment.episode_timeout_s + _LATE_S
+                leases_left = await front.leases_left(observer, expired_s)
             exit_code = await run.stop("the time is over")
             for task in beside:
                 task.cancel()
     observer.read_files()
     report = _report(folder, config, observer, witness, injector, times, options)
+    if options.episodes:
+        steps = verdict.surviving_steps(
+            verdict.read_dumps(folder / "dumps"), observer.restarts, observer.last_step
+        )
+        found = judge_episodes(folder / "dumps", config, steps)
+        for key, texts in found.examples.items():
+            _say_found(key, texts)
+        report |= {"leases_left": leases_left, **found.figures}
     return report | {"exit_code": exit_code, "failure": failure}
 
 
@@ -239,7 +279,7 @@ async def _keep_far(injector: Injector, plugged: Cable, config_file: Path) -> No
 
 def _witness(config: RunConfig) -> Witness:
     """Return a client with questions of the data set."""
-    columns = ["data_source", "prompt", "reward_model"]
+    columns = ["data_source", "prompt", "reward_model", "extra_info"]
     rows = pq.read_table(config.data.train_files, columns=columns).slice(0, _NUM_QUESTIONS)
     address = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
     return Witness(address, rows.to_pylist())

@@ -37,6 +37,8 @@ KINDS: dict[str, tuple[int, float, float]] = {
     "stop_trainer": (1, 1.0, 8.0),
     "kill_all": (1, 0.0, 0.0),
     "kill_scorer": (1, 0.0, 0.0),
+    "kill_environment": (2, 0.0, 0.0),
+    "kill_front": (2, 0.0, 0.0),
     "leave": (1, 0.0, 0.0),
     "scale_down": (1, 0.0, 0.0),
     "join": (1, 0.0, 0.0),
@@ -54,6 +56,9 @@ SINGLE = (
     "partition",
 )
 """Kinds that `--single` injects."""
+PLAYED_BY = {"workers": "kill_environment", "leases": "kill_front"}
+"""How a run may play episodes, and the kind that kills what plays them."""
+WITHOUT_EPISODES = tuple(kind for kind in KINDS if kind not in PLAYED_BY.values())
 REPLICAS = 2  # of the launcher at the beginning
 # The supervisor gives a process up that dies six times in a row, with no life of two minutes.
 _MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
@@ -61,6 +66,11 @@ _PARENT_FIELD = 1
 _AFTER_SKIP_S = 1.0
 _DELAYS_S = (0.05, 0.3)
 _CORE = ("trainer", "reward")
+# Modules of processes that the reward service starts.
+_CHILDREN = {
+    "scorer": b"services.reward.grading.scorer_main",
+    "environment": b"services.reward.episodes.worker_main",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +90,10 @@ class Fault:
     seconds: float
 
 
-def make_schedule(seed: int, seconds: float, interval_s: float) -> tuple[Fault, ...]:
-    """Return faults in order of time; the last one has ended before `seconds`.
+def make_schedule(
+    seed: int, seconds: float, interval_s: float, kinds: Sequence[str] = WITHOUT_EPISODES
+) -> tuple[Fault, ...]:
+    """Return faults of `kinds` in order of time; the last one has ended before `seconds`.
 
     Gaps are 0.5 to 1.5 times `interval_s` long.
     """
@@ -89,7 +101,7 @@ def make_schedule(seed: int, seconds: float, interval_s: float) -> tuple[Fault, 
     at_s = rng.uniform(0.0, interval_s)
     while at_s < seconds:
         if not deck:
-            deck = [kind for kind, (cards, _, _) in KINDS.items() for _ in range(cards)]
+            deck = [kind for kind in kinds for _ in range(KINDS[kind][0])]
             rng.shuffle(deck)
         kind = deck.pop()
         _, shortest_s, longest_s = KINDS[kind]
@@ -135,6 +147,7 @@ class Injector:
         run: whose processes are hit.
         cable: to the far replica; or why there is none.
         far: the process of the far replica, while it runs.
+        front: the process of `sluice agents run`, while it runs.
         done: all faults so far.
         stopped: service, from, to (monotonic) of each stop.
     """
@@ -142,6 +155,7 @@ class Injector:
     run: LaunchedRun
     cable: Cable | str
     far: LaunchedProcess | None = None
+    front: LaunchedProcess | None = None
     done: list[Injected] = field(default_factory=list)
     stopped: list[tuple[str, float, float]] = field(default_factory=list)
 
@@ -206,8 +220,10 @@ class Injector:
         match action:
             case "kill" if whom == "all":
                 return _kill_all([processes[n] for n in _CORE if n in processes], replicas)
-            case "kill" if whom == "scorer":
-                return _kill(_chosen(fault, _scorers(processes.get("reward"))))
+            case "kill" if whom in _CHILDREN:
+                return _kill(_chosen(fault, _children(processes.get("reward"), whom)))
+            case "kill" if whom == "front":
+                return _kill(_chosen(fault, [self.front] if self.front else []))
             case "kill":
                 return _kill(_chosen(fault, [one for one in among if _is_mortal(one)]))
             case "stop":
@@ -289,13 +305,13 @@ def _kill_all(core: Sequence[LaunchedProcess], replicas: Sequence[LaunchedProces
     return ", ".join(map(_kill, (*core, *filter(_is_mortal, replicas))))
 
 
-def _scorers(reward: LaunchedProcess | None) -> list[LaunchedProcess]:
-    """Return the scorer processes of the reward service."""
+def _children(reward: LaunchedProcess | None, kind: str) -> list[LaunchedProcess]:
+    """Return the processes of a kind that the reward service has started."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            is_scorer = b"services.reward.grading.scorer_main" in (entry / "cmdline").read_bytes()
+            is_one = _CHILDREN[kind] in (entry / "cmdline").read_bytes()
             parent = stat_fields(int(entry.name))[_PARENT_FIELD:][:1]
-            if reward and is_scorer and parent == [str(reward.pid)]:
-                found.append(LaunchedProcess("scorer", int(entry.name), 0, is_draining=False))
+            if reward and is_one and parent == [str(reward.pid)]:
+                found.append(LaunchedProcess(kind, int(entry.name), 0, is_draining=False))
     return sorted(found, key=lambda one: one.pid)

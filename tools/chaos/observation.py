@@ -60,6 +60,7 @@ class Observer:
         waits: as the services reported them.
         starts: processes that were seen, by service.
         most_lost: the largest number of lost prompts that the reward service counted.
+        leases: of samples to programs, as it counted them last, and when that was.
         tracebacks: in the logs, by service.
 
     Times are monotonic; those of restarts are seconds since the epoch.
@@ -75,6 +76,7 @@ class Observer:
         self.starts: dict[str, set[tuple[int, int]]] = defaultdict(set)
         self.tracebacks: Counter[str] = Counter()
         self.last_step, self.serving, self.most_lost = 0, 0, 0.0
+        self.leases = (0.0, 0)
         self._run_dir, self._folder = Path(config.sluice.run_dir), folder
         service = config.sluice
         self._trainer = peer_address(service.trainer.endpoint, "sluice.trainer.endpoint")
@@ -144,6 +146,8 @@ class Observer:
             self._note_waits("reward", status)
             lost = status.statistics.get("reward/prompts_lost", 0.0)
             self.most_lost = max(self.most_lost, abs(lost))
+            leases = status.statistics.get("reward/leases", 0.0)
+            self.leases = (time.monotonic(), int(leases))
 
     async def _query_trainer_and_fleet(self) -> None:
         request = trainer_pb2.GetStatusRequest()
@@ -227,7 +231,7 @@ class Witness:
         row, name = self._rows[self._count % len(self._rows)], f"witness-{self._count}"
         turn = ChatMessage("user", row["prompt"][-1]["content"])
         answer = row["reward_model"]["ground_truth"]
-        self._open[name] = NewPrompt(name, (turn,), row["data_source"], answer)
+        self._open[name] = NewPrompt(name, (turn,), row["data_source"], answer, row["extra_info"])
 
     async def _submit(self) -> None:
         policy = RetryPolicy(patience_s=0.0)  # each session is one call

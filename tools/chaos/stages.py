@@ -65,6 +65,11 @@ STAGES: Mapping[str, tuple[Stage, ...]] = {
     ),
     "stop_reward": (_ANY_GROUP,),
     "kill_scorer": (Stage("replacing", "reward", "scorer replaced"), _ANY_GROUP),
+    "kill_environment": (
+        Stage("replacing", "reward", "environment worker .* replaced"),
+        _ANY_GROUP,
+    ),
+    "kill_front": (Stage("starting", _ITS_LOG, "agents of .* call http"), _ANY_GROUP),
     "kill_trainer": (
         *_DEATH,
         Stage("imports", "trainer", "waiting for the reward service"),

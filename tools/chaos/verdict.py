@@ -171,6 +171,10 @@ def late_waits(
         "sending a heartbeat": 3.0,
         "registering a replica": 16.0,
         "committing changes": 60.0,
+        # Of programs that work on samples; one that is offered waits for as long as none is free.
+        "leasing a sample": math.inf,
+        "asking for an answer": service.environment.episode_timeout_s,
+        "ending its sample": service.environment.episode_timeout_s,
     }
     worst: dict[tuple[str, str, str, int], tuple[float, str]] = {}
     for wait in seen:

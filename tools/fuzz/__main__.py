@@ -3,7 +3,7 @@
 The last line printed is one JSON object: `requests` made, `missing` (requested, and not made within
 `--minutes`, which fails as well), `crashes` (answers with a code of a defect, and processes that
 ended), `leaks` (slots, prompts, memory, files, threads not given back, or a service that no longer
-answers correctly), answers by code, the seed, seconds.
+answers correctly), `leased` (samples that the attack leased), answers by code, the seed, seconds.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+
+import aiohttp
 
 from sluice.client import AsyncClient
 from sluice.client.run_address import locate_run
+from sluice.openai_front.web_app import FrontSettings, OpenAIFront, listening
 from sluice.rpc.client import open_channel
 from tools.fuzz.aftermath import HonestCaller, Size, growth_leaks, size_of
+from tools.fuzz.front_traffic import FrontTraffic
+from tools.fuzz.honest_agents import HonestAgents
 from tools.fuzz.traffic import Traffic
-from tools.launched_run import LaunchedRun, settings_file, training_run
+from tools.launched_run import LOOPBACK, LaunchedRun, settings_file, training_run
 from tools.phases import say, tool_parser
 
 _WARM_UP_SHARE, _ROUNDS, _START_S = 0.15, 20, 180.0
@@ -55,6 +60,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def _fuzz(run: LaunchedRun, options: argparse.Namespace) -> dict[str, object]:
+    """Fuzz a run whose samples are leased, and let programs work on them meanwhile."""
+    agents = HonestAgents(run.run_dir)
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(agents.work())
+        try:
+            return await _attacked(run, agents, options)
+        finally:
+            working.cancel()
+
+
+async def _attacked(
+    run: LaunchedRun, agents: HonestAgents, options: argparse.Namespace
+) -> dict[str, object]:
     started_s = time.monotonic()
     async with AsyncExitStack() as stack:
         seen = await run.until_training(1, 1, _START_S)
@@ -67,8 +85,10 @@ async def _fuzz(run: LaunchedRun, options: argparse.Namespace) -> dict[str, obje
         }
         client = await stack.enter_async_context(AsyncClient.connect(run.run_dir))
         caller = HonestCaller(client, channels)
-        traffic = Traffic(channels, random.Random(options.seed))
+        front = await stack.enter_async_context(_front(client, options.seed))
+        traffic = Traffic(channels, random.Random(options.seed), front)
         await caller.pause()
+        agents.may_work.clear()
         pids = await _pids(run)
         warm_up = int(options.requests * _WARM_UP_SHARE)
         await traffic.send(warm_up, options.in_flight)
@@ -80,6 +100,7 @@ async def _fuzz(run: LaunchedRun, options: argparse.Namespace) -> dict[str, obje
                 say(f"{number + 1}/{_ROUNDS}: {traffic.codes.total()} requests")
         after_pids = await _pids(run)
         died = [name for name, pid in pids.items() if after_pids.get(name) != pid]
+        agents.may_work.set()
         await caller.restore(traffic.holders)
         after = _sizes({name: after_pids.get(name, pid) for name, pid in pids.items()})
         leaks = growth_leaks(before, after) | await caller.leaks()
@@ -92,6 +113,7 @@ async def _fuzz(run: LaunchedRun, options: argparse.Namespace) -> dict[str, obje
         "leaks": len(leaks),
         "died": died,
         "leaked": leaks,
+        "leased": traffic.num_leased,
         "by_method": dict(traffic.by_method),
         "codes": dict(traffic.codes.most_common()),
         "rss_mb_before": {name: round(size["memory, MB"], 1) for name, size in before.items()},
@@ -99,6 +121,17 @@ async def _fuzz(run: LaunchedRun, options: argparse.Namespace) -> dict[str, obje
         "seed": options.seed,
         "seconds": round(time.monotonic() - started_s, 1),
     }
+
+
+@asynccontextmanager
+async def _front(client: AsyncClient, seed: int) -> AsyncIterator[FrontTraffic]:
+    """Serve the OpenAI front in this process, and send it requests."""
+    front = OpenAIFront(client, FrontSettings())
+    async with (
+        listening(front, LOOPBACK, 0) as port,
+        aiohttp.ClientSession(f"http://{LOOPBACK}:{port}") as session,
+    ):
+        yield FrontTraffic(session, random.Random(seed))
 
 
 async def _pids(run: LaunchedRun) -> dict[str, int]:

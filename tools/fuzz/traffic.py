@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.api.weights.v1 import weights_pb2
+from tools.fuzz.front_traffic import FrontTraffic
 from tools.fuzz.messages import corrupted, mutated, plausible, random_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +38,18 @@ _DEFECTS = ("UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "DATA_LOSS")
 _MAX_EXAMPLES = 20
 # Calls that do work for every valid request: a few are enough.
 _SHARES = {"SaveCheckpoint": 0.002, "Evaluate": 0.06, "AnnouncePolicy": 0.1, "JoinGroup": 0.3}
-_WAITING = ("WatchSteps", "TakeBatch", "StageUpdate", "SaveCheckpoint", "JoinGroup", "Evaluate")
+_FRONT_SHARE = 0.1  # of all requests
+_LEASE_SHARE = 0.8  # of the requests with a lease: one that the attack has taken
+_MOST_LEASES = 64
+_WAITING = (
+    "LeaseSamples",
+    "WatchSteps",
+    "TakeBatch",
+    "StageUpdate",
+    "SaveCheckpoint",
+    "JoinGroup",
+    "Evaluate",
+)
 # grpc.aio's caller reports this on its own when it sends while the answer to a stream comes in;
 # other callers get the service's answer.
 _OWN_FAILURE = "Internal error from Core"
@@ -91,16 +103,26 @@ class Traffic:
     Args:
         channels: by process.
         rng: the only source of randomness.
+        front: sends requests over HTTP.
 
     Attributes:
         codes: answers by code.
-        by_method: calls by method.
+        by_method: calls by method, and requests over HTTP by path.
         crashes: answers with a code of a defect; `examples` describes the first ones.
         holders: of pauses that may be in effect.
+        num_leased: samples that the attack has leased.
     """
 
-    def __init__(self, channels: Mapping[str, grpc.aio.Channel], rng: random.Random) -> None:
+    def __init__(
+        self,
+        channels: Mapping[str, grpc.aio.Channel],
+        rng: random.Random,
+        front: FrontTraffic,
+    ) -> None:
         self._channels, self._rng, self._methods = channels, rng, all_methods()
+        self._front = front
+        self._leases: deque[str] = deque(maxlen=_MOST_LEASES)
+        self.num_leased = 0
         self._weights = [_SHARES.get(m.name.split("/")[1], 1.0) for m in self._methods]
         self.codes: Counter[str] = Counter()
         self.by_method: Counter[str] = Counter()
@@ -114,7 +136,10 @@ class Traffic:
 
         async def caller() -> None:
             for _ in left:
-                await self._make(self._choose())
+                if self._rng.random() < _FRONT_SHARE:
+                    await self._make_at_front()
+                else:
+                    await self._make(self._choose())
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(in_flight):
@@ -140,9 +165,21 @@ class Traffic:
             case 0:
                 return random_bytes(rng)
             case 1 | 2:
-                return corrupted(plausible(method.request, rng).SerializeToString(), rng)
+                return corrupted(self._plausible(method).SerializeToString(), rng)
             case _:
-                return mutated(plausible(method.request, rng), rng).SerializeToString()
+                return mutated(self._plausible(method), rng).SerializeToString()
+
+    def _plausible(self, method: Method) -> Message:
+        message: Any = plausible(method.request, self._rng)
+        has_lease = "lease_id" in message.DESCRIPTOR.fields_by_name
+        if has_lease and self._leases and self._rng.random() < _LEASE_SHARE:
+            message.lease_id = self._rng.choice(self._leases)
+        return message
+
+    async def _make_at_front(self) -> None:
+        answer = await self._front.send(self._leases)
+        code = f"HTTP {answer.status}"
+        self._note(answer.path, code, answer.text, answer.sent, is_defect=answer.status == 500)
 
     async def _make(self, attack: _Attack) -> None:
         code, details = "OK", ""
@@ -160,25 +197,30 @@ class Traffic:
             if task is None or task.cancelling():
                 raise
             code = "CALLER_FAILED"  # by gRPC, which ends a broken call of its own in this way
-        self._note(attack.method, code, details, b"".join(attack.messages))
+        sent = b"".join(attack.messages)
+        self._note(attack.method.name, code, details, sent, is_defect=code in _DEFECTS)
 
-    def _note(self, method: Method, code: str, details: str, sent: bytes) -> None:
+    def _note(self, name: str, code: str, details: str, sent: bytes, *, is_defect: bool) -> None:
         self.codes[code] += 1
-        self.by_method[method.name] += 1
-        if method.name == "TrainerService/Pause" and code in ("OK", "LEFT", "DEADLINE_EXCEEDED"):
+        self.by_method[name] += 1
+        if name == "TrainerService/Pause" and code in ("OK", "LEFT", "DEADLINE_EXCEEDED"):
             with suppress(DecodeError):
                 self.holders.add(trainer_pb2.PauseRequest.FromString(sent).holder)
-        if code in _DEFECTS:
+        if is_defect:
             self.crashes += 1
             if len(self.examples) < _MAX_EXAMPLES:
-                self.examples.append(f"{method.name}: {code}: {details[:200]}: {sent[:120].hex()}")
+                self.examples.append(f"{name}: {code}: {details[:200]}: {sent[:120].hex()}")
 
     async def _call(self, attack: _Attack) -> None:
         method = attack.method
         channel: Any = self._channels[method.process]  # typed for messages; these are bytes
         path = f"/{method.descriptor.containing_service.full_name}/{method.descriptor.name}"
         if not method.descriptor.server_streaming:
-            await channel.unary_unary(path)(attack.messages[0], timeout=attack.timeout_s)
+            found = await channel.unary_unary(path)(attack.messages[0], timeout=attack.timeout_s)
+            if method.name == "RewardService/LeaseSamples":
+                taken = reward_pb2.LeaseSamplesResponse.FromString(found).leases
+                self._leases.extend(one.lease_id for one in taken)
+                self.num_leased += len(taken)
             return
         if method.descriptor.client_streaming:
             requests = _each(attack.messages)

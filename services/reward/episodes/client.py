@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Self, TypeVar
-from zlib import crc32
+from typing import Self, TypeVar, cast
 
+from services.reward.episodes.batches import CallBatches, Server
 from services.reward.episodes.drivers import (
     ABANDON_S,
     EnvironmentServers,
     EnvironmentUnavailableError,
     EpisodeTask,
+    server_of,
 )
 from sluice.algorithm.episode_rules import Observation
 from sluice.api.environment.v1 import environment_pb2 as environment
@@ -29,6 +30,7 @@ from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
 from sluice.types import Answer, FinishReason, Scored
 
 RequestT = TypeVar("RequestT")
+AskedT = TypeVar("AskedT", environment.OpenRequest, environment.StepRequest)
 ResponseT = TypeVar("ResponseT")
 
 
@@ -53,7 +55,7 @@ class GivenServers:
 
     def address_for(self, episode_id: str) -> str:
         """Return the same server for the same episode."""
-        return self._addresses[crc32(episode_id.encode()) % len(self._addresses)]
+        return self._addresses[server_of(episode_id, len(self._addresses))]
 
 
 class WorkerProbe:
@@ -107,23 +109,31 @@ class ServedEnvironments:
         self._servers, self._call_timeout_s = servers, call_timeout_s
         self._encrypted = ChannelPool(max_message_bytes, credentials.to_strangers())
         self._plain = ChannelPool(max_message_bytes, credentials=OPEN)
+        self._tasks = asyncio.TaskGroup()
+        self.batches = CallBatches(self._tasks, call_timeout_s)
+        """What calls travel in."""
 
     async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._encrypted.close()
-        await self._plain.close()
+        self.batches.cancel()
+        try:
+            await self._tasks.__aexit__(None, None, None)  # an error of the block stays as it is
+        finally:
+            await self._encrypted.close()
+            await self._plain.close()
 
     def begin(self, task: EpisodeTask) -> ServedEpisode:
         """Return the driver of a new episode."""
         return ServedEpisode(task, self)
 
-    def place(self, episode_id: str) -> tuple[str, ChannelPool]:
-        """Return the server of an episode, and its channels."""
+    def place(self, episode_id: str) -> Server:
+        """Return the server of an episode."""
         address = self._servers.address_for(episode_id)
         bare = address.removeprefix(_TLS)
-        return bare, self._plain if bare == address else self._encrypted
+        return Server(bare, self._plain if bare == address else self._encrypted)
 
     @property
     def call_timeout_s(self) -> float:
@@ -142,8 +152,9 @@ class ServedEpisode:
     def __init__(self, task: EpisodeTask, environments: ServedEnvironments) -> None:
         self._task, self._environments = task, environments
         self._id, self._num_tries = task.episode_id, 1
-        self._address: str | None = None
-        self._channels: ChannelPool | None = None
+        self._server: Server | None = None
+        self._is_held = False  # its channel
+        self._end: environment.CloseResponse | None = None  # what the last answer has led to
 
     async def open(self) -> Observation:
         """Choose a server and begin; wait for one that is down, within the time of a call.
@@ -169,11 +180,11 @@ class ServedEpisode:
 
     async def _open(self) -> Observation:
         try:
-            self._address, channels = self._environments.place(self._id)
+            self._server = server = self._environments.place(self._id)
         except EnvironmentUnavailableError as error:
             raise _DownError(str(error)) from error
-        self._channels, channel = channels, channels.acquire(self._address)
-        self._stub = environment_stub(channel)
+        self._stub = environment_stub(server.channels.acquire(server.address))
+        self._is_held = True
         request = open_to_proto(
             self._task.prompt,
             episode_id=self._id,
@@ -183,7 +194,7 @@ class ServedEpisode:
         )
         phase = "opening an episode"
         try:
-            response = await self._call(self._stub.Open, request, phase)
+            response = await self._called(self._stub.Open, request, phase)
         except EnvironmentUnavailableError as error:
             cause = error.__cause__
             if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
@@ -192,17 +203,25 @@ class ServedEpisode:
         return self._observed(response.observation, phase)
 
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
-        """Take an answer; a lost connection is tried again with the same turn."""
+        """Take an answer; a lost connection is tried again with the same turn.
+
+        The server may end the episode with it; `close` then makes no call.
+        """
         request = step_to_proto(self._id, turn, answer, finish)
         phase = "answering the policy"
-        response = await self._call(self._stub.Step, request, phase)
-        return self._observed(response.observation, phase)
+        response = await self._called(self._stub.Step, request, phase)
+        seen = self._observed(response.observation, phase)
+        if seen.done and response.HasField("end"):
+            self._end = response.end
+            await self._release()
+        return seen
 
     async def close(self) -> Scored | None:
         """End and grade."""
-        request = environment.CloseRequest(episode_id=self._id)
-        phase = "grading an episode"
-        response = await self._call(self._stub.Close, request, phase)
+        phase, response = "grading an episode", self._end
+        if response is None:
+            request = environment.CloseRequest(episode_id=self._id)
+            response = await self._call(self._stub.Close, request, phase)
         try:
             scored = grade_from_proto(response)
         except InvalidRequestError as error:
@@ -212,7 +231,7 @@ class ServedEpisode:
 
     async def abandon(self) -> None:
         """Give the episode up; a server that is gone has nothing left of it."""
-        if self._channels is None:
+        if not self._is_held:
             return
         request = environment.CloseRequest(episode_id=self._id, is_abandoned=True)
         try:
@@ -229,13 +248,27 @@ class ServedEpisode:
             await self._release()
 
     async def _release(self) -> None:
-        if self._channels is not None and self._address is not None:
-            channels, self._channels = self._channels, None
-            await channels.release(self._address)
+        if self._is_held and self._server is not None:
+            self._is_held = False
+            await self._server.channels.release(self._server.address)
 
     @property
     def _peer(self) -> str:
-        return f"environment at {self._address}"
+        return "environment" if self._server is None else self._server.name
+
+    async def _called(
+        self, method: UnaryMethod[AskedT, ResponseT], request: AskedT, phase: str
+    ) -> ResponseT:
+        """Make a call that may travel with others."""
+        assert self._server is not None
+        try:
+            with TRACER.span(SpanName.ENVIRONMENT, {Key.DETAIL: phase}, SpanKind.CLIENT):
+                found = await self._environments.batches.response(self._server, request, phase)
+        except SluiceError as error:
+            raise self._unavailable(phase, error) from error
+        if found is not None:
+            return cast("ResponseT", found)
+        return await self._call(method, request, phase)
 
     async def _call(
         self, method: UnaryMethod[RequestT, ResponseT], request: RequestT, phase: str

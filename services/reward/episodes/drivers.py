@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
+from services.reward.episodes.lease_records import CommittedTurn
 from sluice.algorithm.episode_rules import Observation
 from sluice.errors import SluiceError
 from sluice.types import Answer, FinishReason, Prompt, Scored
@@ -70,8 +73,17 @@ class LeasedDriver(EpisodeDriver, Protocol):
         """Wait until a program has taken it; the episode's time begins then."""
         ...
 
-    def counted(self, num_read: int, num_sampled: int) -> None:
-        """Note the tokens of the answer that `step` gets next."""
+    def seconds_left(self) -> float:
+        """Return the seconds until a sample that was taken expires."""
+        ...
+
+    def recalled(self) -> Sequence[CommittedTurn]:
+        """Return the turns of an earlier service. With any, the episode is open, and `step` for
+        the last one waits for what follows."""
+        ...
+
+    def commit(self, turn: CommittedTurn) -> None:
+        """Keep the turn whose answer `step` gets next."""
         ...
 
 
@@ -93,6 +105,16 @@ class EnvironmentServers(Protocol):
             EnvironmentUnavailableError: no server is up.
         """
         ...
+
+
+def server_of(episode_id: str, num_servers: int) -> int:
+    """Return the index of the server where an episode runs: each gets an equal share.
+
+    A digest, since a checksum has the same last bits for all samples of a small group: they would
+    run together, and fail together.
+    """
+    digest = blake2b(episode_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % num_servers
 
 
 async def abandoned(driver: EpisodeDriver) -> None:

@@ -22,6 +22,7 @@ from services.reward.episodes.drivers import (
     LeasedDriver,
     abandoned,
 )
+from services.reward.episodes.lease_records import CommittedTurn
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import GroupFailedError, GroupRequest, TurnRequest
 from services.reward.generation.stream import CollectedSamples
@@ -33,6 +34,7 @@ from sluice.algorithm.episode_rules import (
     answer_message,
     continued,
     made_calls,
+    num_before_new,
     turn_seed,
     within_limits,
 )
@@ -58,6 +60,14 @@ QUEUE, MODEL, ENVIRONMENT = "queue", "model", "environment"
 """Parts of a turn's seconds."""
 READ_TEXT = "plain"
 """How answers are read where the policy has no tools."""
+CONTINUES_NONE = (
+    "a conversation continues none of the sample's answers; an agent that appends to its history, "
+    "and offers the same tools with each request, avoids this"
+)
+TEMPLATE_REWRITES = (
+    "the chat template rewrites history; one that leaves history as it was avoids this"
+)
+"""Why turns begin new roots."""
 
 ResultT = TypeVar("ResultT")
 
@@ -104,8 +114,9 @@ class EpisodeNotes(Protocol):
         """Note tools that an environment offers."""
         ...
 
-    def rewritten(self, reason: str) -> None:
-        """Note that the template cannot continue a turn's tokens."""
+    def rewritten(self, reason: str, detail: str = "") -> None:
+        """Note a later turn that continues no earlier one: `CONTINUES_NONE` or
+        `TEMPLATE_REWRITES`."""
         ...
 
 
@@ -140,8 +151,10 @@ class Episode:
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
         self._lengths: list[int] = []  # of what was read and sampled up to its end
         self._tools: tuple[Tool, ...] = ()
-        self._offered: list[tuple[Tool, ...]] = []  # with each turn
+        # Of each turn: messages of the conversation up to its answer, and tools offered with it.
+        self._offered: list[tuple[int, tuple[Tool, ...]]] = []
         self._replica = ""
+        self._num_recalled = 0
         self._phase = "opening"
         self._leased = driver if isinstance(driver, LeasedDriver) else None
         self._failure = FailureKind.AGENT if self._leased else FailureKind.ENVIRONMENT
@@ -156,7 +169,7 @@ class Episode:
         try:
             if self._leased is not None:
                 await self._called("waiting for an agent to take it", self._leased.taken())
-            async with asyncio.timeout(self._rules.timeout_s) as scope:
+            async with asyncio.timeout(self._seconds_left()) as scope:
                 rollout = await self._played(first_turn)
                 is_closed = rollout.end is not None
                 return rollout
@@ -177,55 +190,82 @@ class Episode:
 
     async def _played(self, first_turn: FirstTurn) -> Rollout:
         """Play to the end. A sample without an `end` was aborted, and its environment is open."""
-        seen = await self._called("opening", self._driver.open())
-        if seen.done:
-            raise EnvironmentUnavailableError(
-                "the environment ended the episode before the first answer"
-            )
-        begun = self._begun(seen)
-        self._phase = "sampling turn 0"
-        sampled_since = time.monotonic()
-        answered = await first_turn(self._index, begun.messages, self._tools)
-        while True:
+        if not self._recall():
+            seen = await self._called("opening", self._driver.open())
+            if seen.done:
+                raise EnvironmentUnavailableError(
+                    "the environment ended the episode before the first answer"
+                )
+            begun = self._begun(seen)
+            self._phase = "sampling turn 0"
+            sampled_since = time.monotonic()
+            answered = await first_turn(self._index, begun.messages, self._tools)
             self._add(begun, answered, time.monotonic() - sampled_since)
-            if answered.rollout.finish_reason is FinishReason.ABORTED:
-                return Rollout(self._index, tuple(self._turns))
-            seen = await self._observed(answered.rollout)
-            end = self._counts.end(answered.rollout.finish_reason, seen)
+        while self._turns[-1].finish_reason is not FinishReason.ABORTED:
+            seen = await self._observed()
+            end = self._counts.end(self._turns[-1].finish_reason, seen)
             if end is None:
                 begun, sampled_since = self._begun(seen), time.monotonic()
                 begun, found = await self._sampled(begun)
                 if found is not None:
-                    answered = found
+                    self._add(begun, found, time.monotonic() - sampled_since)
                     continue
                 end = EpisodeEnd.MAX_TOKENS
             return await self._ended(end)
+        return Rollout(self._index, tuple(self._turns))
+
+    def _seconds_left(self) -> float:
+        return self._rules.timeout_s if self._leased is None else self._leased.seconds_left()
+
+    def _recall(self) -> bool:
+        """Add the turns that an earlier service has sampled; return whether there are any."""
+        progress = self._request.progress
+        for known in self._leased.recalled() if self._leased is not None else ():
+            turn = known.turn
+            if self._turns:
+                self._counts.answered(_answer_of(self._turns[-1]))
+                seen = Observation(known.messages, is_whole=True)
+                self._counts.end(self._turns[-1].finish_reason, seen)
+            progress.started(known.prompt_token_ids, asyncio.get_running_loop().time())
+            version = min((span.version for span in turn.version_spans), default=None)
+            progress.recalled(turn.token_ids.size, version)
+            self._tools = known.tools
+            self._append(turn, Continued(turn.parent, known.messages), known.num_read)
+        self._num_recalled = len(self._turns)
+        return bool(self._turns)
 
     async def _ended(self, end: EpisodeEnd) -> Rollout:
         scored = await self._called("grading", self._driver.close())
         return Rollout(self._index, tuple(self._turns), end, scored)
 
-    async def _observed(self, rollout: Rollout) -> Observation:
-        """Give an answer to the environment; return what it leads to."""
-        answer, number = _answer_of(rollout), len(self._turns) - 1
+    async def _observed(self) -> Observation:
+        """Give the last answer to the environment; return what it leads to."""
+        turn, number = self._turns[-1], len(self._turns) - 1
+        answer = _answer_of(turn)
         self._counts.answered(answer)
         since = time.monotonic()
-        if self._leased is not None:
-            size = rollout.num_tokens
-            self._leased.counted(self._lengths[-1] - size, size)
-        else:
+        if self._leased is None:
             # An agent gets the whole answer, since it sends it back as part of the history.
             answer = made_calls(answer, self._rules, number)
-        call = self._driver.step(number, answer, rollout.finish_reason)
+        elif number >= self._num_recalled:
+            self._leased.commit(self._committed(turn))
+        call = self._driver.step(number, answer, turn.finish_reason)
         seen = await self._called(f"answering turn {number}", call)
-        turn = self._turns[-1]
         seconds = {**turn.seconds, ENVIRONMENT: time.monotonic() - since}
         self._turns[-1] = replace(turn, reward=seen.reward, seconds=seconds)
         return seen
 
+    def _committed(self, turn: Turn) -> CommittedTurn:
+        prompt_token_ids = self._request.progress.prompt_token_ids
+        assert prompt_token_ids is not None
+        num_read = self._lengths[-1] - turn.token_ids.size
+        messages, (_, tools) = self._added[-1][:-1], self._offered[-1]
+        return CommittedTurn(messages, tools, turn, num_read, prompt_token_ids)
+
     def _begun(self, seen: Observation) -> Continued:
         """Return what the next turn reads, and which turn it continues."""
-        if seen.tools:
+        # An agent's request has all its tools, as its conversation is whole.
+        if seen.tools or seen.withdraws_tools or self._leased is not None:
             self._tools = seen.tools
             self._notes.offered(seen.tools)
         # An agent has read its tools' texts whole, and repeats them.
@@ -234,10 +274,13 @@ class Episode:
             messages = within_limits(messages, self._rules)
         if seen.is_whole:
             # The template writes other tools into other tokens.
-            same = [n for n, tools in enumerate(self._offered) if tools == self._tools]
+            wanted = num_before_new(messages), self._tools
+            same = [number for number, turn in enumerate(self._offered) if turn == wanted]
             found = continued([self._history(index) for index in same], messages)
             if found.parent is not None:
                 found = found._replace(parent=same[found.parent])
+            elif self._turns:
+                self._notes.rewritten(CONTINUES_NONE)
         elif self._turns:
             found = Continued(len(self._turns) - 1, messages)
         else:
@@ -264,7 +307,7 @@ class Episode:
             except HistoryRewrittenError as error:
                 if parent is None:
                     raise
-                self._notes.rewritten(str(error))
+                self._notes.rewritten(TEMPLATE_REWRITES, str(error))
                 whole = (*self._history(parent), *begun.messages)
                 return await self._sampled(Continued(None, whole))
             except GroupFailedError as error:
@@ -312,20 +355,23 @@ class Episode:
         else:
             is_new_root = group_prompt is None or not np.array_equal(read, group_prompt)
             context = read if is_new_root else turn.context
-        self._turns.append(
-            replace(
-                turn,
-                parent=begun.parent,
-                context=context,
-                is_new_root=is_new_root,
-                observed=begun.messages if context.size else self._beyond_row(begun),
-                seconds={QUEUE: answered.queued_s, MODEL: seconds - answered.queued_s},
-            )
+        turn = replace(
+            turn,
+            parent=begun.parent,
+            context=context,
+            is_new_root=is_new_root,
+            seconds={QUEUE: answered.queued_s, MODEL: seconds - answered.queued_s},
         )
-        self._lengths.append((0 if read is None else read.size) + turn.token_ids.size)
-        self._added.append((*begun.messages, answer_message(_answer_of(answered.rollout))))
-        self._offered.append(self._tools)
+        self._append(turn, begun, 0 if read is None else read.size)
         self._replica = answered.replica
+
+    def _append(self, turn: Turn, begun: Continued, num_read: int) -> None:
+        observed = begun.messages if turn.context.size else self._beyond_row(begun)
+        self._turns.append(replace(turn, observed=observed))
+        self._lengths.append(num_read + turn.token_ids.size)
+        self._added.append((*begun.messages, answer_message(_answer_of(turn))))
+        earlier = 0 if begun.parent is None else self._offered[begun.parent][0]
+        self._offered.append((earlier + len(self._added[-1]), self._tools))
 
     def _beyond_row(self, begun: Continued) -> tuple[ChatMessage, ...]:
         """Return what a root reads after the row's messages."""
@@ -385,5 +431,5 @@ def unreadable(error: GroupFailedError) -> EnvironmentUnavailableError:
     )
 
 
-def _answer_of(rollout: Rollout) -> Answer:
-    return rollout.answer or Answer(rollout.text)
+def _answer_of(turn: Turn) -> Answer:
+    return turn.answer or Answer(turn.text)

@@ -5,20 +5,33 @@ Consumes: episodes, from the loop; requests of programs. Produces: for the loop,
 are whole conversations; for the programs, answers, after the loop has recorded them. Waits for:
 programs, within the group's rules until one has taken a sample, and within the episode's time from
 then on. On failure of a program: its sample fails. When the loop gives a sample up, its lease is
-revoked: what its program asks then is refused. Leases are in memory and end with the process.
+revoked: what its program asks then is refused.
+
+What a restart keeps: with a ledger that has a file, a lease and its deadline, the turns that its
+program may have seen, and its posted end, until its prompt ends or starts again. A restarted
+service answers requests from these turns. When the prompt starts, the sample continues from them,
+and needs no program if its end was posted. What was being sampled is sampled again, when the
+program repeats its request. Samples that nobody had leased are offered again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from services.reward.episodes.drivers import EnvironmentUnavailableError, EpisodeTask
+from services.reward.episodes.lease_records import (
+    CommittedTurn,
+    LeaseRecord,
+    LeaseStore,
+    PostedEnd,
+)
 from sluice.algorithm.episode_rules import Observation
 from sluice.concurrency.waits import waiting_for
-from sluice.errors import LeaseEndedError, NotFoundError
+from sluice.errors import LeaseEndedError, NotFoundError, NotReadyError
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool
 
 MOST_REQUESTS = 1024
@@ -47,32 +60,20 @@ class Reply:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
-class PostedEnd:
-    """How a program ended its sample.
-
-    Args:
-        reward: finite; ``None``: scorers grade the last answer.
-        failure: why the program failed; empty: it did not.
-    """
-
-    reward: float | None = None
-    failure: str = ""
-
-
 # An error is a value here: nobody may be left who waits for it.
-_Result = Reply | NotFoundError | LeaseEndedError
+_Refusal = NotFoundError | NotReadyError | LeaseEndedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    messages: tuple[ChatMessage, ...]
-    tools: tuple[Tool, ...]
-    result: asyncio.Future[_Result] = field(
+    digest: str
+    messages: tuple[ChatMessage, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    result: asyncio.Future[Reply | _Refusal] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    def answer(self, result: _Result) -> None:
+    def answer(self, result: Reply | _Refusal) -> None:
         if not self.result.done():
             self.result.set_result(result)
 
@@ -81,33 +82,81 @@ class LeasedEpisode:
     """A sample that a program works on; the loop's driver of it.
 
     Args:
-        task: the episode.
         desk: offers it.
+        store: keeps it.
+        record: what an earlier service left of it; ``None``: it is new.
 
     Attributes:
-        task: the episode.
         lease_id: secret.
     """
 
-    def __init__(self, task: EpisodeTask, desk: LeaseDesk) -> None:
-        self.task, self._desk = task, desk
-        self.lease_id = secrets.token_urlsafe(_SECRET_BYTES)
+    def __init__(
+        self, desk: LeaseDesk, store: LeaseStore, record: LeaseRecord | None = None
+    ) -> None:
+        self._desk, self._store = desk, store
+        self.lease_id = record.lease_id if record else secrets.token_urlsafe(_SECRET_BYTES)
+        self._task: EpisodeTask | None = None
+        self._expires_s = record.expires_s if record else 0.0
+        self._is_kept = record is not None
         self._is_taken, self._changed = asyncio.Event(), asyncio.Event()
         self._asked: dict[str, _Asked] = {}
         self._waiting: deque[_Asked] = deque()
         self._answering: _Asked | None = None
-        self._counts = (0, 0)
+        self._reply: Reply | None = None
         self._end: PostedEnd | None = None
         self._over = ""
+        self._recalled: tuple[CommittedTurn, ...] = ()
+        self._num_turns = 0
+        if record is not None:
+            self._restore(record)
+
+    def _restore(self, record: LeaseRecord) -> None:
+        self._is_taken.set()
+        self._end = record.end
+        self._recalled = tuple(record.turns.values())
+        for digest, turn in record.turns.items():
+            self._asked[digest] = asked = _Asked(digest)
+            asked.answer(_reply(turn, self._num_turns))
+            self._num_turns += 1
+
+    @property
+    def task(self) -> EpisodeTask:
+        """The episode; of a lease of an earlier service, once its prompt has started again."""
+        assert self._task is not None
+        return self._task
+
+    def begin(self, task: EpisodeTask) -> None:
+        """Play it."""
+        self._task = task
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether it expired before its prompt started again."""
+        return self._task is None and self._end is None and time.time() >= self._expires_s
+
+    def seconds_left(self) -> float:
+        """Return the seconds until a taken sample expires.
+
+        One whose end was posted expires no more; it has as many as a new one.
+        """
+        if self._end is not None:
+            return self.task.timeout_s
+        return max(0.0, self._expires_s - time.time())
 
     async def taken(self) -> None:
         """Wait until a program has leased the sample."""
+        if self._is_taken.is_set():
+            return
         self._desk.offer(self)
         with waiting_for(_AGENT, "leasing a sample"):
             await self._is_taken.wait()
 
     def take(self) -> None:
         """Begin the episode's time."""
+        self._expires_s = time.time() + self.task.timeout_s
+        prompt_id, index = self.task.prompt.prompt_id, self.task.sample_index
+        record = LeaseRecord(self.lease_id, prompt_id, index, self._expires_s)
+        self._is_kept = self._store.taken(record)
         self._is_taken.set()
 
     async def open(self) -> Observation:
@@ -117,14 +166,24 @@ class LeasedEpisode:
             raise EnvironmentUnavailableError("agent: it ended before it asked for an answer")
         return Observation(asked.messages, is_whole=True, tools=asked.tools)
 
-    def counted(self, num_read: int, num_sampled: int) -> None:
-        """Note the tokens of the next answer."""
-        self._counts = (num_read, num_sampled)
+    def recalled(self) -> tuple[CommittedTurn, ...]:
+        """Return, once, the turns of an earlier service."""
+        recalled, self._recalled = self._recalled, ()
+        self._desk.num_recalled_tokens += sum(one.turn.token_ids.size for one in recalled)
+        return recalled
+
+    def commit(self, turn: CommittedTurn) -> None:
+        """Keep the turn that `step` answers with; `LeaseDesk.chat` says when it is on the disk."""
+        assert self._answering is not None
+        self._reply = _reply(turn, self._num_turns)
+        if self._is_kept:
+            self._store.committed(self.lease_id, self._num_turns, self._answering.digest, turn)
+        self._num_turns += 1
 
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
         """Answer the program; wait for its next request, or for its end."""
-        assert self._answering is not None
-        self._answering.answer(Reply(answer, finish, *self._counts, turn))
+        if self._answering is not None and self._reply is not None:
+            self._answering.answer(self._reply)
         asked = await self._next()
         if asked is None:
             return Observation(done=True)
@@ -137,7 +196,7 @@ class LeasedEpisode:
         """
         if self._end is None:
             self._over = "it has used its tokens or turns: post its end"
-            self._refuse_waiting(LeaseEndedError(f"lease: {self._over}"))
+            self.refuse(LeaseEndedError(f"lease: {self._over}"))
             with waiting_for(_AGENT, "ending its sample"):
                 while self._end is None:
                     await self._change()
@@ -148,7 +207,7 @@ class LeasedEpisode:
     async def abandon(self) -> None:
         """Revoke the lease."""
         self._desk.forget(self)
-        self._refuse_waiting(_gone())
+        self.refuse(_gone())
 
     async def chat(
         self, digest: str, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...]
@@ -158,11 +217,12 @@ class LeasedEpisode:
         Args:
             digest: identifies the request within the lease.
             messages: the whole conversation.
-            tools: that the policy may call; none: as in the request before.
+            tools: that the policy may call, whatever the request before had.
 
         Raises:
             LeaseEndedError: the sample has ended, or has used its requests, tokens or turns.
             NotFoundError: the lease was revoked meanwhile.
+            NotReadyError: the service ends.
         """
         asked = self._asked.get(digest)
         if asked is None:
@@ -172,7 +232,7 @@ class LeasedEpisode:
                 raise LeaseEndedError(f"lease: {self._over}")
             if len(self._asked) >= MOST_REQUESTS:
                 raise LeaseEndedError(f"lease: {MOST_REQUESTS} requests were sent; post its end")
-            asked = self._asked[digest] = _Asked(messages, tools)
+            asked = self._asked[digest] = _Asked(digest, messages, tools)
             self._waiting.append(asked)
             self._changed.set()
         # The turn is sampled and recorded, whether its caller still waits or not.
@@ -184,10 +244,13 @@ class LeasedEpisode:
     def end(self, end: PostedEnd) -> None:
         """Note the program's end."""
         self._end = end
-        self._refuse_waiting(LeaseEndedError("lease: its end was posted"))
+        if self._is_kept:
+            self._store.ended(self.lease_id, end)
+        self.refuse(LeaseEndedError("lease: its end was posted"))
         self._changed.set()
 
-    def _refuse_waiting(self, error: NotFoundError | LeaseEndedError) -> None:
+    def refuse(self, error: _Refusal) -> None:
+        """Answer the requests that wait with an error."""
         current = () if self._answering is None else (self._answering,)
         for asked in (*current, *self._waiting):
             asked.answer(error)
@@ -210,18 +273,54 @@ class LeasedEpisode:
         await self._changed.wait()
 
 
-class LeaseDesk:
-    """Offers samples, and finds those that are leased. Used from one event loop."""
+def _reply(committed: CommittedTurn, number: int) -> Reply:
+    turn = committed.turn
+    answer = turn.answer or Answer(turn.text)
+    return Reply(answer, turn.finish_reason, committed.num_read, turn.token_ids.size, number)
 
-    def __init__(self) -> None:
+
+class LeaseDesk:
+    """Offers samples, and finds those that are leased. Used from one event loop.
+
+    Answer a program only after what the store was given until then is on the disk.
+
+    Args:
+        store: keeps leases.
+
+    Attributes:
+        num_recalled_tokens: sampled by an earlier service, of samples that continue.
+    """
+
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
+        self.num_recalled_tokens = 0
+        self._is_closing = False
         self._offers: deque[LeasedEpisode] = deque()
         self._leases: dict[str, LeasedEpisode] = {}
         self._ends: OrderedDict[str, PostedEnd] = OrderedDict()  # of the last ones that ended
         self._offered = asyncio.Event()
+        self._to_continue: dict[tuple[str, int], LeasedEpisode] = {}
+        for record in self._store.found:
+            episode = LeasedEpisode(self, self._store, record)
+            self._to_continue[record.prompt_id, record.sample_index] = episode
+            self._leases[record.lease_id] = episode
+            if record.end is not None:
+                self._ends[record.lease_id] = record.end
+        self._store.found = ()  # else its turns are held twice
+        self._store.on_revoked = self._revoke
 
     def begin(self, task: EpisodeTask) -> LeasedEpisode:
-        """Return the driver of a new episode."""
-        return LeasedEpisode(task, self)
+        """Return the driver of an episode: a new one, or one that an earlier service left."""
+        earlier = self._to_continue.pop((task.prompt.prompt_id, task.sample_index), None)
+        episode = earlier or LeasedEpisode(self, self._store)
+        episode.begin(task)
+        return episode
+
+    def close(self) -> None:
+        """Refuse programs from here on: the service ends, and the next one answers them."""
+        self._is_closing = True
+        for episode in self._leases.values():
+            episode.refuse(_ending())
 
     @property
     def num_offered(self) -> int:
@@ -244,7 +343,11 @@ class LeaseDesk:
         Args:
             count: most samples.
             wait_s: most seconds to wait for the first one; then the list is empty.
+
+        Raises:
+            NotReadyError: the service ends.
         """
+        self._check_open()
         try:
             async with asyncio.timeout(wait_s):
                 while not self._offers:
@@ -270,8 +373,10 @@ class LeaseDesk:
 
         Raises:
             NotFoundError: the lease is unknown, or has expired.
+            NotReadyError: the service ends.
         """
-        episode = self._leases.get(lease_id)
+        self._check_open()
+        episode = self._found(lease_id)
         if episode is not None:
             return await episode.chat(digest, messages, tools)
         if lease_id in self._ends:
@@ -284,13 +389,15 @@ class LeaseDesk:
         Raises:
             LeaseEndedError: it has ended otherwise.
             NotFoundError: the lease is unknown, or has expired.
+            NotReadyError: the service ends.
         """
+        self._check_open()
         before = self._ends.get(lease_id)
         if before is not None:
             if before != end:
                 raise LeaseEndedError(f"lease: it has ended with {before}; the first end counts")
             return
-        episode = self._leases.get(lease_id)
+        episode = self._found(lease_id)
         if episode is None:
             raise _gone()
         self._ends[lease_id] = end
@@ -303,6 +410,25 @@ class LeaseDesk:
         self._leases.pop(episode.lease_id, None)
         if episode in self._offers:
             self._offers.remove(episode)
+
+    def _found(self, lease_id: str) -> LeasedEpisode | None:
+        episode = self._leases.get(lease_id)
+        return None if episode is None or episode.has_lapsed else episode
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise _ending()
+
+    def _revoke(self, prompt_id: str) -> None:
+        """Drop what an earlier service left of a prompt that ended or starts again."""
+        for sample in [one for one in self._to_continue if one[0] == prompt_id]:
+            episode = self._to_continue.pop(sample)
+            self.forget(episode)
+            episode.refuse(_gone())
+
+
+def _ending() -> NotReadyError:
+    return NotReadyError("the reward service ends; repeat the request")
 
 
 def _gone() -> NotFoundError:

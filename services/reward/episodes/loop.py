@@ -59,7 +59,7 @@ class EpisodeGenerator:
         seed: of the run; environments get one that depends on it and on the prompt.
 
     Attributes:
-        num_rewritten: turns that had to begin a new root, since the template rewrites history.
+        num_rewritten: later turns that began a new root.
         tool_names: of tools that environments have offered, the first `MAX_TOOL_NAMES`.
     """
 
@@ -77,6 +77,7 @@ class EpisodeGenerator:
         self._limits, self._by_default, self._seed = limits, by_default, seed
         self._are_leased = are_leased
         self.num_rewritten = 0
+        self._warned: set[str] = set()
         self.tool_names: set[str] = set()
 
     @property
@@ -169,15 +170,16 @@ class EpisodeGenerator:
         for tool in tools[: MAX_TOOL_NAMES - len(self.tool_names)]:
             self.tool_names.add(tool.name)
 
-    def rewritten(self, reason: str) -> None:
-        """Count a turn that begins a new root, since the template rewrites history; warn of the
-        first."""
+    def rewritten(self, reason: str, detail: str = "") -> None:
+        """Count a later turn that begins a new root; warn of the first with a reason."""
         self.num_rewritten += 1
-        if self.num_rewritten == 1:
+        if reason not in self._warned:
+            self._warned.add(reason)
             logger.warning(
                 "turns begin new roots, which are trained apart, and whose history is read again "
-                "each time: %s; a chat template that leaves history as it was avoids this",
+                "each time: %s%s",
                 reason,
+                f" ({detail})" if detail else "",
             )
 
 

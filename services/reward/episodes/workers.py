@@ -18,18 +18,24 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from zlib import crc32
 
 import msgspec
 
 from services.reward.episodes.client import WorkerProbe
-from services.reward.episodes.drivers import EnvironmentUnavailableError
+from services.reward.episodes.drivers import EnvironmentUnavailableError, server_of
 from services.reward.episodes.worker_main import WorkerReply, WorkerSetup
 from services.reward.grading.containment import end_marked, family_of, new_mark
 from services.reward.grading.pool import beside
-from services.reward.grading.scorer_worker import END_TIMEOUT_S, clean_environment, kill_session
+from services.reward.grading.scorer_worker import (
+    END_TIMEOUT_S,
+    LoadingEndedError,
+    clean_environment,
+    kill_session,
+    loaded,
+)
 from sluice.concurrency.process import ending_text
 from sluice.concurrency.waits import deadline
 from sluice.config.schema.environment import EnvironmentConfig
@@ -121,7 +127,7 @@ class EnvironmentWorkers:
             raise EnvironmentUnavailableError(
                 f"environment workers: all {len(self._slots)} are being replaced; see the log"
             )
-        return live[crc32(episode_id.encode()) % len(live)].address
+        return live[server_of(episode_id, len(live))].address
 
     async def start(self) -> None:
         """Start all, so that an environment that cannot be loaded is known at once.
@@ -131,7 +137,8 @@ class EnvironmentWorkers:
         """
         async with asyncio.TaskGroup() as tasks:
             for slot in self._slots:
-                tasks.create_task(self._fill(slot), name=f"environment worker {slot.number}")
+                start = loaded(partial(self._fill, slot))
+                tasks.create_task(start, name=f"environment worker {slot.number}")
 
     async def watch(self) -> None:
         """Replace workers that die or hang, until cancelled."""
@@ -230,9 +237,10 @@ async def _started(process: asyncio.subprocess.Process) -> None:
         line = await process.stdout.readline()
         if not line:
             code = await process.wait()
-            raise ConfigError(
+            raise LoadingEndedError(
                 f"sluice.environment: the process that loads it ended with {ending_text(code)}; "
-                "see its output above, and sluice.environment.memory_limit_mb"
+                "see its output above, and sluice.environment.memory_limit_mb",
+                code,
             )
     reply = msgspec.json.decode(line, type=WorkerReply)
     if reply.error is not None:

@@ -99,7 +99,7 @@ class ReplicaQueue:
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots of announced replicas with a sequence of ours in them."""
+        """Slots with a sequence of ours in them; see `ReplicaRouter`."""
         return self._fleet.num_slots_in_use
 
     def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:

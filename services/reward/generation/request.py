@@ -123,9 +123,17 @@ class GroupProgress:
             prompt_token_ids: the group's prompt; ``None``: the request is for a later turn.
             now: seconds of the event loop's clock.
         """
+        if self.prompt_token_ids is None:
+            self.prompt_token_ids = prompt_token_ids
         if self.first_start is None:
-            self.first_start, self.prompt_token_ids = now, prompt_token_ids
+            self.first_start = now
             self._notify()
+
+    def recalled(self, num_tokens: int, version: int | None) -> None:
+        """Add tokens that an earlier service received, the oldest of `version`."""
+        self.num_tokens += num_tokens
+        self.num_received += num_tokens
+        self.note_version(self.new_part(), version)
 
     def new_part(self) -> int:
         """Return a number for a part of the group, such as the samples of one request."""

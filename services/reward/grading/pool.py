@@ -39,6 +39,7 @@ from services.reward.grading.scorer_worker import (
     PEER,
     ScorerFault,
     ScorerWorker,
+    loaded,
     start_worker,
 )
 from services.reward.grading.scorers.registry import scored_characters
@@ -217,7 +218,7 @@ class ScorerPool:
             self._put_back(slot)
 
     async def _new_worker(self) -> ScorerWorker:
-        return await start_worker(self._setup, family=self._family)
+        return await loaded(partial(start_worker, self._setup, family=self._family))
 
     def _put_back(self, slot: _WorkerSlot) -> None:
         slot.is_idle = True

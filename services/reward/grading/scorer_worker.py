@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -37,11 +39,42 @@ from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
 from sluice.types import FailureKind
 
+WorkerT = TypeVar("WorkerT")
+
+logger = logging.getLogger(__name__)
+
 PEER = "scorer process"
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
+_MOST_KILLED = 2
 # The folder that holds the package `services`; the service may have been started elsewhere.
 _PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent
+
+
+class LoadingEndedError(ConfigError):
+    """A process ended while it loaded the user's code; a code below 0 is a signal's."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
+    """Start a process that loads the user's code; again if a signal ends it, twice at most.
+
+    The system kills one when memory is short, and such a kill must not end the run.
+
+    Raises:
+        LoadingEndedError: it ended each time, or by its own will.
+    """
+    for _ in range(_MOST_KILLED):
+        try:
+            return await start()
+        except LoadingEndedError as error:
+            if error.code >= 0:
+                raise
+            logger.warning("%s; another one is started", error)
+    return await start()
 
 
 class ScorerFault(Exception):
@@ -92,9 +125,10 @@ class ScorerWorker:
                 reply = msgspec.msgpack.decode(await self._read_body(), type=SetupReply)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             code = await self._process.wait()
-            raise ConfigError(
+            raise LoadingEndedError(
                 f"reward.custom_reward_function.path: the process that loads {loading} ended with "
-                f"{ending_text(code)}; see its output above"
+                f"{ending_text(code)}; see its output above",
+                code,
             ) from error
         if reply.error is not None:
             raise ConfigError(reply.error)

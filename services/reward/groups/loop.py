@@ -362,13 +362,17 @@ class GroupLoop:
             self._changes.notify()
 
     def _give_up(self, group: Group) -> None:
-        """End the attempt of a cancelled task."""
+        """End the attempt of a cancelled task.
+
+        Without a reason the whole service ends: programs continue their samples in the next one.
+        """
+        if group.cancel_reason is not None:
+            self._ledger.leases.revoke(group.prompt_id)
         if group.cancel_reason is CancelReason.TOO_OLD:
             detail = f"its oldest token is of version {group.oldest_version}, too old to be trained"
             self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
             return
         self._strategy.restarted(group.admitted_as)
-        # Without a reason the whole service ends; its prompts start again, as for another trainer.
         self._requeue(group, group.cancel_reason or CancelReason.TAKEN_OVER)
 
     async def _take_over(

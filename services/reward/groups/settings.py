@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
+from services.reward.records.episode_counts import EnvironmentNames
 from sluice.algorithm.episode_rules import TOOL_AGENT, EpisodeRules
 from sluice.algorithm.groups.filter import (
     GroupNeeds,
@@ -125,6 +127,17 @@ def plays_by_default(config: RunConfig) -> bool:
     rollout = config.actor_rollout_ref.rollout
     is_given = environment.path is not None or bool(environment.addresses) or environment.agents
     return is_given or rollout.multi_turn.enable or rollout.agent.default_agent_loop == TOOL_AGENT
+
+
+def environment_names(config: RunConfig) -> EnvironmentNames:
+    """Return how files and metrics name environments: a file's class, or the file."""
+    environment = config.sluice.environment
+    if environment.path is not None:
+        only = environment.name or PurePath(environment.path).stem
+        return EnvironmentNames(only, rows_choose=False)
+    if environment.agents:
+        return EnvironmentNames("agents")
+    return EnvironmentNames("served" if environment.addresses else TOOL_AGENT)
 
 
 def outcome_policy(config: RunConfig) -> OutcomePolicy:

@@ -2,8 +2,8 @@
 
 Invariant 1: an accepted prompt is pending until it ends in exactly one `PromptEnd`; submitted =
 ended + pending at every instant. The state of a pending prompt is not written: its samples die with
-their process (`services.reward.group_table`). A prompt read back from a file waits again or is
-leased.
+their process (`services.reward.group_table`), except those that programs have leased (`leases`). A
+prompt read back from a file waits again or is leased.
 
 The ledger answers from memory. With a file it also hands every change to a writer thread, which
 commits the changes in their order. A caller that must not be wrong about what survives waits for
@@ -29,6 +29,8 @@ from typing import Self
 
 import msgspec
 
+from services.reward.episodes.lease_records import LeaseRecord
+from services.reward.ledger.leases import KeptLeases, read_leases
 from services.reward.ledger.schema import (
     EndedPrompt,
     LedgerContent,
@@ -110,6 +112,7 @@ class PromptLedger:
             known.
         num_acknowledged: groups of all acknowledged batches.
         trainer: the instance that announced itself last.
+        leases: samples of pending prompts that programs work on.
         all_strikes: strikes in a row of the prompts that have any, by `prompt_key`.
 
     Raises:
@@ -125,11 +128,13 @@ class PromptLedger:
         content: LedgerContent | None = None,
     ) -> None:
         self._writer: LedgerWriter | None = None
+        leases: tuple[LeaseRecord, ...] = ()
         if path is not None:
             database = open_ledger_file(path)
             try:
                 database.execute(_FORGET_LEFT_IMAGES)
                 content = read_content(database)
+                leases = read_leases(database)
             except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError) as error:
                 database.close()
                 raise unusable(path, error) from error
@@ -137,6 +142,7 @@ class PromptLedger:
         content = content or LedgerContent()
         self._sequence = content.next_sequence
         self._prompts = {prompt.prompt_id: prompt for prompt in content.pending}
+        self.leases = KeptLeases(self._write, self._prompts.__contains__, leases)
         self.num_clients_pending = sum(p.origin is PromptOrigin.CLIENT for p in content.pending)
         self.client_image_bytes = sum(map(_client_image_bytes, content.pending))
         self._max_ended_ids = ended_ids
@@ -282,6 +288,7 @@ class PromptLedger:
         if prompt_id not in self._prompts:
             raise NotFoundError(f"prompt '{prompt_id}' is not pending")
         prompt = self._remove(prompt_id)
+        self.leases.revoke(prompt_id)
         self._by_end[end] += 1
         low_water = self._low_water
         ended = EndedPrompt(
@@ -374,6 +381,7 @@ class PromptLedger:
         for prompt in self.pending():
             if prompt.position is not None:
                 self._remove(prompt.prompt_id)
+                self.leases.revoke(prompt.prompt_id)
                 self.num_submitted -= 1
         self._write((_FORGET_DATA, ()), (_FORGET_LEFT_IMAGES, ()))
 
@@ -439,7 +447,11 @@ class PromptLedger:
         self._write(*statements)
 
     def begin_trainer(self, instance_id: str) -> None:
-        """Note the trainer's instance, which has leased nothing yet."""
+        """Note the trainer's instance, which has leased nothing yet.
+
+        Its policy may be older than the turns of samples that programs work on: they are dropped.
+        """
+        self.leases.revoke_all()
         self.trainer = instance_id
         self.newest_leased_version = None
         self._write((_TRAINER, (instance_id,)))

@@ -20,8 +20,9 @@ from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
 APPLICATION_ID = 0x534C554C  # "SLUL"
-FORMAT = 2
-"""Format 1 also held samples that were under way; they are dropped when the file is opened."""
+FORMAT = 3
+"""Format 2 had no leases of samples. Format 1 also held samples that were under way; they are
+dropped when the file is opened."""
 BUSY_TIMEOUT_S = 10.0
 
 _TABLES = """
@@ -61,7 +62,7 @@ CREATE TABLE lease (
 CREATE TABLE acknowledged (number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL UNIQUE);
 """
 
-# A file of format 1 may lack these, or hold them already.
+# A file of an earlier format may lack these, or hold them already.
 _LATER_TABLES = """
 CREATE TABLE IF NOT EXISTS strikes (
     number INTEGER PRIMARY KEY,
@@ -73,6 +74,21 @@ CREATE TABLE IF NOT EXISTS images (
     place INTEGER NOT NULL,
     image BLOB NOT NULL,
     PRIMARY KEY (prompt_id, place)
+);
+CREATE TABLE IF NOT EXISTS sample_leases (
+    prompt_id TEXT NOT NULL,
+    sample_index INTEGER NOT NULL,
+    lease_id TEXT NOT NULL UNIQUE,
+    expires_s REAL NOT NULL,
+    posted_end BLOB,
+    PRIMARY KEY (prompt_id, sample_index)
+);
+CREATE TABLE IF NOT EXISTS lease_turns (
+    lease_id TEXT NOT NULL,
+    turn INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    body BLOB NOT NULL,
+    PRIMARY KEY (lease_id, turn)
 );
 DROP TABLE IF EXISTS samples;
 """

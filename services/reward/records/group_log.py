@@ -23,7 +23,12 @@ from pathlib import Path
 import msgspec
 
 from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
-from services.reward.records.statistics import calls_of, is_episode, seconds_of
+from services.reward.records.episode_counts import (
+    EnvironmentNames,
+    calls_of,
+    is_episode,
+    seconds_of,
+)
 from sluice.algorithm.groups.filter import is_right
 from sluice.concurrency.threads import BoundedWriter, WriteError
 from sluice.config.schema.trainer import TrainerConfig
@@ -88,6 +93,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
         probability: with which it started, given what was known of its prompt.
         step: that trained it; null for others.
         instance: names the start of the service that its times are counted from.
+        environment: its name, where graded samples have one; else left out.
         episodes: the graded samples, where they have an environment; else left out.
     """
 
@@ -107,6 +113,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
     probability: float
     step: int | None = None
     instance_id: str
+    environment: str | msgspec.UnsetType = msgspec.UNSET
     episodes: list[EpisodeLine] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -123,6 +130,7 @@ class GroupLog:
         samples: the archive of groups with their texts; ``None``: there is none.
         most_chars: of each prompt and response in the archive.
         most_bytes: of texts that wait for the archive.
+        environments: name them.
     """
 
     def __init__(
@@ -134,9 +142,10 @@ class GroupLog:
         samples: SampleArchive | None = None,
         most_chars: int = 1,
         most_bytes: int = MOST_WAITING_BYTES,
+        environments: EnvironmentNames = EnvironmentNames(),  # noqa: B008  it is frozen
     ) -> None:
         self._samples_per_group, self._clock, self._start = samples_per_group, clock, clock()
-        self._most_chars = most_chars
+        self._most_chars, self._names = most_chars, environments
         self._instance_id = uuid.uuid4().hex[:_ID_LENGTH]
         self._lines: BoundedWriter[GroupLine] | None = None
         if path is not None:
@@ -187,7 +196,7 @@ class GroupLog:
 
     def _sampled(self, group: Group, version: int, ending: GroupEnding) -> SampledGroup:
         """Return its texts without tokens, logprobs and images, which take much memory."""
-        return sampled_group(
+        sampled = sampled_group(
             group.prompt,
             ending.end,
             group.graded,
@@ -197,6 +206,12 @@ class GroupLog:
             replicas=list(group.progress.replicas),
             most_chars=self._most_chars,
         )
+        return msgspec.structs.replace(sampled, environment=self._environment(group) or "")
+
+    def _environment(self, group: Group) -> str | None:
+        """Return its name; ``None``: no graded sample has one."""
+        rollouts = group.graded.group.rollouts if group.graded else ()
+        return self._names.of(group.prompt) if any(map(is_episode, rollouts)) else None
 
     def close(self) -> None:
         """Write what waits. What a hanging disk does not take within `LAST_S` is lost."""
@@ -226,6 +241,7 @@ class GroupLog:
             probability=group.attempt.probability,
             step=ending.step,
             instance_id=self._instance_id,
+            environment=self._environment(group) or msgspec.UNSET,
             episodes=_episode_lines(graded.group.rollouts if graded else ()),
         )
 

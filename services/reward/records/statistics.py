@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -29,18 +29,8 @@ from services.reward.group_table import (
     GroupState,
     outcome_counts,
 )
-from sluice.types import (
-    EpisodeEnd,
-    Failed,
-    FailureKind,
-    GradedGroup,
-    Outcome,
-    PromptEnd,
-    Rollout,
-    ToolCall,
-    TrainGroup,
-    Turn,
-)
+from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
+from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +51,6 @@ _FILTERED = (
 STALE = "stale"
 SAMPLE_OUTCOMES = (SCORED, *(kind.value for kind in FailureKind), STALE)
 """How samples end. One that was graded and grew stale then counts as both."""
-_EPISODE_PARTS = ("queue", "model", "environment")
 
 
 class TokenUse(StrEnum):
@@ -197,6 +186,7 @@ class GroupStatistics:
             or of a train batch where there are no waves.
         scorer_seconds: seconds the scorers have worked so far.
         tool_names: of the tools that environments have offered so far.
+        environments: name them.
 
     Attributes:
         on_batch: called with a batch that is formed, its version and the seconds it took to fill.
@@ -209,6 +199,7 @@ class GroupStatistics:
         round_size: int,
         scorer_seconds: Callable[[], float],
         tool_names: Collection[str] = (),
+        environments: EnvironmentNames = EnvironmentNames(),  # noqa: B008  it is frozen
     ) -> None:
         self._received = received
         self._round_size = round_size
@@ -217,7 +208,7 @@ class GroupStatistics:
         self._num_ended = 0
         # Of the interval since the last batch, and the counters at its start.
         self._ends: Counter[PromptEnd] = Counter()
-        self._episodes = EpisodeStatistics(tool_names)
+        self._episodes = EpisodeStatistics(tool_names, environments)
         self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
         self._before = self.totals()
         self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] | None = None
@@ -244,7 +235,8 @@ class GroupStatistics:
     def _graded(self, group: Group, graded: GradedGroup) -> None:
         outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        self._episodes.graded(zip(graded.group.rollouts, graded.outcomes, strict=True))
+        samples = zip(graded.group.rollouts, graded.outcomes, strict=True)
+        self._episodes.graded(group.prompt, samples)
         self._totals["reward/samples_graded"] += len(outcomes)
         self._totals["reward/samples_failed"] += len(failed)
         for name, count in outcome_counts(outcomes).items():
@@ -373,75 +365,3 @@ def _peak_memory_mb() -> float:
         return 0.0
     lines = (line.split() for line in status.read_text(encoding="ascii").splitlines())
     return next((int(words[1]) / 1024 for words in lines if words[0] == "VmHWM:"), 0.0)
-
-
-def is_episode(rollout: Rollout) -> bool:
-    """Return whether a sample was played with an environment."""
-    return rollout.end is not None or len(rollout.turns) > 1
-
-
-def calls_of(turn: Turn) -> tuple[ToolCall, ...]:
-    """Return the calls of tools in a turn's answer."""
-    return turn.answer.tool_calls if turn.answer else ()
-
-
-def seconds_of(rollout: Rollout) -> dict[str, float]:
-    """Return the seconds that a sample spent, by part."""
-    return {
-        part: round(sum(turn.seconds.get(part, 0.0) for turn in rollout.turns), 4)
-        for part in _EPISODE_PARTS
-    }
-
-
-class EpisodeStatistics:
-    """The episodes since the last batch.
-
-    Args:
-        tool_names: of the tools that were offered; a policy may write any other name.
-    """
-
-    def __init__(self, tool_names: Collection[str] = ()) -> None:
-        self._tool_names = tool_names
-        self._num = 0
-        self._sums: dict[str, float] = {}  # of what is reported as a mean
-        self._counts = Counter[str]()
-
-    def graded(self, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
-        """Count graded samples; those without an environment are left out."""
-        for rollout, outcome in samples:
-            failed = isinstance(outcome, Failed) and outcome.kind is FailureKind.ENVIRONMENT
-            self._counts["train/episode_ends/failed"] += failed
-            if is_episode(rollout):
-                self._add(rollout)
-
-    def _add(self, rollout: Rollout) -> None:
-        self._num += 1
-        values = {
-            "train/episode_turns_mean": len(rollout.turns),
-            "train/episode_roots_mean": rollout.num_roots,
-            "train/episode_context_tokens_mean": rollout.num_context_tokens,
-            **{f"train/episode_seconds/{part}": s for part, s in seconds_of(rollout).items()},
-        }
-        for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-        if rollout.end is not None:
-            self._counts[f"train/episode_ends/{rollout.end}"] += 1
-        for turn in rollout.turns:
-            if turn.answer is not None:
-                self._counts["train/unreadable_calls"] += bool(turn.answer.tool_error)
-            for call in calls_of(turn):
-                if call.name in self._tool_names:
-                    self._counts[f"train/tool_calls/{call.name}"] += 1
-                else:
-                    self._counts["train/unknown_tool_calls"] += 1
-
-    def take(self) -> dict[str, float]:
-        """Return the metrics of the interval and begin again; none without episodes."""
-        num, sums, counts = self._num, self._sums, self._counts
-        self._num, self._sums, self._counts = 0, {}, Counter()
-        if not num and not counts.total():
-            return {}
-        ends = (f"train/episode_ends/{end}" for end in (*EpisodeEnd, "failed"))
-        found = dict.fromkeys((*ends, "train/unreadable_calls", "train/unknown_tool_calls"), 0.0)
-        found |= {name: float(count) for name, count in counts.items()}
-        return found | {name: total / num for name, total in sums.items()}

@@ -192,7 +192,7 @@ class DeliveryResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _GroupBase:
     """The snapshot that all members of the current group serve."""
 
     snapshot: Snapshot
@@ -234,7 +234,7 @@ class TransferSession:
         self._swaps_at_once = swaps_at_once
         self._signs_of_life = signs_of_life or dict
         self._read_again = read_again
-        self._held: _Held | None = None
+        self._group_base: _GroupBase | None = None
         self._sender = sender
         self._connect = connect
         self._tensors = tuple(tensors)
@@ -355,17 +355,17 @@ class TransferSession:
 
     async def _changes_to(self, snapshot: Snapshot) -> Changes | None:
         """Encode the changes since the version that all members serve, if that saves bytes."""
-        held, read_again = self._held, self._read_again
-        if held is None or read_again is None:
+        base, read_again = self._group_base, self._read_again
+        if base is None or read_again is None:
             return None
         stop = threading.Event()
 
         def encode() -> Changes | None:
-            with read_again(held.snapshot) as old:
+            with read_again(base.snapshot) as old:
                 if old is None:
                     return None
                 return self._sender.encode_update(
-                    held.bases, old, snapshot.weights, stop, snapshot.version
+                    base.bases, old, snapshot.weights, stop, snapshot.version
                 )
 
         try:
@@ -390,7 +390,7 @@ class TransferSession:
         delivery.lost.update({member: str(error) for member, error in answers.failed.items()})
         delivery.served, delivery.is_complete = answers.answered, True
         # A delta needs the same base on all members; after a failed commit one may differ.
-        self._held = None if answers.failed else _Held(snapshot, report.bases)
+        self._group_base = None if answers.failed else _GroupBase(snapshot, report.bases)
 
     async def _together(
         self,
@@ -454,7 +454,7 @@ class TransferSession:
         async with AsyncExitStack() as stack:
             for client in self._clients.values():
                 stack.push_async_callback(client.close)
-        self._members, self._clients, self._held = (), {}, None
+        self._members, self._clients, self._group_base = (), {}, None
 
 
 def _key(member: ReplicaInfo) -> str:

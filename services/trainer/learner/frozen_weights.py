@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.places import Directory, Placed, TensorPiece, is_held
+from services.trainer.learner.places import Directory, is_held
 from services.trainer.learner.ranks import DataParallel, rank_place
 from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
 from sluice.config.run import RunConfig
@@ -40,17 +40,8 @@ def holdings_of(places: Directory) -> tuple[Holding, ...]:
     found: dict[int, list[tuple[str, tuple[Cut, ...]]]] = {}
     for name, placed in places.items():
         for piece in placed.pieces:
-            found.setdefault(piece.holders[0], []).append((name, _cuts(placed, piece)))
+            found.setdefault(piece.holders[0], []).append((name, placed.cuts(piece)))
     return tuple(Holding(rank, tuple(found[rank])) for rank in sorted(found))
-
-
-def _cuts(placed: Placed, piece: TensorPiece) -> tuple[Cut, ...]:
-    sides = zip(piece.offset, piece.shape, placed.shape, strict=True)
-    return tuple(
-        Cut(dimension, ((offset, size),))
-        for dimension, (offset, size, whole) in enumerate(sides)
-        if size != whole
-    )
 
 
 class FrozenWeights:
@@ -92,28 +83,30 @@ class FrozenWeights:
         assert self._snapshots is not None
         return self._snapshots
 
-    def freeze(self, version: int, begin: Callable[[], None] | None = None) -> None:
+    def freeze(self, version: int, others: AbstractContextManager[None] | None = None) -> None:
         """Copy this rank's part of the current weights as `version`.
 
         Args:
             version: of the weights.
-            begin: called once the buffer is free, before anything is copied.
+            others: entered once the buffer is free; the version is readable only after it is left.
 
         Raises:
             DeadlineError: the buffer is still being read.
         """
         if self._snapshots is not None:
-            self._snapshots.write(self._parts(begin), version, self._timeout_s)
+            with closing(self._parts(others or nullcontext())) as parts:
+                self._snapshots.write(parts, version, self._timeout_s)
 
-    def _parts(self, begin: Callable[[], None] | None) -> Iterator[tuple[str, Tensor]]:
-        if begin is not None:
-            begin()
+    def _parts(
+        self, others: AbstractContextManager[None]
+    ) -> Generator[tuple[str, Tensor], None, None]:
         # The snapshots keep what never changes.
         frozen = self._learner.frozen_names if self.snapshots.version is not None else frozenset()
         names = None
         if self.number is not None and self.holdings:
             names = [name for name, _ in self.holdings[self.number].parts]
-        yield from self._learner.parts(names, left_out=frozen)
+        with others:
+            yield from self._learner.parts(names, left_out=frozen)
 
 
 def frozen_weights(config: RunConfig, learner: Learner, parallel: DataParallel) -> FrozenWeights:

@@ -17,6 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from services.trainer.learner.ranks import DataParallel
 from sluice.errors import ConfigError
+from sluice.weight_share import Cut
+from sluice.weights.share import Cuts, overlapping
 
 Sizes: TypeAlias = tuple[int, ...]
 
@@ -56,6 +58,15 @@ class Placed:
     def num_bytes(self) -> int:
         """Return the bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def cuts(self, piece: TensorPiece) -> Cuts:
+        """Return the cuts that make a piece."""
+        sides = zip(piece.offset, piece.shape, self.shape, strict=True)
+        return tuple(
+            Cut(dimension, ((offset, size),))
+            for dimension, (offset, size, whole) in enumerate(sides)
+            if size != whole
+        )
 
 
 Directory: TypeAlias = Mapping[str, Placed]
@@ -124,12 +135,15 @@ def exchange_places(tensors: Mapping[str, Tensor], parallel: DataParallel) -> Di
             if math.prod(size):
                 holders.setdefault((offset, size), []).append(rank)
         pieces = tuple(TensorPiece(o, s, tuple(ranks)) for (o, s), ranks in sorted(holders.items()))
-        if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+        placed = Placed(shape, tensor.dtype, pieces, is_scalar=not tensor.ndim)
+        cuts = [(piece.holders[0], placed.cuts(piece)) for piece in pieces]
+        num_elements = sum(math.prod(piece.shape) for piece in pieces)
+        if num_elements != math.prod(shape) or overlapping(cuts, shape):
             raise ConfigError(
                 f"{name}: the ranks' parts {[(p.offset, p.shape) for p in pieces]} do not make "
                 f"its shape {shape}; choose another layout of trainer ranks"
             )
-        found[name] = Placed(shape, tensor.dtype, pieces, is_scalar=not tensor.ndim)
+        found[name] = placed
     return found
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
+from contextlib import contextmanager
 from enum import IntEnum, StrEnum
 from functools import partial
 from pathlib import Path
@@ -142,6 +142,8 @@ class RankLeader:
     def freeze(self, version: int) -> None:
         """Call `FrozenWeights.freeze` on all ranks that send weights.
 
+        The version is readable here only once all of them hold it: rank 0 starts every transfer.
+
         Raises:
             DeadlineError: a broadcast still reads the buffer, here or on another rank.
             PeerError: a rank failed.
@@ -151,15 +153,17 @@ class RankLeader:
         if not frozen.holdings:  # rank 0 has everything: the others are not needed
             frozen.freeze(version)
             return
-        with ExitStack() as stack:
+        frozen.freeze(version, self._freezing_others(version))
 
-            def begin() -> None:
-                # Only now: the others must not wait for this rank's buffer.
-                stack.enter_context(self._commanding)
-                self._send(CommandKind.FREEZE, {"version": version}, b"")
-                stack.callback(self._parallel.all_gather, [0.0], _FREEZING)
-
-            frozen.freeze(version, begin)
+    @contextmanager
+    def _freezing_others(self, version: int) -> Iterator[None]:
+        """Let the other ranks freeze meanwhile, and wait for them."""
+        with self._commanding:
+            self._send(CommandKind.FREEZE, {"version": version}, b"")
+            try:
+                yield
+            finally:
+                self._parallel.all_gather([0.0], _FREEZING)
 
     @property
     def saves_aside(self) -> bool:

@@ -65,6 +65,7 @@ _CLOSE_GRACE_S = 0.5
 @dataclass(slots=True)
 class _Epoch:
     sender: RankSender
+    workers: frozenset[str]
     changes: Changes | None = None
 
 
@@ -130,12 +131,9 @@ class SendingRank(services.SendingRankServiceServicer):
     ) -> messages.JoinGroupsResponse:
         def join(stop: threading.Event) -> messages.JoinGroupsResponse:
             sender = self._sender_of(request)
-            with self._lock:
-                is_over = request.epoch in self._left
-                if not is_over:
-                    self._epochs[request.epoch] = _Epoch(sender)
-            if is_over:
-                sender.abandon("the epoch is over")
+            workers = frozenset(name for one in request.classes for name in one.workers)
+            for ended in self._begin(request.epoch, _Epoch(sender, workers)):
+                ended.abandon("the epoch is over")
             sender.join(stop)
             return messages.JoinGroupsResponse()
 
@@ -218,6 +216,20 @@ class SendingRank(services.SendingRankServiceServicer):
         workers = [dict(enumerate(one.workers, 1)) for one in request.classes]
         name = rank_name(own.rank)
         return RankSender(spec, self._number, plans, name, workers, self._device, self._keeps_base)
+
+    def _begin(self, number: int, new: _Epoch) -> list[RankSender]:
+        """Note an epoch; return the senders of those that are over now, perhaps of this one."""
+        with self._lock:
+            if number in self._left:
+                return [new.sender]
+            # A worker is in one group at a time: of its earlier ones, the call to leave was lost.
+            older = [
+                n for n, one in self._epochs.items() if n < number and one.workers & new.workers
+            ]
+            self._left.extend(older)
+            ended = [self._epochs.pop(n).sender for n in older]
+            self._epochs[number] = new
+            return ended
 
     def _epoch(self, number: int) -> _Epoch:
         with self._lock:
@@ -353,7 +365,7 @@ class SendingRankClient:
         leaving = self._calls.LeaveGroups.future(request, timeout=_LEAVE_S, metadata=self._metadata)
         with self._lock:
             self._leaving.add(leaving)  # gRPC cancels a call that nobody holds
-            running = self._running.pop(epoch, set())
+            running = tuple(self._running.pop(epoch, ()))  # a call that ends leaves the set
         leaving.add_done_callback(self._left)
         for call in running:
             call.cancel()

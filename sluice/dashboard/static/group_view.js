@@ -25,6 +25,7 @@ function facts(group) {
     [group.is_trained ? "Trained in step" : "Sampled for step", group.step],
     ["Versions", versions(group.versions)],
     ["Data source", group.data_source || "-"],
+    ...(group.environment ? [["Environment", group.environment]] : []),
     ["Prompt's name", group.prompt_id || "-"],
     ["Replicas", group.replicas.join(", ") || "-"],
     ["Ended", group.ended_at ? new Date(group.ended_at * 1000).toLocaleString("en-GB") : "-"],
@@ -43,7 +44,10 @@ function response(one, needle) {
   if (one.reward !== null && one.reward !== one.score) details.push(`reward ${fixed(one.reward)}`);
   if (one.tokens) details.push(`${count(one.tokens)} tokens`);
   if (one.versions) details.push(`version ${versions(one.versions)}`);
-  if (one.episode_end || one.finish) details.push(`ended by ${one.episode_end || one.finish}`);
+  if (one.turns.length) details.push(...played(one.turns));
+  // The last turn's end is none of an episode that failed.
+  const end = one.turns.length ? one.episode_end : one.finish;
+  if (end) details.push(`ended by ${end}`);
   for (const [name, value] of Object.entries(one.metrics)) details.push(`${name} ${fixed(value)}`);
   const grade = one.failure
     ? element("span", { class: "failure" }, `no score: ${one.failure}`)
@@ -58,16 +62,34 @@ function response(one, needle) {
   );
 }
 
+// Return what an episode's turns amount to.
+function played(turns) {
+  const roots = turns.filter((one) => one.parent === null).length;
+  const seconds = {};
+  for (const [part, spent] of turns.flatMap((one) => Object.entries(one.seconds))) {
+    seconds[part] = (seconds[part] ?? 0) + spent;
+  }
+  return [
+    `${turns.length} turn${turns.length === 1 ? "" : "s"}`,
+    ...(roots > 1 ? [`${roots} roots`] : []),
+    ...times(seconds),
+  ];
+}
+
+function times(seconds) {
+  return Object.entries(seconds).map(([part, spent]) => `${part} ${fixed(spent)} s`);
+}
+
 function turn(one, number, needle) {
   const details = [`${count(one.tokens)} tokens`];
   if (one.read_tokens) details.push(`${count(one.read_tokens)} read`);
   if (one.is_new_root) details.push("new root");
   else if (one.parent !== null && one.parent !== number - 1) details.push(`after turn ${one.parent}`);
   if (one.reward !== null) details.push(`reward ${fixed(one.reward)}`);
-  for (const [part, seconds] of Object.entries(one.seconds)) details.push(`${part} ${fixed(seconds)} s`);
+  details.push(...times(one.seconds));
   return [
-    ...(one.read ? [element("pre", { class: "response" }, marked(one.read, needle))] : []),
-    element("p", { class: "head" }, `turn ${number} · ${details.join(" · ")}`),
+    element("p", { class: "head turn" }, `turn ${number} · ${details.join(" · ")}`),
+    ...(one.read ? [element("pre", { class: "read", tabindex: 0 }, marked(one.read, needle))] : []),
     element("pre", { class: "response" }, marked(one.text, needle)),
   ];
 }

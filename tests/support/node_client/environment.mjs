@@ -32,9 +32,10 @@ const episodes = new Map();
 const result = (call) => {
   try {
     const { a, b } = JSON.parse(call.arguments_json);
-    return `${a + b}`;
+    if (typeof a !== "number" || typeof b !== "number") throw new TypeError("a and b are numbers");
+    return { content: `${a + b}`, is_error: false };
   } catch (error) {
-    return `Error: ${error}`;
+    return { content: `Error: ${error}`, is_error: true };
   }
 };
 
@@ -49,13 +50,14 @@ server.addService(EnvironmentService.service, {
   Step: (/** @type {any} */ { request }, /** @type {Reply} */ reply) => {
     const episode = episodes.get(request.episode_id);
     if (!episode) return reply({ code: grpc.status.NOT_FOUND, details: "no such episode" });
-    const { tool_calls, content } = request.answer;
+    const { tool_calls, tool_error, content } = request.answer;
     episode.last = content;
     const messages = tool_calls.map((/** @type {any} */ call) => ({
       role: "tool",
-      content: result(call),
+      ...result(call),
       tool_call_id: call.id,
     }));
+    if (tool_error) messages.push({ role: "tool", content: `Error: ${tool_error}`, is_error: true });
     reply(null, { observation: { messages, done: !messages.length } });
   },
   Close: (/** @type {any} */ { request }, /** @type {Reply} */ reply) => {

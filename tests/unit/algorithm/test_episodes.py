@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from sluice.algorithm.episodes import (
     PathTokens,
     TurnPath,
-    num_trained_tokens,
     path_length,
     path_tokens,
-    trained_mask,
     training_paths,
 )
 from sluice.types import Turn
@@ -30,8 +28,7 @@ def episodes(draw: st.DrawFn) -> tuple[Turn, ...]:
         parent = draw(st.none() | st.integers(0, number - 1)) if number else None
         is_new_root = parent is None and draw(st.booleans())
         context = draw(st.integers(1 if is_new_root else 0, 3))
-        untrained = draw(st.sampled_from(["", "", "retry"]))
-        shapes.append(Shape(context, draw(st.integers(0, 3)), parent, is_new_root, untrained))
+        shapes.append(Shape(context, draw(st.integers(0, 3)), parent, is_new_root))
     return make_turns(np.random.default_rng(0), shapes)
 
 
@@ -42,12 +39,11 @@ def turn_of(turns: tuple[Turn, ...], column: int) -> tuple[int, int]:
 
 
 @given(turns=episodes())
-def test_every_trained_token_is_a_label_once_and_no_other_is(turns: tuple[Turn, ...]) -> None:
+def test_every_sampled_token_is_a_label_once(turns: tuple[Turn, ...]) -> None:
     paths = [path_tokens(turns, path) for path in training_paths(turns)]
     counts = Counter(column for path in paths for column in path.columns.tolist())
     assert set(counts.values()) <= {1}
-    assert sorted(counts) == np.flatnonzero(trained_mask(turns)).tolist()
-    assert len(counts) == num_trained_tokens(turns)
+    assert sorted(counts) == list(range(sum(turn.token_ids.size for turn in turns)))
 
 
 @given(turns=episodes())
@@ -82,7 +78,7 @@ def test_a_shared_turn_is_trained_in_the_first_path_that_holds_it() -> None:
     )
 
 
-def test_a_rejected_summary_has_no_path() -> None:
+def test_a_turn_without_tokens_has_no_path() -> None:
     turns = make_turns(np.random.default_rng(0), COMPACTED)
     assert training_paths(turns) == (
         TurnPath((0, 1, 3), frozenset({0, 1, 3})),

@@ -145,6 +145,29 @@ def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
                 announce(then if pick % 2 else fleet_of)
 
 
+def test_a_replica_that_leaves_the_validated_version_never_serves_it_whatever_it_serves_now() -> (
+    None
+):
+    wanted = ReplicaRequirement(1, 3, 3)
+
+    def offer(version: int, use: ReplicaUse = ReplicaUse.ANY) -> Offer:
+        return Offer(version, use)
+
+    assert wanted.came_too_late([offer(2, ReplicaUse.TRAINING), offer(4)])
+    assert not wanted.came_too_late([offer(2), offer(4)])  # it may get version 3
+    assert not wanted.came_too_late([offer(3, ReplicaUse.VALIDATION), offer(4)])
+
+
+def test_slots_of_replicas_that_are_held_for_a_validation_are_not_in_use() -> None:
+    fleet = ReplicaRouter(1.0)
+    fleet.announce([announced(0, 4, 3, ReplicaUse.VALIDATION), announced(1, 4, 4)])
+    for wanted in (ReplicaRequirement(3, 3, 3), ReplicaRequirement(2, 4)):
+        member = fleet.choose(wanted, 0.0)
+        assert member is not None
+        fleet.reservation(member, wanted.num_sequences)
+    assert fleet.num_slots_in_use == 2
+
+
 def test_capacity_of_a_removed_replica_never_comes_back() -> None:
     fleet = ReplicaRouter(1.0)
     fleet.announce([announced(0, 4, 0), announced(1, 4, 0)])

@@ -14,6 +14,7 @@ from sluice.client.run_address import locate_run
 from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
 from sluice.launch.network_layout import KINDS, SERVICE_PORTS
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.quickstart.arithmetic import TASKS
@@ -21,6 +22,8 @@ from sluice.quickstart.prepare import QuickstartAssets
 from sluice.quickstart.settings import QuickstartFacts
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
+
+pytestmark = pytest.mark.usefixtures("tried_scorers")
 
 FACTS = QuickstartFacts(1, 1, 1, 1, 1, 1, 1, 0.0, 0.0)
 
@@ -54,6 +57,24 @@ def test_commands_find_the_run_by_the_file_that_is_written(tmp_path: Path) -> No
     assert location.reward == f"reward:{SERVICE_PORTS['reward'].port}"
     assert location.config.data.train_batch_size == 8
     assert location.config.sluice.run_dir == str(run_dir)
+
+
+def test_a_scorer_that_cannot_be_loaded_is_refused_before_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried_scorers: list[RunConfig]
+) -> None:
+    job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
+    prepare("--run-dir", run_dir, *job)
+    assert [config.sluice.run_dir for config in tried_scorers] == [str(run_dir)]
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("mine.py has no compute_score")
+
+    monkeypatch.setattr(prepare_module, "try_scorer", refuse)
+    words = ["prepare", "--run-dir", str(tmp_path / "other"), *job]
+    refused = CliRunner().invoke(commands, words)
+    assert refused.exit_code != 0
+    assert "mine.py has no compute_score" in refused.output + str(refused.exception)
+    assert not (tmp_path / "other" / CONFIG_NAME).exists()
 
 
 def test_preparing_again_leaves_an_active_run_alone_and_begins_one_after_it_ended(

@@ -26,6 +26,8 @@ from sluice.security.certificates import ends_of_validity
 from sluice.security.development_ca import DevelopmentCa, was_issued_by
 from tests.unit.cli.test_prepare_command import model_and_data, prepare
 
+pytestmark = pytest.mark.usefixtures("tried_scorers")
+
 FOR_CLIENTS = ("ca.pem", "client.pem", "client.key", "client.token")
 
 

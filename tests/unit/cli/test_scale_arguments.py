@@ -158,7 +158,7 @@ async def scaled(
 
 
 async def test_a_change_that_was_begun_earlier_is_waited_for(tmp_path: Path) -> None:
-    trainer, processes = Trainer(most=2), Processes(num_looks=5)
+    trainer, processes = Trainer(most=2), Processes(num_looks=3)
     assert (await said(tmp_path, trainer, processes, 60.0)).endswith("done: 2 replicas\n")
     assert trainer.num_asked >= 2
     assert processes.num_looks <= 0
@@ -176,13 +176,13 @@ async def test_a_launcher_that_answers_late_once_does_not_end_the_wait(
         return await services(launcher)
 
     monkeypatch.setattr(Launcher, "services", late_once)
-    text = await said(tmp_path, Trainer(most=2), Processes(num_looks=5), 60.0)
+    text = await said(tmp_path, Trainer(most=2), Processes(num_looks=3), 60.0)
     assert text.endswith("done: 2 replicas\n")
     assert len(asked) > 2
 
 
 async def test_the_change_is_returned_for_programs(tmp_path: Path) -> None:
-    change = await scaled(tmp_path, Trainer(most=2), Processes(num_looks=5), 60.0)
+    change = await scaled(tmp_path, Trainer(most=2), Processes(num_looks=3), 60.0)
     assert change == Scaling((), ())
 
 

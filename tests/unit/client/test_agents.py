@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sluice.client.agents import AgentFailedError, AgentRunner, printed_reward
-from sluice.errors import ConfigError
+from sluice.client.agent_program import (
+    AgentFailedError,
+    AgentProgram,
+    printed_reward,
+    program_of,
+)
+from sluice.client.agents import AgentRunner
+from sluice.errors import ConfigError, PeerError
 from sluice.types import Failed, FailureKind, RolloutGroup, Scored
 from tests.support.leased import Leased, leased
 from tests.support.scripted_environment import group_request
@@ -31,19 +39,36 @@ ENDS = {
     "reward": 'print(json.dumps({"reward": float(task["ground_truth"]) / 2}))',
     "fail": 'sys.exit("out of luck")',
     "hang": "import subprocess; subprocess.run(['sleep', '1000'])",
+    "flood": "print('x' * (1 << 20), file=sys.stderr); print('y' * (1 << 20)); "
+    'print(json.dumps({"reward": 0.5}))',
+    "leave a child": "import subprocess; subprocess.Popen(['sleep', '1000']); "
+    'print(json.dumps({"reward": 0.5}))',
+    "refuse to end": "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\n"
+    "while True: time.sleep(1)",
 }
+
+
+async def goes_on() -> bool:
+    return False
 
 
 def answers(_prompt: str) -> str:
     return "Hello."
 
 
-async def played(run: Leased, folder: Path, end: str, n: int = 3) -> tuple[RolloutGroup, str]:
+def runner_of(
+    run: Leased, folder: Path, end: str, say: Callable[[str], None] = print, **given: Any
+) -> AgentRunner:
     source = folder / "agent.py"
     source.write_text(AGENT + ENDS[end])
     command = shlex.join([sys.executable, str(source)])
+    leases, has_ended = given.get("leases", run.client.leases()), given.get("has_ended", goes_on)
+    return AgentRunner(leases, command, 2, run.base_url, say, has_ended)
+
+
+async def played(run: Leased, folder: Path, end: str, n: int = 3) -> tuple[RolloutGroup, str]:
     said: list[str] = []
-    runner = AgentRunner(run.client.leases(), command, 2, run.base_url, said.append)
+    runner = runner_of(run, folder, end, said.append)
     async with asyncio.TaskGroup() as tasks:
         working = tasks.create_task(runner.run())
         group = await run.generator.generate(group_request(n))
@@ -52,9 +77,12 @@ async def played(run: Leased, folder: Path, end: str, n: int = 3) -> tuple[Rollo
     return group, "\n".join(said)
 
 
-async def test_each_sample_gets_the_reward_that_its_program_prints_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["reward", "flood", "leave a child"])
+async def test_each_sample_gets_the_reward_that_its_program_prints_last(
+    tmp_path: Path, end: str
+) -> None:
     async with leased(tmp_path, answers) as run:
-        group, _ = await played(run, tmp_path, "reward")
+        group, _ = await played(run, tmp_path, end)
     assert [rollout.outcome for rollout in group.rollouts] == [Scored(0.5, 0.5, {"acc": 0.5})] * 3
 
 
@@ -73,12 +101,10 @@ async def test_a_program_that_fails_or_hangs_leaves_no_reward(
     assert detail in failed.detail
 
 
-async def test_stopping_ends_the_programs_and_their_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["hang", "refuse to end"])
+async def test_stopping_ends_the_programs_and_their_samples(tmp_path: Path, end: str) -> None:
     async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
-        source = tmp_path / "agent.py"
-        source.write_text(AGENT + ENDS["hang"])
-        command = shlex.join([sys.executable, str(source)])
-        runner = AgentRunner(run.client.leases(), command, 1, run.base_url, lambda _: None)
+        runner = runner_of(run, tmp_path, end)
         working = tasks.create_task(runner.run())
         group = tasks.create_task(run.generator.generate(group_request(1)))
         async with asyncio.timeout(30):
@@ -88,6 +114,63 @@ async def test_stopping_ends_the_programs_and_their_samples(tmp_path: Path) -> N
         failed = (await group).rollouts[0].outcome
     assert isinstance(failed, Failed)
     assert "sluice agents run was stopped" in failed.detail
+    assert (runner.counts.running, runner.counts.stopped) == (0, 1)
+
+
+async def test_the_end_of_the_run_stops_programs_and_returns(tmp_path: Path) -> None:
+    async def has_ended() -> bool:
+        return bool(run.engine.prompts)
+
+    class Away:
+        async def take(self, *given: Any) -> Any:
+            if run.engine.prompts:
+                raise PeerError("reward", "leasing samples", "it is away")
+            return await run.client.leases().take(*given)
+
+    said: list[str] = []
+    async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(run.generator.generate(group_request(1)))
+        await runner_of(
+            run, tmp_path, "hang", said.append, leases=Away(), has_ended=has_ended
+        ).run()
+        group.cancel()
+    assert any("for the reward service" in line for line in said)
+
+
+async def test_an_end_is_posted_again_when_the_reward_service_was_away(tmp_path: Path) -> None:
+    class OnceAway:
+        def __init__(self) -> None:
+            self.ends = 0
+
+        async def take(self, *given: Any) -> Any:
+            return await run.client.leases().take(*given)
+
+        async def end(self, lease: str, **given: Any) -> None:
+            self.ends += 1
+            if self.ends == 1:
+                raise PeerError("reward", "ending a sample", "it is away")
+            await run.client.leases().end(lease, **given)
+
+    leases = OnceAway()
+    async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(runner_of(run, tmp_path, "reward", leases=leases).run())
+        group = await run.generator.generate(group_request(1))
+        working.cancel()
+    assert group.rollouts[0].outcome == Scored(0.5, 0.5, {"acc": 0.5})
+    assert leases.ends == 2
+
+
+async def test_nothing_of_a_program_s_group_is_left(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    script = f"sleep 1000 & echo $! > {note}; trap '' TERM; wait; wait"
+    program = await AgentProgram.start(["bash", "-c", script], {})
+    async with asyncio.timeout(30):
+        while not note.exists() or not note.read_text():
+            await asyncio.sleep(0.01)
+    await program.stop()
+    async with asyncio.timeout(30):
+        while Path(f"/proc/{int(note.read_text())}/cmdline").exists():
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +189,15 @@ def test_only_the_last_line_holds_the_reward(output: str, reward: float | None) 
 
 
 @pytest.mark.parametrize(
-    "line", ['{"reward": "1"}', '{"reward": NaN}', '{"reward": true}', '{"failure": "lost"}']
+    "line",
+    [
+        '{"reward": "1"}',
+        '{"reward": NaN}',
+        '{"reward": Infinity}',
+        '{"reward": 1' + "0" * 400 + "}",
+        '{"reward": true}',
+        '{"failure": "lost"}',
+    ],
 )
 def test_what_is_no_reward_is_a_failure(line: str) -> None:
     with pytest.raises(AgentFailedError):
@@ -115,4 +206,4 @@ def test_what_is_no_reward_is_a_failure(line: str) -> None:
 
 def test_a_program_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such program"):
-        AgentRunner(None, "no-such-agent --x", 1, "", print)  # type: ignore[arg-type]
+        program_of("no-such-agent --x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -399,6 +400,14 @@ def test_further_information_that_is_not_json_is_refused(value: float) -> None:
     struct.update({"a": [1.0, {"b": value}]})
     with pytest.raises(InvalidRequestError, match="extra_info: not JSON"):
         reward_rules.extra_info_of(struct, "extra_info", 1 << 20)
+
+
+def test_whole_numbers_of_a_clients_row_are_integers_as_in_a_data_set() -> None:
+    row = {"jars": {"A": 7, "B": [2, 0.5]}, "is_new": True, "large": 1e300}
+    struct = Struct()
+    struct.update(row)
+    found = reward_rules.extra_info_of(struct, "extra_info", 1 << 20)
+    assert json.dumps(found, sort_keys=True) == json.dumps(row, sort_keys=True)
 
 
 def test_further_information_is_bounded_before_it_is_looked_at() -> None:

@@ -32,7 +32,7 @@ REWARDED = (Shape(0, 2, reward=0.5), Shape(1, 0, 0), Shape(2, 3, 1, reward=-1.0)
 def lengths(turn: Turn) -> tuple[object, ...]:
     return (
         *(turn.token_ids.size, turn.context.size, turn.parent, turn.is_new_root, turn.reward),
-        *(turn.untrained, turn.finish_reason, turn.version_spans),
+        *(turn.finish_reason, turn.version_spans),
     )
 
 

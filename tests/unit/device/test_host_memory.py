@@ -13,13 +13,13 @@ from sluice.device import cpu
 
 SCRIPT = """
 import ctypes, resource, sys
-from sluice.device.cpu import keep_freed_memory
 
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p
 library.malloc.argtypes = [ctypes.c_size_t]
 library.free.argtypes = [ctypes.c_void_p]
 if sys.argv[1] == "kept":
+    from sluice.device.cpu import keep_freed_memory
     keep_freed_memory()
 
 def page_faults(size=16 << 20):

@@ -50,7 +50,7 @@ async def test_the_calculator_plays_an_episode_and_scores_it(tmp_path: Path) -> 
         ("add", {}, "no tool 'add'; the tools are: calc"),
     ],
 )
-async def test_what_the_policy_does_wrong_is_told_to_it(
+async def test_the_policy_reads_what_it_did_wrong_as_a_marked_message(
     tmp_path: Path, name: str, arguments: object, said: str
 ) -> None:
     async with served(author_file(tmp_path, CALCULATOR), tmp_path) as servers:
@@ -59,9 +59,11 @@ async def test_what_the_policy_does_wrong_is_told_to_it(
         seen = await played.step(0, calls((name, arguments)), STOP)
         assert seen.messages[0].role == "tool"
         assert said in seen.messages[0].content
+        assert seen.messages[0].is_error
         assert not seen.done
         unread = await played.step(1, Answer("<call", tool_error="no name"), STOP)
         assert "no name" in unread.messages[0].content
+        assert unread.messages[0].is_error
 
 
 async def test_a_repeated_turn_has_the_same_answer_and_is_made_once(tmp_path: Path) -> None:
@@ -126,8 +128,10 @@ class Jar:
     async with served(source, tmp_path) as servers:
         played = episode(servers)
         await played.open()
-        seen = await played.step(0, calls(("take", {}), ("take", {"count": 2})), STOP)
-        assert [one.content for one in seen.messages] == ['{"taken": 1}', '{"taken": 2}']
+        seen = await played.step(0, calls(("take", {}), ("take", {"count": 0})), STOP)
+        assert [one.content for one in seen.messages] == ['{"taken": 1}', '{"taken": 0}']
+        assert (seen.reward, seen.done) == (0.5, False)
+        seen = await played.step(1, calls(("take", {}), ("take", {"count": 2})), STOP)
         assert (seen.reward, seen.done) == (1.5, True)
 
 

@@ -15,6 +15,8 @@ from sluice.launch.network_layout import engine_grace_s
 from sluice.service_contract import CONFIG_NAME
 from tests.unit.cli.test_prepare_command import model_and_data
 
+pytestmark = pytest.mark.usefixtures("tried_scorers")
+
 LONG = "sluice.shutdown_grace_s=60"
 
 

@@ -271,7 +271,7 @@ def test_nothing_that_a_script_started_outlives_it(
     script.write_text(lines, encoding="utf-8")
     monkeypatch.setenv("SLUICE_TEST_MARK", str(os.getpid()))
     with suppress(DeadlineError):
-        record(script, (), isolated=is_isolated, time_limit_s=3.0)
+        record(script, (), isolated=is_isolated, time_limit_s=1.5)
     until_s = time.monotonic() + 30.0  # a killed process is gone a moment later
     while [pid for pid in _processes() if f"SLUICE_TEST_MARK={os.getpid()}" in _environment(pid)]:
         assert time.monotonic() < until_s

@@ -18,6 +18,8 @@ from sluice.service_contract import CONFIG_NAME
 from tests.support.source_tree import ROOT
 from tests.unit.cli.test_prepare_command import model_and_data
 
+pytestmark = pytest.mark.usefixtures("tried_scorers")
+
 PROFILE = ROOT / "deploy" / "observability"
 
 

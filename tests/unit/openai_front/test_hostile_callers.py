@@ -64,6 +64,29 @@ async def test_a_body_that_is_no_request_is_refused_in_the_dialects_shape(
     assert len(answer["error"]["message"]) < 500
 
 
+@pytest.mark.parametrize("path", ["/s/lease/end", "/s/lease/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "body", [b"{", b"[1]", b'{"failure": "\xff", "model": "\xff"}', b'{"reward": ' + DEEP + b"}"]
+)
+async def test_a_body_for_a_lease_that_is_no_request_is_refused(path: str, body: bytes) -> None:
+    async with http_front("127.0.0.1:1") as front:
+        found, answer = await posted(front, body, path)
+    assert found == 400
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_fields_that_callers_make_up_do_not_fill_log_and_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with http_front("127.0.0.1:1") as front:
+        for number in range(100):
+            names = {f"{number} {each} {'x' * 100}": 1 for each in range(20)}
+            await front.post("/s/lease/v1/chat/completions", **names)
+    noted = [one for one in caplog.messages if "agents send" in one]
+    assert 1 <= len(noted) <= 32
+    assert max(map(len, noted)) < 32 * 70
+
+
 async def test_a_tools_schema_that_is_no_text_is_refused_in_the_dialects_shape() -> None:
     tool = b'{"type": "function", "function": {"name": "f", "parameters": {"a": "\xff"}}}'
     turns = b'"messages": [{"role": "user", "content": "a"}]'

@@ -1,4 +1,6 @@
-"""Servers of `sluice.environment.addresses` are no part of the run: they get no secret of it."""
+"""Servers of `sluice.environment.addresses` get equal shares of the episodes and no secret of the
+run, since they are no part of it.
+"""
 
 from __future__ import annotations
 
@@ -47,3 +49,12 @@ async def test_an_environment_server_gets_no_token_and_no_certificate(is_encrypt
     finally:
         await server.stop(None)
     assert shown == [(None, False)]
+
+
+def test_each_server_plays_as_many_episodes_as_another_and_groups_are_not_on_one() -> None:
+    servers = GivenServers(["a:1", "b:1"])
+    places = [[servers.address_for(f"{batch:032x}.{n}") for n in range(4)] for batch in range(1000)]
+    on_first = sum(place == "a:1" for group in places for place in group)
+    assert 1800 < on_first < 2200
+    assert sum(len(set(group)) == 1 for group in places) < 200
+    assert servers.address_for("x.0") == servers.address_for("x.0")

@@ -16,6 +16,7 @@ from services.reward.metrics import (
     RewardMetrics,
     fleet_facts,
 )
+from sluice.algorithm.routing import ReplicaUse
 from sluice.config.loading.loader import load_config
 from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics import Distribution, InstrumentReading
@@ -98,6 +99,14 @@ def test_responses_at_the_bound_are_counted_where_there_is_one(
     history = BatchHistory(max_staleness)
     history.formed([group], 7, 1.0)
     assert history.num_at_bound == count
+
+
+async def test_demand_counts_no_replica_that_is_held_for_a_validation() -> None:
+    async with running_app(CONFIG, ScriptedClient()) as app:
+        held = replica("a", 0, slots=4, use=ReplicaUse.VALIDATION)
+        await app.loop.announce("trainer-1", 1, [held, replica("b", 1, slots=6)], None)
+        facts = fleet_facts(app, 0)
+        assert (facts.num_replicas, facts.num_slots) == (1, 6)
 
 
 async def test_waits_for_generation_starve_the_trainer_and_those_for_prompts_do_not() -> None:

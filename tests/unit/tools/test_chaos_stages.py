@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from tools.chaos.__main__ import _recovered_s, _recoveries
-from tools.chaos.faults import FAR, SINGLE, Fault, Injected
+from tools.chaos.faults import FAR, PLAYED_BY, SINGLE, Fault, Injected
 from tools.chaos.observation import Observer, SeenLine
 from tools.chaos.stages import STAGES, back_s, stage_seconds, stage_table
 from tools.chaos.verdict import Yield
@@ -68,7 +68,7 @@ KILL = injected("kill_replica", "rollout-1")
 
 
 def test_every_kind_of_single_fault_has_stages() -> None:
-    assert set(STAGES) == set(SINGLE)
+    assert set(STAGES) == {*SINGLE, *PLAYED_BY.values()}
 
 
 def test_the_seconds_of_a_replicas_death_are_those_of_its_stages() -> None:

@@ -21,9 +21,9 @@ from sluice.types import TrainGroup
 from tests.support.episodes import (
     COMPACTED,
     LINEAR,
+    NO_TOKENS,
     READS_FIRST,
     TREE,
-    UNTRAINED,
     make_episode_batch,
     make_episodes,
 )
@@ -52,7 +52,7 @@ def mixed_rows() -> list[TrainingRow]:
     return rows_of(
         make_episodes(1, (LINEAR, TREE, COMPACTED, READS_FIRST)),
         make_group(2, (3, 0, 7)),
-        make_episodes(3, (TREE, UNTRAINED)),
+        make_episodes(3, (TREE, NO_TOKENS)),
     )
 
 
@@ -127,7 +127,7 @@ def test_a_compacted_episode_is_two_sequences_of_one_row() -> None:
     packed = pack(rows)
     assert packed.num_rows == 2
     assert packed.row_groups == (0, 0)
-    assert (packed.rows == 0).sum() == 2 + 3 + 3 + 4  # not the rejected summary's 4
+    assert (packed.rows == 0).sum() == 2 + 3 + 3 + 4
     (piece,) = whole_groups([first, second], range(2))
     # The prompt counts once; the last token of each of three sequences is no input.
     assert packed.input_ids.numel() == piece_tokens([first, second], piece) - 3
@@ -138,27 +138,28 @@ def test_a_compacted_episode_is_two_sequences_of_one_row() -> None:
     assert packed.position_ids[0].tolist() == positions
 
 
-def test_untrained_turns_are_in_no_mask_and_in_no_count() -> None:
+def test_every_sampled_token_is_in_the_mask_and_counted_once() -> None:
     batch = make_episode_batch()
     table = batch_table(batch, CPU)
     rollouts = [one for group in batch.groups for one in group.rollouts]
     for row, rollout in zip(table.mask, rollouts, strict=True):
-        trained = [not turn.untrained for turn in rollout.turns for _ in turn.token_ids]
-        assert row.tolist() == trained + [False] * (row.numel() - len(trained))
+        num = rollout.num_tokens
+        assert row.tolist() == [True] * num + [False] * (row.numel() - num)
     cut = BatchCut(mini_batch_groups=6, token_budget=None, rows_per_micro=24)
     (mini_batch,) = split_batch(batch.groups, cut, DataParallel(), step=1, device=CPU)
     (micro_batch,) = mini_batch.micro_batches
     assert mini_batch.counts.tokens == int(table.mask.sum()) == micro_batch.labels.numel()
     assert mini_batch.counts.rows == 24
     found = torch.zeros_like(table.mask, dtype=torch.int64)
-    found[micro_batch.batch_rows, micro_batch.columns] += 1
-    assert torch.equal(found.bool(), table.mask)
+    places = (micro_batch.batch_rows, micro_batch.columns)
+    found.index_put_(places, torch.ones_like(micro_batch.columns), accumulate=True)
+    assert torch.equal(found, table.mask.long())
 
 
-def test_the_value_of_a_row_is_that_of_its_first_trained_token() -> None:
-    shapes = (replace(LINEAR[0], untrained="retry"), *LINEAR[1:])
-    packed = pack(rows_of(make_episodes(1, (shapes, UNTRAINED, LINEAR))))
-    assert packed.columns[0] == 3
+def test_the_value_of_a_row_is_that_of_its_first_token() -> None:
+    shapes = (replace(LINEAR[0], tokens=0), *LINEAR[1:])
+    packed = pack(rows_of(make_episodes(1, (shapes, NO_TOKENS, LINEAR))))
+    assert packed.columns[0] == 0
     values = torch.arange(1.0, 1.0 + packed.labels.numel())
     assert first_of_rows(values, packed).tolist() == [1.0, 0.0, 7.0]
 

@@ -147,7 +147,7 @@ def test_the_gradient_is_that_of_the_written_out_loss_of_turns(
         scale = whole.std(ddof=1) + 1e-6 if norm_by_std else 1.0
         for rollout, (score, *own) in zip(group.rollouts, earned, strict=True):
             for number, turn in enumerate(rollout.turns):
-                if turn.untrained:
+                if not turn.token_ids.size:
                     continue
                 advantage = (score + sum(own[number:]) - whole.mean()) / scale
                 before = sequence_before(group.prompt_token_ids, rollout.turns, number)
@@ -164,20 +164,20 @@ def test_the_gradient_is_that_of_the_written_out_loss_of_turns(
     assert learner.train_step(batch, 1)["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_a_turns_reward_is_at_its_last_trained_token() -> None:
+def test_a_turns_reward_is_at_its_last_token() -> None:
     shapes = (
         Shape(0, 2, reward=1.0),
-        Shape(1, 3, 0, untrained="retry", reward=2.0),
+        Shape(1, 3, 0, reward=2.0),
         Shape(1, 0, 0, reward=4.0),
         Shape(1, 2, 0, reward=8.0),
     )
-    first = (Shape(0, 2, untrained="retry", reward=1.0), Shape(1, 1, 0, reward=2.0))
+    first = (Shape(0, 0, reward=1.0), Shape(1, 2, 0, reward=2.0))
     batch = replace(make_batch(), groups=(make_episodes(1, (shapes, first, LINEAR)),))
     found = batch_table(batch, CPU).turn_rewards
     assert found is not None
     assert found[:, :7].tolist() == [
-        [0.0, 7.0, 0.0, 0.0, 0.0, 0.0, 8.0],
-        [0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0],
+        [0.0, 1.0, 0.0, 0.0, 6.0, 0.0, 8.0],
+        [1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0],
         [0.0] * 7,
     ]
     assert batch_table(make_batch(), CPU).turn_rewards is None

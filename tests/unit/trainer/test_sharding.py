@@ -63,6 +63,23 @@ def test_parts_that_do_not_make_their_tensor_are_refused_by_name() -> None:
             exchange_places({"w": half}, Peer())
 
 
+class OverlappingPeer(DataParallel):
+    """Rank 0 of two, which hears that the other one's rows begin a row too early."""
+
+    world_size = 2
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        first, size = values
+        return [[first, size], [first + size - 1, size]]
+
+
+def test_parts_with_an_overlap_and_a_gap_are_refused_by_name() -> None:
+    with _mesh(0, (2,)) as mesh:
+        half = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
+        with pytest.raises(ConfigError, match=r"^w: the ranks' parts .* do not make its shape"):
+            exchange_places({"w": half}, OverlappingPeer())
+
+
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=5),
     bucket_bytes=st.integers(1, 200),

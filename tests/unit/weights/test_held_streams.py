@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
+from typing import Any
+from unittest import mock
 
+import grpc
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +26,7 @@ from sluice.weights.holdings import check_holdings
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import BroadcastReport, WeightSender
-from sluice.weights.share import common_cuts, cuts_within, pack, part_name, part_shape
+from sluice.weights.share import common_cuts, cuts_within, overlapping, pack, part_name, part_shape
 from sluice.weights.snapshot import SnapshotBuffers
 from tests.support.certified import mutual, service_key
 
@@ -94,11 +97,39 @@ class _Fleet:
         stack: ExitStack,
         shares: Mapping[str, Sequence[WeightShare]],
         certificates: TransferCertificates | None = None,
+        beside: _Fleet | None = None,
     ) -> None:
         self.shares, self.epoch, self.certificates = shares, 0, certificates
-        self.snapshots = [SnapshotBuffers(_SPECS, holding=one) for one in _HOLDINGS]
         self.servers: list[SendingRank] = []
-        others = []
+        self.others: list[SendingRankClient] = []
+        if beside is None:
+            self.snapshots = [SnapshotBuffers(_SPECS, holding=one) for one in _HOLDINGS]
+            self._start_ranks(stack)
+        else:  # replicas of the same ranks
+            self.epoch, self.others, self.snapshots = beside.epoch, beside.others, beside.snapshots
+        self.sender = stack.enter_context(
+            closing(
+                WeightSender(
+                    device=CpuDevice(),
+                    bucket_bytes=1 << 14,
+                    timeout_s=5.0,
+                    certificates=certificates,
+                    holdings=_HOLDINGS,
+                    others=self.others,
+                )
+            )
+        )
+        self.workers = {
+            (name, number): stack.enter_context(
+                closing(WeightReceiver(CpuDevice(), share=share, in_place=name == "in place"))
+            )
+            for name, given in shares.items()
+            for number, share in enumerate(given)
+        }
+        self.pool = stack.enter_context(ThreadPoolExecutor(len(self.workers)))
+
+    def _start_ranks(self, stack: ExitStack) -> None:
+        certificates = self.certificates
         for number, holding in enumerate(_HOLDINGS[1:], 1):
             server = SendingRank(
                 number,
@@ -114,27 +145,7 @@ class _Fleet:
             )
             self.servers.append(stack.enter_context(closing(server)))
             other = SendingRankClient(holding.rank, "127.0.0.1", server.port, _KEY, certificates)
-            others.append(stack.enter_context(closing(other)))
-        self.sender = stack.enter_context(
-            closing(
-                WeightSender(
-                    device=CpuDevice(),
-                    bucket_bytes=1 << 14,
-                    timeout_s=5.0,
-                    certificates=certificates,
-                    holdings=_HOLDINGS,
-                    others=others,
-                )
-            )
-        )
-        self.workers = {
-            (name, number): stack.enter_context(
-                closing(WeightReceiver(CpuDevice(), share=share, in_place=name == "in place"))
-            )
-            for name, given in shares.items()
-            for number, share in enumerate(given)
-        }
-        self.pool = stack.enter_context(ThreadPoolExecutor(len(self.workers)))
+            self.others.append(stack.enter_context(closing(other)))
 
     def form(self) -> dict[str, TransferGroupSpec]:
         self.epoch += 1
@@ -271,6 +282,40 @@ def test_holdings_that_do_not_make_the_weights_are_refused_by_name(stack: ExitSt
         check_holdings([unknown], _SPECS)
 
 
+def test_holdings_with_an_overlap_and_a_gap_of_the_same_size_are_refused() -> None:
+    check_holdings(_HOLDINGS, _SPECS)
+    # Rank 4 holds the rows from 49 instead of 50, so nobody holds row 74.
+    shifted = dict(_HOLDINGS[2].parts, embed=(Cut(0, ((49, 25),)),))
+    holdings = [*_HOLDINGS[:2], Holding(4, tuple(shifted.items())), _HOLDINGS[3]]
+    with pytest.raises(InvalidRequestError, match="make embed: ranks 1 and 4 both hold some"):
+        check_holdings(holdings, _SPECS)
+
+
+def test_a_rank_ends_an_older_epoch_of_the_same_workers_although_no_call_to_leave_came(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = _Fleet(stack, {"one": (WHOLE,)})
+    fleet.freeze(1)
+    fleet.form()
+    monkeypatch.setattr(SendingRankClient, "leave", lambda *_: None)
+    fleet.form()
+    with pytest.raises(WeightSyncError, match=r"trainer rank 1.*epoch 1 is over"):
+        fleet.others[0].send(1, 1, (), 5.0, _NEVER, has_changes=False)
+    _, staged = fleet.send(1)
+    fleet.check(staged, 1)
+
+
+def test_a_rank_sends_in_epochs_of_other_workers_at_the_same_time(stack: ExitStack) -> None:
+    fleet = _Fleet(stack, {"one": (WHOLE,)})
+    fleet.freeze(1)
+    fleet.form()
+    newcomer = _Fleet(stack, {"another": (WHOLE,)}, beside=fleet)
+    newcomer.form()
+    for each in (fleet, newcomer):
+        _, staged = each.send(1)
+        each.check(staged, 1)
+
+
 @st.composite
 def _some_cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Cut, ...]:
     found = []
@@ -286,6 +331,17 @@ def _some_cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Cut, ...]:
 
 
 _SHAPE = (5, 4, 3)
+
+
+@given(st.lists(_some_cuts(_SHAPE), max_size=4))
+def test_parts_overlap_if_an_element_is_in_two_of_them(parts: list[tuple[Cut, ...]]) -> None:
+    whole = torch.arange(60).view(_SHAPE)
+    held = {rank: set(pack(whole, cuts).flatten().tolist()) for rank, cuts in enumerate(parts)}
+    pairs = {
+        frozenset((one, other)) for one in held for other in range(one) if held[one] & held[other]
+    }
+    found = overlapping(list(enumerate(parts)), _SHAPE)
+    assert frozenset(found) in pairs or (not pairs and found == ())
 
 
 @given(_some_cuts(_SHAPE), _some_cuts(_SHAPE))
@@ -305,3 +361,34 @@ def test_what_two_parts_have_in_common_is_cut_out_of_either(
         within = cuts_within(_SHAPE, common, outer)
         assert torch.equal(pack(pack(whole, outer), within), expected)
     assert part_name("w", common) == part_name("w", common_cuts(_SHAPE, other, one) or ())
+
+
+def test_an_epoch_is_left_while_its_calls_end() -> None:
+    client = SendingRankClient(1, "127.0.0.1", 1, _KEY)
+    running = _EndsWithinCancel()
+    client._calls.SendVersion = mock.Mock(future=mock.Mock(return_value=running))
+    with closing(client), ThreadPoolExecutor(1) as threads:
+        running.call = threads.submit(client.send, 7, 1, [], 60.0, _NEVER, has_changes=False)
+        running.is_awaited.wait(_WAIT_S)
+        client.leave(7, "a member failed")
+        with pytest.raises(WeightSyncError, match=r"trainer rank 1\b.*given up by rank 0"):
+            running.call.result(_WAIT_S)
+
+
+class _EndsWithinCancel:
+    """A call of gRPC: its waiter has noticed its end before `cancel` returns."""
+
+    call: Future[Any]
+
+    def __init__(self) -> None:
+        self.is_awaited, self._is_cancelled = threading.Event(), threading.Event()
+
+    def result(self, timeout: float) -> None:
+        self.is_awaited.set()
+        if self._is_cancelled.wait(timeout):
+            raise grpc.FutureCancelledError
+        raise grpc.FutureTimeoutError
+
+    def cancel(self) -> None:
+        self._is_cancelled.set()
+        wait([self.call], _WAIT_S)

@@ -18,7 +18,6 @@ from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.episodes import (
     PathTokens,
     follows_prompt,
-    num_trained_tokens,
     path_length,
     path_tokens,
     training_paths,
@@ -61,7 +60,7 @@ class TrainingRow:
     @property
     def num_trained(self) -> int:
         """Return the tokens in the loss."""
-        return num_trained_tokens(self.turns) if self.turns else int(self.token_ids.size)
+        return int(self.token_ids.size)
 
     def paths(self) -> list[PathTokens]:
         """Return the sequences to compute; none where no token is trained."""

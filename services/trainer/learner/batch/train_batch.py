@@ -17,7 +17,6 @@ from torch import Tensor
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.ranks import DataParallel
-from sluice.algorithm.episodes import trained_mask
 from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
     MicroBatchPlan,
@@ -41,9 +40,9 @@ class BatchTable:
 
     rewards: Tensor  # float32 [rows]
     group_index: Tensor  # int64 [rows]
-    mask: Tensor  # bool [rows, W], true at tokens that are trained
+    mask: Tensor  # bool [rows, W], true at tokens
     baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
-    turn_rewards: Tensor | None = None  # float32 [rows, W], each at its turn's last trained token
+    turn_rewards: Tensor | None = None  # float32 [rows, W], each at its turn's last token
 
 
 def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
@@ -52,11 +51,6 @@ def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
     lengths = torch.tensor([batch.groups[g].rollouts[i].num_tokens for g, i in rows], device=device)
     width = max(1, int(lengths.max()))
     mask = torch.arange(width, device=device) < lengths[:, None]
-    for row, (g, i) in enumerate(rows):
-        turns = batch.groups[g].rollouts[i].turns
-        if any(turn.untrained for turn in turns):
-            trained = torch.from_numpy(trained_mask(turns))
-            mask[row, : trained.numel()] = trained.to(device)
     return BatchTable(
         rewards=torch.tensor(
             [batch.groups[g].scores[i].reward for g, i in rows], dtype=torch.float32, device=device
@@ -71,19 +65,17 @@ def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
 def _turn_rewards(batch: TrainBatch, width: int, device: torch.device) -> Tensor | None:
     """Return the rewards of turns as a table; ``None``: no turn has any.
 
-    What an untrained turn earned follows from the trained ones before: it is at their last token.
-    Without any before it stays at its own.
+    What a turn without tokens earned follows from those before: it is at their last token.
     """
     rollouts = [one for group in batch.groups for one in group.rollouts]
     found: dict[tuple[int, int], float] = {}
     for row, rollout in enumerate(rollouts):
         if all(turn.reward is None for turn in rollout.turns):
             continue
-        trained, end = trained_mask(rollout.turns), 0
+        end = 0
         for turn in rollout.turns:
             end += turn.token_ids.size
-            before = np.flatnonzero(trained[:end])
-            column = int(before[-1]) if before.size else max(end - 1, 0)
+            column = max(end - 1, 0)
             found[row, column] = found.get((row, column), 0.0) + (turn.reward or 0.0)
     if not found:
         return None

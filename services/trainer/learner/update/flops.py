@@ -7,7 +7,6 @@ from itertools import count
 
 from sluice.algorithm.episodes import (
     follows_prompt,
-    num_trained_tokens,
     path_length,
     training_paths,
 )
@@ -29,9 +28,9 @@ def update_flops(shape: ModelShape, batch: TrainBatch, skipped: Container[int]) 
     numbers = count()
     total = 0.0
     for group in batch.groups:
-        kept = [one.turns for one in group.rollouts if next(numbers) not in skipped]
-        labels = sum(num_trained_tokens(turns) for turns in kept)
-        paths = [(turns, path) for turns in kept for path in training_paths(turns)]
+        kept = [one for one in group.rollouts if next(numbers) not in skipped]
+        labels = sum(one.num_tokens for one in kept)
+        paths = [(one.turns, path) for one in kept for path in training_paths(one.turns)]
         after = [path_length(*one) for one in paths if follows_prompt(*one)]
         alone = [path_length(*one) for one in paths if not follows_prompt(*one)]
         prompt = int(group.prompt_token_ids.size) if after else 0

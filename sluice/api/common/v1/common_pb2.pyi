@@ -139,6 +139,7 @@ class ChatMessage(google.protobuf.message.Message):
     TOOL_CALLS_FIELD_NUMBER: builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
+    IS_ERROR_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"system", "user", "assistant" or "tool". Required."""
     content: builtins.str
@@ -151,6 +152,8 @@ class ChatMessage(google.protobuf.message.Message):
     """Of an assistant's turn: thoughts apart from its content; the template may leave them out.
     Refused in prompts to train on.
     """
+    is_error: builtins.bool
+    """Of a tool's turn, from an environment: it says why the call failed. Only counted."""
     @property
     def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToolCall]:
         """Of an assistant's turn: its calls, at most 128. Refused in prompts to train on."""
@@ -163,8 +166,9 @@ class ChatMessage(google.protobuf.message.Message):
         tool_calls: collections.abc.Iterable[global___ToolCall] | None = ...,
         tool_call_id: builtins.str = ...,
         reasoning: builtins.str = ...,
+        is_error: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "is_error", b"is_error", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 global___ChatMessage = ChatMessage
 
@@ -505,7 +509,7 @@ class Turn(google.protobuf.message.Message):
     reward: builtins.float
     """Its own reward, where the environment gives any; finite. Absent without one."""
     untrained: builtins.str
-    """Why its tokens are masked in training. Empty: they are trained."""
+    """Never set: all of its tokens are trained."""
     def __init__(
         self,
         *,

@@ -24,12 +24,15 @@ class Observation(google.protobuf.message.Message):
     TOOLS_FIELD_NUMBER: builtins.int
     DONE_FIELD_NUMBER: builtins.int
     REWARD_FIELD_NUMBER: builtins.int
+    WITHDRAWS_TOOLS_FIELD_NUMBER: builtins.int
     is_whole: builtins.bool
     """Whether `messages` is the whole conversation: it may continue any earlier turn, or none."""
     done: builtins.bool
     """Whether the episode is over: the policy reads nothing more."""
     reward: builtins.float
     """Reward of the answer before, finite. Absent without one."""
+    withdraws_tools: builtins.bool
+    """Whether the policy may call no tool from now on; then `tools` is empty."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.ChatMessage]:
         """Turns of the roles "user" and "tool" that follow the policy's last answer; after Open, turns
@@ -48,9 +51,10 @@ class Observation(google.protobuf.message.Message):
         tools: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Tool] | None = ...,
         done: builtins.bool = ...,
         reward: builtins.float | None = ...,
+        withdraws_tools: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_reward", b"_reward", "reward", b"reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "done", b"done", "is_whole", b"is_whole", "messages", b"messages", "reward", b"reward", "tools", b"tools"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "done", b"done", "is_whole", b"is_whole", "messages", b"messages", "reward", b"reward", "tools", b"tools", "withdraws_tools", b"withdraws_tools"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_reward", b"_reward"]) -> typing.Literal["reward"] | None: ...
 
 global___Observation = Observation
@@ -126,12 +130,15 @@ class StepRequest(google.protobuf.message.Message):
     TURN_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    MAY_END_FIELD_NUMBER: builtins.int
     episode_id: builtins.str
     """The episode. An unknown one is NOT_FOUND."""
     turn: builtins.int
     """Number of the answer in the episode, 0-based."""
     finish_reason: sluice.api.common.v1.common_pb2.FinishReason.ValueType
     """Why it ended. An answer at the token limit is cut."""
+    may_end: builtins.bool
+    """Whether this call may end the episode, where the answer does: see `StepResponse.end`."""
     @property
     def answer(self) -> sluice.api.common.v1.common_pb2.Answer:
         """What the policy said."""
@@ -143,9 +150,10 @@ class StepRequest(google.protobuf.message.Message):
         turn: builtins.int = ...,
         answer: sluice.api.common.v1.common_pb2.Answer | None = ...,
         finish_reason: sluice.api.common.v1.common_pb2.FinishReason.ValueType = ...,
+        may_end: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["answer", b"answer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "episode_id", b"episode_id", "finish_reason", b"finish_reason", "turn", b"turn"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "episode_id", b"episode_id", "finish_reason", b"finish_reason", "may_end", b"may_end", "turn", b"turn"]) -> None: ...
 
 global___StepRequest = StepRequest
 
@@ -156,17 +164,25 @@ class StepResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OBSERVATION_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     @property
     def observation(self) -> global___Observation:
         """What the policy reads next."""
+
+    @property
+    def end(self) -> global___CloseResponse:
+        """Optional: after an observation that is done, with `may_end`, what Close would have returned. The
+        episode is closed then, and Close is not called.
+        """
 
     def __init__(
         self,
         *,
         observation: global___Observation | None = ...,
+        end: global___CloseResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["observation", b"observation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["observation", b"observation"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end", "observation", b"observation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "observation", b"observation"]) -> None: ...
 
 global___StepResponse = StepResponse
 
@@ -268,3 +284,113 @@ class GetStatusResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["episodes", b"episodes", "longest_call_s", b"longest_call_s"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class PlayRequest(google.protobuf.message.Message):
+    """Calls that are due at the same time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPENS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    @property
+    def opens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___OpenRequest]:
+        """Episodes that begin."""
+
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepRequest]:
+        """Answers of the policy."""
+
+    def __init__(
+        self,
+        *,
+        opens: collections.abc.Iterable[global___OpenRequest] | None = ...,
+        steps: collections.abc.Iterable[global___StepRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["opens", b"opens", "steps", b"steps"]) -> None: ...
+
+global___PlayRequest = PlayRequest
+
+@typing.final
+class PlayResponse(google.protobuf.message.Message):
+    """Results that are there at the same time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlayResult]:
+        """In any order, one for each call."""
+
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[global___PlayResult] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
+
+global___PlayResponse = PlayResponse
+
+@typing.final
+class PlayResult(google.protobuf.message.Message):
+    """The result of one call of a Play."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPISODE_ID_FIELD_NUMBER: builtins.int
+    OPENED_FIELD_NUMBER: builtins.int
+    STEPPED_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    episode_id: builtins.str
+    """The call's."""
+    @property
+    def opened(self) -> global___OpenResponse:
+        """Of Open."""
+
+    @property
+    def stepped(self) -> global___StepResponse:
+        """Of Step."""
+
+    @property
+    def failed(self) -> global___CallFailure:
+        """The call failed. The others do not."""
+
+    def __init__(
+        self,
+        *,
+        episode_id: builtins.str = ...,
+        opened: global___OpenResponse | None = ...,
+        stepped: global___StepResponse | None = ...,
+        failed: global___CallFailure | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["failed", b"failed", "opened", b"opened", "result", b"result", "stepped", b"stepped"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["episode_id", b"episode_id", "failed", b"failed", "opened", b"opened", "result", b"result", "stepped", b"stepped"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["opened", "stepped", "failed"] | None: ...
+
+global___PlayResult = PlayResult
+
+@typing.final
+class CallFailure(google.protobuf.message.Message):
+    """The status of a failed call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    DETAILS_FIELD_NUMBER: builtins.int
+    code: builtins.str
+    """gRPC's name of the code, such as "NOT_FOUND"."""
+    error: builtins.str
+    """The class of the error, as sent in `sluice-error`. Empty: none is known."""
+    details: builtins.str
+    """For people."""
+    def __init__(
+        self,
+        *,
+        code: builtins.str = ...,
+        error: builtins.str = ...,
+        details: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "details", b"details", "error", b"error"]) -> None: ...
+
+global___CallFailure = CallFailure

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class EnvironmentServiceStub(object):
     """Holds the state of episodes. The reward service calls it: for each episode Open, then Step after
-    every answer of the policy, then Close. Calls of one episode never overlap.
+    every answer of the policy, then Close. Calls of one episode never overlap. Open and Step of
+    several episodes that are due at the same time come together in one Play.
     Any error of a call is a failure of the environment and ends the episode without a reward; what
     the policy did wrong belongs into the observation.
     """
@@ -58,11 +59,17 @@ class EnvironmentServiceStub(object):
                 request_serializer=sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Play = channel.unary_stream(
+                '/sluice.api.environment.v1.EnvironmentService/Play',
+                request_serializer=sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.PlayRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.PlayResponse.FromString,
+                _registered_method=True)
 
 
 class EnvironmentServiceServicer(object):
     """Holds the state of episodes. The reward service calls it: for each episode Open, then Step after
-    every answer of the policy, then Close. Calls of one episode never overlap.
+    every answer of the policy, then Close. Calls of one episode never overlap. Open and Step of
+    several episodes that are due at the same time come together in one Play.
     Any error of a call is a failure of the environment and ends the episode without a reward; what
     the policy did wrong belongs into the observation.
     """
@@ -75,7 +82,8 @@ class EnvironmentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
-        """Takes an answer of the policy. Repeated with the same turn it returns the same observation.
+        """Takes an answer of the policy. Repeated with the same turn it returns the same answer, and waits
+        for it if the first call still runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +98,14 @@ class EnvironmentServiceServicer(object):
 
     def GetStatus(self, request, context):
         """Returns how many episodes are open. For probes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Play(self, request, context):
+        """Makes calls of Open and Step, each for another episode, and sends each result when it is there.
+        Optional: without it, answer UNIMPLEMENTED, and the calls come one by one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +134,11 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     request_deserializer=sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.GetStatusRequest.FromString,
                     response_serializer=sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.GetStatusResponse.SerializeToString,
             ),
+            'Play': grpc.unary_stream_rpc_method_handler(
+                    servicer.Play,
+                    request_deserializer=sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.PlayRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.PlayResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'sluice.api.environment.v1.EnvironmentService', rpc_method_handlers)
@@ -128,7 +149,8 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class EnvironmentService(object):
     """Holds the state of episodes. The reward service calls it: for each episode Open, then Step after
-    every answer of the policy, then Close. Calls of one episode never overlap.
+    every answer of the policy, then Close. Calls of one episode never overlap. Open and Step of
+    several episodes that are due at the same time come together in one Play.
     Any error of a call is a failure of the environment and ends the episode without a reward; what
     the policy did wrong belongs into the observation.
     """
@@ -231,6 +253,33 @@ class EnvironmentService(object):
             '/sluice.api.environment.v1.EnvironmentService/GetStatus',
             sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.GetStatusRequest.SerializeToString,
             sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Play(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sluice.api.environment.v1.EnvironmentService/Play',
+            sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.PlayRequest.SerializeToString,
+            sluice_dot_api_dot_environment_dot_v1_dot_environment__pb2.PlayResponse.FromString,
             options,
             channel_credentials,
             insecure,

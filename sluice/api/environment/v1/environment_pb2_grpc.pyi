@@ -19,7 +19,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class EnvironmentServiceStub:
     """Holds the state of episodes. The reward service calls it: for each episode Open, then Step after
-    every answer of the policy, then Close. Calls of one episode never overlap.
+    every answer of the policy, then Close. Calls of one episode never overlap. Open and Step of
+    several episodes that are due at the same time come together in one Play.
     Any error of a call is a failure of the environment and ends the episode without a reward; what
     the policy did wrong belongs into the observation.
     """
@@ -35,7 +36,9 @@ class EnvironmentServiceStub:
         sluice.api.environment.v1.environment_pb2.StepRequest,
         sluice.api.environment.v1.environment_pb2.StepResponse,
     ]
-    """Takes an answer of the policy. Repeated with the same turn it returns the same observation."""
+    """Takes an answer of the policy. Repeated with the same turn it returns the same answer, and waits
+    for it if the first call still runs.
+    """
 
     Close: grpc.UnaryUnaryMultiCallable[
         sluice.api.environment.v1.environment_pb2.CloseRequest,
@@ -49,9 +52,18 @@ class EnvironmentServiceStub:
     ]
     """Returns how many episodes are open. For probes."""
 
+    Play: grpc.UnaryStreamMultiCallable[
+        sluice.api.environment.v1.environment_pb2.PlayRequest,
+        sluice.api.environment.v1.environment_pb2.PlayResponse,
+    ]
+    """Makes calls of Open and Step, each for another episode, and sends each result when it is there.
+    Optional: without it, answer UNIMPLEMENTED, and the calls come one by one.
+    """
+
 class EnvironmentServiceAsyncStub:
     """Holds the state of episodes. The reward service calls it: for each episode Open, then Step after
-    every answer of the policy, then Close. Calls of one episode never overlap.
+    every answer of the policy, then Close. Calls of one episode never overlap. Open and Step of
+    several episodes that are due at the same time come together in one Play.
     Any error of a call is a failure of the environment and ends the episode without a reward; what
     the policy did wrong belongs into the observation.
     """
@@ -66,7 +78,9 @@ class EnvironmentServiceAsyncStub:
         sluice.api.environment.v1.environment_pb2.StepRequest,
         sluice.api.environment.v1.environment_pb2.StepResponse,
     ]
-    """Takes an answer of the policy. Repeated with the same turn it returns the same observation."""
+    """Takes an answer of the policy. Repeated with the same turn it returns the same answer, and waits
+    for it if the first call still runs.
+    """
 
     Close: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.environment.v1.environment_pb2.CloseRequest,
@@ -80,9 +94,18 @@ class EnvironmentServiceAsyncStub:
     ]
     """Returns how many episodes are open. For probes."""
 
+    Play: grpc.aio.UnaryStreamMultiCallable[
+        sluice.api.environment.v1.environment_pb2.PlayRequest,
+        sluice.api.environment.v1.environment_pb2.PlayResponse,
+    ]
+    """Makes calls of Open and Step, each for another episode, and sends each result when it is there.
+    Optional: without it, answer UNIMPLEMENTED, and the calls come one by one.
+    """
+
 class EnvironmentServiceServicer(metaclass=abc.ABCMeta):
     """Holds the state of episodes. The reward service calls it: for each episode Open, then Step after
-    every answer of the policy, then Close. Calls of one episode never overlap.
+    every answer of the policy, then Close. Calls of one episode never overlap. Open and Step of
+    several episodes that are due at the same time come together in one Play.
     Any error of a call is a failure of the environment and ends the episode without a reward; what
     the policy did wrong belongs into the observation.
     """
@@ -101,7 +124,9 @@ class EnvironmentServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.environment.v1.environment_pb2.StepRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.environment.v1.environment_pb2.StepResponse, collections.abc.Awaitable[sluice.api.environment.v1.environment_pb2.StepResponse]]:
-        """Takes an answer of the policy. Repeated with the same turn it returns the same observation."""
+        """Takes an answer of the policy. Repeated with the same turn it returns the same answer, and waits
+        for it if the first call still runs.
+        """
 
     @abc.abstractmethod
     def Close(
@@ -118,5 +143,15 @@ class EnvironmentServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.environment.v1.environment_pb2.GetStatusResponse, collections.abc.Awaitable[sluice.api.environment.v1.environment_pb2.GetStatusResponse]]:
         """Returns how many episodes are open. For probes."""
+
+    @abc.abstractmethod
+    def Play(
+        self,
+        request: sluice.api.environment.v1.environment_pb2.PlayRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[sluice.api.environment.v1.environment_pb2.PlayResponse], collections.abc.AsyncIterator[sluice.api.environment.v1.environment_pb2.PlayResponse]]:
+        """Makes calls of Open and Step, each for another episode, and sends each result when it is there.
+        Optional: without it, answer UNIMPLEMENTED, and the calls come one by one.
+        """
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1183,7 +1183,7 @@ class ChatRequest(google.protobuf.message.Message):
 
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Tool]:
-        """Tools that the policy may call. None: as in the request before."""
+        """Tools that the policy may call, whatever the request before had."""
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -230,6 +231,7 @@ def test_a_prompt_known_to_be_in_between_is_drawn_without_probes() -> None:
     assert attempt.first_samples == N
 
 
+@pytest.fixture(scope="module")
 def after_wrong_samples() -> SamplingStrategy:
     """A strategy whose guard has seen enough hard groups to draw the hard side at w < 1."""
     chosen = strategy(StrategyName.STAGED_MEMORY)
@@ -237,8 +239,10 @@ def after_wrong_samples() -> SamplingStrategy:
     return chosen
 
 
-def test_a_group_that_passes_two_choices_counts_with_the_probability_of_both() -> None:
-    chosen = after_wrong_samples()
+def test_a_group_that_passes_two_choices_counts_with_the_probability_of_both(
+    after_wrong_samples: SamplingStrategy,
+) -> None:
+    chosen = deepcopy(after_wrong_samples)
     factor = chosen.statistics()["sampling/draw_probability_hard"]
     history = PromptHistory(1.0, 16.0, 100.0, 40, 1)
     attempts = [chosen.attempt(str(i), i, history, 40) for i in range(400)]
@@ -256,8 +260,10 @@ def test_a_group_that_passes_two_choices_counts_with_the_probability_of_both() -
     assert all(0.1 < v.probability < 0.5 for v in passed)
 
 
-def test_known_prompts_less_likely_hard_are_thinned_and_others_are_not() -> None:
-    chosen = after_wrong_samples()
+def test_known_prompts_less_likely_hard_are_thinned_and_others_are_not(
+    after_wrong_samples: SamplingStrategy,
+) -> None:
+    chosen = deepcopy(after_wrong_samples)
     middling, hard = PromptHistory(8.0, 8.0, 1.0, 40, 1), PromptHistory(2.0, 30.0, 1.0, 40, 2)
     plain = [chosen.attempt(str(i), i, middling, 40) for i in range(1000)]
     num_sampled = sum(not attempt.is_skipped for attempt in plain)

@@ -1,0 +1,160 @@
+"""Calls of Open and Step that are due at the same moment travel together, in one Play.
+
+Consumes: calls of episodes. Waits for: the server, within the time of a call. On failure: of a
+call: its episode alone; of the connection: episodes that open fail, and answers are sent again one
+by one, since servers repeat theirs. Servers without Play get all calls one by one. On shutdown:
+calls are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import grpc
+
+from sluice.api.environment.v1 import environment_pb2 as environment
+from sluice.codec.environment import bundles
+from sluice.concurrency.waits import waiting_for
+from sluice.errors import PeerError, SluiceError
+from sluice.rpc.client import ChannelPool, environment_stub, stream_call
+from sluice.rpc.status import RPC_ERRORS, error_of
+
+Request = environment.OpenRequest | environment.StepRequest
+Response = environment.OpenResponse | environment.StepResponse
+
+
+class Server(NamedTuple):
+    """Where an episode runs.
+
+    Args:
+        address: of the server.
+        channels: to it.
+    """
+
+    address: str
+    channels: ChannelPool
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"environment at {self.address}"
+
+
+@dataclass(slots=True, eq=False)
+class _Due:
+    """A call; it gets its result, or ``None`` if it shall be made alone."""
+
+    request: Request
+    answered: asyncio.Future[environment.PlayResult | None]
+
+
+class CallBatches:
+    """Calls to all servers.
+
+    Args:
+        tasks: hold the calls.
+        timeout_s: seconds of one.
+    """
+
+    def __init__(self, tasks: asyncio.TaskGroup, timeout_s: float) -> None:
+        self._tasks, self._timeout_s = tasks, timeout_s
+        self._due: dict[tuple[str, type[Request]], list[_Due]] = {}
+        self._without_play: set[str] = set()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def response(self, server: Server, request: Request, phase: str) -> Response | None:
+        """Return the answer of a call that travelled with others; ``None``: call alone.
+
+        Raises:
+            SluiceError: as from `unary_call`.
+        """
+        if server.address in self._without_play:
+            return None
+        loop, key = asyncio.get_running_loop(), (server.address, type(request))
+        due = _Due(request, loop.create_future())
+        calls = self._due.setdefault(key, [])
+        calls.append(due)
+        if len(calls) == 1:  # tasks that are ready now add theirs before this runs
+            loop.call_soon(self._send, server, key, phase)
+        with waiting_for(server.name, phase):
+            result = await due.answered
+        if result is None:
+            return None
+        match result.WhichOneof("result"):
+            case "opened":
+                return result.opened
+            case "stepped":
+                return result.stepped
+        raise self._failure(result.failed, server, phase)
+
+    def cancel(self) -> None:
+        """Cancel all calls."""
+        for task in self._running:
+            task.cancel()
+
+    def _send(self, server: Server, key: tuple[str, type[Request]], phase: str) -> None:
+        calls = [due for due in self._due.pop(key) if not due.answered.done()]
+        for together in bundles(calls, lambda due: due.request.ByteSize()):
+            if len(together) == 1:
+                together[0].answered.set_result(None)
+                continue
+            task = self._tasks.create_task(self._play(server, together, phase), name="calls")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _play(self, server: Server, calls: Sequence[_Due], phase: str) -> None:
+        left = {due.request.episode_id: due for due in calls}
+        opens = [due.request for due in calls if isinstance(due.request, environment.OpenRequest)]
+        steps = [due.request for due in calls if isinstance(due.request, environment.StepRequest)]
+        messages = stream_call(
+            environment_stub(server.channels.acquire(server.address)).Play,
+            environment.PlayRequest(opens=opens, steps=steps),
+            peer=server.name,
+            phase=phase,
+            deadline_s=self._timeout_s,
+        )
+        error: SluiceError
+        try:
+            async with aclosing(messages):
+                async for message in messages:
+                    for result in message.results:
+                        _answer(left.pop(result.episode_id, None), result)
+            error = PeerError(server.name, phase, f"it sent no result for {len(left)} of its calls")
+        except SluiceError as raised:
+            error = raised
+        finally:
+            await server.channels.release(server.address)
+        code = error.detail.partition(":")[0] if isinstance(error, PeerError) else ""
+        if code == grpc.StatusCode.UNIMPLEMENTED.name:
+            self._without_play.add(server.address)
+        for due in left.values():
+            is_step = isinstance(due.request, environment.StepRequest)
+            if due.answered.done():
+                continue
+            if server.address in self._without_play or (
+                is_step and code == grpc.StatusCode.UNAVAILABLE.name
+            ):
+                due.answered.set_result(None)
+            else:
+                due.answered.set_exception(error)
+
+    def _failure(self, failed: environment.CallFailure, server: Server, phase: str) -> SluiceError:
+        code = grpc.StatusCode.__members__.get(failed.code, grpc.StatusCode.UNKNOWN)
+        RPC_ERRORS.add("client", "EnvironmentService/Play", code.name)
+        return error_of(
+            code,
+            failed.details,
+            failed.error,
+            peer=server.name,
+            phase=phase,
+            deadline_s=self._timeout_s,
+        )
+
+
+def _answer(due: _Due | None, result: environment.PlayResult) -> None:
+    if due is not None and not due.answered.done():
+        due.answered.set_result(result)

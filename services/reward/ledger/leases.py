@@ -1,0 +1,175 @@
+"""Leased samples in the ledger's file: a lease with its committed turns and its end, until its
+prompt ends or its attempt is given up.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from services.reward.episodes.lease_records import CommittedTurn, LeaseRecord, PostedEnd
+from services.reward.ledger.writer import Statement
+from sluice.types import Answer, ChatMessage, FinishReason, Tool, Turn, VersionSpan
+
+_OF_SAMPLE = "prompt_id = ? AND sample_index = ?"
+_FORGET_TURNS = (
+    "DELETE FROM lease_turns WHERE lease_id IN (SELECT lease_id FROM sample_leases WHERE {})"
+)
+_FORGET = "DELETE FROM sample_leases WHERE {}"
+_TAKE = "INSERT INTO sample_leases VALUES (?, ?, ?, ?, NULL)"
+_COMMIT = "INSERT INTO lease_turns VALUES (?, ?, ?, ?)"
+_END = "UPDATE sample_leases SET posted_end = ? WHERE lease_id = ?"
+_FORGET_LEFT = (
+    "DELETE FROM sample_leases WHERE prompt_id NOT IN (SELECT prompt_id FROM pending)",
+    "DELETE FROM lease_turns WHERE lease_id NOT IN (SELECT lease_id FROM sample_leases)",
+)
+
+
+class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
+    """A committed turn. Arrays are little-endian: uint32, and float32 for logprobs."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...]
+    token_ids: bytes
+    behavior_logprobs: bytes
+    version_spans: tuple[tuple[int, int, int], ...]
+    finish_reason: FinishReason
+    text: str
+    answer: Answer | None
+    parent: int | None
+    context: bytes
+    is_new_root: bool
+    num_read: int
+    prompt_token_ids: bytes
+
+
+class KeptLeases:
+    """The leases of pending prompts; a `LeaseStore`.
+
+    Args:
+        write: hands one change to the file.
+        is_pending: returns whether a prompt is; leases of others, such as a validation's, are not
+            kept.
+        found: what the file holds.
+    """
+
+    def __init__(
+        self,
+        write: Callable[..., None],
+        is_pending: Callable[[str], bool],
+        found: Sequence[LeaseRecord] = (),
+    ) -> None:
+        self._write, self._is_pending = write, is_pending
+        self.found = found
+        self.on_revoked: Callable[[str], None] = lambda _prompt_id: None
+        self._prompts = {record.prompt_id for record in found}
+
+    def taken(self, record: LeaseRecord) -> bool:
+        """Keep a new lease, in place of the sample's earlier one; return whether it is kept."""
+        if not self._is_pending(record.prompt_id):
+            return False
+        self._prompts.add(record.prompt_id)
+        sample = (record.prompt_id, record.sample_index)
+        self._write(
+            *_forget(_OF_SAMPLE, sample), (_TAKE, (*sample, record.lease_id, record.expires_s))
+        )
+        return True
+
+    def committed(self, lease_id: str, number: int, digest: str, turn: CommittedTurn) -> None:
+        """Keep the turn with this number of a kept lease."""
+        self._write((_COMMIT, (lease_id, number, digest, encode_turn(turn))))
+
+    def ended(self, lease_id: str, end: PostedEnd) -> None:
+        """Keep the end of a kept lease."""
+        self._write((_END, (msgspec.msgpack.encode(end), lease_id)))
+
+    def revoke(self, prompt_id: str) -> None:
+        """Drop the leases of a prompt."""
+        if prompt_id in self._prompts:
+            self._prompts.discard(prompt_id)
+            self._write(*_forget("prompt_id = ?", (prompt_id,)))
+            self.on_revoked(prompt_id)
+
+    def revoke_all(self) -> None:
+        """Drop all leases."""
+        for prompt_id in list(self._prompts):
+            self.revoke(prompt_id)
+
+
+def _forget(which: str, values: tuple[object, ...]) -> list[Statement]:
+    return [(_FORGET_TURNS.format(which), values), (_FORGET.format(which), values)]
+
+
+def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
+    """Return the file's leases; drop those whose prompts are not pending.
+
+    Raises:
+        sqlite3.Error, msgspec.MsgspecError, ValueError: the file is damaged.
+    """
+    for statement in _FORGET_LEFT:
+        database.execute(statement)
+    turns: dict[str, dict[str, CommittedTurn]] = {}
+    rows = database.execute("SELECT lease_id, digest, body FROM lease_turns ORDER BY turn")
+    for lease_id, digest, body in rows:
+        turns.setdefault(lease_id, {})[digest] = decode_turn(body)
+    leases = database.execute(
+        "SELECT prompt_id, sample_index, lease_id, expires_s, posted_end FROM sample_leases"
+    )
+    return tuple(
+        LeaseRecord(
+            lease_id,
+            prompt_id,
+            sample_index,
+            expires_s,
+            turns.get(lease_id, {}),
+            None if end is None else msgspec.msgpack.decode(end, type=PostedEnd),
+        )
+        for prompt_id, sample_index, lease_id, expires_s, end in leases
+    )
+
+
+def encode_turn(committed: CommittedTurn) -> bytes:
+    """Encode a turn; experts, its reward and its seconds are left out."""
+    turn = committed.turn
+    return msgspec.msgpack.encode(
+        _LeaseBody(
+            committed.messages,
+            committed.tools,
+            turn.token_ids.astype("<u4").tobytes(),
+            turn.behavior_logprobs.astype("<f4").tobytes(),
+            tuple((span.version, span.start, span.end) for span in turn.version_spans),
+            turn.finish_reason,
+            turn.text,
+            turn.answer,
+            turn.parent,
+            turn.context.astype("<u4").tobytes(),
+            turn.is_new_root,
+            committed.num_read,
+            committed.prompt_token_ids.astype("<u4").tobytes(),
+        )
+    )
+
+
+def decode_turn(body: bytes) -> CommittedTurn:
+    """Return the turn of a body.
+
+    Raises:
+        msgspec.MsgspecError, ValueError: the bytes are none.
+    """
+    found = msgspec.msgpack.decode(body, type=_LeaseBody)
+    turn = Turn(
+        np.frombuffer(found.token_ids, "<u4"),
+        np.frombuffer(found.behavior_logprobs, "<f4"),
+        tuple(VersionSpan(*span) for span in found.version_spans),
+        found.finish_reason,
+        found.text,
+        answer=found.answer,
+        parent=found.parent,
+        context=np.frombuffer(found.context, "<u4"),
+        is_new_root=found.is_new_root,
+    )
+    prompt = np.frombuffer(found.prompt_token_ids, "<u4")
+    return CommittedTurn(found.messages, found.tools, turn, found.num_read, prompt)

@@ -1,0 +1,156 @@
+"""Count what graded episodes did: turns, roots, calls of tools, ends, and where their time went; in
+all, and by environment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from sluice.algorithm.episode_rules import environment_of
+from sluice.types import EpisodeEnd, Failed, FailureKind, Outcome, Prompt, Rollout, ToolCall, Turn
+
+MAX_ENVIRONMENTS = 32
+"""Each has metrics of its own; the episodes of further ones count as `OTHER`'s."""
+OTHER = "other"
+_MOST_NAME_CHARS = 64
+_PARTS = ("queue", "model", "environment")
+_OF_EPISODES = (FailureKind.ENVIRONMENT, FailureKind.AGENT)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentNames:
+    """How files and metrics name the environment of a row.
+
+    Args:
+        only: the run's, for rows that name none.
+        rows_choose: whether a row may name another one; else its name is for the run's.
+    """
+
+    only: str = OTHER
+    rows_choose: bool = True
+
+    def of(self, prompt: Prompt) -> str:
+        """Return the name, at most 64 characters, all printable."""
+        chosen = environment_of(prompt.extra_info, by_default=True) if self.rows_choose else ""
+        name = (chosen or self.only)[:_MOST_NAME_CHARS]
+        return name if name.isprintable() else OTHER
+
+
+def is_episode(rollout: Rollout) -> bool:
+    """Return whether a sample was played with an environment."""
+    return rollout.end is not None or len(rollout.turns) > 1
+
+
+def calls_of(turn: Turn) -> tuple[ToolCall, ...]:
+    """Return the calls of tools in a turn's answer."""
+    return turn.answer.tool_calls if turn.answer else ()
+
+
+def seconds_of(rollout: Rollout) -> dict[str, float]:
+    """Return the seconds that a sample spent, by part."""
+    return {
+        part: round(sum(turn.seconds.get(part, 0.0) for turn in rollout.turns), 4)
+        for part in _PARTS
+    }
+
+
+@dataclass(slots=True)
+class _Means:
+    """Means over episodes, by the name of their metric."""
+
+    num: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Add an episode's."""
+        self.num += 1
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def taken(self) -> dict[str, float]:
+        """Return them."""
+        return {name: total / self.num for name, total in self.sums.items()}
+
+
+class EpisodeStatistics:
+    """The episodes since the last batch.
+
+    Args:
+        tool_names: of the tools that were offered; a policy may write any other name.
+        environments: name them.
+    """
+
+    def __init__(
+        self,
+        tool_names: Collection[str] = (),
+        environments: EnvironmentNames = EnvironmentNames(),
+    ) -> None:
+        self._tool_names, self._names = tool_names, environments
+        self._known: set[str] = set()  # environments that have played, the first ones
+        self._means: dict[str, _Means] = {}  # by the beginning of their names
+        self._counts = Counter[str]()
+
+    def graded(self, prompt: Prompt, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
+        """Count graded samples of a prompt; those without an environment are left out."""
+        for rollout, outcome in samples:
+            kind = outcome.kind if isinstance(outcome, Failed) else None
+            if not is_episode(rollout) and kind not in _OF_EPISODES:
+                continue
+            own = f"train/environments/{self._environment(prompt, rollout)}"
+            if kind is not None:
+                self._counts[f"{own}/failed/{kind}"] += 1
+            self._counts["train/episode_ends/failed"] += kind in _OF_EPISODES
+            if is_episode(rollout):
+                self._add(rollout, own)
+
+    def _environment(self, prompt: Prompt, rollout: Rollout) -> str:
+        """Return the name to count for: one that has played, since a client may send any."""
+        name = self._names.of(prompt)
+        if name == self._names.only or name in self._known:
+            return name
+        if not is_episode(rollout) or len(self._known) >= MAX_ENVIRONMENTS - 1:
+            return OTHER
+        self._known.add(name)
+        return name
+
+    def _add(self, rollout: Rollout, own: str) -> None:
+        turns, seconds = len(rollout.turns), seconds_of(rollout)
+        of_all = {
+            "train/episode_turns_mean": turns,
+            "train/episode_roots_mean": rollout.num_roots,
+            "train/episode_context_tokens_mean": rollout.num_context_tokens,
+            **{f"train/episode_seconds/{part}": s for part, s in seconds.items()},
+        }
+        of_own = {f"{own}/turns_mean": turns}
+        of_own |= {f"{own}/seconds/{part}": s for part, s in seconds.items()}
+        for beginning, values in (("train", of_all), (own, of_own)):
+            self._means.setdefault(beginning, _Means()).add(values)
+        if rollout.end is not None:
+            self._counts[f"train/episode_ends/{rollout.end}"] += 1
+            self._counts[f"{own}/ends/{rollout.end}"] += 1
+        for turn in rollout.turns:
+            self._counts[f"{own}/tool_errors"] += sum(one.is_error for one in turn.observed)
+            if turn.answer is not None:
+                self._counts["train/unreadable_calls"] += bool(turn.answer.tool_error)
+            for call in calls_of(turn):
+                if call.name in self._tool_names:
+                    self._counts[f"train/tool_calls/{call.name}"] += 1
+                else:
+                    self._counts["train/unknown_tool_calls"] += 1
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics of the interval and begin again; none without episodes."""
+        means, counts = self._means, self._counts
+        self._means, self._counts = {}, Counter()
+        if not counts.total():
+            return {}
+        ends = [f"train/episode_ends/{end}" for end in (*EpisodeEnd, "failed")]
+        ends += [f"{own}/ends/{end}" for own in means if own != "train" for end in EpisodeEnd]
+        calls = ("train/unreadable_calls", "train/unknown_tool_calls")
+        found = dict.fromkeys((*ends, *calls), 0.0)
+        found |= {name: float(count) for name, count in counts.items()}
+        for each in means.values():
+            found |= each.taken()
+        return found

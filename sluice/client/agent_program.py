@@ -1,0 +1,195 @@
+"""The process of one agent's program: its task goes in, the ends of its outputs come out.
+
+Waits for: the program, within the deadline of its sample. On failure: `AgentFailedError`, with the
+end of what it printed. However it ends, nothing of its process group is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from sluice.concurrency.waits import waiting_for
+from sluice.errors import ConfigError, SluiceError
+
+_KEPT_BYTES = 1 << 16
+_MOST_DETAIL = 400
+_LAST_OUTPUT_S, _GRACE_S = 1.0, 3.0
+
+
+class AgentFailedError(SluiceError):
+    """A program failed; its sample has no reward."""
+
+
+class AgentLateError(AgentFailedError):
+    """A program has used the time of its sample."""
+
+
+def program_of(command: str) -> list[str]:
+    """Split a command. Raise ConfigError if its program does not exist."""
+    try:
+        arguments = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--command {command!r}: {error}") from error
+    if not arguments or shutil.which(arguments[0]) is None:
+        raise ConfigError(f"--command {command!r}: no such program; give one that PATH has")
+    return arguments
+
+
+def printed_reward(output: str) -> float | None:
+    """Return the reward in the last line of an output; ``None``: it is no object with one.
+
+    Raises:
+        AgentFailedError: the line has a failure, or its reward is no finite number.
+    """
+    lines = output.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    if failure := found.get("failure"):
+        raise AgentFailedError(str(failure)[:_MOST_DETAIL])
+    reward = found.get("reward")
+    if reward is None:
+        return None
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise AgentFailedError(f"reward: {str(reward)[:_MOST_DETAIL]!r} is no number")
+    try:
+        value = float(reward)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise AgentFailedError(f"reward: {str(reward)[:_MOST_DETAIL]} is not finite")
+    return value
+
+
+class AgentProgram:
+    """A program that runs.
+
+    Args:
+        transport: of the leader of a process group of its own, with pipes.
+        protocol: its streams.
+    """
+
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Streams) -> None:
+        self._transport, self._protocol = transport, protocol
+
+    @classmethod
+    async def start(cls, arguments: Sequence[str], variables: Mapping[str, str]) -> AgentProgram:
+        """Start a program.
+
+        Args:
+            arguments: the program first.
+            variables: added to this process's environment.
+
+        Raises:
+            AgentFailedError: the system refuses.
+        """
+        try:
+            transport, protocol = await asyncio.get_running_loop().subprocess_exec(
+                _Streams,
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentFailedError(f"it did not start: {error}") from error
+        return cls(transport, protocol)
+
+    async def result(self, task: bytes, deadline_s: float) -> float | None:
+        """Send the task and wait for the end; return the reward that it prints last, if any.
+
+        Raises:
+            AgentFailedError: it ran too long, its exit code is not 0, or it printed a failure.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                with waiting_for("agent", "working on a sample"):
+                    output, errors = await self._talk(task)
+        except TimeoutError:
+            detail = f"stopped: it ran for sluice.environment.episode_timeout_s={deadline_s:g}"
+            raise AgentLateError(detail) from None
+        if code := self._transport.get_returncode():
+            said = (errors.strip() or output.strip())[-_MOST_DETAIL:]
+            raise AgentFailedError(f"exit code {code}: {said}")
+        return printed_reward(output)
+
+    def interrupt(self) -> None:
+        """Send SIGTERM to the program and to what it started."""
+        self._signal(signal.SIGTERM)
+
+    async def stop(self) -> None:
+        """Let the program end within seconds, then kill what is left of its group."""
+        if not self._protocol.exited.is_set():
+            self.interrupt()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_S):
+                    with waiting_for("agent", "ending after SIGTERM"):
+                        await self._protocol.exited.wait()
+        self._signal(signal.SIGKILL)
+        with waiting_for("agent", "ending after SIGKILL"):
+            await self._protocol.exited.wait()
+        self._transport.close()  # a process that left the group may hold its pipes
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._transport.get_pid(), number)
+
+    async def _talk(self, task: bytes) -> tuple[str, str]:
+        """Send the task; return the ends of both outputs once the program has ended."""
+        streams = self._protocol
+        stdin, outputs = streams.stdin, (streams.stdout, streams.stderr)
+        assert stdin is not None
+        tails = [_Tail(), _Tail()]
+        async with asyncio.TaskGroup() as tasks:
+            readers = []
+            for tail, stream in zip(tails, outputs, strict=True):
+                assert stream is not None
+                readers.append(tasks.create_task(tail.read(stream)))
+            with suppress(ConnectionError):  # a program need not read its task
+                stdin.write(task)
+                await stdin.drain()
+            stdin.close()
+            await self._protocol.exited.wait()
+            # What it started and left behind may hold its outputs open.
+            await asyncio.wait(readers, timeout=_LAST_OUTPUT_S)
+            for reader in readers:
+                reader.cancel()
+        output, errors = (tail.kept.decode(errors="replace") for tail in tails)
+        return output, errors
+
+
+class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
+    """The streams of a program, and its end, for which `Process.wait` waits too long: until
+    everybody has closed them."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=_KEPT_BYTES, loop=asyncio.get_running_loop())
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
+class _Tail:
+    """The end of an output, whatever its size."""
+
+    def __init__(self) -> None:
+        self.kept = b""
+
+    async def read(self, stream: asyncio.StreamReader) -> None:
+        while chunk := await stream.read(_KEPT_BYTES):
+            self.kept = (self.kept + chunk)[-_KEPT_BYTES:]

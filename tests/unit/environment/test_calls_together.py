@@ -1,0 +1,262 @@
+"""Calls that are due together travel together; repeated ones get the answer of the first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.reward.episodes.client import GivenServers, ServedEpisode
+from services.reward.episodes.drivers import EnvironmentUnavailableError
+from sluice.api.environment.v1 import environment_pb2 as environment
+from sluice.api.environment.v1 import environment_pb2_grpc
+from sluice.environment.episodes import AuthorCalls
+from sluice.environment.server import serving
+from sluice.environment.servicer import EnvironmentServicer
+from sluice.environment.threads import MethodThreads
+from sluice.types import Answer, FinishReason, Scored
+from tests.support.environments import author_file, drivers, episode, row
+from tests.support.scripted_environment import eventually
+
+STOP = FinishReason.STOP
+WORLD = """
+import asyncio
+from pathlib import Path
+
+class Counting:
+    made = 0
+
+    def reset(self, ground_truth, **row):
+        if ground_truth == "broken":
+            raise ValueError("no data")
+
+    async def turn(self, text):
+        Counting.made += 1
+        (FOLDER / "running").touch()
+        while text == "wait" and not (FOLDER / "go").exists():
+            await asyncio.sleep(0.01)
+        return None if text.startswith("end") else f"call {Counting.made}"
+
+    def score(self, answer):
+        if answer == "end badly":
+            raise ValueError("no grade")
+        return 0.5
+
+    def close(self):
+        with (FOLDER / "closed").open("a") as file:
+            file.write("x")
+"""
+
+
+def world(folder: Path) -> Any:
+    text = WORLD.replace("FOLDER", f"Path({str(folder)!r})")
+    return author_file(folder, text).load()
+
+
+class Counted(grpc.aio.ServerInterceptor):
+    """Counts calls by method; `before` may end one."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.seen, self.before = Counter[str](), before
+
+    async def intercept_service(self, continuation: Any, call: Any) -> Any:
+        """Count."""
+        method = call.method.rpartition("/")[2]
+        self.seen[method] += 1
+        handler = await continuation(call)
+        if self.before is None or not self.before(method):
+            return handler
+
+        async def unavailable(_request: Any, context: Any) -> None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
+
+        return grpc.unary_stream_rpc_method_handler(
+            unavailable, handler.request_deserializer, handler.response_serializer
+        )
+
+
+@asynccontextmanager
+async def counting(folder: Path, before: Any = None) -> AsyncIterator[tuple[Any, Counter[str]]]:
+    """Drivers of a server whose calls are counted."""
+    counted, calls = Counted(before), AuthorCalls()
+    async with asyncio.TaskGroup() as tasks:
+        servicer = EnvironmentServicer(world(folder), tasks, calls)
+        server = grpc.aio.server(interceptors=[counted])
+        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(servicer, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            async with drivers(GivenServers([address])) as found:
+                yield found, counted.seen
+        finally:
+            await server.stop(None)
+            await servicer.close()
+            calls.close()
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Results or errors of calls that are made at the same moment."""
+
+    async def kept(call: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await call
+        except EnvironmentUnavailableError as error:
+            return error
+
+    async with asyncio.TaskGroup() as tasks:
+        made = [tasks.create_task(kept(call)) for call in calls]
+    return [one.result() for one in made]
+
+
+async def ended(played: ServedEpisode) -> Scored | None:
+    assert (await played.step(0, Answer("end"), STOP)).done
+    return await played.close()
+
+
+async def test_calls_of_a_group_are_one_and_an_answer_that_ends_an_episode_grades_it(
+    tmp_path: Path,
+) -> None:
+    async with counting(tmp_path) as (servers, seen):
+        group = [episode(servers) for _ in range(8)]
+        await together(one.open() for one in group)
+        assert await together(map(ended, group)) == [Scored(0.5, 0.5, {"acc": 0.5})] * 8
+    assert seen == {"Play": 2}
+    assert (tmp_path / "closed").read_text() == "x" * 8
+
+
+async def test_a_call_that_fails_among_others_fails_alone(tmp_path: Path) -> None:
+    async with counting(tmp_path) as (servers, seen):
+        group = [episode(servers, row(truth)) for truth in ("1", "broken", "1")]
+        found = await together(one.open() for one in group)
+        assert isinstance(found[1], EnvironmentUnavailableError)
+        assert "Counting.reset raised ValueError: no data (world.py:" in str(found[1])
+        assert seen == {"Play": 1}
+        good, bad = await together(
+            one.step(0, Answer(text), STOP)
+            for one, text in ((group[0], "a"), (group[2], "end badly"))
+        )
+        assert not good.done
+        assert "Counting.score raised ValueError: no grade" in str(bad)
+        for one in group:
+            await one.abandon()
+
+
+async def test_answers_of_a_broken_connection_are_sent_again_one_by_one(tmp_path: Path) -> None:
+    broken: list[str] = []
+
+    def before(method: str) -> bool:
+        broken.append(method)
+        return broken == ["Play"] * 2
+
+    async with counting(tmp_path, before) as (servers, seen):
+        group = [episode(servers) for _ in range(3)]
+        await together(one.open() for one in group)
+        assert len(await together(map(ended, group))) == 3
+    assert seen == {"Play": 2, "Step": 3}
+
+
+@asynccontextmanager
+async def stub(folder: Path) -> AsyncIterator[environment_pb2_grpc.EnvironmentServiceStub]:
+    async with (
+        serving(world(folder), f"unix:{folder / 'world.sock'}", 0) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        made = environment_pb2_grpc.EnvironmentServiceStub(channel)
+        messages = [{"role": "user", "content": "Go."}]
+        request = environment.OpenRequest(episode_id="a", messages=messages, timeout_s=60)
+        await made.Open(request, timeout=30)
+        yield made
+
+
+def answer(text: str, *, may_end: bool = True) -> environment.StepRequest:
+    return environment.StepRequest(episode_id="a", answer={"content": text}, may_end=may_end)
+
+
+async def test_an_answer_repeated_while_its_first_call_runs_gets_that_calls_result(
+    tmp_path: Path,
+) -> None:
+    async with stub(tmp_path) as calls:
+        first = calls.Step(answer("wait"), timeout=30)
+        await eventually((tmp_path / "running").exists)
+        first.cancel()  # as a broken connection does
+        again = calls.Step(answer("wait"), timeout=30)
+        third = calls.Step(answer("wait"), timeout=30)
+        await asyncio.sleep(0.05)
+        (tmp_path / "go").touch()
+        for call in (again, third):
+            assert (await call).observation.messages[0].content == "call 1"
+
+
+async def test_an_answer_that_ended_the_episode_is_answered_again_and_nothing_is_left(
+    tmp_path: Path,
+) -> None:
+    async with stub(tmp_path) as calls:
+        found = [await calls.Step(answer("end"), timeout=30) for _ in range(2)]
+        assert found[0] == found[1]
+        assert found[0].end.score.score == 0.5
+        assert (await calls.GetStatus(environment.GetStatusRequest())).episodes == 0
+    assert (tmp_path / "closed").read_text() == "x"
+
+
+async def test_a_caller_that_does_not_let_an_answer_end_the_episode_closes_it(
+    tmp_path: Path,
+) -> None:
+    async with stub(tmp_path) as calls:
+        seen = await calls.Step(answer("end", may_end=False), timeout=30)
+        assert seen.observation.done
+        assert not seen.HasField("end")
+        closed = await calls.Close(environment.CloseRequest(episode_id="a"), timeout=30)
+        assert closed.score.score == 0.5
+
+
+async def test_a_call_beyond_its_deadline_is_cut_short_and_the_next_one_fails(
+    tmp_path: Path,
+) -> None:
+    async with stub(tmp_path) as calls:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await calls.Step(answer("wait"), timeout=0.2)
+        with pytest.raises(grpc.aio.AioRpcError, match="cut short"):
+            await calls.Step(answer("wait"), timeout=30)
+
+
+async def test_methods_run_side_by_side_once_one_makes_others_wait() -> None:
+    threads, loop, all_run = MethodThreads(8), asyncio.get_running_loop(), asyncio.Event()
+    running: set[int] = set()
+
+    def meet(number: int) -> int:
+        running.add(number)
+        if len(running) == 8:
+            loop.call_soon_threadsafe(all_run.set)
+        asyncio.run_coroutine_threadsafe(all_run.wait(), loop).result(30)
+        return number
+
+    assert await together(threads.run(partial(meet, number)) for number in range(8)) == [*range(8)]
+    threads.close()
+
+
+async def test_a_withdrawn_method_that_waits_is_not_made(tmp_path: Path) -> None:
+    threads, made, go = MethodThreads(1), list[str](), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hold() -> None:
+        made.append("first")
+        asyncio.run_coroutine_threadsafe(go.wait(), loop).result(30)
+
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(threads.run(hold))
+        await eventually(lambda: bool(made))
+        second = tasks.create_task(threads.run(lambda: made.append("second")))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
+        assert not first.done()
+        go.set()
+    assert made == ["first"]
+    threads.close()
