@@ -74,7 +74,7 @@ class _Means:
         return {name: total / self.num for name, total in self.sums.items()}
 
 
-class EpisodeCounts:
+class EpisodeStatistics:
     """The episodes since the last batch.
 
     Args:
