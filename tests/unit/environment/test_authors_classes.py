@@ -191,16 +191,18 @@ async def test_a_loop_of_ones_own_sends_whole_conversations(tmp_path: Path) -> N
         assert await played.close() == Scored(1.0, 1.0, {"asked": 2.0})
 
 
-@pytest.mark.parametrize(("given", "is_removed"), [("", False), (", None", False), (", []", True)])
-async def test_a_loop_removes_its_tools_with_an_empty_list_alone(
-    tmp_path: Path, given: str, is_removed: bool
+@pytest.mark.parametrize(
+    ("given", "is_withdrawn"), [("", False), (", None", False), (", []", True)]
+)
+async def test_a_loop_withdraws_its_tools_with_an_empty_list_alone(
+    tmp_path: Path, given: str, is_withdrawn: bool
 ) -> None:
     text = LOOP.replace("policy.chat(messages)", f"policy.chat(messages{given})")
     async with served(author_file(tmp_path, text), tmp_path) as servers:
         played = episode(servers, row("6"))
-        assert not (await played.open()).removes_tools
+        assert not (await played.open()).withdraws_tools
         seen = await played.step(0, calls(("look", {"jar": "C"})), STOP)
-        assert (seen.tools, seen.removes_tools) == ((), is_removed)
+        assert (seen.tools, seen.withdraws_tools) == ((), is_withdrawn)
 
 
 async def test_a_loop_that_the_run_ends_may_score_what_it_has(tmp_path: Path) -> None:
