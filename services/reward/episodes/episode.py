@@ -266,7 +266,7 @@ class Episode:
     def _begun(self, seen: Observation) -> Continued:
         """Return what the next turn reads, and which turn it continues."""
         # An agent's request has all its tools, as its conversation is whole.
-        if seen.tools or seen.withdraws_tools or self._leased is not None:
+        if seen.tools or seen.drops_tools or self._leased is not None:
             self._tools = seen.tools
             self._notes.offered(seen.tools)
         # An agent has read its tools' texts whole, and repeats them.

@@ -53,7 +53,7 @@ def test_a_reward_of_a_turn_that_float32_cannot_hold_is_refused(reward: float) -
         observation_from_proto(environment.Observation(reward=reward))
 
 
-def test_an_observation_that_offers_tools_and_withdraws_them_is_refused() -> None:
-    seen = environment.Observation(tools=[common.Tool(name="look")], withdraws_tools=True)
-    with pytest.raises(InvalidRequestError, match=r"observation\.withdraws_tools"):
+def test_an_observation_that_offers_tools_and_drops_them_is_refused() -> None:
+    seen = environment.Observation(tools=[common.Tool(name="look")], drops_tools=True)
+    with pytest.raises(InvalidRequestError, match=r"observation\.drops_tools"):
         observation_from_proto(seen)

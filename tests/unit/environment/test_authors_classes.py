@@ -192,17 +192,17 @@ async def test_a_loop_of_ones_own_sends_whole_conversations(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "is_withdrawn"), [("", False), (", None", False), (", []", True)]
+    ("given", "is_dropped"), [("", False), (", None", False), (", []", True)]
 )
-async def test_a_loop_withdraws_its_tools_with_an_empty_list_alone(
-    tmp_path: Path, given: str, is_withdrawn: bool
+async def test_a_loop_drops_its_tools_with_an_empty_list_alone(
+    tmp_path: Path, given: str, is_dropped: bool
 ) -> None:
     text = LOOP.replace("policy.chat(messages)", f"policy.chat(messages{given})")
     async with served(author_file(tmp_path, text), tmp_path) as servers:
         played = episode(servers, row("6"))
-        assert not (await played.open()).withdraws_tools
+        assert not (await played.open()).drops_tools
         seen = await played.step(0, calls(("look", {"jar": "C"})), STOP)
-        assert (seen.tools, seen.withdraws_tools) == ((), is_withdrawn)
+        assert (seen.tools, seen.drops_tools) == ((), is_dropped)
 
 
 async def test_a_loop_that_the_run_ends_may_score_what_it_has(tmp_path: Path) -> None:
