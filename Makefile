@@ -146,7 +146,7 @@ fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run a
 first-hour: $(VENV)/.installed-train  ## Try the how-tos as a new user types them, and the wheel
 	@$(PY) -m tools.first_hour $(ARGS)
 
-chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions; ARGS=--single: one at a time
+chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions; ARGS=--single: one at a time; ARGS="--episodes workers": with an environment
 	@$(PY) -m tools.chaos --minutes $(or $(MINUTES),10) $(ARGS)
 
 # What draws the diagrams, from npm's registry.

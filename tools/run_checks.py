@@ -113,11 +113,11 @@ def missing_slow_modules() -> list[str]:
 def run_tests(name: str, arguments: Sequence[str]) -> Result:
     """Run pytest and pass its output on as it comes.
 
-    A worker for every core, and two more for processes that wait for each other. Tests of one file
-    stay with one worker and in order, since they may share fixtures that are expensive. Files run
-    in the order of `tests/conftest.py`.
+    A worker for every core, one more since some tests wait, and a second one for processes that
+    wait for each other. Tests of one file stay with one worker and in order, since they may share
+    fixtures that are expensive. Files run in the order of `tests/conftest.py`.
     """
-    waiting = 2 if f"tests/{SEPARATE_TIER}" in arguments else 0
+    waiting = 2 if f"tests/{SEPARATE_TIER}" in arguments else 1
     workers = str(max(2, os.cpu_count() or 1) + waiting)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:

@@ -123,7 +123,7 @@ class EpisodeStatistics:
             "train/episode_context_tokens_mean": rollout.num_context_tokens,
             **{f"train/episode_seconds/{part}": s for part, s in seconds.items()},
         }
-        of_own: dict[str, float] = {f"{own}/turns_mean": turns}
+        of_own = {f"{own}/turns_mean": float(turns)}
         of_own |= {f"{own}/seconds/{part}": s for part, s in seconds.items()}
         for beginning, values in (("train", of_all), (own, of_own)):
             self._means.setdefault(beginning, _Means()).add(values)
