@@ -82,6 +82,7 @@ class AgentProgram:
 
     def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Streams) -> None:
         self._transport, self._protocol = transport, protocol
+        self._is_interrupted = False
 
     @classmethod
     async def start(cls, arguments: Sequence[str], variables: Mapping[str, str]) -> AgentProgram:
@@ -127,8 +128,10 @@ class AgentProgram:
         return printed_reward(output)
 
     def interrupt(self) -> None:
-        """Send SIGTERM to the program and to what it started."""
-        self._signal(signal.SIGTERM)
+        """Send SIGTERM to the program and to what it started, once."""
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            self._signal(signal.SIGTERM)
 
     async def stop(self) -> None:
         """Let the program end within seconds, then kill what is left of its group."""

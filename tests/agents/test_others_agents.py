@@ -178,7 +178,8 @@ def test_an_agent_that_rewrites_its_history_trains_several_roots_and_the_run_say
         f"actor_rollout_ref.model.path={model}",
         f"data.max_prompt_length={LONG_CONTEXT - 256}",
         "data.max_response_length=256",
-        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={LONG_CONTEXT}",
+        # A pass of the trainer takes an episode with all its roots.
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={3 * LONG_CONTEXT}",
     )
     played = play(tmp_path, "with_smolagents.py", overrides)
     check_trained(played)
