@@ -82,7 +82,7 @@ structure: $(VENV)/.installed-dev  ## Print how wide, long and tangled the code 
 
 protos: $(VENV)/.installed-dev  ## Generate sluice/api and its reference from proto/
 	@$(PY) tools/generate_protos.py
-	@$(PY) tools/generate_api_reference.py
+	@$(PY) -m tools.generate_api_reference
 
 # TRL has an environment of its own; TRL_PYTHON= leaves it out.
 TRL_PYTHON ?= $(VENV)-trl/bin/python
@@ -143,7 +143,7 @@ bench-telemetry: $(VENV)/.installed-dev  ## Measure what traces and metrics cost
 fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run and see what is left of it
 	@$(PY) -m tools.fuzz $(ARGS)
 
-first-hour: $(VENV)/.installed-train  ## Repeat the first hour of a new user, and print what is left of its defects
+first-hour: $(VENV)/.installed-train  ## Try the how-tos as a new user types them, and the wheel
 	@$(PY) -m tools.first_hour $(ARGS)
 
 chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions; ARGS=--single: one at a time; ARGS="--episodes workers": with an environment

@@ -35,7 +35,7 @@ _SLOW_LINES = [
     for line in (TESTS / "slow_modules.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 ]
-# Seconds by module; most of those without a figure take about as many.
+# Seconds by module.
 SLOW_MODULES = {name: float(seconds[0]) if seconds else 5.0 for name, *seconds in _SLOW_LINES}
 
 

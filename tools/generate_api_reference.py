@@ -1,12 +1,11 @@
 """Write docs/reference/protos.md from proto/: services, calls, messages, with their comments.
 
-`python tools/generate_api_reference.py` writes the page; run it after every change of a proto.
-`python tools/generate_api_reference.py --check` writes nothing and fails if it is not current.
+`python -m tools.generate_api_reference` writes the page; run it after every change of a proto.
+`python -m tools.generate_api_reference --check` writes nothing and fails if it is not current.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from google.protobuf.descriptor_pb2 import (
     ServiceDescriptorProto,
 )
 from grpc_tools import protoc
+
+from tools.generated_pages import table, write_or_check
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "proto"
@@ -132,8 +133,8 @@ def _service(package: Package, index: int, service: ServiceDescriptorProto) -> s
         what = _about(package, (*path, _METHODS, number))
         rows.append((f"`{method.name}`", asks, answers, what))
     name = _short(f".{package.file.package}.{service.name}")
-    table = _table(("call", "request", "response", "what"), rows)
-    return f"### {name}\n\n{_about(package, path)}\n\n{table}"
+    shown = _table(("call", "request", "response", "what"), rows)
+    return f"### {name}\n\n{_about(package, path)}\n\n{shown}"
 
 
 def _message(
@@ -148,8 +149,8 @@ def _message(
         if field.HasField("oneof_index") and not field.proto3_optional:
             about = f"*One of `{message.oneof_decl[field.oneof_index].name}`.* {about}"
         rows.append((str(field.number), f"`{field.name}`", _type(package, field), about))
-    table = _table(("", "field", "type", "meaning"), rows) if rows else "No fields.\n"
-    yield f"### {_short(f'.{name}')}\n\n{_about(package, path)}\n\n{table}"
+    shown = _table(("", "field", "type", "meaning"), rows) if rows else "No fields.\n"
+    yield f"### {_short(f'.{name}')}\n\n{_about(package, path)}\n\n{shown}"
     for index, nested in enumerate(message.nested_type):
         yield from _message(package, (*path, _NESTED, index), nested, name)
     for index, enum in enumerate(message.enum_type):
@@ -161,8 +162,8 @@ def _enum(package: Package, path: tuple[int, ...], enum: EnumDescriptorProto, sc
         (str(value.number), f"`{value.name}`", _about(package, (*path, _VALUES, index)))
         for index, value in enumerate(enum.value)
     ]
-    table = _table(("", "value", "meaning"), rows)
-    return f"### {_short(f'.{scope}.{enum.name}')}\n\n{_about(package, path)}\n\n{table}"
+    shown = _table(("", "value", "meaning"), rows)
+    return f"### {_short(f'.{scope}.{enum.name}')}\n\n{_about(package, path)}\n\n{shown}"
 
 
 def _type(package: Package, field: FieldDescriptorProto) -> str:
@@ -200,29 +201,12 @@ def _link(full_name: str) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """One line; what Markdown would read as a tag or a column is escaped."""
-    escaped = text.replace("|", "\\|").replace("<", "\\<")
-    return re.sub(r"\s+", " ", escaped)
+    return table(columns, rows).replace("<", "\\<")  # Markdown would read a tag
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the page; return 1 if the check failed."""
-    parser = argparse.ArgumentParser(description="Writes docs/reference/protos.md.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
-    fresh = page()
-    if not parser.parse_args(arguments).check:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(fresh, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == fresh:
-        return 0
-    sys.stderr.write(f"{PAGE.name} is not current; run python tools/generate_api_reference.py\n")
-    return 1
+    return write_or_check({PAGE: page()}, arguments, "tools.generate_api_reference")
 
 
 if __name__ == "__main__":

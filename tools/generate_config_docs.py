@@ -1,15 +1,14 @@
 """Write docs/configuration.md from the catalogue of keys and the typed schema.
 
-`python tools/generate_config_docs.py` writes the page; run it after every change of a key.
-`python tools/generate_config_docs.py --check` writes nothing and fails if the page is not current.
+`python -m tools.generate_config_docs` writes the page; run it after every change of a key.
+`python -m tools.generate_config_docs --check` writes nothing and fails if the page is not current.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import UNSET
@@ -22,6 +21,7 @@ from sluice.config.catalogue.table import (
     section_of,
     spellings,
 )
+from tools.generated_pages import table, write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -79,7 +79,7 @@ def page() -> str:
 
 def _summary(keys: Sequence[Entry]) -> str:
     rows = [(str(status), str(sum(key.status is status for key in keys))) for status in KeyStatus]
-    return f"{_table(('status', 'keys'), [*rows, ('all', str(len(keys)))])}"
+    return f"{table(('status', 'keys'), [*rows, ('all', str(len(keys)))])}"
 
 
 def _section(title: str, prefix: str, keys: Sequence[Entry]) -> str:
@@ -88,7 +88,7 @@ def _section(title: str, prefix: str, keys: Sequence[Entry]) -> str:
     for status, (words, columns, row) in _TABLES.items():
         rows = [row(key) for key in keys if key.status is status]
         if rows:
-            parts.append(f"{words}\n\n{_table(columns, rows)}" if words else _table(columns, rows))
+            parts.append(f"{words}\n\n{table(columns, rows)}" if words else table(columns, rows))
     return "\n".join(parts)
 
 
@@ -156,31 +156,13 @@ def _spellings() -> str:
     rows = [(f"`{other}`", f"`{ours}`") for other, ours in spellings().items()]
     return (
         "## Other spellings\n\nA key below the left one is read as the same key below the right "
-        f"one.\n\n{_table(('written', 'read as'), rows)}"
+        f"one.\n\n{table(('written', 'read as'), rows)}"
     )
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the page; return 1 if the check failed."""
-    parser = argparse.ArgumentParser(description="Writes docs/configuration.md.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
-    fresh = page()
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(fresh, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == fresh:
-        return 0
-    sys.stderr.write(f"{PAGE.name} is not current; run python tools/generate_config_docs.py\n")
-    return 1
+    return write_or_check({PAGE: page()}, arguments, "tools.generate_config_docs")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Write the Helm chart's facts about the services from sluice/launch, and what watches them.
 
-`python tools/generate_helm_values.py` writes deploy/helm/sluice/files: services.yaml, and copies of
+`python -m tools.generate_helm_values` writes deploy/helm/sluice/files: services.yaml, and copies of
 the rules, alerts and dashboards of deploy/observability, since a chart reads no file outside of
 it. Run it after every change of these, of a port, a path, a command, a grace period or a restart
-policy. `python tools/generate_helm_values.py --check` writes nothing and fails if a file is not
+policy. `python -m tools.generate_helm_values --check` writes nothing and fails if a file is not
 current.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from sluice.launch.network_layout import (
 )
 from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import RestartPolicy, reward_service, trainer_services
+from tools.generated_pages import write_or_check
 
 _ROOT = Path(__file__).resolve().parents[1]
 FILE = _ROOT / "deploy/helm/sluice/files/services.yaml"
@@ -105,25 +105,11 @@ def _whole(seconds: float) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the files; return 1 if the check failed."""
-    parser = argparse.ArgumentParser(description="Writes deploy/helm/sluice/files.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     fresh = {FILE: content(), **{MONITORING / name: text for name, text in copies().items()}}
-    strangers = [file for file in sorted(MONITORING.glob("*")) if file not in fresh]
-    if not parser.parse_args(arguments).check:
-        MONITORING.mkdir(parents=True, exist_ok=True)
-        for file in strangers:
-            file.unlink()
-        for file, text in fresh.items():
-            file.write_text(text, encoding="utf-8")
-        return 0
-    old = [file for file, text in fresh.items() if not _holds(file, text)]
-    for file in [*old, *strangers]:
-        sys.stderr.write(f"{file.name} is not current; run python tools/generate_helm_values.py\n")
-    return 1 if old or strangers else 0
-
-
-def _holds(file: Path, text: str) -> bool:
-    return file.is_file() and file.read_text(encoding="utf-8") == text
+    if strangers := [file.name for file in MONITORING.glob("*") if file not in fresh]:
+        sys.stderr.write(f"{MONITORING}: delete {', '.join(strangers)}, which nothing writes\n")
+        return 1
+    return write_or_check(fresh, arguments, "tools.generate_helm_values")
 
 
 if __name__ == "__main__":

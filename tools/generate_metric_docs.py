@@ -1,17 +1,17 @@
 """Write the tables of docs/metrics.md and docs/prometheus.md from the table of metrics.
 
-`python tools/generate_metric_docs.py` writes them; run it after every change of the table.
-`python tools/generate_metric_docs.py --check` writes nothing and fails if a page is not current.
+`python -m tools.generate_metric_docs` writes them; run it after every change of the table.
+`python -m tools.generate_metric_docs --check` writes nothing and fails if a page is not current.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from sluice.telemetry.metric_names import Instrument, instruments, metrics
+from tools.generated_pages import write_or_check
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _RUN_HEAD = "| name | definition | unit | emitted |\n|---|---|---|---|\n"
@@ -70,23 +70,12 @@ def with_tables(page: str, tables: Iterable[tuple[str, str]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the pages; return 1 if the check failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
-    only_checks = parser.parse_args(arguments).check
-    stale = []
-    for name, tables in (("metrics.md", _run_tables()), ("prometheus.md", _prometheus_tables())):
-        page = DOCS / name
-        old = page.read_text(encoding="utf-8")
-        new = with_tables(old, tables)
-        if new != old and only_checks:
-            stale.append(name)
-        elif new != old:
-            page.write_text(new, encoding="utf-8")
-    if stale:
-        sys.stderr.write(
-            f"{', '.join(stale)}: not current; run python tools/generate_metric_docs.py\n"
-        )
-    return bool(stale)
+    pages = {DOCS / "metrics.md": _run_tables(), DOCS / "prometheus.md": _prometheus_tables()}
+    files = {
+        file: with_tables(file.read_text(encoding="utf-8"), tables)
+        for file, tables in pages.items()
+    }
+    return write_or_check(files, arguments, "tools.generate_metric_docs")
 
 
 if __name__ == "__main__":

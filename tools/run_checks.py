@@ -29,10 +29,10 @@ STATIC: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("generated code (protoc)", (PYTHON, "tools/generate_protos.py", "--check")),
     ("spelling (codespell)", (f"{BIN}/codespell",)),
     ("words (the glossary's)", (PYTHON, "-m", "tools.check_words")),
-    ("generated chart (Helm)", (PYTHON, "tools/generate_helm_values.py", "--check")),
-    ("generated docs (keys)", (PYTHON, "tools/generate_config_docs.py", "--check")),
-    ("generated docs (metrics)", (PYTHON, "tools/generate_metric_docs.py", "--check")),
-    ("generated docs (API)", (PYTHON, "tools/generate_api_reference.py", "--check")),
+    ("generated chart (Helm)", (PYTHON, "-m", "tools.generate_helm_values", "--check")),
+    ("generated docs (keys)", (PYTHON, "-m", "tools.generate_config_docs", "--check")),
+    ("generated docs (metrics)", (PYTHON, "-m", "tools.generate_metric_docs", "--check")),
+    ("generated docs (API)", (PYTHON, "-m", "tools.generate_api_reference", "--check")),
     ("import contracts (import-linter)", (f"{BIN}/lint-imports", "--no-logo")),
     ("protos (buf lint)", (f"{BIN}/buf", "lint")),
     ("protos (buf breaking)", (PYTHON, "tools/check_proto_breaking.py")),
@@ -113,11 +113,11 @@ def missing_slow_modules() -> list[str]:
 def run_tests(name: str, arguments: Sequence[str]) -> Result:
     """Run pytest and pass its output on as it comes.
 
-    A worker for every core, and two more for processes that wait for each other. Tests of one file
-    stay with one worker and in order, since they may share fixtures that are expensive. Files run
-    in the order of `tests/conftest.py`.
+    A worker for every core, one more since some tests wait, and a second one for processes that
+    wait for each other. Tests of one file stay with one worker and in order, since they may share
+    fixtures that are expensive. Files run in the order of `tests/conftest.py`.
     """
-    waiting = 2 if f"tests/{SEPARATE_TIER}" in arguments else 0
+    waiting = 2 if f"tests/{SEPARATE_TIER}" in arguments else 1
     workers = str(max(2, os.cpu_count() or 1) + waiting)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:

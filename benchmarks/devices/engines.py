@@ -8,8 +8,11 @@ the earlier commit reads token by token. All take turns.
 
 from __future__ import annotations
 
+import io
 import shutil
+import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -21,7 +24,6 @@ from benchmarks.engine.__main__ import VLLM, save_config
 from benchmarks.engine.peer import PROMPT_TOKENS
 from benchmarks.peers import PeerProcess
 from benchmarks.reporting import ROOT, print_line, print_report
-from benchmarks.trainer.step_time import export
 from tools.phases import tool_parser
 
 BEFORE = "513f083d"
@@ -63,6 +65,24 @@ def measure(vllm_python: str, before: str = BEFORE, repeats: int = 7) -> dict[st
             for kind, (peer, op) in kinds.items():
                 found[kind].append(_draw(peer, op))
     return figures({kind: runs[1:] for kind, runs in found.items()})
+
+
+def export(commit: str, folder: Path, wanted: Sequence[str]) -> None:
+    """Write folders of a commit.
+
+    Raises:
+        SystemExit: there is no such commit here.
+    """
+    archive = subprocess.run(
+        ["git", "archive", "--format=tar", commit, *wanted],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    if archive.returncode != 0:
+        raise SystemExit(f"--before {commit}: {archive.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(folder, filter="data")
 
 
 def figures(found: dict[str, list[dict[str, float]]]) -> dict[str, object]:

@@ -46,7 +46,7 @@ _LINE = re.compile(
 _CONSOLE = ("trainer.logger=console",)
 """Other loggers need packages and accounts."""
 _LOG, _REPORTS, _SHOWN = "train.log", "reports", 3000
-_PLACED_S, _END_S, _POLL_S = 300.0, 60.0, 0.5
+_PLACED_S, _END_S, _POLL_S = 600.0, 60.0, 0.5
 _MORE_CPUS = 4
 """Of a node, beside one for each device."""
 Report = Mapping[str, str]

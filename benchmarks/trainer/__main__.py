@@ -14,7 +14,6 @@ states      read_share_worst: bytes that a rank reads at its start over those of
             checkpoint_equal: weights and moments that other layouts load
 head        head_memory_ratio: peak of the head in blocks over that of all logits
 loop        learner_vs_hf: tokens/s over those of a plain transformers loop with padding
-step        quickstart_step_ratio: a step's time over that of an earlier commit
 agreement   bf16_distance_ratio, bf16_drift_ratio: with --vllm-python only
 
 missed names the keys that miss their bars; the exit code is then 1.
@@ -36,12 +35,11 @@ from benchmarks.trainer.head import head
 from benchmarks.trainer.plain_loop import learner_against_loop
 from benchmarks.trainer.plans import plan_errors, plans
 from benchmarks.trainer.states import states
-from benchmarks.trainer.step_time import BEFORE, step_ratio
 
 KEYS = (
     *("parity_worst", "parity_cases", "dapo_loss_worst", "plans", "plan_error_worst"),
     *("read_share_worst", "checkpoint_equal", "async_block_share", "beside_buckets_worst"),
-    *("head_memory_ratio", "learner_vs_hf", "quickstart_step_ratio"),
+    *("head_memory_ratio", "learner_vs_hf"),
     *("bf16_distance_ratio", "bf16_drift_ratio"),
 )
 
@@ -53,7 +51,6 @@ MOST: Mapping[str, float] = {
     "async_block_share": 0.3,
     "beside_buckets_worst": 2.0,
     "head_memory_ratio": 0.2,
-    "quickstart_step_ratio": 1.0,
     "bf16_distance_ratio": 1.1,
     "bf16_drift_ratio": 1.2,
 }
@@ -83,7 +80,6 @@ PARTS: Mapping[str, Part] = {
     "states": lambda _: states(),
     "head": lambda _: head(),
     "loop": lambda _: learner_against_loop(),
-    "step": lambda parsed: step_ratio(parsed.before),
     "agreement": _agreement,
 }
 
@@ -99,7 +95,6 @@ def find_missed(report: Mapping[str, Any]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; return the exit status."""
     parser = parts_parser(__doc__, "python -m benchmarks.trainer --parts parity,plans", PARTS)
-    parser.add_argument("--before", default=BEFORE, help="commit that the step is compared with")
     parser.add_argument(
         "--write-docs", action="store_true", help="put the parity table into docs/parallelism.md"
     )

@@ -55,7 +55,7 @@ from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
 from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
-from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS
+from sluice.algorithm.sampling.admission import KNOWN_LENGTHS
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.concurrency.waits import ChangeSignal

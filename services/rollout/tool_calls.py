@@ -34,7 +34,7 @@ class _UnreadableError(Exception):
     """A call cannot be read; the text is for the policy."""
 
 
-class _Call(msgspec.Struct):
+class _JsonCall(msgspec.Struct):
     """A call as JSON; its arguments stay the text that was sampled."""
 
     name: str
@@ -106,7 +106,7 @@ def _tagged(text: str) -> tuple[str, list[str]]:
 
 def _json_call(body: str, number: int) -> ToolCall:
     try:
-        call = msgspec.json.decode(body, type=_Call)
+        call = msgspec.json.decode(body, type=_JsonCall)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise _UnreadableError(
             f"tool call {number}: {shown(body)} is not read ({str(error)[:100]}); write "

@@ -25,7 +25,7 @@ from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
-from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.learner.checkpoint import CheckpointStore, StartPoint, start_point
 from services.trainer.learner.frozen_weights import (
     FrozenWeights,
     frozen_weights,
@@ -50,7 +50,6 @@ from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.sinks import JSONL, Reporter, SinkTarget, check_sinks, open_sinks
 from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.servicer import TrainerServicer
-from services.trainer.start import StartPoint, start_point
 from services.trainer.telemetry import (
     RunHistory,
     TrainerMetrics,

@@ -40,7 +40,7 @@ class Observation:
             conversation, which may continue any earlier turn, or none.
         is_whole: see `messages`.
         tools: that it may call; after the first observation none means the same as before.
-        withdraws_tools: with no `tools`, it may call none from now on.
+        drops_tools: with no `tools`, it may call none from now on.
         done: the episode is over, and the policy reads nothing more.
         reward: of the answer before; ``None``: it has none of its own.
     """
@@ -50,7 +50,7 @@ class Observation:
     tools: tuple[Tool, ...] = ()
     done: bool = False
     reward: float | None = None
-    withdraws_tools: bool = False
+    drops_tools: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ def workload(num_tokens: int) -> int:
     return LINEAR_WORKLOAD * num_tokens + num_tokens * num_tokens
 
 
-class _Slot(NamedTuple):
+class _Subset(NamedTuple):
     """One part under construction. Ordered by weight, then by number of items, then by items."""
 
     weight: int
@@ -40,12 +40,12 @@ class _State(NamedTuple):
     """k parts, heaviest first.
 
     The heap pops the least of them: the one with the largest spread, then with the greatest
-    heaviest slot. No two states share an item, so that the slots themselves are never compared.
+    heaviest subset. No two states share an item, so that the subsets themselves are never compared.
     """
 
     negative_spread: int
-    negative_heaviest: _Slot
-    slots: tuple[_Slot, ...]
+    negative_heaviest: _Subset
+    subsets: tuple[_Subset, ...]
 
 
 def balanced_partition(weights: Sequence[int], num_parts: int, *, equal_size: bool) -> Partition:
@@ -71,7 +71,7 @@ def balanced_partition(weights: Sequence[int], num_parts: int, *, equal_size: bo
     items = sorted(range(len(weights)), key=lambda index: (weights[index], index))
     chunk = num_parts if equal_size else 1
     heap = [
-        _state([_Slot(weights[i], 1, (i,)) for i in items[start : start + chunk]], num_parts)
+        _state([_Subset(weights[i], 1, (i,)) for i in items[start : start + chunk]], num_parts)
         for start in range(0, len(items), chunk)
     ]
     if not heap:
@@ -79,23 +79,23 @@ def balanced_partition(weights: Sequence[int], num_parts: int, *, equal_size: bo
     heapify(heap)
     while len(heap) > 1:
         heappush(heap, _merge(heappop(heap), heappop(heap)))
-    return tuple(tuple(sorted(slot.items)) for slot in heap[0].slots)
+    return tuple(tuple(sorted(subset.items)) for subset in heap[0].subsets)
 
 
-def _state(filled: Sequence[_Slot], num_parts: int) -> _State:
-    empty = [_Slot(0, 0, ())] * (num_parts - len(filled))
-    slots = tuple(sorted([*filled, *empty], reverse=True))
-    heaviest = slots[0]
+def _state(filled: Sequence[_Subset], num_parts: int) -> _State:
+    empty = [_Subset(0, 0, ())] * (num_parts - len(filled))
+    subsets = tuple(sorted([*filled, *empty], reverse=True))
+    heaviest = subsets[0]
     # Negating each number turns the order round: items are compared only where there are as many.
-    negative = _Slot(-heaviest.weight, -heaviest.num_items, tuple(-i for i in heaviest.items))
-    return _State(slots[-1].weight - heaviest.weight, negative, slots)
+    negative = _Subset(-heaviest.weight, -heaviest.num_items, tuple(-i for i in heaviest.items))
+    return _State(subsets[-1].weight - heaviest.weight, negative, subsets)
 
 
 def _merge(left: _State, right: _State) -> _State:
-    """Pair the heaviest slot of one with the lightest of the other."""
-    pairs = zip(left.slots, reversed(right.slots), strict=True)
+    """Pair the heaviest subset of one with the lightest of the other."""
+    pairs = zip(left.subsets, reversed(right.subsets), strict=True)
     merged = [
-        _Slot(a.weight + b.weight, a.num_items + b.num_items, a.items + b.items) for a, b in pairs
+        _Subset(a.weight + b.weight, a.num_items + b.num_items, a.items + b.items) for a, b in pairs
     ]
     return _state(merged, len(merged))
 

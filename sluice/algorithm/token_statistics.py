@@ -178,7 +178,7 @@ class _Plan:
         return values if bias is None else values.add_(bias)
 
 
-class _Context(FunctionCtx):
+class _SavedForBackward(FunctionCtx):
     plan: _Plan
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
@@ -267,7 +267,7 @@ class _HeadStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: _SavedForBackward,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -298,7 +298,7 @@ class _HeadStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: _Context, of_logprobs: Tensor, of_entropy: Tensor, _: Tensor
+        ctx: _SavedForBackward, of_logprobs: Tensor, of_entropy: Tensor, _: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
         plan = ctx.plan

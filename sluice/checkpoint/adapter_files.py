@@ -93,7 +93,7 @@ class AdapterMerge:
 
     def __init__(self, adapter: Adapter, names: Collection[str]) -> None:
         self._adapter = adapter
-        self._changes: dict[str, list[_Change]] = {}
+        self._changes: dict[str, list[_LayerChange]] = {}
         for layer in adapter.layers:
             known = [
                 change for one in (layer, former_name(layer)) for change in _changes(one, layer)
@@ -122,7 +122,7 @@ class AdapterMerge:
             self._add(change, whole)
         return whole
 
-    def _add(self, change: _Change, whole: Tensor) -> None:
+    def _add(self, change: _LayerChange, whole: Tensor) -> None:
         a = self._adapter.tensors[change.layer + A_SUFFIX]
         b = self._adapter.tensors[change.layer + B_SUFFIX]
         shape = (b.shape[0], a.shape[1])
@@ -137,7 +137,7 @@ class AdapterMerge:
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class _LayerChange:
     """What a layer changes in a file: a part of a tensor, and of an expert there if it has all."""
 
     layer: str
@@ -153,12 +153,12 @@ class _Change:
             yield self.part.of(whole[self.expert].t())
 
 
-def _changes(name: str, layer: str) -> list[_Change]:
+def _changes(name: str, layer: str) -> list[_LayerChange]:
     """Return what a layer of that name in files may change there."""
-    found = [_Change(layer, AdaptedPart(f"{name}.weight"))]
+    found = [_LayerChange(layer, AdaptedPart(f"{name}.weight"))]
     if expert := _EXPERT.fullmatch(name):
         of_all = f"{expert[1]}.{EACH}.{expert[3]}"
-        found.append(_Change(layer, adapted_part(of_all), int(expert[2])))
+        found.append(_LayerChange(layer, adapted_part(of_all), int(expert[2])))
     return found
 
 

@@ -16,7 +16,7 @@ from sluice.client.agent_program import program_of
 from sluice.client.agents import AgentRunner
 from sluice.client.run_address import locate_run
 from sluice.concurrency.process import stop_on_signals
-from sluice.errors import ConfigError, NotReadyError, SluiceError
+from sluice.errors import ConfigError, NotReadyError, SluiceError, leaves
 from sluice.service_contract import CONFIG_NAME
 
 _CLIENT_NAME, _LOOK_S = "agents", 1.0
@@ -87,13 +87,19 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
 
 
 async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, until a signal comes."""
-    async with asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(work, name="agents")
-        stopping = tasks.create_task(stop.wait(), name="signals")
-        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-        working.cancel()
-        stopping.cancel()
+    """Do the work, until a signal comes. Of a group of errors, raise the first of ours."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            working = tasks.create_task(work, name="agents")
+            stopping = tasks.create_task(stop.wait(), name="signals")
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            working.cancel()
+            stopping.cancel()
+    except BaseExceptionGroup as group:
+        known = next((error for error in leaves(group) if isinstance(error, SluiceError)), None)
+        if known is None:
+            raise
+        raise known from group
 
 
 async def _until_up(run: Path, wait_s: float) -> None:
@@ -106,11 +112,12 @@ async def _until_up(run: Path, wait_s: float) -> None:
     loop = asyncio.get_running_loop()
     give_up_s, said = loop.time() + wait_s, ""
     while (reason := await _missing(run)) is not None:
-        if loop.time() >= give_up_s:
-            raise NotReadyError(f"run: {run} was not up within --wait-s {wait_s:g}: {reason}")
+        left_s = give_up_s - loop.time()
         if reason != said:
             said = reason
-            typer.echo(f"waiting up to {give_up_s - loop.time():.0f} s for {run}: {reason}")
+            typer.echo(f"waiting up to {max(0.0, left_s):.0f} s for {run}: {reason}")
+        if left_s <= 0:
+            raise NotReadyError(f"run: {run} was not up within --wait-s {wait_s:g}: {reason}")
         await asyncio.sleep(_LOOK_S)
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sluice.cli.arguments import AsJson, TrustScript, split_arguments
 from sluice.cli.terminal import output_console, print_json
-from sluice.doctor.examination import CHECKS, Result, examine
+from sluice.doctor.examination import CHECKS, CheckResult, examine
 from sluice.doctor.finding import FindingLevel, examined_run
 from sluice.safe_text import printable
 
@@ -26,7 +26,7 @@ _SEVERITY_WIDTH, _NAME_WIDTH = 8, 15
 _INDENT = " " * (_SEVERITY_WIDTH + _NAME_WIDTH + 1)
 
 
-def print_result(console: Console, result: Result) -> None:
+def print_result(console: Console, result: CheckResult) -> None:
     """Print a line for each finding, and below it why it matters and what to do."""
     for finding in result.findings:
         line = Text(f"{finding.severity:<{_SEVERITY_WIDTH}}", style=_STYLES[finding.severity])
@@ -50,7 +50,7 @@ def _number(count: int, what: str) -> str:
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
 
 
-def results_as_json(results: Sequence[Result]) -> list[dict[str, str]]:
+def results_as_json(results: Sequence[CheckResult]) -> list[dict[str, str]]:
     """Return an object for each finding; a severity is "ok", "warning" or "problem"."""
     return [
         {"check": result.check.name, **asdict(one)} for result in results for one in result.findings
@@ -85,7 +85,7 @@ def doctor(
     """
     examined = examined_run(*split_arguments(arguments, trust_script=trust_script))
     console = output_console()
-    results: list[Result] = []
+    results: list[CheckResult] = []
     for result in examine(examined, CHECKS):
         results.append(result)
         if not as_json:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from sluice.algorithm.episode_rules import Observation
+from sluice.algorithm.episode_rules import Observation, answer_message
 from sluice.environment.episodes import AuthorCalls, Environment, PlayedRow
 from sluice.environment.loading import file_environment
 from sluice.environment.source import EnvironmentSource
@@ -42,7 +42,8 @@ class _Script:
 @environment_commands.command("check")
 def check(
     file: Annotated[
-        Path, typer.Argument(help="Python file with a class, a function, or @function_tool.")
+        Path,
+        typer.Argument(help="Python file with a class or function, or verl's YAML of tools."),
     ],
     *,
     name: Annotated[str | None, typer.Option(help="Which class or function.")] = None,
@@ -69,16 +70,25 @@ def check(
     Examples:
       sluice env check calculator.py
       sluice env check calculator.py --call 'calc {"expression": "47 * 38"}' --answer 1786
+      sluice env check tools.py --verl
+      sluice env check tools.yaml
     """
-    source = EnvironmentSource(function_tool_path=str(file))
-    world = source.load() if verl else file_environment(str(file), name)
-    typer.echo(f"{world.name}: {len(world.tools)} tools")
+    world = _loaded(file, name, verl=verl)
+    typer.echo(f"{world.name}: {len(world.tools)} tool{'' if len(world.tools) == 1 else 's'}")
     for tool in world.tools:
         typer.echo(printable(f"  {tool.name}: {tool.description}\n    {tool.parameters}"))
     answers = [Answer("", tool_calls=(_call(one),)) for one in call or ()]
     answers += [Answer(one) for one in answer or ()]
     for line in asyncio.run(_played(world, _Script(prompt, truth, answers))):
         typer.echo(printable(line))
+
+
+def _loaded(file: Path, name: str | None, *, verl: bool) -> Environment:
+    if file.suffix in {".yaml", ".yml"}:
+        return EnvironmentSource(tool_config_path=str(file)).load()
+    if verl:
+        return EnvironmentSource(function_tool_path=str(file)).load()
+    return file_environment(str(file), name)
 
 
 def _call(text: str) -> ToolCall:
@@ -91,19 +101,21 @@ async def _played(world: Environment, script: _Script) -> list[str]:
     row = {"data_source": "", "ground_truth": script.truth, "extra_info": {}}
     task = PlayedRow((ChatMessage("user", script.prompt),), row, 0)
     calls = AuthorCalls()
-    lines = [f"user: {script.prompt}"]
+    shown = [*task.messages]
+    lines = [*_written(shown)]
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         episode = world.begin(task, calls, tasks)
         try:
             seen = await episode.open()
-            lines += _seen(seen)
+            lines += _seen(seen, shown)
             for answer in script.answers:
                 if seen.done:
                     break
-                lines.append(f"assistant: {_said(answer)}")
+                shown.append(answer_message(answer))
+                lines += _written(shown[-1:])
                 seen = await episode.step(answer, FinishReason.STOP)
-                lines += _seen(seen)
+                lines += _seen(seen, shown)
             scored = await episode.score() if script.answers else None
             if scored is not None:
                 lines.append(f"score {scored.score:g}")
@@ -117,15 +129,25 @@ async def _played(world: Environment, script: _Script) -> list[str]:
     return lines
 
 
-def _said(answer: Answer) -> str:
-    calls = [f"{one.name} {one.arguments}" for one in answer.tool_calls]
-    return " ".join([answer.content, *calls]).strip()
-
-
-def _seen(seen: Observation) -> Iterator[str]:
-    for message in seen.messages:
-        yield f"{message.role}: {message.content}"
+def _seen(seen: Observation, shown: list[ChatMessage]) -> Iterator[str]:
+    """Yield what the policy reads; of a whole conversation, what does not repeat `shown`, where it
+    goes too."""
+    new = seen.messages
+    if seen.is_whole:
+        is_continued = list(new[: len(shown)]) == shown
+        new = new[len(shown) :] if is_continued else new
+        if not is_continued:
+            yield "a new root:"
+            shown.clear()
+    shown += new
+    yield from _written(new)
     if seen.reward is not None:
         yield f"reward {seen.reward:g}"
     if seen.done:
         yield "the episode is over"
+
+
+def _written(messages: Sequence[ChatMessage]) -> Iterator[str]:
+    for message in messages:
+        calls = [f"{one.name} {one.arguments}" for one in message.tool_calls]
+        yield f"{message.role}: {' '.join([message.content, *calls]).strip()}"

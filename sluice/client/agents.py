@@ -29,8 +29,6 @@ from sluice.errors import (
     LeaseEndedError,
     NotFoundError,
     PeerError,
-    SluiceError,
-    leaves,
 )
 
 _TAKE_S, _AWAY_S, _PAUSE_S, _REPORT_S, _LAST_CALL_S = 5.0, 60.0, 1.0, 10.0, 5.0
@@ -102,17 +100,14 @@ class AgentRunner:
         Return once the run has ended, or the reward service has been away for a minute.
 
         Raises:
-            ConfigError: the program failed for many samples in a row.
-            SluiceError: the run leases no samples.
+            ExceptionGroup: of ConfigError, if the program failed for many samples in a row; of
+                another SluiceError, if the run leases no samples.
         """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                working = tasks.create_task(self._lease(), name="leases")
-                await self._until_over()
-                self._is_over = True
-                working.cancel()
-        except* SluiceError as errors:
-            raise leaves(errors)[0] from errors
+        async with asyncio.TaskGroup() as tasks:
+            working = tasks.create_task(self._lease(), name="leases")
+            await self._until_over()
+            self._is_over = True
+            working.cancel()
 
     async def _until_over(self) -> None:
         """Report progress until the run has ended, or has been away for too long."""

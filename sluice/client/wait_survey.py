@@ -73,7 +73,7 @@ class _Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _HeardWaits:
     report: WaitReport
     replicas: Mapping[str, _Replica]
 
@@ -111,7 +111,7 @@ async def survey_waits(
 
 
 def _replicas(
-    answers: Iterable[_Answer | SluiceError], marks: Mapping[str, ProcessMark]
+    answers: Iterable[_HeardWaits | SluiceError], marks: Mapping[str, ProcessMark]
 ) -> dict[str, _Replica]:
     """Return replicas by name: those that ran here, updated by what trainer and reward know."""
     known = {
@@ -120,7 +120,7 @@ def _replicas(
         if name not in {TRAINER, REWARD}
     }
     for answer in answers:
-        if isinstance(answer, _Answer):
+        if isinstance(answer, _HeardWaits):
             for name, reported in answer.replicas.items():
                 earlier = known.get(name)
                 # Only the trainer knows the last heartbeat, and its answer comes first.
@@ -129,8 +129,8 @@ def _replicas(
     return dict(sorted(known.items()))
 
 
-def _outcome(name: str, answer: _Answer | SluiceError, timeout_s: float) -> ServiceWaits:
-    if isinstance(answer, _Answer):
+def _outcome(name: str, answer: _HeardWaits | SluiceError, timeout_s: float) -> ServiceWaits:
+    if isinstance(answer, _HeardWaits):
         return ServiceWaits(name, answer.report.waits, answer.report.still_s)
     if isinstance(answer, DeadlineError):
         return ServiceWaits(name, failure=f"no answer within {timeout_s:g} s")
@@ -146,8 +146,8 @@ def _with_process(service: ServiceWaits, mark: ProcessMark | None) -> ServiceWai
 
 async def _ask_all(
     addresses: Mapping[str, str], timeout_s: float, credentials: Credentials
-) -> dict[str, _Answer | SluiceError]:
-    async def answer(name: str, address: str) -> _Answer | SluiceError:
+) -> dict[str, _HeardWaits | SluiceError]:
+    async def answer(name: str, address: str) -> _HeardWaits | SluiceError:
         try:
             return await _ask(name, address, timeout_s, credentials)
         except SluiceError as error:
@@ -161,7 +161,7 @@ async def _ask_all(
     return {name: task.result() for name, task in asked.items()}
 
 
-async def _ask(name: str, address: str, timeout_s: float, credentials: Credentials) -> _Answer:
+async def _ask(name: str, address: str, timeout_s: float, credentials: Credentials) -> _HeardWaits:
     stub, request = _STATUS_CALLS.get(name, _REPLICA_CALL)
     channel = open_channel(address, max_message_bytes=_MESSAGE_BYTES, credentials=credentials)
     async with channel:
@@ -180,4 +180,4 @@ async def _ask(name: str, address: str, timeout_s: float, credentials: Credentia
         }
     elif name == REWARD:
         replicas = {replica.name: _Replica(replica.address) for replica in status.replicas}
-    return _Answer(wait_report_from_proto(status.wait_report), replicas)
+    return _HeardWaits(wait_report_from_proto(status.wait_report), replicas)

@@ -90,9 +90,9 @@ def observation_from_proto(message: environment.Observation) -> Observation:
     for index, turn in enumerate(message.messages):
         check_role(f"{field}.messages[{index}]", turn, is_whole=message.is_whole)
     check_tools(f"{field}.tools", message.tools)
-    if message.tools and message.withdraws_tools:
+    if message.tools and message.drops_tools:
         raise InvalidRequestError(
-            f"{field}.withdraws_tools: true together with {len(message.tools)} tools; send one of "
+            f"{field}.drops_tools: true together with {len(message.tools)} tools; send one of "
             "them"
         )
     reward = message.reward if message.HasField("reward") else None
@@ -104,7 +104,7 @@ def observation_from_proto(message: environment.Observation) -> Observation:
         tools_from_proto(message.tools),
         message.done,
         reward,
-        message.withdraws_tools,
+        message.drops_tools,
     )
 
 
@@ -116,7 +116,7 @@ def observation_to_proto(seen: Observation) -> environment.Observation:
         tools=tools_to_proto(seen.tools),
         done=seen.done,
         reward=seen.reward,
-        withdraws_tools=seen.withdraws_tools,
+        drops_tools=seen.drops_tools,
     )
 
 

@@ -54,19 +54,9 @@ class ParallelLayout:
             _check_divides(key, size, number, things)
 
     @property
-    def copies(self) -> int:
-        """Ranks that hold the same shard."""
-        return self.ranks // self.shard
-
-    @property
     def data_ranks(self) -> int:
         """Groups of ranks that train different rows."""
         return self.ranks // self.sequence
-
-    @property
-    def expert_shard(self) -> int:
-        """Ranks that share one expert."""
-        return self.shard // self.experts
 
 
 def trainer_layout(config: RunConfig, ranks: int) -> ParallelLayout:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sluice.device.protocol import BACKENDS, MemoryInfo
+from sluice.device.protocol import BACKENDS
 
 _MEMINFO = Path("/proc/meminfo")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -54,11 +54,6 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Do nothing: CPU kernels are finished when they return."""
 
-    def memory_info(self) -> MemoryInfo:
-        """Return the host's memory, without regard to a container's limits."""
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return MemoryInfo(free_bytes=_available_bytes(default=total), total_bytes=total)
-
     def take_peak_memory(self) -> None:
         """Return nothing: torch does not count host memory."""
 
@@ -71,6 +66,12 @@ class CpuDevice:
 
     def peak_flops(self) -> None:
         """Return nothing: it depends on cores, clock and instructions."""
+
+
+def used_memory_bytes() -> int:
+    """Return the host's memory that is not available, without regard to a container's limits."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total - _available_bytes(default=total)
 
 
 def _available_bytes(default: int) -> int:

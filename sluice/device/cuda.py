@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sluice.device.host import CUDA_VISIBLE_VARIABLE
-from sluice.device.protocol import BACKENDS, MemoryInfo, PeakMemory, local_index
+from sluice.device.protocol import BACKENDS, PeakMemory, local_index
 from sluice.errors import ConfigError
 
 # Dense bfloat16; what a name contains, longer parts first.
@@ -71,11 +71,6 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for all streams of the GPU."""
         torch.cuda.synchronize(self._index)
-
-    def memory_info(self) -> MemoryInfo:
-        """Return what the driver reports: other processes' memory counts as used."""
-        free, total = torch.cuda.mem_get_info(self._index)
-        return MemoryInfo(free_bytes=free, total_bytes=total)
 
     def take_peak_memory(self) -> PeakMemory:
         """Return torch's peaks since the last call."""

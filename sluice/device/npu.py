@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
-from sluice.device.protocol import BACKENDS, MemoryInfo, PeakMemory, local_index
+from sluice.device.protocol import BACKENDS, PeakMemory, local_index
 from sluice.errors import ConfigError
 
 _PACKAGE = "torch_npu"
@@ -32,8 +32,6 @@ class _NpuRuntime(Protocol):
     def set_device(self, device: int) -> None: ...
 
     def synchronize(self, device: int) -> None: ...
-
-    def mem_get_info(self, device: int) -> tuple[int, int]: ...
 
     def max_memory_allocated(self, device: int) -> int: ...
 
@@ -110,11 +108,6 @@ class NpuDevice:
     def synchronize(self) -> None:
         """Wait for all streams of the NPU."""
         self._runtime.synchronize(self._index)
-
-    def memory_info(self) -> MemoryInfo:
-        """Return what the driver reports: other processes' memory counts as used."""
-        free, total = self._runtime.mem_get_info(self._index)
-        return MemoryInfo(free_bytes=free, total_bytes=total)
 
     def take_peak_memory(self) -> PeakMemory:
         """Return torch_npu's peaks since the last call."""

@@ -15,14 +15,6 @@ BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryInfo:
-    """Memory of one device in bytes. `free_bytes` is what a new allocation can still get."""
-
-    free_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class PeakMemory:
     """The most memory of one device in some span, bytes: of tensors, and with what torch keeps."""
 
@@ -63,10 +55,6 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything queued on it is done."""
-        ...
-
-    def memory_info(self) -> MemoryInfo:
-        """Return free and total memory, as the driver (or the kernel) reports it now."""
         ...
 
     def take_peak_memory(self) -> PeakMemory | None:

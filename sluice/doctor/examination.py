@@ -49,14 +49,14 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckResult:
     """All findings of a check."""
 
     check: Check
     findings: tuple[Finding, ...]
 
 
-def examine(examined: Examined, checks: Sequence[Check]) -> Iterator[Result]:
+def examine(examined: Examined, checks: Sequence[Check]) -> Iterator[CheckResult]:
     """Yield the result of each check, in their order, as soon as it and those before it are there.
 
     All checks start at once. A late one becomes a problem, and its thread is left behind: it may
@@ -71,7 +71,7 @@ def examine(examined: Examined, checks: Sequence[Check]) -> Iterator[Result]:
     for check, answer in running:
         left_s = max(0.0, start_s + check.deadline_s - time.monotonic())
         try:
-            yield Result(check, answer.get(timeout=left_s))
+            yield CheckResult(check, answer.get(timeout=left_s))
         except queue.Empty:
             late = problem(
                 f"{check.about}: no answer within {check.deadline_s:g} s",
@@ -79,7 +79,7 @@ def examine(examined: Examined, checks: Sequence[Check]) -> Iterator[Result]:
                 "look for a file system, driver or peer that hangs, and repeat when the machine "
                 "is idle",
             )
-            yield Result(check, (late,))
+            yield CheckResult(check, (late,))
 
 
 def _start(check: Check, examined: Examined) -> queue.SimpleQueue[tuple[Finding, ...]]:

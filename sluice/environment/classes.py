@@ -136,7 +136,11 @@ class ClassEpisode:
     async def open(self) -> Observation:
         """Construct the class and reset it."""
         name, task = self._environment.name, self._task
-        self._instance = await self._calls.required(f"{name}()", self._environment.kind)
+        kind = self._environment.kind
+        if _has_no_constructor(kind):
+            self._instance = kind()
+        else:
+            self._instance = await self._calls.required(f"{name}()", kind)
         returned: object = None
         if reset := self._method(RESET):
             row = {**task.row, "prompt": task.prompt, "seed": task.seed}
@@ -194,8 +198,9 @@ class ClassEpisode:
         try:
             bound = getattr(self._instance, call.name)
             returned = await self._calls.run(bound, **arguments)
-            value, reward = with_reward(f"{self._environment.name}.{call.name}", returned)
-            return ChatMessage(TOOL, text_of(value), tool_call_id=call.call_id), reward
+            what = f"{self._environment.name}.{call.name}"
+            value, reward = with_reward(what, returned)
+            return ChatMessage(TOOL, text_of(what, value), tool_call_id=call.call_id), reward
         except (EnvironmentUnavailable, EnvironmentDefectError):
             raise
         except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
@@ -208,6 +213,12 @@ class ClassEpisode:
     @property
     def _is_done(self) -> bool:
         return bool(getattr(self._instance, DONE, False))
+
+
+def _has_no_constructor(kind: type) -> bool:
+    """Return whether none of the author's code runs when an instance is made."""
+    own = (name for base in kind.__mro__[:-1] for name in vars(base))
+    return type(kind) is type and not {"__init__", "__new__"}.intersection(own)
 
 
 def unreadable(error: str, role: str = TOOL) -> ChatMessage:

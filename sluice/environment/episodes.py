@@ -36,6 +36,7 @@ OUT_OF_MEMORY = 70
 _SPARE_BYTES = 64 << 20
 """A process that can still reserve these has memory left."""
 _CUT = "...(cut)"
+_CUT_BEFORE = set[str]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +233,22 @@ def _place(error: BaseException) -> str:
     return f" ({Path(found[-1].filename).name}:{found[-1].lineno})" if found else ""
 
 
-def text_of(value: object) -> str:
-    """Return a method's result as the policy reads it: texts as they are, else JSON; cut."""
+def text_of(what: str, value: object) -> str:
+    """Return a method's result as the policy reads it: texts as they are, else JSON.
+
+    A long one is cut; the log notes the first of each method.
+    """
     if value is None:
         return ""
     text = value if isinstance(value, str) else _json(value)
-    text = text if len(text) <= MAX_RESULT_CHARS else text[:MAX_RESULT_CHARS] + _CUT
+    if len(text) > MAX_RESULT_CHARS:
+        if what not in _CUT_BEFORE:
+            logger.warning(
+                "%s returned %d characters; the policy reads the first %d at most: return less",
+                *(what, len(text), MAX_RESULT_CHARS),
+            )
+        _CUT_BEFORE.add(what)
+        text = text[:MAX_RESULT_CHARS] + _CUT
     return text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
 
 
@@ -306,7 +317,7 @@ def messages_of(what: str, returned: object) -> tuple[ChatMessage, ...]:
     if returned is None:
         return ()
     if isinstance(returned, str):
-        return (ChatMessage(USER, text_of(returned)),)
+        return (ChatMessage(USER, text_of(what, returned)),)
     if isinstance(returned, Sequence):
         return tuple(_continuing(what, one) for one in returned)
     raise EnvironmentDefectError(
@@ -322,4 +333,4 @@ def _continuing(what: str, value: object) -> ChatMessage:
             f"{what} returned {str(value)[:200]}; a message is a dict with role, 'user' or 'tool', "
             "and content, a text"
         )
-    return ChatMessage(str(role), text_of(content))
+    return ChatMessage(str(role), text_of(what, content))

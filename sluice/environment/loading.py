@@ -17,6 +17,10 @@ from sluice.environment.episodes import Environment
 from sluice.environment.loops import loop_environment
 from sluice.errors import ConfigError
 
+_VERLS = (
+    "name a file of verl's functions in actor_rollout_ref.rollout.multi_turn.function_tool_path "
+    "instead (sluice env check --verl)"
+)
 PATH_KEY, NAME_KEY = "sluice.environment.path", "sluice.environment.name"
 
 
@@ -58,9 +62,11 @@ def file_module(path: str, key: str) -> ModuleType:
     except Exception as error:
         last = traceback.format_exception_only(error)[-1].strip()
         deepest = traceback.extract_tb(error.__traceback__)[-1]
+        is_verls = isinstance(error, ModuleNotFoundError) and str(error.name).startswith("verl")
+        remedy = _VERLS if is_verls and key == PATH_KEY else "repair it"
         raise ConfigError(
             f"{key}: {path} fails to import: {last} ({deepest.filename}, line {deepest.lineno}); "
-            "repair it"
+            f"{remedy}"
         ) from error
     return module
 

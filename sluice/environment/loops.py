@@ -111,8 +111,8 @@ class Policy:
         offered = tuple(map(_tool, tools or ()))
         turns = tuple(map(_message, messages))
         self._answer = asyncio.get_running_loop().create_future()
-        is_withdrawn = tools is not None and not offered
-        asked = Observation(turns, is_whole=True, tools=offered, withdraws_tools=is_withdrawn)
+        is_dropped = tools is not None and not offered
+        asked = Observation(turns, is_whole=True, tools=offered, drops_tools=is_dropped)
         self._asked.put_nowait(asked)
         try:
             return await self._answer
@@ -290,7 +290,7 @@ def _message(value: Mapping[str, Any]) -> ChatMessage:
     )
     return ChatMessage(
         role,
-        text_of(content),
+        text_of("a message of policy.chat", content),
         calls,
         value.get("tool_call_id") or "",
         value.get("reasoning") or "",

@@ -75,7 +75,7 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise ArgumentsError(f"the arguments are no JSON: {error}") from error
+        raise ArgumentsError(f"the arguments are no JSON: {error}; write an object") from error
     if not isinstance(given, dict):
         raise ArgumentsError(f"the arguments are {type(given).__name__}; write a JSON object")
     return given

@@ -318,7 +318,7 @@ async def _called(
         try:
             async with asyncio.timeout(time_s) as scope:
                 result = await work()
-        except Exception as error:  # noqa: BLE001  whoever waits raises it
+        except Exception as error:  # noqa: BLE001  its waiters raise it
             if not scope.expired():
                 episode.failure = error
             return episode.failure

@@ -63,7 +63,7 @@ class MethodThreads:
         try:
             await asyncio.wait([call.answered])
         except asyncio.CancelledError:
-            if not self._withdrawn(call):  # the episode's next call must not overlap it
+            if not self._taken_back(call):  # the episode's next call must not overlap it
                 await asyncio.wait([call.answered])
             raise
         if call.error is not None:
@@ -117,7 +117,7 @@ class MethodThreads:
             self._threads.submit(self._work, loop)
         loop.call_later(_PATIENCE_S, self._look, loop, newest)
 
-    def _withdrawn(self, call: _Call) -> bool:
+    def _taken_back(self, call: _Call) -> bool:
         with self._lock:
             if call not in self._waiting:
                 return False

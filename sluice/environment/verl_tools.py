@@ -256,4 +256,4 @@ def _response(call: ToolCall, returned: object) -> tuple[ChatMessage, float]:
     if getattr(response, "image", None) or getattr(response, "video", None):
         return error_of(call, f"{call.name} returned an image, which cannot be read here"), 0.0
     text = response.text if hasattr(response, "text") else response
-    return ChatMessage(TOOL, text_of(text), tool_call_id=call.call_id), reward or 0.0
+    return ChatMessage(TOOL, text_of(call.name, text), tool_call_id=call.call_id), reward or 0.0

@@ -152,7 +152,7 @@ class _ImageUrl(msgspec.Struct):
     url: str
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     type: str
     text: str = ""
     image_url: _ImageUrl | None = None
@@ -170,7 +170,7 @@ class _TurnCall(msgspec.Struct):
 
 class _ChatTurn(msgspec.Struct):
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[_ContentPart] | None = None
     tool_calls: list[_TurnCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -518,7 +518,7 @@ def _text(turn: _ChatTurn, index: int, images: list[bytes]) -> str:
     return "".join(texts)
 
 
-def _image(part: _Part, field: str) -> bytes:
+def _image(part: _ContentPart, field: str) -> bytes:
     url = "" if part.image_url is None else part.image_url.url
     name = f"{field}.image_url"
     if not url.startswith(DATA_URI):

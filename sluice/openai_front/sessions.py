@@ -1,26 +1,22 @@
 """Sessions: the address ``/s/LEASE/v1`` of one leased sample, whose answers are trained.
 
 The run samples as training demands. What an agent sends about sampling is noted once and ignored.
-A request outlives a reward service that is away for less than a minute: repeated, it is answered
-from its turn.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import ChatWithImages
 from sluice.client.leases import LeasedAnswer
-from sluice.errors import HandshakeError, LeaseEndedError, PeerDefectError, PeerError
+from sluice.errors import LeaseEndedError
 from sluice.openai_front.errors import RefusedError
 from sluice.openai_front.requests import Bounds, ChatRequest, decode, parse_chat
 from sluice.types import ChatMessage
@@ -32,10 +28,8 @@ _SHAPING = ("model", "messages", "tools", "tool_choice", "n", "stream")
 _KEPT = frozenset((*_SHAPING, "response_format", "functions", "function_call"))
 _MOST_NOTED = 32  # names of ignored fields: any caller may make some up
 _MOST_FAILURE = 2000
-_AWAY_S, _PAUSE_S = 60.0, 1.0
 
 JsonObject = dict[str, Any]
-ResultT = TypeVar("ResultT")
 
 
 class _End(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,9 +69,7 @@ class Sessions:
         canonical = json.dumps(fields, sort_keys=True).encode()
         digest = hashlib.blake2b(canonical, digest_size=32).hexdigest()
         try:
-            found = await _patiently(
-                lambda: self._client.leases().chat(lease, digest, turns, asked.options.tools)
-            )
+            found = await self._client.leases().chat(lease, digest, turns, asked.options.tools)
         except LeaseEndedError as error:
             # Clients of the dialect repeat a request that 409 answers.
             raise RefusedError(str(error), "messages", code="lease_ended") from error
@@ -97,9 +89,7 @@ class Sessions:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RefusedError(f'body: {error}; send {{"reward": 1.0}}', "body") from error
         failure = "" if end.failure is None else (end.failure[-_MOST_FAILURE // 4 :] or "failed")
-        await _patiently(
-            lambda: self._client.leases().end(lease, reward_value=end.reward, failure=failure)
-        )
+        await self._client.leases().end(lease, reward_value=end.reward, failure=failure)
 
     def _fields(self, body: bytes) -> JsonObject:
         """Return what shapes the conversation; note the rest."""
@@ -123,21 +113,6 @@ class Sessions:
                 ", ".join(sorted(new)[:_MOST_NOTED]),
             )
         return fields
-
-
-async def _patiently(call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Repeat a call of the reward service while it is away, at most `_AWAY_S`."""
-    loop = asyncio.get_running_loop()
-    give_up_s = loop.time() + _AWAY_S
-    while True:
-        try:
-            return await call()
-        except (PeerDefectError, HandshakeError):
-            raise
-        except PeerError:
-            if loop.time() >= give_up_s:
-                raise
-        await asyncio.sleep(_PAUSE_S)
 
 
 def _answer(model: str, digest: str, found: LeasedAnswer) -> JsonObject:

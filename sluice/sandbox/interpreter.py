@@ -26,7 +26,7 @@ _STARTED = interpreter_loop.STARTED.encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class CodeOutput:
     """What code printed.
 
     Attributes:
@@ -53,7 +53,7 @@ class Interpreter:
         self._running: ContainedProcess | None = None
         self._has_started = False
 
-    def run(self, code: str) -> Reply:
+    def run(self, code: str) -> CodeOutput:
         """Execute code.
 
         Raises:
@@ -65,7 +65,7 @@ class Interpreter:
             self.close()
             raise SandboxUnavailableError(f"the sandbox failed: {error}") from error
 
-    def _replied(self, code: str) -> Reply:
+    def _replied(self, code: str) -> CodeOutput:
         if self._running is None:
             self._start()
         assert self._running is not None
@@ -82,7 +82,7 @@ class Interpreter:
             self._has_started = True
         if end is not None:
             self.close()
-        return Reply(output.decode(errors="replace"), end)
+        return CodeOutput(output.decode(errors="replace"), end)
 
     def close(self) -> None:
         """End the process, with all that it started."""

@@ -73,11 +73,6 @@ class Result:
     stdout: bytes
     stderr: bytes
 
-    @property
-    def is_success(self) -> bool:
-        """Whether it finished with exit code 0."""
-        return self.end is SandboxEnd.FINISHED and self.exit_code == 0
-
 
 class Sandbox(Protocol):
     """Runs programs apart from everything else."""

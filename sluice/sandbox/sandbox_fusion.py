@@ -21,7 +21,7 @@ _FIRST_PAUSE_S = 1.0
 _ANSWER_SHARE = 8  # JSON escapes a byte in up to six characters
 
 
-class _Part(msgspec.Struct):
+class _Phase(msgspec.Struct):
     """What became of compiling, or of running."""
 
     status: str = ""
@@ -30,11 +30,11 @@ class _Part(msgspec.Struct):
     stderr: str | None = None
 
 
-class _Answer(msgspec.Struct):
+class _ServerResponse(msgspec.Struct):
     status: str
     message: str = ""
-    compile_result: _Part | None = None
-    run_result: _Part | None = None
+    compile_result: _Phase | None = None
+    run_result: _Phase | None = None
 
 
 class SandboxFusionSandbox:
@@ -67,7 +67,7 @@ class SandboxFusionSandbox:
             raise SandboxUnavailableError(f"{self._endpoint}: {answer.status}: {said[:500]}")
         return _result(answer.run_result, limits)
 
-    def _ask(self, request: Mapping[str, object], limits: Limits) -> _Answer:
+    def _ask(self, request: Mapping[str, object], limits: Limits) -> _ServerResponse:
         body = msgspec.json.encode(request)
         for attempt in range(MAX_ATTEMPTS):
             try:
@@ -78,7 +78,7 @@ class SandboxFusionSandbox:
                     timeout_s=limits.wall_s + _MORE_S,
                     max_response_bytes=_ANSWER_SHARE * limits.output_bytes + MIB,
                 )
-                return msgspec.json.decode(raw, type=_Answer)
+                return msgspec.json.decode(raw, type=_ServerResponse)
             except msgspec.DecodeError as error:
                 raise SandboxUnavailableError(
                     f"{self._endpoint}: no answer of SandboxFusion: {error}"
@@ -110,7 +110,7 @@ def _request(
     }
 
 
-def _result(run: _Part, limits: Limits) -> Result:
+def _result(run: _Phase, limits: Limits) -> Result:
     stdout, stderr = ((text or "").encode(errors="replace") for text in (run.stdout, run.stderr))
     if run.status == "TimeLimitExceeded":
         end = SandboxEnd.TIMED_OUT

@@ -19,6 +19,8 @@ import numpy as np
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges, OnStale, reserves_slot
 from sluice.algorithm.publishing import may_overlap, swaps_at_once
 from sluice.algorithm.sampling.admission import (
+    AdmissionOrder,
+    FinishForecast,
     LastGroups,
     YieldEstimate,
     YieldFloor,
@@ -26,7 +28,6 @@ from sluice.algorithm.sampling.admission import (
     kept_upper_bound,
 )
 from sluice.algorithm.sampling.attempt import PromptHistory, remembered
-from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.fleet import EventQueue, SimulatedFleet

@@ -73,7 +73,7 @@ class MetricsPage:
             def log_message(self, format: str, *args: Any) -> None:  # noqa: ANN401  as its base
                 """Log nothing: Prometheus scrapes every few seconds."""
 
-        class Server(ThreadingWSGIServer):
+        class PageServer(ThreadingWSGIServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             _free = threading.BoundedSemaphore(_MOST_REQUESTS)
 
@@ -102,7 +102,7 @@ class MetricsPage:
             with charged_cpu(TelemetryPart.SCRAPES):
                 return page(environ, start_response)
 
-        self._server = make_server(bare_host(host), port, answer, Server, Handler)
+        self._server = make_server(bare_host(host), port, answer, PageServer, Handler)
         self.port: int = self._server.server_port
         self._thread = threading.Thread(
             target=lambda: self._server.serve_forever(_POLL_S), name="metrics", daemon=True

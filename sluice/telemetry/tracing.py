@@ -71,7 +71,6 @@ class Key(StrEnum):
     DATA_SOURCE = "sluice.data_source"
     DETAIL = "sluice.detail"
     NUM_SAMPLES = "sluice.samples"
-    NUM_SCORED = "sluice.samples.scored"
     NUM_TOKENS = "sluice.tokens"
     SAMPLE_INDEX = "sluice.sample.index"
     FINISH_REASON = "sluice.sample.finish_reason"

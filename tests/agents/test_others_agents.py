@@ -1,12 +1,15 @@
 """Agents that nobody here wrote train a run: programs of `openai`, `openai-agents`, `smolagents`.
 
-Each plays the jar game, whose jars only its own tool knows, and reports no reward: the row's scorer
-grades the last answer.
+Each plays the jar game, whose jars only its own tool knows, on samples that `sluice agents run`
+leases for it. The first two print no reward, so the row's scorer grades the last answer; the third
+prints one.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,28 +23,43 @@ from typing import Any
 import pytest
 
 from sluice.quickstart.prepare import QuickstartAssets, prepare
-from tests.support.small_run import SCORER
 from tests.support.source_tree import ROOT
 
-LOOPS = Path(__file__).with_name("agent_loops.py")
+PROGRAMS = Path(__file__).with_name("programs")
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 JOB = ROOT / "sluice" / "quickstart" / "quickstart.yaml"
-STOPS_S, ENDS_S = 60.0, 500.0
+STEPS = 2
+STOPS_S, ENDS_S, FOLLOWS_S = 60.0, 900.0, 60.0
 LONG_CONTEXT = 6144
+
+pytestmark = pytest.mark.timeout(ENDS_S + FOLLOWS_S + 2 * STOPS_S, func_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a run left behind that agents have played."""
+    """What a run left behind that agents have played.
 
-    steps: int
+    Attributes:
+        rows: metrics of its steps.
+        groups: that it trained.
+        run_log: what its services wrote.
+        agents_log: what `sluice agents run` printed.
+    """
+
+    rows: tuple[dict[str, Any], ...]
     groups: tuple[dict[str, Any], ...]
-    logs: str
+    run_log: str
+    agents_log: str
 
     @property
-    def episodes(self) -> list[dict[str, Any]]:
-        """The episodes of trained groups."""
-        return [one for group in self.groups for one in group["episodes"]]
+    def roots(self) -> list[int]:
+        """The roots of each trained episode."""
+        return [one["roots"] for group in self.groups for one in group["episodes"]]
+
+    @property
+    def turns(self) -> list[int]:
+        """The turns of each trained episode."""
+        return [one["turns"] for group in self.groups for one in group["episodes"]]
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +76,11 @@ def settings(assets: QuickstartAssets, *more: str) -> list[str]:
         f"data.train_files={assets.train_file}",
         "data.max_prompt_length=48",
         "data.max_response_length=224",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.rollout.n=4",
         "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
-        "trainer.total_training_steps=2",
+        f"trainer.total_training_steps={STEPS}",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
         "trainer.val_before_train=false",
@@ -70,26 +88,34 @@ def settings(assets: QuickstartAssets, *more: str) -> list[str]:
         "trainer.device=cpu",
         "sluice.rollout.replicas=1",
         "sluice.asynchrony.max_staleness=0",
-        "sluice.environment.call_timeout_s=300",  # programs start slowly on a busy machine
+        "sluice.environment.agents=true",
         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8",
         *more,
     ]
 
 
-def play(run_dir: Path, program: str, overrides: list[str]) -> Played:
-    """Run to the end."""
-    environment = (f"sluice.environment.path={LOOPS}", f"sluice.environment.name={program}")
-    words = ("up", str(JOB), f"sluice.run_dir={run_dir}", *overrides, *environment)
-    with command(run_dir.parent / "up.log", *words) as run:
-        code = run.wait(ENDS_S)
-    logs = "\n".join(
-        file.read_text() for file in (*run_dir.glob("logs/*.log"), *run_dir.parent.glob("*.log"))
-    )
-    assert code == 0, logs[-4000:]
+def play(folder: Path, program: str, overrides: list[str]) -> Played:
+    """Start the agents, then their run; return once both have ended."""
+    run_dir = folder / "run"
+    agent = shlex.join([os.environ["SLUICE_AGENTS_PYTHON"], str(PROGRAMS / program)])
+    agents = ("agents", "run", str(run_dir), "--command", agent, "--parallel", "4")
+    up = ("up", str(JOB), f"sluice.run_dir={run_dir}", *overrides)
+    with command(folder / "agents.log", *agents) as playing:
+        with command(folder / "up.log", *up) as run:
+            code = run.wait(ENDS_S)
+        run_log = "\n".join(file.read_text() for file in run_dir.glob("logs/*.log"))
+        assert code == 0, (folder / "up.log").read_text()[-4000:] + run_log[-4000:]
+        code = playing.wait(FOLLOWS_S)
+    agents_log = (folder / "agents.log").read_text()
+    assert code == 0, agents_log[-4000:]
     groups = [json.loads(line) for line in (run_dir / "groups.jsonl").read_text().splitlines()]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = sum("training/global_step" in row for row in rows)
-    return Played(steps, tuple(one for one in groups if one["end"] == "trained"), logs)
+    return Played(
+        tuple(row for row in rows if "training/global_step" in row),
+        tuple(one for one in groups if one["end"] == "trained"),
+        run_log,
+        agents_log,
+    )
 
 
 @contextmanager
@@ -111,20 +137,34 @@ def command(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
                 raise
 
 
-@pytest.mark.parametrize("program", ["with_openai", "with_openai_agents"])
+def check_trained(played: Played) -> None:
+    """The run trained each token that agents sampled once, and published what it learned."""
+    assert len(played.rows) == STEPS
+    assert all(row["actor/grad_norm"] > 0 for row in played.rows)
+    # With no staleness the last step trains what the weights of the step before have sampled.
+    assert max(group["oldest_version"] for group in played.groups) == STEPS - 1
+    sampled = sum(sum(group["tokens"]) for group in played.groups)
+    assert sum(row["train/trained_tokens"] for row in played.rows) == sampled
+    assert sum(row["episodes/tokens_sampled"] for row in played.rows) == sampled
+    assert all(0 < group["right"] < group["scored"] for group in played.groups)
+    assert max(played.turns) > 1
+    # The agents were there first, and left with the run.
+    assert "nothing was started there yet" in played.agents_log
+    assert played.agents_log.splitlines()[-1].startswith("ended: 0 agents run, ")
+    assert ", 0 failed" in played.agents_log.splitlines()[-1], played.agents_log
+
+
+@pytest.mark.parametrize("program", ["with_openai.py", "with_openai_agents.py"])
 def test_an_agent_that_keeps_its_history_trains_one_root_per_episode(
     program: str, assets: QuickstartAssets, tmp_path: Path
 ) -> None:
-    played = play(tmp_path / "run", program, settings(assets))
-    assert played.steps == 2
-    assert played.episodes
-    assert {one["roots"] for one in played.episodes} == {1}
-    assert max(one["turns"] for one in played.episodes) > 1
-    # Groups are mixed only because the row's scorer tells right answers from wrong ones.
-    assert all(0 < group["right"] < group["scored"] for group in played.groups)
+    played = play(tmp_path, program, settings(assets))
+    check_trained(played)
+    assert set(played.roots) == {1}
+    assert "turns begin new roots" not in played.run_log
 
 
-def test_an_agent_that_rewrites_its_history_trains_several_roots(
+def test_an_agent_that_rewrites_its_history_trains_several_roots_and_the_run_says_so(
     assets: QuickstartAssets, tmp_path: Path
 ) -> None:
     # Its prompts have thousands of tokens in this tokenizer.
@@ -133,19 +173,15 @@ def test_an_agent_that_rewrites_its_history_trains_several_roots(
     config = json.loads((model / "config.json").read_text())
     config["max_position_embeddings"] = LONG_CONTEXT
     (model / "config.json").write_text(json.dumps(config))
-    # Whatever the model says to so strange a prompt, about half of it is right.
-    (tmp_path / "scorer.py").write_text(SCORER)
     overrides = settings(
         assets,
         f"actor_rollout_ref.model.path={model}",
-        f"reward.custom_reward_function.path={tmp_path / 'scorer.py'}",
         f"data.max_prompt_length={LONG_CONTEXT - 256}",
         "data.max_response_length=256",
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={LONG_CONTEXT}",
-        "data.train_batch_size=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "trainer.total_training_steps=2",
     )
-    played = play(tmp_path / "run", "with_smolagents", overrides)
-    assert played.steps == 2
-    assert max(one["roots"] for one in played.episodes) > 1
+    played = play(tmp_path, "with_smolagents.py", overrides)
+    check_trained(played)
+    assert min(played.roots) > 1
+    assert "a conversation continues none of the sample's answers" in played.run_log
+    assert "mean reward" in played.agents_log

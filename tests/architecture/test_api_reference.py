@@ -13,7 +13,7 @@ from tools.generate_api_reference import descriptors
 def test_the_committed_reference_is_current() -> None:
     committed = generate_api_reference.PAGE.read_text(encoding="utf-8")
     assert committed == generate_api_reference.page(), (
-        "run python tools/generate_api_reference.py and commit docs/reference/protos.md"
+        "run python -m tools.generate_api_reference and commit docs/reference/protos.md"
     )
 
 

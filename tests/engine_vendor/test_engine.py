@@ -73,12 +73,14 @@ async def test_the_cache_of_the_old_weights_serves_no_sample_of_the_new_ones(
     wanted = request(prompt, samples=2, max_tokens=10)
     for model in (world.first, world.second, world.first):
         await world.serve(model)
-        before = world.engine.prefilled_tokens
+        before = world.engine.load()
         for tokens, logprobs in (await generate(world.engine, wanted)).values():
             exact = expected_logprobs(model, prompt, tokens, PLAIN)
             np.testing.assert_allclose(logprobs, exact, atol=1e-4)
         # It is there to be used: the two samples share it.
-        assert len(prompt) <= world.engine.prefilled_tokens - before < 2 * len(prompt)
+        after = world.engine.load()
+        reused = after.reused_tokens - before.reused_tokens
+        assert len(prompt) <= after.prompt_tokens - before.prompt_tokens - reused < 2 * len(prompt)
 
 
 async def test_without_recomputation_running_samples_keep_their_cache(

@@ -101,9 +101,6 @@ class VendorInsight:
     def __init__(self, engine: VendorsEngine) -> None:
         self._engine = engine
 
-    def prefilled_tokens(self) -> int:
-        return self._engine.prefilled_tokens
-
     async def running_samples(self) -> int:
         thread, core = self._engine._in_thread()
         if VENDOR == VLLM:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.episodes.drivers import EnvironmentUnavailableError
+from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.errors import ConfigError
 from sluice.types import Answer, FinishReason
 from tests.support.environments import CALCULATOR, author_file, calls, episode, worked
@@ -74,7 +74,7 @@ async def replaced(workers: object, number: int) -> None:
         while True:
             try:
                 workers.address_for("x")  # type: ignore[attr-defined]
-            except EnvironmentUnavailableError:
+            except EpisodeFailedError:
                 pass
             else:
                 if workers.num_replaced >= number:  # type: ignore[attr-defined]
@@ -98,12 +98,12 @@ async def test_a_worker_that_hangs_or_dies_is_replaced_with_all_it_started(
         await bad.open()
         await beside.open()
         child = int(await said(bad, 0, "child"))
-        with pytest.raises(EnvironmentUnavailableError):
+        with pytest.raises(EpisodeFailedError):
             await bad.step(1, calls((how, {})), STOP)
         await bad.abandon()
         await replaced(workers, 1)
         assert not is_running(child)
-        with pytest.raises(EnvironmentUnavailableError):
+        with pytest.raises(EpisodeFailedError):
             await said(beside, 0, "keep", text="a")
         after = episode(servers)
         await after.open()
@@ -134,19 +134,25 @@ async def test_a_coroutine_that_waits_too_long_is_cancelled_and_its_worker_stays
         played, other = episode(servers), episode(servers)
         await played.open()
         await other.open()
-        with pytest.raises(EnvironmentUnavailableError, match="within 2 s"):
+        with pytest.raises(EpisodeFailedError, match="within 2 s"):
             await played.step(0, calls(("wait", {})), STOP)
         await played.abandon()
         assert await said(other, 0, "keep", text="a") == "a"
 
 
-async def test_a_result_of_a_gigabyte_is_cut_where_it_is_made(tmp_path: Path) -> None:
+async def test_a_result_of_a_gigabyte_is_cut_where_it_is_made_and_the_log_says_so_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async with worked(author_file(tmp_path, WORLD)) as (servers, workers):
         played = episode(servers)
         await played.open()
         text = await said(played, 0, "large")
         assert (1 << 20) <= len(text) < (1 << 20) + 100
+        await said(played, 1, "large")
         assert workers.num_replaced == 0
+    logged = capfd.readouterr().err
+    assert logged.count("World.large returned 1000000000 characters; the policy reads") == 1
+    assert "return less" in logged
 
 
 async def test_episodes_share_nothing_and_see_no_secret(

@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from sluice.config.loading.loader import load_config
 from sluice.config.memory.shape import shape_of
+from sluice.plan import launch_plan
+from sluice.plan.dry_run import DryRunAsked, PassBytes
 from tests.support.plan_parity import DENSE, EXPERTS, counted_and_planned
+from tests.support.preloaded import PreloadedProcess
 
 
 @pytest.mark.parametrize(
@@ -48,25 +53,21 @@ def test_a_plan_counts_experts_that_ranks_divide(recompute: bool, sharding: dict
     assert real["moved"]["all_to_all"] > 0
 
 
-def trainers_memory(tmp_path: Path, model: dict[str, Any], *overrides: str) -> Any:
-    """Return what `sluice config check` counts, in a process of its own."""
+def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:
+    model = {**DENSE, "hidden_size": 256, "head_dim": 32, "vocab_size": 32_768}
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    actor = "actor_rollout_ref.actor"
     given = [
         f"actor_rollout_ref.model.path={tmp_path}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-        *overrides,
+        f"{actor}.ppo_micro_batch_size_per_gpu=1",
+        f"{actor}.fsdp_config.dtype=float32",
     ]
     command = [sys.executable, "-m", "sluice", "config", "check", "--json", "--no-files"]
     done = subprocess.run(
         [*command, "--rules", "here", *given], capture_output=True, text=True, check=True
     )
     assert "counting the trainer's memory" in done.stderr
-    return json.loads(done.stdout)["memory"]["trainer"]
-
-
-def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:
-    model = {**DENSE, "hidden_size": 256, "head_dim": 32, "vocab_size": 32_768}
-    trainer = trainers_memory(tmp_path, model, "actor_rollout_ref.actor.fsdp_config.dtype=float32")
+    trainer = json.loads(done.stdout)["memory"]["trainer"]
     weights = 4 * shape_of(model).total_parameters
     # Beside them: buffers, tokens, and the counts of AdamW.
     for name, copies in {"weights": 1, "gradients": 1, "moments": 2}.items():
@@ -74,17 +75,35 @@ def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -
     assert trainer["phases"]["backward"] > 4 * weights
 
 
-def test_a_compiled_head_of_a_gpu_is_counted_with_its_larger_blocks(tmp_path: Path) -> None:
-    model = {**DENSE, "vocab_size": 151_936}
-    actor = "actor_rollout_ref.actor.fsdp_config"
-    peaks = [
-        trainers_memory(
-            tmp_path,
-            model,
-            *("trainer.device=cuda", f"{actor}.dtype=bfloat16", f"{actor}.use_torch_compile={how}"),
-            "data.max_response_length=4096",
-        )["phases"]["backward"]
-        for how in ("false", "true")
+def preloaded_dry_run(
+    _command: str, asked: DryRunAsked, kind: type[list[PassBytes]], **_: object
+) -> tuple[list[PassBytes], str]:
+    """As `answer_of`, in a fork of a process that has the imports."""
+    text = msgspec.json.encode(asked).decode()
+    alone = PreloadedProcess("tests.support.counted_rank", [text, "fake"], {})
+    try:
+        return msgspec.json.decode(alone.stdout.readline(), type=kind), ""
+    finally:
+        alone.close()
+
+
+def test_a_compiled_head_of_a_gpu_is_counted_with_its_larger_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_plan, "answer_of", preloaded_dry_run)
+    model_text = json.dumps({**DENSE, "vocab_size": 151_936})
+    (tmp_path / "config.json").write_text(model_text, encoding="utf-8")
+    actor = "actor_rollout_ref.actor"
+    given = [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        *("data.max_response_length=4096", "trainer.device=cuda"),
+        *(f"{actor}.ppo_micro_batch_size_per_gpu=1", f"{actor}.fsdp_config.dtype=bfloat16"),
     ]
+    peaks = []
+    for how in ("false", "true"):
+        config = load_config(None, [*given, f"{actor}.fsdp_config.use_torch_compile={how}"])
+        model = launch_plan.local_model(str(tmp_path))
+        assert model is not None
+        peaks.append(launch_plan.written_trainer(config, model).phases["backward"])
     # 384 tokens of 10 bytes a logit, and 1 GiB.
     assert 0.3 * 2**30 < peaks[1] - peaks[0] < 0.5 * 2**30

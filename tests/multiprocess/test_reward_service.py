@@ -243,7 +243,10 @@ async def test_resident_memory_stays_below_the_bound(configure: Callable[..., Pa
     replica = ScriptedReplica(num_tokens=1000)
     long = [f"answer={i} right={i % 5} " + "word " * 200 for i in range(20_000)]
     config = configure(long, sluice__asynchrony__max_staleness=1, data__train_batch_size=32)
-    async with scripted_replicas(replica), reward_process(config) as service:
+    async with (
+        scripted_replicas(replica),
+        reward_process(config, has_own_memory=True) as service,
+    ):
         await train(service, [replica], 6)
         assert service.rss_mb() < 250
 

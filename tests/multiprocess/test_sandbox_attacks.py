@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from sluice.sandbox.bubblewrap import NOBODY, BubblewrapSandbox
-from sluice.sandbox.contained import contained
-from sluice.sandbox.process_tree import descendants
+from sluice.sandbox.contained import contained, descendants
 from sluice.sandbox.run_result import MIB, PYTHON, Limits, Result, SandboxEnd
 from tests.support.attack_programs import ATTACKS, LIMITS
 from tests.support.attack_world import AttackWorld, attack_world, processes_of

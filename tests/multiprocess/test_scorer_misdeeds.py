@@ -139,9 +139,6 @@ def reported(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
         ("raise_what_cannot_be_shown", CRASH),
         ("allocate", (*UNSCORABLE, *CRASH)),
         ("recurse", (*UNSCORABLE, *CRASH)),
-        ("raise_half_a_character", UNSCORABLE),
-        *((name, UNSCORABLE) for name in ("nan", "inf", "none", "text", "huge dict", "raise")),
-        *((name, UNSCORABLE) for name in ("long text", "no score", "nan metric")),
     ],
 )
 async def test_a_misdeed_costs_its_own_sample_and_no_other(
@@ -153,6 +150,25 @@ async def test_a_misdeed_costs_its_own_sample_and_no_other(
         assert [outcomes[0], outcomes[2]] == [1.0, 3.0]
         assert outcomes[1] in kinds
         assert reported(await pool.score(items("dddd"))) == [4.0]
+
+
+async def test_what_is_no_number_costs_its_own_sample_and_not_the_process(
+    custom: CustomRewardFunctionConfig,
+) -> None:
+    deeds = (
+        *("nan", "inf", "none", "text", "huge dict", "long text", "raise", "no score"),
+        *("nan metric", "raise_half_a_character"),
+    )
+    async with running_scorer_pool(PATIENT, custom) as pool:
+        outcomes = await pool.score(items("a", *deeds, "ccc"))
+        failed = {
+            deed: one.kind
+            for deed, one in zip(deeds, outcomes[1:-1], strict=True)
+            if isinstance(one, Failed)
+        }
+        assert failed == dict.fromkeys(deeds, FailureKind.UNSCORABLE)
+        assert reported((outcomes[0], outcomes[-1])) == [1.0, 3.0]
+        assert pool.num_replaced == 0
 
 
 async def test_what_a_scorer_prints_beyond_its_share_is_dropped(
@@ -224,14 +240,16 @@ REPETITIVE = (
 )
 
 
-@pytest.mark.parametrize("name", sorted(set(RULES) - {"math_verify", "program_tests"}))
-async def test_repetition_without_end_is_wrong_and_not_slow(name: str) -> None:
-    worst = -1.0 if name.startswith("math_dapo") else 0.0
+async def test_repetition_without_end_is_wrong_and_not_slow() -> None:
+    names = sorted(set(RULES) - {"math_verify", "program_tests"})
     limits = ScorerPoolConfig(num_workers=1, timeout_s=20.0)
-    routes = {"mine": name}
+    routes = {name: name for name in names}
     async with running_scorer_pool(limits, CustomRewardFunctionConfig(), routes) as pool:
-        outcomes = reported(await pool.score(items(*REPETITIVE)))
-    assert outcomes == [worst] * len(REPETITIVE)
+        for name in names:
+            asked = [ScorerInput(name, response, "A") for response in REPETITIVE]
+            worst = -1.0 if name.startswith("math_dapo") else 0.0
+            outcomes = reported(await pool.score(asked))
+            assert outcomes == [worst] * len(REPETITIVE), name
 
 
 def _children() -> list[int]:

@@ -151,36 +151,37 @@ def _redirect(handler: Handler) -> None:
     handler.end_headers()
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "num_requests", "detail"),
-    [
-        (_hang, 3, "in time"),
-        (_drip, 3, "in time"),
-        (_hang_up, 3, "RemoteDisconnected"),
-        (lambda h: h.answer(b"overloaded", 500), 3, "status 500: overloaded"),
-        (lambda h: h.answer(b"slow down", 429), 3, "status 429"),
-        (lambda h: h.answer(b"no such model", 404), 1, "status 404: no such model"),
-        (_redirect, 1, "status 302"),
-        (_flood, 1, "more than 1048576 bytes"),
-        (lambda h: h.answer(b"<html>"), 1, "no chat completion"),
-        (lambda h: h.answer(b'{"choices": []}'), 1, "without choices"),
-        (lambda h: h.answer(completion(None)), 1, "no chat completion"),
-        (lambda h: h.answer(completion("NaN")), 1, "no number"),
-        (lambda h: h.answer(completion("Infinity")), 1, "no number"),
-        (lambda h: h.answer(completion("17")), 1, "no number from 0 to 1"),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else str(value)[:20],
+NO_ANSWERS: tuple[tuple[Behaviour, int, str], ...] = (
+    (_hang, 3, "in time"),
+    (_drip, 3, "in time"),
+    (_hang_up, 3, "RemoteDisconnected"),
+    (lambda h: h.answer(b"overloaded", 500), 3, "status 500: overloaded"),
+    (lambda h: h.answer(b"slow down", 429), 3, "status 429"),
+    (lambda h: h.answer(b"no such model", 404), 1, "status 404: no such model"),
+    (_redirect, 1, "status 302"),
+    (_flood, 1, "more than 1048576 bytes"),
+    (lambda h: h.answer(b"<html>"), 1, "no chat completion"),
+    (lambda h: h.answer(b'{"choices": []}'), 1, "without choices"),
+    (lambda h: h.answer(completion(None)), 1, "no chat completion"),
+    (lambda h: h.answer(completion("NaN")), 1, "no number"),
+    (lambda h: h.answer(completion("Infinity")), 1, "no number"),
+    (lambda h: h.answer(completion("17")), 1, "no number from 0 to 1"),
 )
-async def test_what_is_no_answer_is_no_score(
-    behaviour: Behaviour, num_requests: int, detail: str
-) -> None:
-    with served(behaviour) as (settings, requests):
-        outcome, num_replaced = await outcome_of(settings)
-    assert isinstance(outcome, Failed)
-    assert outcome.kind is FailureKind.UNSCORABLE
-    assert detail in outcome.detail
-    assert len(requests) == num_requests
-    assert num_replaced == 0
+
+
+async def test_what_is_no_answer_is_no_score() -> None:
+    behaves = [_hang]
+    with served(lambda handler: behaves[-1](handler)) as (settings, requests):
+        async with running_scorer_pool(POOL, RULES_ONLY, None, settings) as pool:
+            for behaviour, num_requests, detail in NO_ANSWERS:
+                behaves.append(behaviour)
+                requests.clear()
+                (outcome,) = await pool.score([ITEM])
+                assert isinstance(outcome, Failed), detail
+                assert outcome.kind is FailureKind.UNSCORABLE
+                assert detail in outcome.detail
+                assert len(requests) == num_requests, detail
+            assert pool.num_replaced == 0
 
 
 async def test_an_answer_after_a_failed_attempt_counts() -> None:

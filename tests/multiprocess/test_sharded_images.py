@@ -31,7 +31,6 @@ ACTOR: dict[str, Any] = {
     ("family", "world_size", "layout"),
     [
         ("qwen2_5_vl", 2, {}),
-        ("qwen3_vl_moe", 2, {"expert_parallel_size": 2}),
         # A pair that shares tokens divides one or two images, or none.
         ("qwen2_vl", 4, {"fsdp_size": 4, "ulysses_sequence_parallel_size": 2}),
         ("qwen3_vl", 2, {"fsdp_size": 1, "ulysses_sequence_parallel_size": 2}),

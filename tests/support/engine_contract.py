@@ -142,9 +142,11 @@ class SamplingContract:
     ) -> None:
         await world.serve(world.first)
         prompt = np.random.default_rng(0).integers(8, VOCABULARY, 200).tolist()
-        before = world.insight.prefilled_tokens()
+        before = world.engine.load()
         await generate(world.engine, request(prompt, samples=16, max_tokens=4))
-        computed = world.insight.prefilled_tokens() - before
+        after = world.engine.load()
+        reused = after.reused_tokens - before.reused_tokens
+        computed = after.prompt_tokens - before.prompt_tokens - reused
         assert 100 < computed < 3 * len(prompt), "16 prefills of their own would be 3200"
 
     async def test_every_token_comes_alone_when_asked_for(self, world: ContractWorld) -> None:

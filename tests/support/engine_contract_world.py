@@ -47,10 +47,6 @@ tokens, float32, on the CPU, which recomputes caches after a swap."""
 class Insight(Protocol):
     """What the Protocol does not tell of a started engine."""
 
-    def prefilled_tokens(self) -> int:
-        """Prompt tokens computed so far."""
-        ...
-
     async def running_samples(self) -> int:
         """Samples that the step loop itself holds, as of its last step."""
         ...

@@ -76,12 +76,14 @@ async def drivers(
 
 
 @asynccontextmanager
-async def served(source: EnvironmentSource, folder: Path) -> AsyncIterator[ServedEnvironments]:
+async def served(
+    source: EnvironmentSource, folder: Path, call_timeout_s: float = 30.0
+) -> AsyncIterator[ServedEnvironments]:
     """A server in this process."""
     address = f"unix:{folder / 'world.sock'}"
     async with (
         serving(source.load(), address, 0) as at,
-        drivers(GivenServers([at])) as found,
+        drivers(GivenServers([at]), call_timeout_s) as found,
     ):
         yield found
 

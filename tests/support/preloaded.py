@@ -20,16 +20,15 @@ from sluice.launch.processes.child import Child, LocalChild, ThisMachine, piped_
 from sluice.launch.service_spec import ServiceSpec
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Torch, transformers, trainer and engine, once for each process of pytest.
+# Torch, transformers and the services, once for each process of pytest.
 _CONTEXT.set_forkserver_preload(
     [
         *("tests.support.rank_peer", "tests.support.replica_process", "tests.support.causal_lms"),
         *("services.trainer.__main__", "services.trainer.leader", "services.rollout.__main__"),
-        "tests.support.weight_peer",
+        *("services.reward.__main__", "tests.support.weight_peer"),
     ]
 )
-# The reward service loads no torch: it starts fast, and from its own program.
-_SERVICES = ("services.trainer", "services.rollout")
+_SERVICES = ("services.trainer", "services.rollout", "services.reward")
 _END_S = 90.0
 
 
@@ -100,10 +99,10 @@ def _run(
 
 
 class PreloadedHost(ThisMachine):
-    """Starts trainers and replicas as forks of a process that has their imports; others as usual.
+    """Starts services as forks of a process that has their imports; others as usual.
 
     They are the services' own `main`, with the arguments, environment, output, signals and exit
-    codes of a supervised process. Each start saves 5 s of a core.
+    codes of a supervised process. The start of a trainer or a replica saves 5 s of a core.
     """
 
     async def start(self, spec: ServiceSpec) -> Child:
@@ -111,20 +110,34 @@ class PreloadedHost(ThisMachine):
         python, _, module, *arguments = spec.command
         if python != sys.executable or module not in _SERVICES:
             return await super().start(spec)
-        await asyncio.to_thread(_import_all)
-        output, pipe, write_end = await piped_output()
-        its_output = Connection(write_end, readable=False)
-        environment = {**os.environ, **spec.environment}
-        process = _CONTEXT.Process(
-            target=_serve, args=(module, arguments, environment, its_output), daemon=True
-        )
-        process.start()
-        its_output.close()
-        return LocalChild(spec.name, _Forked(process), output, pipe)
+        process, output, pipe = await fork_service(module, arguments, spec.environment)
+        return LocalChild(spec.name, process, output, pipe)
 
 
-class _Forked:
-    """A child of the process that has the imports, as `LocalChild` needs it."""
+async def fork_service(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[ForkedService, asyncio.StreamReader, asyncio.BaseTransport]:
+    """Start a service's `main` in a fork; return it, its output, and what closes that.
+
+    Args:
+        module: such as services.reward.
+        arguments: of its command line.
+        environment: on top of this process's.
+    """
+    await asyncio.to_thread(_import_all)
+    output, pipe, write_end = await piped_output()
+    its_output = Connection(write_end, readable=False)
+    variables = {**os.environ, **environment}
+    process = _CONTEXT.Process(
+        target=_serve, args=(module, list(arguments), variables, its_output), daemon=True
+    )
+    process.start()
+    its_output.close()
+    return ForkedService(process), output, pipe
+
+
+class ForkedService:
+    """A child of the process that has the imports, with what asyncio's processes have."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         assert process.pid is not None
@@ -150,6 +163,9 @@ class _Forked:
     def send_signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 @cache

@@ -22,6 +22,7 @@ from sluice.codec.messages import replica_to_proto
 from sluice.codec.reward import progress_to_proto
 from sluice.codec.train_batch import outline_from_proto, with_samples
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
+from tests.support.preloaded import ForkedService, fork_service
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0
@@ -49,7 +50,7 @@ class Announced(Protocol):
 class RewardProcess:
     """A running service."""
 
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | ForkedService
     stub: Any
     log: list[str] = field(default_factory=list)
 
@@ -135,19 +136,38 @@ def children_of(pid: int) -> list[int]:
 
 
 @asynccontextmanager
-async def reward_process(config: Path, *overrides: str) -> AsyncIterator[RewardProcess]:
-    """Start the service, wait until it listens, end it at the end of the block."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.reward", "--config", str(config), *overrides),
-        cwd=REPOSITORY,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+async def reward_process(
+    config: Path, *overrides: str, has_own_memory: bool = False
+) -> AsyncIterator[RewardProcess]:
+    """Start the service, wait until it listens, end it at the end of the block.
+
+    Args:
+        config: of the run.
+        overrides: of the command line.
+        has_own_memory: run its program; a fork also has the memory of others' imports.
+    """
+    words = ["--config", str(config), *overrides]
+    process: asyncio.subprocess.Process | ForkedService
+    output: asyncio.StreamReader | None
+    pipe: asyncio.BaseTransport | None = None
+    if has_own_memory:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.reward", *words),
+            cwd=REPOSITORY,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        output = process.stderr
+    else:
+        process, output, pipe = await fork_service(
+            "services.reward", words, {"OMP_NUM_THREADS": "1"}
+        )
+    assert output is not None
     log: list[str] = []
     try:
         async with asyncio.TaskGroup() as tasks:
             address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            tasks.create_task(_read_log(process, log, address))
+            tasks.create_task(_read_log(output, log, address))
             async with asyncio.timeout(START_TIMEOUT_S):
                 bound_to = await address
             async with grpc.aio.insecure_channel(bound_to) as channel:
@@ -159,13 +179,14 @@ async def reward_process(config: Path, *overrides: str) -> AsyncIterator[RewardP
         if process.returncode is None:
             process.kill()
             await process.wait()
+        if pipe is not None:
+            pipe.close()
 
 
 async def _read_log(
-    process: asyncio.subprocess.Process, log: list[str], address: asyncio.Future[str]
+    output: asyncio.StreamReader, log: list[str], address: asyncio.Future[str]
 ) -> None:
-    assert process.stderr is not None
-    while line := (await process.stderr.readline()).decode():
+    while line := (await output.readline()).decode():
         log.append(line)
         if not address.done() and (found := LISTENING.search(line)):
             address.set_result(found.group(1))

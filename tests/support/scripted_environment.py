@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from services.reward.episodes.client import ServedEnvironments
-from services.reward.episodes.drivers import EnvironmentUnavailableError, EpisodeTask
+from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
@@ -137,7 +137,7 @@ class ScriptedEnvironment(environment_pb2_grpc.EnvironmentServiceServicer):
     def address_for(self, _episode_id: str) -> str:
         """Where it listens."""
         if not self.address:
-            raise EnvironmentUnavailableError("environment workers: none is up")
+            raise EpisodeFailedError("environment workers: none is up")
         return self.address
 
     def of_sample(self, index: int) -> list[environment.StepRequest]:

@@ -46,9 +46,6 @@ class FakeNpus:
     def synchronize(self, device: int) -> None:
         assert device == self.current
 
-    def mem_get_info(self, device: int) -> tuple[int, int]:
-        return 10 + device, 100
-
     def max_memory_allocated(self, device: int) -> int:
         return self.peaks[device]
 

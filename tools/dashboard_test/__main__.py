@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tools.commands import NoProgramError, ensure_programs
-from tools.dashboard_test.training import HOSTILE, HOSTILE_LINE, HOSTILE_PROMPT, Training
+from tools.dashboard_test.training import (
+    ENVIRONMENT,
+    HOSTILE,
+    HOSTILE_LINE,
+    HOSTILE_PROMPT,
+    Training,
+)
 from tools.phases import PhaseError, Phases, conclude, conclude_without, tool_parser, until
 
 if TYPE_CHECKING:
@@ -142,6 +148,13 @@ def find_a_hostile_group(page: Page) -> None:
     shown = page.locator("#group pre.response").all_inner_texts()
     if shown != [HOSTILE] * 2 or page.locator("#group img, #group script").count():
         raise PhaseError(f"the page changed the response: {shown}")
+    if (read := page.locator("#group pre.read").all_inner_texts()) != [HOSTILE]:
+        raise PhaseError(f"the page changed what an episode read: {read}")
+    text = page.locator("#group").inner_text()
+    if missing := [
+        one for one in (ENVIRONMENT, "1 turn", "environment 0.250 s") if one not in text
+    ]:
+        raise PhaseError(f"the page does not show of an episode: {', '.join(missing)}")
 
 
 def see_any_metric(page: Page) -> None:

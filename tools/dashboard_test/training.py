@@ -14,6 +14,7 @@ from tools.phases import PhaseError, until
 
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title=1</script>"
 HOSTILE_LINE = "a hostile line <script>document.title=1</script> \\u{1b}[31m"
+ENVIRONMENT = "a world of the test"
 HOSTILE_PROMPT = "A prompt that is followed by a hostile response"
 _END_WITHIN_S = 90.0
 _NO_TOKENS = "token_file: null"
@@ -62,15 +63,18 @@ class Training:
         return self._url_file.read_text(encoding="utf-8").strip()
 
     def add_hostile_group(self) -> None:
-        """Add a group as the reward service writes it, whose responses hold markup."""
+        """Add a group as the reward service writes it, whose responses hold markup; one is an
+        episode."""
         response = {"text": HOSTILE, "tokens": 9, "finish": "stop", "score": -1.0, "reward": -1.0}
+        turn = {"text": HOSTILE, "tokens": 9, "read": HOSTILE, "seconds": {"environment": 0.25}}
         group = {
             "prompt_id": "hostile",
             "end": "filtered_all_wrong",
             "version": 0,
             "ended_at": 1.0,
             "prompt": HOSTILE_PROMPT,
-            "responses": [response, response],
+            "environment": ENVIRONMENT,
+            "responses": [response, {**response, "turns": [turn], "episode_end": "done"}],
         }
         file = self.run_dir / "samples" / "99999998.jsonl"
         file.write_text(json.dumps(group) + "\n", encoding="utf-8")

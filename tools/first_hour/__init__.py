@@ -1,1 +1,1 @@
-"""The trial of a new user: own model, data, reward and launch script. `make first-hour`."""
+"""The trial of a new user: own model, data and reward, the how-tos, a wheel. `make first-hour`."""

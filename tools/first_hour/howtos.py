@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.first_hour.shell import Shell
 from tools.phases import say
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,14 +24,15 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"(?:#|//) ([\w-]+\.\w+)\b.*\n")
 _WRITTEN = {"yaml", "properties", "python", "bash", "javascript"}
 _EXIT_CODE = re.compile(r"# exit code (\d+)$")
+_WITHIN_S = 300.0
 
 
-def tried_pages(folder: Path, shell: Shell, names: Collection[str] | None) -> Mapping[str, str]:
+def tried_pages(folder: Path, user: Path, names: Collection[str] | None) -> Mapping[str, str]:
     """Return, by page, the first block that failed with its output; empty text: all worked.
 
     Args:
         folder: of the pages.
-        shell: of the user; `runs/mine` has ended there.
+        user: folder of the user; `runs/mine` has ended there.
         names: the pages to try; none: all.
     """
     found = {}
@@ -39,25 +40,44 @@ def tried_pages(folder: Path, shell: Shell, names: Collection[str] | None) -> Ma
         if names and page.stem not in names:
             continue
         say(f"  {page.stem}")
-        found[page.stem] = _tried(page, shell)
-        for active in shell.folder.glob("runs/*/endpoints.json"):
-            shell.run("stop", "--now", str(active.parent))
+        found[page.stem] = _tried(page, user)
+        for active in user.glob("runs/*/endpoints.json"):
+            stop = ("stop", "--now", str(active.parent))
+            typed_command([sys.executable, "-m", "sluice", *stop], user)
     return found
 
 
-def _tried(page: Path, shell: Shell) -> str:
+def typed_command(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Run a command to its end in a folder; return exit code and all output."""
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_WITHIN_S,
+        check=False,
+    )
+    return ended.returncode, ended.stdout
+
+
+def _tried(page: Path, user: Path) -> str:
     for language, body in _BLOCK.findall(page.read_text(encoding="utf-8")):
         named = _FILE.match(body)
         if language in _WRITTEN and named:
-            (shell.folder / named[1]).write_text(body, encoding="utf-8")
+            (user / named[1]).write_text(body, encoding="utf-8")
         elif language == "python":
-            if found := _failure([sys.executable, "-c", body], shell):
+            if found := _failure([sys.executable, "-c", body], user):
                 return f"{body}\n{found}"
         elif language == "console":
             for line in _typed(body):
                 expected = _EXIT_CODE.search(line)
                 code = int(expected[1]) if expected else 0
-                if found := _failure(["bash", "-ec", line], shell, code):
+                if found := _failure(["bash", "-ec", line], user, code):
                     return f"$ {line}\n{found}"
     return ""
 
@@ -67,9 +87,9 @@ def _typed(body: str) -> Iterator[str]:
     yield from (line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ "))
 
 
-def _failure(command: list[str], shell: Shell, code: int = 0) -> str:
+def _failure(command: list[str], user: Path, code: int = 0) -> str:
     """Return the output of a command that ends otherwise than with `code`; empty: it did so."""
-    packages = str(shell.folder / "packages")
+    packages = str(user / "packages")
     environment = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PIP_TARGET": packages,
@@ -78,5 +98,5 @@ def _failure(command: list[str], shell: Shell, code: int = 0) -> str:
         "MPLBACKEND": "agg",
         "PROTO": str(ROOT / "proto"),
     }
-    ended, output = shell.type(command, environment)
+    ended, output = typed_command(command, user, environment)
     return "" if ended == code else f"{output[-2000:]}\nexit code {ended}"

@@ -37,7 +37,19 @@ _BODIES: dict[str, dict[str, Any]] = {
     },
     END: {"reward": 1.0, "failure": None},
 }
-_OTHERS = (None, True, -1, 1e308, 10**400, float("nan"), float("inf"), [], {}, [[]], {"a": {}})
+_OTHERS: tuple[object, ...] = (
+    None,
+    True,
+    -1,
+    1e308,
+    10**400,
+    float("nan"),
+    float("inf"),
+    [],
+    {},
+    [[]],
+    {"a": {}},
+)
 
 
 @dataclass(frozen=True, slots=True)

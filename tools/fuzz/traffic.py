@@ -174,7 +174,8 @@ class Traffic:
         has_lease = "lease_id" in message.DESCRIPTOR.fields_by_name
         if has_lease and self._leases and self._rng.random() < _LEASE_SHARE:
             message.lease_id = self._rng.choice(self._leases)
-        return message
+        found: Message = message
+        return found
 
     async def _make_at_front(self) -> None:
         answer = await self._front.send(self._leases)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar, overload
 
 from services.reward.episodes.batches import CallBatches, Server
 from services.reward.episodes.drivers import (
     ABANDON_S,
     EnvironmentServers,
-    EnvironmentUnavailableError,
+    EpisodeFailedError,
     EpisodeTask,
     server_of,
 )
 from sluice.algorithm.episode_rules import Observation
 from sluice.api.environment.v1 import environment_pb2 as environment
+from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.codec.environment import (
     grade_from_proto,
     observation_from_proto,
@@ -30,7 +31,6 @@ from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
 from sluice.types import Answer, FinishReason, Scored
 
 RequestT = TypeVar("RequestT")
-AskedT = TypeVar("AskedT", environment.OpenRequest, environment.StepRequest)
 ResponseT = TypeVar("ResponseT")
 
 
@@ -39,7 +39,7 @@ _STATUS_BYTES = 1 << 16
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 
 
-class _DownError(EnvironmentUnavailableError):
+class _DownError(EpisodeFailedError):
     """No server answers; one may soon."""
 
 
@@ -169,7 +169,7 @@ class ServedEpisode:
                 return await self._open()
             except _DownError as error:
                 if loop.time() + backoff_s >= ends_at:
-                    raise EnvironmentUnavailableError(str(error)) from error
+                    raise EpisodeFailedError(str(error)) from error
             await self.abandon()
             with waiting_for("environment", "being up"):
                 await asyncio.sleep(backoff_s)
@@ -181,10 +181,9 @@ class ServedEpisode:
     async def _open(self) -> Observation:
         try:
             self._server = server = self._environments.place(self._id)
-        except EnvironmentUnavailableError as error:
+        except EpisodeFailedError as error:
             raise _DownError(str(error)) from error
-        self._stub = environment_stub(server.channels.acquire(server.address))
-        self._is_held = True
+        self._channel, self._is_held = server.channels.acquire(server.address), True
         request = open_to_proto(
             self._task.prompt,
             episode_id=self._id,
@@ -194,8 +193,8 @@ class ServedEpisode:
         )
         phase = "opening an episode"
         try:
-            response = await self._called(self._stub.Open, request, phase)
-        except EnvironmentUnavailableError as error:
+            response = await self._called(request, phase)
+        except EpisodeFailedError as error:
             cause = error.__cause__
             if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
                 raise _DownError(str(error)) from error
@@ -209,7 +208,7 @@ class ServedEpisode:
         """
         request = step_to_proto(self._id, turn, answer, finish)
         phase = "answering the policy"
-        response = await self._called(self._stub.Step, request, phase)
+        response = await self._called(request, phase)
         seen = self._observed(response.observation, phase)
         if seen.done and response.HasField("end"):
             self._end = response.end
@@ -256,9 +255,22 @@ class ServedEpisode:
     def _peer(self) -> str:
         return "environment" if self._server is None else self._server.name
 
+    @property
+    def _stub(self) -> environment_pb2_grpc.EnvironmentServiceAsyncStub:
+        # Most episodes need none, and to make one takes longer than a call in a Play.
+        return environment_stub(self._channel)
+
+    @overload
     async def _called(
-        self, method: UnaryMethod[AskedT, ResponseT], request: AskedT, phase: str
-    ) -> ResponseT:
+        self, request: environment.OpenRequest, phase: str
+    ) -> environment.OpenResponse: ...
+    @overload
+    async def _called(
+        self, request: environment.StepRequest, phase: str
+    ) -> environment.StepResponse: ...
+    async def _called(
+        self, request: environment.OpenRequest | environment.StepRequest, phase: str
+    ) -> object:
         """Make a call that may travel with others."""
         assert self._server is not None
         try:
@@ -267,8 +279,10 @@ class ServedEpisode:
         except SluiceError as error:
             raise self._unavailable(phase, error) from error
         if found is not None:
-            return cast("ResponseT", found)
-        return await self._call(method, request, phase)
+            return found
+        if isinstance(request, environment.OpenRequest):
+            return await self._call(self._stub.Open, request, phase)
+        return await self._call(self._stub.Step, request, phase)
 
     async def _call(
         self, method: UnaryMethod[RequestT, ResponseT], request: RequestT, phase: str
@@ -288,8 +302,8 @@ class ServedEpisode:
         except InvalidRequestError as error:
             raise self._unavailable(phase, error) from error
 
-    def _unavailable(self, phase: str, error: SluiceError) -> EnvironmentUnavailableError:
+    def _unavailable(self, phase: str, error: SluiceError) -> EpisodeFailedError:
         text, peer = str(error), self._peer
-        return EnvironmentUnavailableError(
+        return EpisodeFailedError(
             text if text.startswith(peer) else f"{peer}: while {phase}: {text}"
         )

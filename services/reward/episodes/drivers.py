@@ -17,8 +17,11 @@ ABANDON_S = 5.0
 """Most seconds of giving an episode up; a server that does not answer drops it later."""
 
 
-class EnvironmentUnavailableError(SluiceError):
-    """An environment did not answer as agreed. Names the peer. The sample then has no reward."""
+class EpisodeFailedError(SluiceError):
+    """An environment or a program of the user did not answer as agreed. Names the peer.
+
+    The sample then has no reward.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class EpisodeTask:
 class EpisodeDriver(Protocol):
     """One episode's environment. Its calls do not overlap.
 
-    All but `abandon` raise EnvironmentUnavailableError.
+    All but `abandon` raise EpisodeFailedError.
     """
 
     async def open(self) -> Observation:
@@ -102,7 +105,7 @@ class EnvironmentServers(Protocol):
         """Return where an episode shall run: host:port, or ``unix:`` and a path.
 
         Raises:
-            EnvironmentUnavailableError: no server is up.
+            EpisodeFailedError: no server is up.
         """
         ...
 

@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from functools import cache
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
 from services.reward.episodes.drivers import (
-    EnvironmentUnavailableError,
     EpisodeDriver,
+    EpisodeFailedError,
     LeasedDriver,
     abandoned,
 )
@@ -156,7 +157,7 @@ class Episode:
         self._replica = ""
         self._num_recalled = 0
         self._phase = "opening"
-        self._leased = driver if isinstance(driver, LeasedDriver) else None
+        self._leased = cast("LeasedDriver", driver) if _is_leased(type(driver)) else None
         self._failure = FailureKind.AGENT if self._leased else FailureKind.ENVIRONMENT
 
     async def run(self, first_turn: FirstTurn) -> Rollout:
@@ -173,7 +174,7 @@ class Episode:
                 rollout = await self._played(first_turn)
                 is_closed = rollout.end is not None
                 return rollout
-        except EnvironmentUnavailableError as error:
+        except EpisodeFailedError as error:
             return self._failed(self._failure, str(error))
         except _GroupOverError:
             detail = f"its group was over while {self._phase}"
@@ -193,7 +194,7 @@ class Episode:
         if not self._recall():
             seen = await self._called("opening", self._driver.open())
             if seen.done:
-                raise EnvironmentUnavailableError(
+                raise EpisodeFailedError(
                     "the environment ended the episode before the first answer"
                 )
             begun = self._begun(seen)
@@ -265,7 +266,7 @@ class Episode:
     def _begun(self, seen: Observation) -> Continued:
         """Return what the next turn reads, and which turn it continues."""
         # An agent's request has all its tools, as its conversation is whole.
-        if seen.tools or seen.withdraws_tools or self._leased is not None:
+        if seen.tools or seen.drops_tools or self._leased is not None:
             self._tools = seen.tools
             self._notes.offered(seen.tools)
         # An agent has read its tools' texts whole, and repeats them.
@@ -286,7 +287,7 @@ class Episode:
         else:
             found = Continued(None, (*self._request.prompt.messages, *messages))
         if not found.messages:
-            raise EnvironmentUnavailableError(
+            raise EpisodeFailedError(
                 "the environment sent nothing to read, and the episode is not done"
             )
         return found
@@ -424,11 +425,14 @@ class Episode:
             raise _GroupOverError from None
 
 
-def unreadable(error: GroupFailedError) -> EnvironmentUnavailableError:
+@cache  # asking a protocol costs more than the rest of an episode's beginning
+def _is_leased(kind: type[EpisodeDriver]) -> bool:
+    return issubclass(kind, LeasedDriver)
+
+
+def unreadable(error: GroupFailedError) -> EpisodeFailedError:
     """Return the failure of a sample whose environment sent what every replica refuses."""
-    return EnvironmentUnavailableError(
-        f"what the environment sent cannot be read by the policy: {error}"
-    )
+    return EpisodeFailedError(f"what the environment sent cannot be read by the policy: {error}")
 
 
 def _answer_of(turn: Turn) -> Answer:

@@ -22,7 +22,7 @@ import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from services.reward.episodes.drivers import EnvironmentUnavailableError, EpisodeTask
+from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
 from services.reward.episodes.lease_records import (
     CommittedTurn,
     LeaseRecord,
@@ -163,7 +163,7 @@ class LeasedEpisode:
         """Wait for the program's first request."""
         asked = await self._next()
         if asked is None:
-            raise EnvironmentUnavailableError("agent: it ended before it asked for an answer")
+            raise EpisodeFailedError("agent: it ended before it asked for an answer")
         return Observation(asked.messages, is_whole=True, tools=asked.tools)
 
     def recalled(self) -> tuple[CommittedTurn, ...]:
@@ -265,7 +265,7 @@ class LeasedEpisode:
             self._answering = self._waiting.popleft()
             return self._answering
         if self._end.failure and not self._over:
-            raise EnvironmentUnavailableError(f"agent: {self._end.failure}")
+            raise EpisodeFailedError(f"agent: {self._end.failure}")
         return None
 
     async def _change(self) -> None:

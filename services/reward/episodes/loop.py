@@ -137,27 +137,36 @@ class EpisodeGenerator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 first = FirstTurns(tasks, self._dispatcher, request, batch, alone=self._are_leased)
+                seed = self._environment_seed(request)
                 for index in request.sample_indexes:
-                    episode = self._episode(request, environment, f"{batch}.{index}", index)
+                    task = EpisodeTask(
+                        f"{batch}.{index}",
+                        environment,
+                        request.prompt,
+                        seed,
+                        self._limits.timeout_s,
+                        index,
+                    )
                     tasks.create_task(
-                        _play(episode, index, first, request, rollouts, on_sample),
+                        _play(
+                            self._episode(request, task), index, first, request, rollouts, on_sample
+                        ),
                         name=f"{name}, episode {index}",
                     )
         except ExceptionGroup as errors:
             raise decisive_error(errors) from errors
         return rollouts
 
-    def _episode(
-        self, request: GroupRequest, environment: str, episode_id: str, index: int
-    ) -> Episode:
+    def _environment_seed(self, request: GroupRequest) -> int:
+        """Return the seed that all environments of the prompt share."""
         base = replace(request.sampling, seed=self._seed)
         label = f"environment, {request.purpose.value}"
-        seed = for_prompt(base, request.prompt, label=label).seed
-        timeout_s = self._limits.timeout_s
-        task = EpisodeTask(episode_id, environment, request.prompt, seed, timeout_s, index)
+        return for_prompt(base, request.prompt, label=label).seed
+
+    def _episode(self, request: GroupRequest, task: EpisodeTask) -> Episode:
         return Episode(
-            index,
-            episode_id,
+            task.sample_index,
+            task.episode_id,
             request,
             self._limits,
             self._drivers.begin(task),

@@ -25,7 +25,7 @@ from types import MappingProxyType
 import msgspec
 
 from services.reward.episodes.client import WorkerProbe
-from services.reward.episodes.drivers import EnvironmentUnavailableError, server_of
+from services.reward.episodes.drivers import EpisodeFailedError, server_of
 from services.reward.episodes.worker_main import WorkerReply, WorkerSetup
 from services.reward.grading.containment import end_marked, family_of, new_mark
 from services.reward.grading.pool import beside
@@ -124,7 +124,7 @@ class EnvironmentWorkers:
         """Return a live worker's address, the same for the same episode while none is replaced."""
         live = [slot.worker for slot in self._slots if slot.worker is not None]
         if not live:
-            raise EnvironmentUnavailableError(
+            raise EpisodeFailedError(
                 f"environment workers: all {len(self._slots)} are being replaced; see the log"
             )
         return live[server_of(episode_id, len(live))].address

@@ -28,7 +28,7 @@ _FORGET_LEFT = (
 )
 
 
-class _Body(msgspec.Struct, frozen=True, array_like=True):
+class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
     """A committed turn. Arrays are little-endian: uint32, and float32 for logprobs."""
 
     messages: tuple[ChatMessage, ...]
@@ -135,7 +135,7 @@ def encode_turn(committed: CommittedTurn) -> bytes:
     """Encode a turn; experts, its reward and its seconds are left out."""
     turn = committed.turn
     return msgspec.msgpack.encode(
-        _Body(
+        _LeaseBody(
             committed.messages,
             committed.tools,
             turn.token_ids.astype("<u4").tobytes(),
@@ -159,7 +159,7 @@ def decode_turn(body: bytes) -> CommittedTurn:
     Raises:
         msgspec.MsgspecError, ValueError: the bytes are none.
     """
-    found = msgspec.msgpack.decode(body, type=_Body)
+    found = msgspec.msgpack.decode(body, type=_LeaseBody)
     turn = Turn(
         np.frombuffer(found.token_ids, "<u4"),
         np.frombuffer(found.behavior_logprobs, "<f4"),

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from sluice.algorithm.sampling.attempt import PromptHistory, RememberedAttempt, remembered
@@ -64,12 +63,7 @@ class PromptMemoryStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -122,12 +116,6 @@ class PromptMemoryStore:
         except sqlite3.Error as error:
             raise self._damaged(error) from error
         return [(key.hex(), mean_tokens) for key, mean_tokens in reversed(rows)]
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts with a history."""
-        with self._lock:
-            return int(self._database.execute("SELECT count(*) FROM histories").fetchone()[0])
 
     def _open(self) -> None:
         found = self._number("application_id")

@@ -16,7 +16,7 @@ from typing import Protocol
 from services.reward.generation.request import prompt_key
 from services.reward.group_table import GroupTable
 from services.reward.prompts.dataset import IssuedRow
-from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
+from sluice.algorithm.sampling.admission import AdmissionOrder, FinishForecast
 from sluice.errors import DataError
 from sluice.types import DataProgress, Prompt, PromptOrigin
 

@@ -74,7 +74,7 @@ class _Means:
         return {name: total / self.num for name, total in self.sums.items()}
 
 
-class EpisodeCounts:
+class EpisodeStatistics:
     """The episodes since the last batch.
 
     Args:
@@ -123,7 +123,7 @@ class EpisodeCounts:
             "train/episode_context_tokens_mean": rollout.num_context_tokens,
             **{f"train/episode_seconds/{part}": s for part, s in seconds.items()},
         }
-        of_own = {f"{own}/turns_mean": turns}
+        of_own = {f"{own}/turns_mean": float(turns)}
         of_own |= {f"{own}/seconds/{part}": s for part, s in seconds.items()}
         for beginning, values in (("train", of_all), (own, of_own)):
             self._means.setdefault(beginning, _Means()).add(values)

@@ -29,7 +29,7 @@ from services.reward.group_table import (
     GroupState,
     outcome_counts,
 )
-from services.reward.records.episode_counts import EnvironmentNames, EpisodeCounts
+from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class GroupStatistics:
         self._num_ended = 0
         # Of the interval since the last batch, and the counters at its start.
         self._ends: Counter[PromptEnd] = Counter()
-        self._episodes = EpisodeCounts(tool_names, environments)
+        self._episodes = EpisodeStatistics(tool_names, environments)
         self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
         self._before = self.totals()
         self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] | None = None

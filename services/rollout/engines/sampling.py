@@ -72,10 +72,6 @@ class SamplingPlan:
     candidates: int = 0
 
 
-UNRESTRICTED = SamplingPlan()
-"""Every row at temperature 1 without a cut."""
-
-
 def plan_sampling(
     temperature: npt.NDArray[np.float32],
     top_p: npt.NDArray[np.float64],

@@ -168,11 +168,6 @@ class EngineCore(ABC, Generic[RunT]):
 
     @property
     @abstractmethod
-    def prefilled_tokens(self) -> int:
-        """Prompt tokens computed so far, without those from a prefix cache."""
-
-    @property
-    @abstractmethod
     def prompt_tokens(self) -> int:
         """Prompt tokens of samples that began so far, as far as the engine counts them."""
 
@@ -276,11 +271,6 @@ class ThreadedEngine(ABC, Generic[CoreT]):
     def weight_shares(self) -> Sequence[WeightShare]:
         """The weights that each of its workers takes; empty: each takes all of them."""
         return ()
-
-    @property
-    def prefilled_tokens(self) -> int:
-        """Prompt tokens computed so far, without those from a prefix cache."""
-        return self._in_thread()[1].prefilled_tokens
 
     def _described(self) -> CheckpointLayout:
         if self._layout is None:

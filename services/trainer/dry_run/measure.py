@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig
 
-from services.trainer.dry_run.balanced_routing import balanced_routing, plan_routing
 from services.trainer.dry_run.fake_ranks import FakeRanks
 from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow
+from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.model.loading import LoadedModel, build_policy
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
@@ -31,6 +33,10 @@ from sluice.config.derived import max_row_tokens
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.plan.dry_run import PassBytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel
 
 _CPU = torch.device("cpu")
 _STEPS = 1
@@ -181,3 +187,38 @@ def _row(number: int, group: int, tokens: int, longest_prompt: int) -> TrainingR
         np.zeros(response, np.uint32),
         np.zeros(response, np.float32),
     )
+
+
+def balanced_routing(model: PreTrainedModel, tokens: int) -> Routing | None:
+    """Return choices for a pass over so many tokens of this rank that load all experts alike.
+
+    Choices and counts are real tensors also among fake ones: the host reads them.
+    """
+    blocks = list(expert_blocks(model))
+    if not blocks:
+        return None
+    with unset_fake_temporarily():
+        number = torch.arange(tokens * blocks[0].num_chosen) % blocks[0].num_experts
+        experts = number.view(tokens, -1).to(torch.int16)
+    return Routing(dict.fromkeys(range(len(blocks)), experts))
+
+
+def plan_routing(model: PreTrainedModel) -> None:
+    """Let a rank without peers receive from each what it sends to itself."""
+    tape = routing_tape(model)
+    if tape is None:
+        return
+    begin = tape.begin
+
+    def really_begin() -> None:
+        with unset_fake_temporarily():
+            begin()
+
+    tape.begin = really_begin  # type: ignore[method-assign]
+    tape.receive = _alike
+
+
+def _alike(parts: Tensor, group: ProcessGroup) -> Tensor:
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)  # counted, but nothing comes
+    return received.copy_(parts[dist.get_rank(group)].expand_as(parts))

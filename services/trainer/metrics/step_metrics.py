@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sluice.algorithm.batch_metrics import throughput_metrics
-from sluice.device.cpu import CpuDevice
+from sluice.device.cpu import used_memory_bytes
 from sluice.types import TrainBatch
 
 _WAIT_GROUPS = "timing_s/wait_groups"
@@ -103,8 +103,7 @@ def _prefix_hits(fleet: FleetInterval) -> dict[str, float]:
 
 def host_memory_metrics() -> dict[str, float]:
     """Return ``perf/cpu_memory_used_gb``: of this machine what is not available, GiB."""
-    host = CpuDevice().memory_info()
-    return {"perf/cpu_memory_used_gb": (host.total_bytes - host.free_bytes) / float(1 << 30)}
+    return {"perf/cpu_memory_used_gb": used_memory_bytes() / float(1 << 30)}
 
 
 def account_metrics(accounts: Mapping[str, float]) -> dict[str, float]:

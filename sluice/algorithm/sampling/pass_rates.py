@@ -65,10 +65,6 @@ class PassRateBelief:
         total = self.counts + PRIOR_WEIGHT * _PRIOR
         return np.asarray(total / total.sum(), dtype=np.float64)
 
-    def posterior(self, grade_counts: GradeCounts) -> Weights:
-        """Return the weights of the grid for a prompt with some graded samples."""
-        return posterior(self.population, grade_counts)
-
     def learn(self, seen: list[tuple[GradeCounts, float]]) -> PassRateBelief:
         """Return the belief after some more groups ended, in any order.
 

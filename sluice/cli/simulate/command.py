@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
 
+import typer
 from rich.console import Console
 
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.cli.arguments import AsJson
-from sluice.cli.simulate import options
 from sluice.cli.simulate.subject import Given, Subject, described_subject
 from sluice.cli.terminal import counted, output_console, print_json, print_table
 from sluice.simulate.result import SimulationResult
@@ -125,26 +127,82 @@ def _seconds(value: float) -> str:
     return f"{value:.0f}" if value >= 100.0 else f"{value:#.3g}"
 
 
+Mixture = Annotated[
+    Literal["early", "mid", "late"] | None,
+    typer.Option(help="Workload; none: mid. Not with --workload."),
+]
+WorkloadFile = Annotated[
+    Path | None,
+    typer.Option("--workload", help="YAML file with distributions of pass rates and lengths."),
+]
+Strategy = Annotated[StrategyName | None, typer.Option(help="Strategy; none: stream.")]
+Replicas = Annotated[int | None, typer.Option(min=1, help="Rollout replicas; none: 8.")]
+Slots = Annotated[
+    int | None,
+    typer.Option(min=1, help="Sequences a replica generates at once; none: 128."),
+]
+StepMs = Annotated[
+    float | None,
+    typer.Option(min=0, help="Milliseconds of a decoding step without sequences; none: 20."),
+]
+SequenceMs = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Milliseconds that each running sequence adds to a decoding step; none: 0.1.",
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=2, help="Batches; the first third warms up. none: 240."),
+]
+MaxStaleness = Annotated[int | None, typer.Option(min=0, help="S, versions; none: 4. rounds: 0.")]
+AheadShare = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01, max=1.0, help="Share of S batches that may be generated ahead; none: 1."
+    ),
+]
+OnPolicyFill = Annotated[
+    Literal["exact", "expected"] | None,
+    typer.Option(
+        help="At S = 0: how a batch fills; see sluice.sampling.on_policy_fill. none: expected."
+    ),
+]
+WhenStale = Annotated[Literal["wait", "drop"] | None, typer.Option(help="none: wait.")]
+GroupSize = Annotated[int | None, typer.Option(min=2, help="Samples of a group; none: 16.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Groups of a batch; none: 64.")]
+GenBatchSize = Annotated[
+    int | None, typer.Option(min=1, help="rounds: prompts of a wave; none: as many as a batch.")
+]
+TrainerSeconds = Annotated[
+    float | None,
+    typer.Option(min=0, help="Seconds to train a batch; none: 60."),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Compare all strategies.")]
+
+
 def simulate(  # noqa: PLR0913 - one parameter an option
     *,
-    mixture: options.Mixture = None,
-    workload: options.WorkloadFile = None,
-    strategy: options.Strategy = None,
-    replicas: options.Replicas = None,
-    slots: options.Slots = None,
-    step_ms: options.StepMs = None,
-    sequence_ms: options.SequenceMs = None,
-    steps: options.Steps = None,
-    max_staleness: options.MaxStaleness = None,
-    ahead_share: options.AheadShare = None,
-    on_policy_fill: options.OnPolicyFill = None,
-    on_stale: options.WhenStale = None,
-    group_size: options.GroupSize = None,
-    batch_size: options.BatchSize = None,
-    gen_batch_size: options.GenBatchSize = None,
-    trainer_s: options.TrainerSeconds = None,
-    seed: options.Seed = 0,
-    compare_all: options.Compare = False,
+    mixture: Mixture = None,
+    workload: WorkloadFile = None,
+    strategy: Strategy = None,
+    replicas: Replicas = None,
+    slots: Slots = None,
+    step_ms: StepMs = None,
+    sequence_ms: SequenceMs = None,
+    steps: Steps = None,
+    max_staleness: MaxStaleness = None,
+    ahead_share: AheadShare = None,
+    on_policy_fill: OnPolicyFill = None,
+    on_stale: WhenStale = None,
+    group_size: GroupSize = None,
+    batch_size: BatchSize = None,
+    gen_batch_size: GenBatchSize = None,
+    trainer_s: TrainerSeconds = None,
+    seed: Seed = 0,
+    compare_all: Compare = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate over-generation, staleness and fleet with the functions that drive a run.

@@ -13,8 +13,7 @@ from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, Strateg
 from sluice.errors import ConfigError
 from sluice.simulate.settings import DEFAULT_STEPS, SimulationSettings, TrainerSettings
 from sluice.simulate.strategies import OpenWorkload, of_strategy
-from sluice.simulate.workload import DescribedWorkload, mixture_workload
-from sluice.simulate.workload_file import read_workload
+from sluice.simulate.workload import DescribedWorkload, mixture_workload, read_workload
 
 _MS = 1e-3
 

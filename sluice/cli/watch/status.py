@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
 from sluice.cli.running_run import PastRun, ask_run, launched_processes, past_run
 from sluice.cli.terminal import print_json, print_line
 from sluice.cli.watch.live_view import AccuracyTail, run_table
-from sluice.cli.watch.waits import wait_table
 from sluice.client.run_address import locate_run
-from sluice.client.wait_chain import explain
-from sluice.client.wait_survey import survey_waits
+from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, explain
+from sluice.client.wait_survey import ServiceWaits, survey_waits
+from sluice.concurrency.waits import Waiting
 from sluice.errors import ConfigError, NotReadyError
 from sluice.report.notices import low_yield
 from sluice.report.run_record import METRICS_NAME
@@ -105,3 +108,40 @@ def _show_why(run: Path, *, as_json: bool) -> bool:
     else:
         Console().print(wait_table(found))
     return True
+
+
+_MOST_ROWS_A_SERVICE = 8
+
+
+def wait_table(explanation: Explanation) -> RenderableType:
+    """Render the cause, then one row per wait, the root's first."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("service", "waits for", "phase"):
+        table.add_column(name, overflow="fold")
+    table.add_column("since", justify="right", no_wrap=True)
+    for service in explanation.services:
+        for row in _rows(service):
+            table.add_row(*(Text(cell) for cell in row))
+    return Group(Text(explanation.cause, style="bold"), table)
+
+
+def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
+    if service.failure:
+        process = f"; process {service.pid} is {service.process}" if service.process else ""
+        unheard = "" if service.unheard_s is None else f"{service.unheard_s:.0f} s"
+        yield service.name, "-", f"{service.failure}{process}", unheard
+        return
+    if service.still_s is not None and service.still_s >= MIN_REPORTED_S:
+        yield service.name, "-", "no progress although it has work", f"{service.still_s:.0f} s"
+    reported = [wait for wait in service.waits if wait.seconds >= MIN_REPORTED_S]
+    for wait in reported[:_MOST_ROWS_A_SERVICE]:
+        yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
+    left_out = len(reported) - _MOST_ROWS_A_SERVICE
+    if left_out > 0:
+        yield service.name, "...", f"{left_out} more; all of them with --json", ""
+    if not reported:
+        yield service.name, "-", "no service for longer than a second", ""
+
+
+def _phase(wait: Waiting) -> str:
+    return f"{wait.phase} ({wait.count} times)" if wait.count > 1 else wait.phase

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sluice.cli.watch.waits import wait_table
+from sluice.cli.watch.status import wait_table
 from sluice.client.wait_chain import FLEET, explain
 from sluice.client.wait_survey import REWARD, TRAINER, ServiceWaits
 from sluice.concurrency.waits import Waiting

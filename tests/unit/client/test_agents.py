@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from services.reward.episodes.lease_records import PostedEnd
+from services.reward.episodes.leases import LeaseDesk
 from sluice.client.agent_program import (
     AgentFailedError,
     AgentProgram,
@@ -18,7 +20,8 @@ from sluice.client.agent_program import (
     program_of,
 )
 from sluice.client.agents import AgentRunner
-from sluice.errors import ConfigError, PeerError
+from sluice.errors import ConfigError, NotReadyError, PeerError, leaves
+from sluice.rpc.policy import CALL_POLICIES
 from sluice.types import Failed, FailureKind, RolloutGroup, Scored
 from tests.support.leased import Leased, leased
 from tests.support.scripted_environment import group_request
@@ -137,27 +140,25 @@ async def test_the_end_of_the_run_stops_programs_and_returns(tmp_path: Path) -> 
     assert any("for the reward service" in line for line in said)
 
 
-async def test_an_end_is_posted_again_when_the_reward_service_was_away(tmp_path: Path) -> None:
-    class OnceAway:
-        def __init__(self) -> None:
-            self.ends = 0
+async def test_an_end_is_posted_again_when_the_reward_service_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[PostedEnd] = []
 
-        async def take(self, *given: Any) -> Any:
-            return await run.client.leases().take(*given)
+    def late(self: LeaseDesk, lease_id: str, end: PostedEnd) -> None:
+        ends.append(end)
+        if len(ends) <= CALL_POLICIES["RewardService/EndEpisode"].attempts:
+            raise NotReadyError("it restarts")
+        now(self, lease_id, end)
 
-        async def end(self, lease: str, **given: Any) -> None:
-            self.ends += 1
-            if self.ends == 1:
-                raise PeerError("reward", "ending a sample", "it is away")
-            await run.client.leases().end(lease, **given)
-
-    leases = OnceAway()
+    now = LeaseDesk.end
+    monkeypatch.setattr(LeaseDesk, "end", late)
     async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(runner_of(run, tmp_path, "reward", leases=leases).run())
+        working = tasks.create_task(runner_of(run, tmp_path, "reward").run())
         group = await run.generator.generate(group_request(1))
         working.cancel()
     assert group.rollouts[0].outcome == Scored(0.5, 0.5, {"acc": 0.5})
-    assert leases.ends == 2
+    assert set(ends) == {PostedEnd(0.5)}
 
 
 async def test_nothing_of_a_program_s_group_is_left(tmp_path: Path) -> None:
@@ -207,3 +208,14 @@ def test_what_is_no_reward_is_a_failure(line: str) -> None:
 def test_a_program_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such program"):
         program_of("no-such-agent --x")
+
+
+async def test_a_program_that_always_fails_ends_the_command_with_its_reason(tmp_path: Path) -> None:
+    async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(run.generator.generate(group_request(16)))
+        with pytest.raises(ExceptionGroup) as caught:
+            await runner_of(run, tmp_path, "fail").run()
+        group.cancel()
+    (error,) = leaves(caught.value)
+    assert isinstance(error, ConfigError)
+    assert "16 agents in a row failed, the last: exit code 1: out of luck" in str(error)

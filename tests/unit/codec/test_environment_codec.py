@@ -51,3 +51,9 @@ def test_a_score_at_the_bounds_is_kept_and_a_long_prediction_is_cut() -> None:
 def test_a_reward_of_a_turn_that_float32_cannot_hold_is_refused(reward: float) -> None:
     with pytest.raises(InvalidRequestError, match=r"observation\.reward"):
         observation_from_proto(environment.Observation(reward=reward))
+
+
+def test_an_observation_that_offers_tools_and_drops_them_is_refused() -> None:
+    seen = environment.Observation(tools=[common.Tool(name="look")], drops_tools=True)
+    with pytest.raises(InvalidRequestError, match=r"observation\.drops_tools"):
+        observation_from_proto(seen)

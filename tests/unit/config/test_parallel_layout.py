@@ -25,12 +25,11 @@ def layout(*overrides: str, ranks: int = 16) -> ParallelLayout:
 def test_all_ranks_share_one_copy_by_default() -> None:
     found = layout()
     assert found == ParallelLayout(ranks=16, shard=16, sequence=1, experts=1)
-    assert (found.copies, found.data_ranks, found.expert_shard) == (1, 16, 16)
+    assert found.data_ranks == 16
 
 
-def test_sizes_divide_the_ranks_into_copies_data_ranks_and_shards_of_experts() -> None:
-    found = ParallelLayout(ranks=16, shard=8, sequence=4, experts=2)
-    assert (found.copies, found.data_ranks, found.expert_shard) == (2, 4, 4)
+def test_ranks_that_share_sequences_train_the_same_rows() -> None:
+    assert ParallelLayout(ranks=16, shard=8, sequence=4, experts=2).data_ranks == 4
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from services.reward.episodes.drivers import EnvironmentUnavailableError
+from services.reward.episodes.drivers import EpisodeFailedError
+from sluice.cli.main import commands
 from sluice.environment.source import EnvironmentSource
+from sluice.environment.verl_stand_in import FUNCTION_TOOL_REGISTRY
 from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import (
     CALCULATOR,
@@ -19,6 +22,7 @@ from tests.support.environments import (
     row,
     served,
 )
+from tests.support.verl_tools import verl_tools
 
 STOP = FinishReason.STOP
 
@@ -41,7 +45,7 @@ async def test_the_calculator_plays_an_episode_and_scores_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("calc", "{no json", "no JSON"),
+        ("calc", "{no json", "(char 1); write an object"),
         ("calc", "[1]", "write a JSON object"),
         ("calc", {}, "needs the argument 'expression'"),
         ("calc", {"expression": "1", "base": 2}, "no argument 'base'"),
@@ -84,7 +88,7 @@ class Counter:
         first = await played.step(0, calls(("count", {})), STOP)
         assert await played.step(0, calls(("count", {})), STOP) == first
         assert (await played.step(1, calls(("count", {})), STOP)).messages[0].content == "2"
-        with pytest.raises(EnvironmentUnavailableError, match="the next one"):
+        with pytest.raises(EpisodeFailedError, match="the next one"):
             await played.step(5, calls(("count", {})), STOP)
 
 
@@ -148,7 +152,7 @@ async def test_failures_of_turn_are_the_environments(tmp_path: Path, body: str, 
     async with served(author_file(tmp_path, text), tmp_path) as servers:
         played = episode(servers)
         await played.open()
-        with pytest.raises(EnvironmentUnavailableError) as failed:
+        with pytest.raises(EpisodeFailedError) as failed:
             await played.step(0, Answer("x"), STOP)
         assert said in str(failed.value)
 
@@ -187,6 +191,20 @@ async def test_a_loop_of_ones_own_sends_whole_conversations(tmp_path: Path) -> N
         assert await played.close() == Scored(1.0, 1.0, {"asked": 2.0})
 
 
+@pytest.mark.parametrize(
+    ("given", "is_dropped"), [("", False), (", None", False), (", []", True)]
+)
+async def test_a_loop_drops_its_tools_with_an_empty_list_alone(
+    tmp_path: Path, given: str, is_dropped: bool
+) -> None:
+    text = LOOP.replace("policy.chat(messages)", f"policy.chat(messages{given})")
+    async with served(author_file(tmp_path, text), tmp_path) as servers:
+        played = episode(servers, row("6"))
+        assert not (await played.open()).drops_tools
+        seen = await played.step(0, calls(("look", {"jar": "C"})), STOP)
+        assert (seen.tools, seen.drops_tools) == ((), is_dropped)
+
+
 async def test_a_loop_that_the_run_ends_may_score_what_it_has(tmp_path: Path) -> None:
     text = """
 from sluice.environment.loops import EpisodeOver
@@ -220,7 +238,7 @@ async def run(task, policy):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(bad.open())
             tasks.create_task(good.open())
-        with pytest.raises(EnvironmentUnavailableError, match="KeyError"):
+        with pytest.raises(EpisodeFailedError, match="KeyError"):
             await bad.step(0, Answer("bad"), STOP)
         await bad.abandon()
         assert not (await good.step(0, Answer("fine"), STOP)).done
@@ -228,79 +246,11 @@ async def run(task, policy):
         assert await good.close() is not None
 
 
-FUNCTIONS = '''
-from verl.tools.function_tool import function_tool
-
-@function_tool
-def calculator(expression: str) -> str:
-    """Evaluate arithmetic.
-
-    Args:
-        expression: e.g. "(3+4)*5".
-    """
-    return str(eval(expression, {"__builtins__": {}}, {}))
-
-@function_tool("web_search")
-async def search(query: str, count: int = 3):
-    """Search.
-
-    Args:
-        query: words.
-        count: results.
-    """
-    return {"found": query, "count": count}, 0.5, {"hits": 1}
-'''
-CLASSES = """
-from typing import Any, Optional
-from uuid import uuid4
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.rollout_trace import rollout_trace_op
-
-class Notes(BaseTool):
-    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
-        super().__init__(config, tool_schema)
-        self.kept = {}
-
-    async def create(self, instance_id: Optional[str] = None, **kwargs) -> tuple[str, ToolResponse]:
-        instance_id = str(uuid4())
-        self.kept[instance_id] = [kwargs["create_kwargs"]["first"]]
-        return instance_id, ToolResponse()
-
-    @rollout_trace_op
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
-        self.kept[instance_id].append(parameters["text"])
-        open_instances = len(self.kept)
-        return ToolResponse(text=f"{self.kept[instance_id]} {open_instances}"), 0.0, {}
-
-    async def release(self, instance_id: str, **kwargs) -> None:
-        del self.kept[instance_id]
-"""
-CONFIG = """
-tools:
-  - class_name: verl_notes.Notes
-    config: {type: native}
-    tool_schema:
-      type: function
-      function:
-        name: note
-        description: Keep a text.
-        parameters:
-          type: object
-          properties:
-            text: {type: string, description: The text.}
-          required: [text]
-"""
-
-
 @pytest.fixture
 def verl_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSource:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "verl_notes.py").write_text(CLASSES)
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
-    (tmp_path / "tools.yaml").write_text(CONFIG)
-    functions, config = str(tmp_path / "functions.py"), str(tmp_path / "tools.yaml")
-    return EnvironmentSource(function_tool_path=functions, tool_config_path=config)
+    FUNCTION_TOOL_REGISTRY.clear()  # a process loads one file; other tests have loaded theirs
+    return verl_tools(tmp_path)
 
 
 async def test_verls_tools_run_unchanged(tmp_path: Path, verl_source: EnvironmentSource) -> None:
@@ -332,3 +282,9 @@ async def test_verls_tools_run_unchanged(tmp_path: Path, verl_source: Environmen
         assert await played.close() is None
         seen = await other.step(0, calls(("note", {"text": "d"})), STOP)
         assert seen.messages[0].content == "['a', 'd'] 1"
+
+
+def test_the_check_loads_verls_yaml_and_its_classes(verl_source: EnvironmentSource) -> None:
+    assert verl_source.tool_config_path is not None
+    result = CliRunner().invoke(commands, ["env", "check", verl_source.tool_config_path])
+    assert "tool_agent: 1 tool\n  note: Keep a text." in result.output

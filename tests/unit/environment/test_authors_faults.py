@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.reward.episodes.drivers import EnvironmentUnavailableError
+from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.environment.server import serving
@@ -168,7 +168,7 @@ async def test_a_loop_that_exits_fails_its_episode_alone(tmp_path: Path) -> None
         played, other = episode(servers, seed=1), episode(servers, seed=2)
         await played.open()
         await other.open()
-        with pytest.raises(EnvironmentUnavailableError, match="SystemExit"):
+        with pytest.raises(EpisodeFailedError, match="SystemExit"):
             await played.step(0, Answer("Hm."), STOP)
         await played.abandon()
         assert (await other.step(0, Answer("Hm."), STOP)).done

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from services.reward.episodes.client import GivenServers, ServedEpisode
-from services.reward.episodes.drivers import EnvironmentUnavailableError
+from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.environment.episodes import AuthorCalls
@@ -107,7 +107,7 @@ async def together(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     async def kept(call: Coroutine[Any, Any, Any]) -> Any:
         try:
             return await call
-        except EnvironmentUnavailableError as error:
+        except EpisodeFailedError as error:
             return error
 
     async with asyncio.TaskGroup() as tasks:
@@ -135,7 +135,7 @@ async def test_a_call_that_fails_among_others_fails_alone(tmp_path: Path) -> Non
     async with counting(tmp_path) as (servers, seen):
         group = [episode(servers, row(truth)) for truth in ("1", "broken", "1")]
         found = await together(one.open() for one in group)
-        assert isinstance(found[1], EnvironmentUnavailableError)
+        assert isinstance(found[1], EpisodeFailedError)
         assert "Counting.reset raised ValueError: no data (world.py:" in str(found[1])
         assert seen == {"Play": 1}
         good, bad = await together(
@@ -241,7 +241,7 @@ async def test_methods_run_side_by_side_once_one_makes_others_wait() -> None:
     threads.close()
 
 
-async def test_a_withdrawn_method_that_waits_is_not_made(tmp_path: Path) -> None:
+async def test_a_cancelled_method_that_waits_is_not_made(tmp_path: Path) -> None:
     threads, made, go = MethodThreads(1), list[str](), asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -31,6 +31,7 @@ TOOL = "class World:\n    def look(self, jar{hint}):\n        {docstring}\n     
         ("class A:\n    def turn(self, t): ...\nclass B(A): ...\n", "defines A, B"),
         ("x = 1\n", "defines no environment"),
         ("import nothing_of_this_name\n", "fails to import"),
+        ("from verl.tools.nothing import a\n", "function_tool_path instead"),
         ("async def run(task): ...\n", "called with a task and a policy"),
     ],
 )

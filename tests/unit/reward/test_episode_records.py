@@ -12,7 +12,7 @@ from services.reward.grading.grader import Grader
 from services.reward.records.episode_counts import (
     MAX_ENVIRONMENTS,
     EnvironmentNames,
-    EpisodeCounts,
+    EpisodeStatistics,
     seconds_of,
 )
 from services.reward.records.group_log import GroupLog
@@ -86,7 +86,7 @@ async def test_the_log_of_groups_and_the_archive_show_turns(tmp_path: Path) -> N
 
 async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Path) -> None:
     graded = await played(tmp_path)
-    counts = EpisodeCounts({"look"})
+    counts = EpisodeStatistics({"look"})
     counts.graded(graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True))
     counts.graded(client_prompt(), [(rollout_of("", 2, 0, 1, 0), DOWN)])
     found = counts.take()
@@ -101,7 +101,7 @@ async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Pat
 
 async def test_names_that_a_policy_makes_up_become_no_metrics(tmp_path: Path) -> None:
     graded = await played(tmp_path)
-    counts = EpisodeCounts({"other"})
+    counts = EpisodeStatistics({"other"})
     counts.graded(graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True))
     found = counts.take()
     assert "train/tool_calls/look" not in found
@@ -117,7 +117,7 @@ async def test_metrics_count_ends_failures_turns_time_and_errors_by_environment(
     tmp_path: Path,
 ) -> None:
     graded = await played(tmp_path)
-    counts = EpisodeCounts({"look"}, EnvironmentNames("served"))
+    counts = EpisodeStatistics({"look"}, EnvironmentNames("served"))
     first, second = graded.group.rollouts
     failed_call = ChatMessage("tool", "Error: ValueError", is_error=True)
     asked, read, *rest = second.turns
@@ -140,7 +140,7 @@ async def test_metrics_count_ends_failures_turns_time_and_errors_by_environment(
 async def test_names_of_environments_that_clients_make_up_are_bounded(tmp_path: Path) -> None:
     graded = await played(tmp_path)
     sample = (graded.group.rollouts[0], graded.outcomes[0])
-    counts = EpisodeCounts(environments=EnvironmentNames("served"))
+    counts = EpisodeStatistics(environments=EnvironmentNames("served"))
     for number in range(3 * MAX_ENVIRONMENTS):
         counts.graded(named(f"never-{number}"), [(rollout_of("", 2, 0, 1, 0), DOWN)])
         counts.graded(named(f"environment {number}"), [sample])
@@ -191,7 +191,7 @@ def test_a_single_answer_of_an_episode_shows_what_it_read_and_where_its_time_wen
 
 def test_a_run_without_an_environment_has_none_of_these() -> None:
     rollout = rollout_of("text", 0, 0, 1, 4)
-    counts = EpisodeCounts()
+    counts = EpisodeStatistics()
     counts.graded(client_prompt(), [(rollout, Failed(FailureKind.UNSCORABLE, ""))])
     assert counts.take() == {}
     assert transcript(rollout) == "text"

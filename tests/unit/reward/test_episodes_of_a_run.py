@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from services.reward.app import RewardApp
-from services.reward.episodes.drivers import EnvironmentUnavailableError, EpisodeTask
+from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.request import GroupRequest
 from services.reward.groups.validation import ValidationOrder, Validator
@@ -71,7 +71,7 @@ class World:
         if (gate := self.worlds.gates.get((self.task.prompt.prompt_id, index))) and turn == 0:
             await gate.wait()
         if index in self.worlds.broken:
-            raise EnvironmentUnavailableError("environment at unix:one: gone")
+            raise EpisodeFailedError("environment at unix:one: gone")
         return Observation(done=True) if turn == 1 else MORE
 
     async def close(self) -> Scored | None:

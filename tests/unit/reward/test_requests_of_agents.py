@@ -100,7 +100,7 @@ async def test_a_reward_that_is_no_finite_number_is_refused_and_another_counts(
         assert "reward" in body["error"]["message"]
 
 
-async def test_a_request_without_tools_withdraws_those_of_the_request_before(
+async def test_a_request_without_tools_drops_those_of_the_request_before(
     tmp_path: Path,
 ) -> None:
     for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):

@@ -41,9 +41,6 @@ class _Insight:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
 
-    def prefilled_tokens(self) -> int:
-        return self._engine.prefilled_tokens
-
     async def running_samples(self) -> int:
         await self._engine.probe()
         return self._engine._in_thread()[1].loop.slots_busy

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from services.rollout.engines.sampling import (
-    UNRESTRICTED,
     SamplingPlan,
     plan_sampling,
     sample_keys,
@@ -94,7 +93,7 @@ def test_a_draw_inverts_the_cumulative_distribution_of_the_whole_vocabulary(voca
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(200, vocab, generator=generator) * 4
     uniform = torch.rand(200, dtype=torch.float64, generator=generator)
-    tokens, logprobs = sample_tokens(logits, UNRESTRICTED, uniform)
+    tokens, logprobs = sample_tokens(logits, SamplingPlan(), uniform)
     shares = logits.double().softmax(-1)
     above = shares.cumsum(-1).gather(1, tokens[:, None]).squeeze(1)
     sampled = shares.gather(1, tokens[:, None]).squeeze(1)
@@ -111,7 +110,7 @@ def test_the_tail_of_a_large_vocabulary_is_sampled_as_often_as_it_is_probable() 
     tail = float(logits.double().softmax(-1)[0, 1:].sum())
     points = logits.shape[1] // 128
     uniform = 1.0 - tail + tail * (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    tokens, _ = sample_tokens(logits.expand(points, -1), UNRESTRICTED, uniform)
+    tokens, _ = sample_tokens(logits.expand(points, -1), SamplingPlan(), uniform)
     # Sums of float32 probabilities shift the tail's beginning, by less than a hundredth of it.
     assert (tokens > 0).float().mean() > 0.98
     spread = tokens[tokens > 0].double()
@@ -127,7 +126,7 @@ def test_tokens_and_blocks_without_probability_are_never_sampled() -> None:
     logits[possible] = torch.tensor([0.0, 1.0, -3.0, 0.5, 2.0, -1.0])
     shares, _ = _sweep(logits.tolist(), (1.0, 1.0, -1))
     assert shares.nonzero().squeeze(1).tolist() == possible
-    first, _ = sample_tokens(logits[None], UNRESTRICTED, torch.zeros(1, dtype=torch.float64))
+    first, _ = sample_tokens(logits[None], SamplingPlan(), torch.zeros(1, dtype=torch.float64))
     assert first.tolist() == possible[:1]
     assert (shares - logits.softmax(-1)).abs().max() < 5e-4
 
@@ -141,14 +140,14 @@ def test_a_point_right_below_the_end_of_a_block_does_not_leave_the_blocks_tokens
     ends = logits.softmax(-1).double().cumsum(-1)[:, possible]
     for block in range(len(possible)):
         below = torch.nextafter(ends[:, block] / ends[:, -1], torch.tensor(0.0).double())
-        tokens, _ = sample_tokens(logits, UNRESTRICTED, below.clamp(0, 1 - 2.0**-52))
+        tokens, _ = sample_tokens(logits, SamplingPlan(), below.clamp(0, 1 - 2.0**-52))
         assert set(tokens.tolist()) <= set(possible.tolist())
 
 
 @pytest.mark.parametrize("vocab", [100, 256])
 def test_a_batch_without_rows_samples_nothing(vocab: int) -> None:
     tokens, logprobs = sample_tokens(
-        torch.empty(0, vocab), UNRESTRICTED, torch.empty(0, dtype=torch.float64)
+        torch.empty(0, vocab), SamplingPlan(), torch.empty(0, dtype=torch.float64)
     )
     assert tokens.shape == logprobs.shape == (0,)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.sglang.images import read_images
+from services.rollout.engines.sglang.engine import read_images
 from sluice.errors import InvalidRequestError
 from sluice.vision.image_prompts import load_image_prompts
 from tests.support.causal_lms import request

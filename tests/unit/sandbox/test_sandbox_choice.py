@@ -84,7 +84,7 @@ def test_a_command_gets_files_limits_and_the_programs_words() -> None:
     sandbox = process_sandbox(command("/bin/sh", "-c", shown, "sh"))
     result = sandbox.run([PYTHON, "x.py"], {"a.txt": "text "}, b"input", limits)
     assert result.stdout == b"text 7 3 9 5 python3 x.py\ninput"
-    assert result.is_success
+    assert result.exit_code == 0
 
 
 def test_exit_code_125_of_a_command_is_its_own_failure_and_any_other_the_programs() -> None:

@@ -107,7 +107,7 @@ def test_a_busy_server_is_asked_again_and_another_status_is_an_error(
     monkeypatch.setattr(sandbox_fusion, "_FIRST_PAUSE_S", 0.0)
     answer = {"status": "Success", "run_result": run_result()}
     with served(504, 504, answer) as (sandbox, requests):
-        assert sandbox.run([PYTHON, "a.py"], {"a.py": "x"}).is_success
+        assert sandbox.run([PYTHON, "a.py"], {"a.py": "x"}).exit_code == 0
         assert len(requests) == 3
     for status, asked in ((504, 3), (404, 1)):
         with served(status) as (sandbox, requests):

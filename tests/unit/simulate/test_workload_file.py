@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.simulate.workload import BetaComponent, ResponseLengths, WorkloadDescription
-from sluice.simulate.workload_file import read_workload
+from sluice.simulate.workload import (
+    BetaComponent,
+    ResponseLengths,
+    WorkloadDescription,
+    read_workload,
+)
 from tests.support.source_tree import ROOT
 
 WHOLE = {

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer import leader
-from services.trainer.learner.checkpoint import CheckpointStore
-from services.trainer.start import start_point
+from services.trainer.learner.checkpoint import CheckpointStore, start_point
 from sluice.config.loading.loader import load_config
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError

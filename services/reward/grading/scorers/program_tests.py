@@ -41,7 +41,7 @@ class ProgramCases:
     fn_name: str | None = None
 
 
-class _Answer(msgspec.Struct):
+class _TestReport(msgspec.Struct):
     test: int
     end: str
     output: str
@@ -175,7 +175,7 @@ def _judged(lines: Sequence[bytes], cases: ProgramCases) -> list[bool | None]:
     verdicts: dict[int, bool | None] = {}
     for line in lines:
         try:
-            answer = msgspec.json.decode(line, type=_Answer)
+            answer = msgspec.json.decode(line, type=_TestReport)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         if 0 <= answer.test < len(cases.inputs) and answer.test not in verdicts:
@@ -183,7 +183,7 @@ def _judged(lines: Sequence[bytes], cases: ProgramCases) -> list[bool | None]:
     return [verdicts.get(test) for test in range(len(cases.inputs))]
 
 
-def _verdict(answer: _Answer, cases: ProgramCases) -> bool | None:
+def _verdict(answer: _TestReport, cases: ProgramCases) -> bool | None:
     if answer.end == program_runner.TIMED_OUT:
         return None
     if answer.end != program_runner.FINISHED:

@@ -160,11 +160,6 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         return self.loop.generated_tokens
 
     @property
-    def prefilled_tokens(self) -> int:
-        """Prompt tokens computed so far."""
-        return self.loop.prefilled_tokens
-
-    @property
     def prompt_tokens(self) -> int:
         """Tokens of prompts that entered, those of samples that share a prefill once."""
         return self.loop.prompt_tokens

@@ -24,7 +24,7 @@ from services.rollout.engines.embedded.decoder import (
     PrefilledPrompts,
     TokenRow,
 )
-from services.rollout.engines.embedded.kept_prefixes import KeptPrefixes
+from services.rollout.engines.embedded.kv_cache import KeptPrefixes
 from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.embedded.rows import RowTable, RunningSample
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
@@ -176,7 +176,6 @@ class GenerationLoop:
         version: the policy version that serves; ``None`` before the first weights.
         digest: of its weights.
         generated_tokens: sampled since the start.
-        prefilled_tokens: prompt tokens computed since the start.
         prompt_tokens: tokens of prompts that entered since the start, those of samples that share
             a prefill once.
         reused_tokens: those of them that an earlier turn of their conversation had computed.
@@ -218,7 +217,7 @@ class GenerationLoop:
         self.version: int | None = None
         self.digest = ""
         self.generated_tokens = 0
-        self.prefilled_tokens = self.prompt_tokens = self.reused_tokens = 0
+        self.prompt_tokens = self.reused_tokens = 0
         self.runs: set[EmbeddedRun] = set()
 
     @property
@@ -352,7 +351,6 @@ class GenerationLoop:
     ) -> list[tuple[PrefilledPrompts, list[int]]]:
         """Return prefilled batches, each with the indexes of its prompts."""
         lengths = [len(prompt) for prompt in prompts]
-        self.prefilled_tokens += sum(lengths)
         return [
             (
                 self._decoder.prefill([prompts[i] for i in members], [images[i] for i in members]),
@@ -365,10 +363,8 @@ class GenerationLoop:
         self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]
     ) -> list[tuple[PrefilledPrompts, list[int]]]:
         """Return prompts whose beginning is known; see `_prefill`."""
-        reused = sum(len(prefix.tokens) for prefix in known)
-        self.reused_tokens += reused
+        self.reused_tokens += sum(len(prefix.tokens) for prefix in known)
         lengths = [len(prompt) for prompt in prompts]
-        self.prefilled_tokens += sum(lengths) - reused
         return [
             (
                 self._decoder.extend([known[i] for i in members], [prompts[i] for i in members]),

@@ -26,13 +26,13 @@ _LINE_BYTES = 1 << 28
 _MessageT = TypeVar("_MessageT")
 
 
-class _Call(msgspec.Struct, frozen=True, array_like=True):
+class _MethodCall(msgspec.Struct, frozen=True, array_like=True):
     number: int
     method: str
     arguments: list[object]
 
 
-class _Answer(msgspec.Struct, frozen=True, array_like=True):
+class _MethodResult(msgspec.Struct, frozen=True, array_like=True):
     number: int
     result: object
 
@@ -68,7 +68,7 @@ class SchedulerCalls:
             EngineError: a process has ended.
         """
         self._number += 1
-        line = _line(_Call(self._number, method, list(arguments)))
+        line = _line(_MethodCall(self._number, method, list(arguments)))
         async with asyncio.TaskGroup() as tasks:
             waiting = [
                 tasks.create_task(self._ask(rank, line, self._number))
@@ -86,7 +86,7 @@ class SchedulerCalls:
                     read = await reader.readline()
                     if not read.endswith(b"\n"):
                         raise EngineError(f"SGLang: the process of its rank {rank} has ended")
-                    answer = _read(read, _Answer)
+                    answer = _read(read, _MethodResult)
                     if answer.number == number:  # else of a call that was cancelled
                         return answer.result
             except OSError as error:
@@ -112,12 +112,12 @@ def serve_calls(own: socket.socket, answer: Callable[[str, list[object]], object
     # A replica that closes its end, or has ended, may leave calls behind.
     with suppress(ConnectionError), own, own.makefile("rwb") as stream:
         while (line := stream.readline()).endswith(b"\n"):
-            call = _read(line, _Call)
-            stream.write(_line(_Answer(call.number, answer(call.method, call.arguments))))
+            call = _read(line, _MethodCall)
+            stream.write(_line(_MethodResult(call.number, answer(call.method, call.arguments))))
             stream.flush()
 
 
-def _line(message: _Call | _Answer) -> bytes:
+def _line(message: _MethodCall | _MethodResult) -> bytes:
     return base64.b64encode(msgspec.msgpack.encode(message)) + b"\n"
 
 

@@ -44,7 +44,6 @@ class VendorCore(EngineCore[RequestRun], Vendor):
     version: int | None = None
     digest: str = ""
     generated_tokens: int = 0
-    prefilled_tokens: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
 
@@ -75,7 +74,6 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         self.generated_tokens += sampled
         self.prompt_tokens += prompt
         self.reused_tokens += cached
-        self.prefilled_tokens += prompt - cached
 
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
         """Replace a finished sample's versions by the vendor's account of them, where it gives one.

@@ -17,12 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.learner.batch.packed_images import PackedImages, pack_images
 from services.trainer.learner.batch.packed_rows import (
+    PackedImages,
     PackedPiece,
     PlacedPiece,
     Positions,
     TrainingRow,
+    pack_images,
     packed_inputs,
     place,
 )

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
-from services.trainer.learner.batch.packed_images import PackedImages
-from services.trainer.learner.batch.packed_rows import TrainingRow
+from services.trainer.learner.batch.packed_rows import PackedImages, TrainingRow
 from services.trainer.learner.model.experts import Routing, routing_tape
 from services.trainer.learner.sequence_share import SequenceShare, all_to_all
 from sluice.algorithm import token_statistics as head_statistics

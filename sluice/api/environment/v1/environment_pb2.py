@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from sluice.api.common.v1 import common_pb2 as sluice_dot_api_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+sluice/api/environment/v1/environment.proto\x12\x19sluice.api.environment.v1\x1a!sluice/api/common/v1/common.proto\"\xc6\x01\n\x0bObservation\x12\x33\n\x08messages\x18\x01 \x03(\x0b\x32!.sluice.api.common.v1.ChatMessage\x12\x10\n\x08is_whole\x18\x02 \x01(\x08\x12)\n\x05tools\x18\x03 \x03(\x0b\x32\x1a.sluice.api.common.v1.Tool\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x13\n\x06reward\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0fwithdraws_tools\x18\x06 \x01(\x08\x42\t\n\x07_reward\"\x9e\x01\n\x0bOpenRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\x33\n\x08messages\x18\x03 \x03(\x0b\x32!.sluice.api.common.v1.ChatMessage\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"K\n\x0cOpenResponse\x12;\n\x0bobservation\x18\x01 \x01(\x0b\x32&.sluice.api.environment.v1.Observation\"\xa9\x01\n\x0bStepRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12,\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x1c.sluice.api.common.v1.Answer\x12\x39\n\rfinish_reason\x18\x04 \x01(\x0e\x32\".sluice.api.common.v1.FinishReason\x12\x0f\n\x07may_end\x18\x05 \x01(\x08\"\x82\x01\n\x0cStepResponse\x12;\n\x0bobservation\x18\x01 \x01(\x0b\x32&.sluice.api.environment.v1.Observation\x12\x35\n\x03\x65nd\x18\x02 \x01(\x0b\x32(.sluice.api.environment.v1.CloseResponse\"8\n\x0c\x43loseRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x14\n\x0cis_abandoned\x18\x02 \x01(\x08\"\xb3\x01\n\rCloseResponse\x12*\n\x05score\x18\x01 \x01(\x0b\x32\x1b.sluice.api.common.v1.Score\x12\x46\n\x07metrics\x18\x02 \x03(\x0b\x32\x35.sluice.api.environment.v1.CloseResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x12\n\x10GetStatusRequest\"=\n\x11GetStatusResponse\x12\x10\n\x08\x65pisodes\x18\x01 \x01(\r\x12\x16\n\x0elongest_call_s\x18\x02 \x01(\x01\"{\n\x0bPlayRequest\x12\x35\n\x05opens\x18\x01 \x03(\x0b\x32&.sluice.api.environment.v1.OpenRequest\x12\x35\n\x05steps\x18\x02 \x03(\x0b\x32&.sluice.api.environment.v1.StepRequest\"F\n\x0cPlayResponse\x12\x36\n\x07results\x18\x01 \x03(\x0b\x32%.sluice.api.environment.v1.PlayResult\"\xdb\x01\n\nPlayResult\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x39\n\x06opened\x18\x02 \x01(\x0b\x32\'.sluice.api.environment.v1.OpenResponseH\x00\x12:\n\x07stepped\x18\x03 \x01(\x0b\x32\'.sluice.api.environment.v1.StepResponseH\x00\x12\x38\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32&.sluice.api.environment.v1.CallFailureH\x00\x42\x08\n\x06result\";\n\x0b\x43\x61llFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x01(\t2\xe5\x03\n\x12\x45nvironmentService\x12W\n\x04Open\x12&.sluice.api.environment.v1.OpenRequest\x1a\'.sluice.api.environment.v1.OpenResponse\x12W\n\x04Step\x12&.sluice.api.environment.v1.StepRequest\x1a\'.sluice.api.environment.v1.StepResponse\x12Z\n\x05\x43lose\x12\'.sluice.api.environment.v1.CloseRequest\x1a(.sluice.api.environment.v1.CloseResponse\x12\x66\n\tGetStatus\x12+.sluice.api.environment.v1.GetStatusRequest\x1a,.sluice.api.environment.v1.GetStatusResponse\x12Y\n\x04Play\x12&.sluice.api.environment.v1.PlayRequest\x1a\'.sluice.api.environment.v1.PlayResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+sluice/api/environment/v1/environment.proto\x12\x19sluice.api.environment.v1\x1a!sluice/api/common/v1/common.proto\"\xc2\x01\n\x0bObservation\x12\x33\n\x08messages\x18\x01 \x03(\x0b\x32!.sluice.api.common.v1.ChatMessage\x12\x10\n\x08is_whole\x18\x02 \x01(\x08\x12)\n\x05tools\x18\x03 \x03(\x0b\x32\x1a.sluice.api.common.v1.Tool\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x13\n\x06reward\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x64rops_tools\x18\x06 \x01(\x08\x42\t\n\x07_reward\"\x9e\x01\n\x0bOpenRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\x33\n\x08messages\x18\x03 \x03(\x0b\x32!.sluice.api.common.v1.ChatMessage\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"K\n\x0cOpenResponse\x12;\n\x0bobservation\x18\x01 \x01(\x0b\x32&.sluice.api.environment.v1.Observation\"\xa9\x01\n\x0bStepRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12,\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x1c.sluice.api.common.v1.Answer\x12\x39\n\rfinish_reason\x18\x04 \x01(\x0e\x32\".sluice.api.common.v1.FinishReason\x12\x0f\n\x07may_end\x18\x05 \x01(\x08\"\x82\x01\n\x0cStepResponse\x12;\n\x0bobservation\x18\x01 \x01(\x0b\x32&.sluice.api.environment.v1.Observation\x12\x35\n\x03\x65nd\x18\x02 \x01(\x0b\x32(.sluice.api.environment.v1.CloseResponse\"8\n\x0c\x43loseRequest\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x14\n\x0cis_abandoned\x18\x02 \x01(\x08\"\xb3\x01\n\rCloseResponse\x12*\n\x05score\x18\x01 \x01(\x0b\x32\x1b.sluice.api.common.v1.Score\x12\x46\n\x07metrics\x18\x02 \x03(\x0b\x32\x35.sluice.api.environment.v1.CloseResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x12\n\x10GetStatusRequest\"=\n\x11GetStatusResponse\x12\x10\n\x08\x65pisodes\x18\x01 \x01(\r\x12\x16\n\x0elongest_call_s\x18\x02 \x01(\x01\"{\n\x0bPlayRequest\x12\x35\n\x05opens\x18\x01 \x03(\x0b\x32&.sluice.api.environment.v1.OpenRequest\x12\x35\n\x05steps\x18\x02 \x03(\x0b\x32&.sluice.api.environment.v1.StepRequest\"F\n\x0cPlayResponse\x12\x36\n\x07results\x18\x01 \x03(\x0b\x32%.sluice.api.environment.v1.PlayResult\"\xdb\x01\n\nPlayResult\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x39\n\x06opened\x18\x02 \x01(\x0b\x32\'.sluice.api.environment.v1.OpenResponseH\x00\x12:\n\x07stepped\x18\x03 \x01(\x0b\x32\'.sluice.api.environment.v1.StepResponseH\x00\x12\x38\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32&.sluice.api.environment.v1.CallFailureH\x00\x42\x08\n\x06result\";\n\x0b\x43\x61llFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x01(\t2\xe5\x03\n\x12\x45nvironmentService\x12W\n\x04Open\x12&.sluice.api.environment.v1.OpenRequest\x1a\'.sluice.api.environment.v1.OpenResponse\x12W\n\x04Step\x12&.sluice.api.environment.v1.StepRequest\x1a\'.sluice.api.environment.v1.StepResponse\x12Z\n\x05\x43lose\x12\'.sluice.api.environment.v1.CloseRequest\x1a(.sluice.api.environment.v1.CloseResponse\x12\x66\n\tGetStatus\x12+.sluice.api.environment.v1.GetStatusRequest\x1a,.sluice.api.environment.v1.GetStatusResponse\x12Y\n\x04Play\x12&.sluice.api.environment.v1.PlayRequest\x1a\'.sluice.api.environment.v1.PlayResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,33 +35,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSERESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_CLOSERESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_OBSERVATION']._serialized_start=110
-  _globals['_OBSERVATION']._serialized_end=308
-  _globals['_OPENREQUEST']._serialized_start=311
-  _globals['_OPENREQUEST']._serialized_end=469
-  _globals['_OPENRESPONSE']._serialized_start=471
-  _globals['_OPENRESPONSE']._serialized_end=546
-  _globals['_STEPREQUEST']._serialized_start=549
-  _globals['_STEPREQUEST']._serialized_end=718
-  _globals['_STEPRESPONSE']._serialized_start=721
-  _globals['_STEPRESPONSE']._serialized_end=851
-  _globals['_CLOSEREQUEST']._serialized_start=853
-  _globals['_CLOSEREQUEST']._serialized_end=909
-  _globals['_CLOSERESPONSE']._serialized_start=912
-  _globals['_CLOSERESPONSE']._serialized_end=1091
-  _globals['_CLOSERESPONSE_METRICSENTRY']._serialized_start=1045
-  _globals['_CLOSERESPONSE_METRICSENTRY']._serialized_end=1091
-  _globals['_GETSTATUSREQUEST']._serialized_start=1093
-  _globals['_GETSTATUSREQUEST']._serialized_end=1111
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1113
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1174
-  _globals['_PLAYREQUEST']._serialized_start=1176
-  _globals['_PLAYREQUEST']._serialized_end=1299
-  _globals['_PLAYRESPONSE']._serialized_start=1301
-  _globals['_PLAYRESPONSE']._serialized_end=1371
-  _globals['_PLAYRESULT']._serialized_start=1374
-  _globals['_PLAYRESULT']._serialized_end=1593
-  _globals['_CALLFAILURE']._serialized_start=1595
-  _globals['_CALLFAILURE']._serialized_end=1654
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=1657
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=2142
+  _globals['_OBSERVATION']._serialized_end=304
+  _globals['_OPENREQUEST']._serialized_start=307
+  _globals['_OPENREQUEST']._serialized_end=465
+  _globals['_OPENRESPONSE']._serialized_start=467
+  _globals['_OPENRESPONSE']._serialized_end=542
+  _globals['_STEPREQUEST']._serialized_start=545
+  _globals['_STEPREQUEST']._serialized_end=714
+  _globals['_STEPRESPONSE']._serialized_start=717
+  _globals['_STEPRESPONSE']._serialized_end=847
+  _globals['_CLOSEREQUEST']._serialized_start=849
+  _globals['_CLOSEREQUEST']._serialized_end=905
+  _globals['_CLOSERESPONSE']._serialized_start=908
+  _globals['_CLOSERESPONSE']._serialized_end=1087
+  _globals['_CLOSERESPONSE_METRICSENTRY']._serialized_start=1041
+  _globals['_CLOSERESPONSE_METRICSENTRY']._serialized_end=1087
+  _globals['_GETSTATUSREQUEST']._serialized_start=1089
+  _globals['_GETSTATUSREQUEST']._serialized_end=1107
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1109
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1170
+  _globals['_PLAYREQUEST']._serialized_start=1172
+  _globals['_PLAYREQUEST']._serialized_end=1295
+  _globals['_PLAYRESPONSE']._serialized_start=1297
+  _globals['_PLAYRESPONSE']._serialized_end=1367
+  _globals['_PLAYRESULT']._serialized_start=1370
+  _globals['_PLAYRESULT']._serialized_end=1589
+  _globals['_CALLFAILURE']._serialized_start=1591
+  _globals['_CALLFAILURE']._serialized_end=1650
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=1653
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=2138
 # @@protoc_insertion_point(module_scope)

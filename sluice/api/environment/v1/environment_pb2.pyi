@@ -24,14 +24,14 @@ class Observation(google.protobuf.message.Message):
     TOOLS_FIELD_NUMBER: builtins.int
     DONE_FIELD_NUMBER: builtins.int
     REWARD_FIELD_NUMBER: builtins.int
-    WITHDRAWS_TOOLS_FIELD_NUMBER: builtins.int
+    DROPS_TOOLS_FIELD_NUMBER: builtins.int
     is_whole: builtins.bool
     """Whether `messages` is the whole conversation: it may continue any earlier turn, or none."""
     done: builtins.bool
     """Whether the episode is over: the policy reads nothing more."""
     reward: builtins.float
     """Reward of the answer before, finite. Absent without one."""
-    withdraws_tools: builtins.bool
+    drops_tools: builtins.bool
     """Whether the policy may call no tool from now on; then `tools` is empty."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.ChatMessage]:
@@ -51,10 +51,10 @@ class Observation(google.protobuf.message.Message):
         tools: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Tool] | None = ...,
         done: builtins.bool = ...,
         reward: builtins.float | None = ...,
-        withdraws_tools: builtins.bool = ...,
+        drops_tools: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_reward", b"_reward", "reward", b"reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "done", b"done", "is_whole", b"is_whole", "messages", b"messages", "reward", b"reward", "tools", b"tools", "withdraws_tools", b"withdraws_tools"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "done", b"done", "drops_tools", b"drops_tools", "is_whole", b"is_whole", "messages", b"messages", "reward", b"reward", "tools", b"tools"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_reward", b"_reward"]) -> typing.Literal["reward"] | None: ...
 
 global___Observation = Observation

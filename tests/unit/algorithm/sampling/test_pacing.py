@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
+from sluice.algorithm.sampling.admission import AdmissionOrder, FinishForecast
 
 VERSION = 7
 
@@ -134,7 +134,7 @@ def test_a_group_without_tokens_teaches_nothing() -> None:
 
 
 def test_only_so_many_lengths_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.algorithm.sampling.pacing.KNOWN_LENGTHS", 2)
+    monkeypatch.setattr("sluice.algorithm.sampling.admission.KNOWN_LENGTHS", 2)
     forecast = FinishForecast(1)
     for key, tokens in (("a", 10.0), ("b", 20.0), ("a", 10.0), ("c", 30.0)):
         forecast.ended(key, mean_tokens=tokens, seconds=1.0)

@@ -25,7 +25,7 @@ counts = st.floats(0.0, 64.0)
 
 @given(counts, counts)
 def test_a_posterior_is_a_distribution(right: float, wrong: float) -> None:
-    weights = PassRateBelief().posterior(GradeCounts(right, wrong))
+    weights = posterior(PassRateBelief().population, GradeCounts(right, wrong))
     assert weights.min() >= 0.0
     assert weights.sum() == pytest.approx(1.0)
 
@@ -35,15 +35,15 @@ def test_a_further_right_sample_raises_the_expected_pass_rate(
     right: float, wrong: float, more: float
 ) -> None:
     belief = PassRateBelief()
-    before = mean_pass_rate(belief.posterior(GradeCounts(right, wrong)))
-    assert mean_pass_rate(belief.posterior(GradeCounts(right + more, wrong))) > before
+    before = mean_pass_rate(posterior(belief.population, GradeCounts(right, wrong)))
+    assert mean_pass_rate(posterior(belief.population, GradeCounts(right + more, wrong))) > before
 
 
 @given(counts, counts, st.integers(1, 32))
 def test_all_right_all_wrong_and_mixed_are_all_there_is(
     right: float, wrong: float, num_samples: int
 ) -> None:
-    weights = PassRateBelief().posterior(GradeCounts(right, wrong))
+    weights = posterior(PassRateBelief().population, GradeCounts(right, wrong))
     total = (
         all_right_probability(weights, num_samples)
         + all_wrong_probability(weights, num_samples)
@@ -103,8 +103,8 @@ def test_nothing_seen_changes_nothing() -> None:
 
 def test_sixteen_wrong_samples_make_a_prompt_probably_hard_and_right_ones_do_not() -> None:
     belief = PassRateBelief()
-    assert hard_probability(belief.posterior(GradeCounts(0.0, 16.0))) > 0.85
-    assert hard_probability(belief.posterior(GradeCounts(16.0, 0.0))) < 1e-6
+    assert hard_probability(posterior(belief.population, GradeCounts(0.0, 16.0))) > 0.85
+    assert hard_probability(posterior(belief.population, GradeCounts(16.0, 0.0))) < 1e-6
 
 
 def test_negative_counts_are_refused() -> None:

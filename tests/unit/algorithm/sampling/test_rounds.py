@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.sampling.rounds import Rounds
+from sluice.algorithm.sampling.strategy import Rounds
 from sluice.errors import BatchUnfillableError
 
 

@@ -19,6 +19,7 @@ from sluice.algorithm.sampling.pass_rates import (
     GradeCounts,
     PassRateBelief,
     mixed_probability,
+    posterior,
 )
 
 N = 16
@@ -52,13 +53,13 @@ def test_the_rest_of_a_group_costs_what_is_not_drawn_yet_and_gains_the_whole_gro
 
 def test_uniform_probes_of_a_prompt_known_to_be_in_between_do_not_stop_it() -> None:
     price = plain_price(PassRateBelief().population, N)
-    known = PassRateBelief().posterior(GradeCounts(8.0, 8.0))
+    known = posterior(PassRateBelief().population, GradeCounts(8.0, 8.0))
     stakes = rest_of_group(known, num_right=4, num_probes=4, num_rest=12, samples_per_group=N)
     assert stakes.value(price) > 1.0
 
 
 def test_right_probes_of_a_prompt_that_was_always_right_stop_it() -> None:
-    known = PassRateBelief().posterior(GradeCounts(48.0, 0.0))
+    known = posterior(PassRateBelief().population, GradeCounts(48.0, 0.0))
     stakes = rest_of_group(known, num_right=4, num_probes=4, num_rest=12, samples_per_group=N)
     assert stakes.value(1.8) < 1.0
 
