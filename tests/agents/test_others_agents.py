@@ -183,6 +183,6 @@ def test_an_agent_that_rewrites_its_history_trains_several_roots_and_the_run_say
     )
     played = play(tmp_path, "with_smolagents.py", overrides)
     check_trained(played)
-    assert min(played.roots) > 1
+    assert max(played.roots) > 1
     assert "a conversation continues none of the sample's answers" in played.run_log
     assert "mean reward" in played.agents_log
