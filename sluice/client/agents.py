@@ -158,11 +158,12 @@ class AgentRunner:
 
     async def _work(self, lease: LeasedSample) -> None:
         program: AgentProgram | None = None
-        reward, failure, is_late = None, "", False
+        reward, failure, is_late = None, _STOPPED, False
         try:
             try:
                 program = await AgentProgram.start(self._arguments, self._variables(lease))
                 reward = await program.result(task_line(lease), lease.deadline_s)
+                failure = ""
             except AgentFailedError as error:
                 failure, is_late = str(error), isinstance(error, AgentLateError)
             is_taken = await self._end(lease, reward, failure)
@@ -171,7 +172,7 @@ class AgentRunner:
             if program is not None:
                 program.interrupt()
             if not self._is_over:
-                await self._end(lease, None, _STOPPED, within_s=_LAST_CALL_S)
+                await self._end(lease, reward, failure, within_s=_LAST_CALL_S)
             raise
         finally:
             if program is not None:
