@@ -13,6 +13,8 @@ MAX_ARGUMENTS_BYTES = 1 << 20
 MAX_CALLS, MAX_TOOL_NAME_BYTES = 128, 64
 TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_TOOL_NAME_BYTES}}}")
 """What tools may be called."""
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises for bytes that someone else wrote."""
 _SHOWN_CHARACTERS = 60
 
 
@@ -32,7 +34,7 @@ def problem_of_object(text: str, max_bytes: int) -> str:
         return f"{shown(text)} has {size} bytes or more; send at most {max_bytes}"
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (*DECODE_ERRORS, ValueError) as error:
         return f"{shown(text)} is not JSON ({str(error)[:100]}); send the text of an object"
     if not isinstance(value, dict):
         return f"{shown(text)} is no object; send one, such as {{}}"

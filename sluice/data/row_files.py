@@ -31,6 +31,7 @@ from sluice.data.prompt_rows import (
     decode_row,
 )
 from sluice.errors import DataError
+from sluice.json_objects import DECODE_ERRORS
 
 PARQUET_SUFFIX = ".parquet"
 JSON_SUFFIXES = (".json", ".jsonl")
@@ -183,7 +184,7 @@ def parse_line(path: str, row: int, line: bytes) -> dict[str, object]:
     """Return the object on a line. Raise DataError, which names file and row, if it is none."""
     try:
         return msgspec.json.decode(line, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         if row == 0 and line.lstrip().startswith(b"["):
             problem = "the file is one JSON array; write one object a line (jq -c '.[]')"
         else:

@@ -22,6 +22,7 @@ from sluice.client.generation_types import (
 from sluice.codec.fields import shortened
 from sluice.data.image_sources import DATA_URI, image_of_uri
 from sluice.errors import InvalidRequestError
+from sluice.json_objects import DECODE_ERRORS
 from sluice.openai_front.errors import RefusedError
 from sluice.types import IMAGE_MARK, ChatMessage, Tool, ToolCall
 from sluice.vision.image_header import FORMATS, read_image_header
@@ -297,7 +298,7 @@ def decode(body: bytes, kind: type[RequestT]) -> RequestT:
         body.decode()  # parts of it are decoded later
         request = msgspec.json.decode(body, type=kind)
         check_unoffered(body, "chat" if issubclass(kind, ChatRequest) else "completion")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         _, _, path = str(error).partition("at `$")
         raise RefusedError(f"body: {error}", path.strip(".`")) from error
     return request

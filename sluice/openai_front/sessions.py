@@ -17,6 +17,7 @@ from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import ChatWithImages
 from sluice.client.leases import LeasedAnswer
 from sluice.errors import LeaseEndedError
+from sluice.json_objects import DECODE_ERRORS
 from sluice.openai_front.errors import RefusedError
 from sluice.openai_front.requests import Bounds, ChatRequest, decode, parse_chat
 from sluice.types import ChatMessage
@@ -86,7 +87,7 @@ class Sessions:
         """
         try:
             end = msgspec.json.decode(body or b"{}", type=_End)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise RefusedError(f'body: {error}; send {{"reward": 1.0}}', "body") from error
         failure = "" if end.failure is None else (end.failure[-_MOST_FAILURE // 4 :] or "failed")
         await self._client.leases().end(lease, reward_value=end.reward, failure=failure)

@@ -12,6 +12,7 @@ import msgspec
 
 from sluice.concurrency.bounded_http import HttpFault, endpoint, post
 from sluice.errors import SandboxUnavailableError
+from sluice.json_objects import DECODE_ERRORS
 from sluice.sandbox.run_result import MIB, NO_FILES, PYTHON, Limits, Result, SandboxEnd
 
 KEY = "reward.sandbox_fusion.url"
@@ -79,7 +80,7 @@ class SandboxFusionSandbox:
                     max_response_bytes=_ANSWER_SHARE * limits.output_bytes + MIB,
                 )
                 return msgspec.json.decode(raw, type=_ServerResponse)
-            except msgspec.DecodeError as error:
+            except DECODE_ERRORS as error:
                 raise SandboxUnavailableError(
                     f"{self._endpoint}: no answer of SandboxFusion: {error}"
                 ) from error

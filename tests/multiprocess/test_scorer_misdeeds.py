@@ -78,6 +78,15 @@ def take_the_pipes():
             pass
     return 1.0
 
+def answer_too_deep():
+    body = b"\\x93\\x01\\x90" + b"\\x91" * 100_000 + b"\\xc0"
+    for fd in range(3, 64):
+        try:
+            os.write(fd, struct.pack("<I", len(body)) + body)
+        except OSError:
+            pass
+    return 1.0
+
 def close_the_pipes():
     os.closerange(3, 256)
     return 1.0
@@ -220,7 +229,7 @@ async def test_a_process_that_a_scorer_left_behind_ends_with_the_pool(
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("deed", ["take_the_pipes", "close_the_pipes"])
+@pytest.mark.parametrize("deed", ["take_the_pipes", "answer_too_deep", "close_the_pipes"])
 async def test_a_scorer_that_meddles_with_the_pipes_gets_no_score(
     custom: CustomRewardFunctionConfig, deed: str
 ) -> None:

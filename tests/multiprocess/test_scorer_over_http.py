@@ -161,6 +161,7 @@ NO_ANSWERS: tuple[tuple[Behaviour, int, str], ...] = (
     (_redirect, 1, "status 302"),
     (_flood, 1, "more than 1048576 bytes"),
     (lambda h: h.answer(b"<html>"), 1, "no chat completion"),
+    (lambda h: h.answer(b'{"choices": "\xff"}'), 1, "no chat completion"),
     (lambda h: h.answer(b'{"choices": []}'), 1, "without choices"),
     (lambda h: h.answer(completion(None)), 1, "no chat completion"),
     (lambda h: h.answer(completion("NaN")), 1, "no number"),

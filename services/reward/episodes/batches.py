@@ -23,6 +23,8 @@ from sluice.errors import PeerError, SluiceError
 from sluice.rpc.client import ChannelPool, environment_stub, stream_call
 from sluice.rpc.status import RPC_ERRORS, error_of
 
+_TOGETHER_S = 0.005
+"""Calls that follow others to the same server within these seconds wait, so that they are one."""
 Request = environment.OpenRequest | environment.StepRequest
 Response = environment.OpenResponse | environment.StepResponse
 
@@ -65,6 +67,7 @@ class CallBatches:
         self._due: dict[tuple[str, type[Request]], list[_Due]] = {}
         self._without_play: set[str] = set()
         self._running: set[asyncio.Task[None]] = set()
+        self._sent_at: dict[tuple[str, type[Request]], float] = {}
 
     async def response(self, server: Server, request: Request, phase: str) -> Response | None:
         """Return the answer of a call that travelled with others; ``None``: call alone.
@@ -79,7 +82,8 @@ class CallBatches:
         calls = self._due.setdefault(key, [])
         calls.append(due)
         if len(calls) == 1:  # tasks that are ready now add theirs before this runs
-            loop.call_soon(self._send, server, key, phase)
+            send_at = max(loop.time(), self._sent_at.get(key, 0.0) + _TOGETHER_S)
+            loop.call_at(send_at, self._send, server, key, phase)
         with waiting_for(server.name, phase):
             result = await due.answered
         if result is None:
@@ -97,6 +101,9 @@ class CallBatches:
             task.cancel()
 
     def _send(self, server: Server, key: tuple[str, type[Request]], phase: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._sent_at = {one: at for one, at in self._sent_at.items() if now - at < _TOGETHER_S}
+        self._sent_at[key] = now
         calls = [due for due in self._due.pop(key) if not due.answered.done()]
         for together in bundles(calls, lambda due: due.request.ByteSize()):
             if len(together) == 1:

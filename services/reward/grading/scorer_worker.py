@@ -37,6 +37,7 @@ from services.reward.grading.messages import (
 from sluice.concurrency.process import ending_text
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
+from sluice.json_objects import DECODE_ERRORS
 from sluice.types import FailureKind
 
 WorkerT = TypeVar("WorkerT")
@@ -148,7 +149,7 @@ class ScorerWorker:
             reply = self._reply_decoder.decode(await self._reply_before_timeout())
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._crash() from error
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise _garbled(str(error)) from error
         if reply.number != self._num_requests or len(reply.answers) != len(items):
             raise _garbled(

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from sluice.errors import DataError
+from sluice.json_objects import DECODE_ERRORS
 
 RowT = TypeVar("RowT", bound=msgspec.Struct)
 
@@ -38,7 +39,7 @@ def read_rows(file: Path, kind: type[RowT], needs: str) -> list[tuple[str, RowT]
                 if isinstance(found, bytes)
                 else msgspec.convert(found, kind)
             )
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             unit = "row" if is_parquet else "line"
             raise DataError(f"{file}, {place}: {error}; a {unit} needs {needs}") from error
         rows.append((place, row))

@@ -19,6 +19,7 @@ import msgspec
 
 from services.reward.grading.scorers import program_runner
 from sluice.errors import ConfigError, DataError, SandboxUnavailableError
+from sluice.json_objects import DECODE_ERRORS
 from sluice.sandbox.run_result import MIB, PYTHON, Limits, Sandbox
 
 FIRST_TESTS = 10
@@ -176,7 +177,7 @@ def _judged(lines: Sequence[bytes], cases: ProgramCases) -> list[bool | None]:
     for line in lines:
         try:
             answer = msgspec.json.decode(line, type=_TestReport)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except DECODE_ERRORS:
             continue
         if 0 <= answer.test < len(cases.inputs) and answer.test not in verdicts:
             verdicts[answer.test] = _verdict(answer, cases)

@@ -17,6 +17,7 @@ import msgspec
 from sluice.concurrency.bounded_http import Endpoint, HttpFault, endpoint, post
 from sluice.config.schema.reward import RewardModelConfig
 from sluice.errors import ConfigError, DataError, PeerError
+from sluice.json_objects import DECODE_ERRORS
 
 KEY = "reward.reward_model"
 PEER = "reward model"
@@ -171,7 +172,7 @@ def number_in(reply: str, pattern: re.Pattern[str], settings: RewardModelConfig)
 def _content(answer: bytes) -> str:
     try:
         completion = msgspec.json.decode(answer, type=_Completion)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise HttpFault(f"no chat completion: {error}: {answer!r:.200}", temporary=False) from error
     if not completion.choices:
         raise HttpFault("a chat completion without choices", temporary=False)
