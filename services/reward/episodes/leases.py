@@ -163,7 +163,7 @@ class LeasedEpisode:
         """Wait for the program's first request."""
         asked = await self._next()
         if asked is None:
-            raise EpisodeFailedError("agent: it ended before it asked for an answer")
+            raise EpisodeFailedError("the program ended before it asked for an answer")
         return Observation(asked.messages, is_whole=True, tools=asked.tools)
 
     def recalled(self) -> tuple[CommittedTurn, ...]:
@@ -265,7 +265,7 @@ class LeasedEpisode:
             self._answering = self._waiting.popleft()
             return self._answering
         if self._end.failure and not self._over:
-            raise EpisodeFailedError(f"agent: {self._end.failure}")
+            raise EpisodeFailedError(self._end.failure)
         return None
 
     async def _change(self) -> None:

@@ -244,7 +244,7 @@ async def test_a_sample_whose_end_was_posted_needs_no_program(tmp_path: Path) ->
     ended = found.rollouts[first.sample_index]
     assert (ended.outcome, len(ended.turns)) == (Scored(1.0, 1.0, {"acc": 1.0}), 2)
     failed = failure_of(found.rollouts[second.sample_index])
-    assert (failed.kind, failed.detail) == (FailureKind.AGENT, "agent: exit code 3")
+    assert (failed.kind, failed.detail) == (FailureKind.AGENT, "exit code 3")
 
 
 async def test_a_lease_that_expired_meanwhile_fails_and_takes_nothing_more(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ async def test_a_program_s_failure_costs_its_sample_alone(tmp_path: Path) -> Non
         await play(run, second.lease_id, 1.0)
         found = await group
     failed = failure_of(found.rollouts[first.sample_index])
-    assert (failed.kind, failed.detail) == (FailureKind.AGENT, "agent: exit code 3")
+    assert (failed.kind, failed.detail) == (FailureKind.AGENT, "exit code 3")
     assert found.rollouts[second.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
