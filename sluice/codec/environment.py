@@ -92,8 +92,7 @@ def observation_from_proto(message: environment.Observation) -> Observation:
     check_tools(f"{field}.tools", message.tools)
     if message.tools and message.drops_tools:
         raise InvalidRequestError(
-            f"{field}.drops_tools: true together with {len(message.tools)} tools; send one of "
-            "them"
+            f"{field}.drops_tools: true together with {len(message.tools)} tools; send one of them"
         )
     reward = message.reward if message.HasField("reward") else None
     if reward is not None:

@@ -191,9 +191,7 @@ async def test_a_loop_of_ones_own_sends_whole_conversations(tmp_path: Path) -> N
         assert await played.close() == Scored(1.0, 1.0, {"asked": 2.0})
 
 
-@pytest.mark.parametrize(
-    ("given", "is_dropped"), [("", False), (", None", False), (", []", True)]
-)
+@pytest.mark.parametrize(("given", "is_dropped"), [("", False), (", None", False), (", []", True)])
 async def test_a_loop_drops_its_tools_with_an_empty_list_alone(
     tmp_path: Path, given: str, is_dropped: bool
 ) -> None:
