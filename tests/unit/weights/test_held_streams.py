@@ -344,6 +344,18 @@ def test_parts_overlap_if_an_element_is_in_two_of_them(parts: list[tuple[Cut, ..
     assert frozenset(found) in pairs or (not pairs and found == ())
 
 
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_hundreds_of_parts_that_lie_apart_in_one_dimension_are_not_compared(
+    dimension: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = mock.Mock(return_value=None)
+    monkeypatch.setattr("sluice.weights.share.common_cuts", compared)
+    # Two ranges each, as in a layer that joins two: between them lie ranges of other ranks.
+    parts = [(rank, (Cut(dimension, ((rank, 1), (256 + rank, 1))),)) for rank in range(256)]
+    assert overlapping(parts, (512, 512)) == ()
+    assert compared.call_count == 0
+
+
 @given(_some_cuts(_SHAPE), _some_cuts(_SHAPE))
 def test_what_two_parts_have_in_common_is_cut_out_of_either(
     one: tuple[Cut, ...], other: tuple[Cut, ...]
