@@ -33,6 +33,7 @@ from sluice.rpc.status import RPC_ERRORS, error_of
 _TOGETHER_S = 0.005
 """Calls that follow others to the same server within these seconds wait, so that they are one."""
 Request = environment.OpenRequest | environment.StepRequest
+_RESULT_OF = {environment.OpenRequest: "opened", environment.StepRequest: "stepped"}
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
@@ -100,12 +101,8 @@ class CallBatches:
         """
         if isinstance(request, environment.OpenRequest | environment.StepRequest):
             result = await self._result(server, request, phase)
-            match None if result is None else result.WhichOneof("result"):
-                case "opened" | "stepped" as kind:
-                    return cast("ResponseT", getattr(result, kind))
-                case "failed":
-                    assert result is not None
-                    raise self._failure(result.failed, server, phase)
+            if result is not None:
+                return cast("ResponseT", self._found(result, request, server, phase))
         return await unary_call(
             method(environment_stub(server.channels.to(server.address))),
             request,
@@ -183,6 +180,16 @@ class CallBatches:
                 due.answered.set_result(None)
             else:
                 due.answered.set_exception(error)
+
+    def _found(
+        self, result: environment.PlayResult, request: Request, server: Server, phase: str
+    ) -> object:
+        kind, wanted = result.WhichOneof("result"), _RESULT_OF[type(request)]
+        if kind == wanted:
+            return getattr(result, kind)
+        if kind == "failed":
+            raise self._failure(result.failed, server, phase)
+        raise PeerError(server.name, phase, f"Play: it answered {kind or 'nothing'}, not {wanted}")
 
     def _failure(self, failed: environment.CallFailure, server: Server, phase: str) -> SluiceError:
         code = grpc.StatusCode.__members__.get(failed.code, grpc.StatusCode.UNKNOWN)

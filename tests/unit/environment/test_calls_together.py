@@ -162,6 +162,49 @@ async def test_answers_of_a_broken_connection_are_sent_again_one_by_one(tmp_path
     assert seen == {"Play": 2, "Step": 3}
 
 
+class Confused(environment_pb2_grpc.EnvironmentServiceServicer):
+    """A user's server that answers some Steps with what no Step leads to."""
+
+    async def Play(self, request: Any, context: Any) -> None:
+        """Answer the first Step as if it were Open, the second with nothing."""
+        done = environment.Observation(done=True)
+        odd = [
+            environment.PlayResult(opened=environment.OpenResponse(observation=done)),
+            environment.PlayResult(),
+        ]
+        for call in (*request.opens, *request.steps):
+            result = environment.PlayResult(stepped=environment.StepResponse(observation=done))
+            if isinstance(call, environment.OpenRequest):
+                result = environment.PlayResult(opened=environment.OpenResponse())
+            elif odd:
+                result = odd.pop(0)
+            result.episode_id = call.episode_id
+            await context.write(environment.PlayResponse(results=[result]))
+
+    async def Close(self, _request: Any, _context: Any) -> environment.CloseResponse:
+        """End."""
+        return environment.CloseResponse()
+
+
+async def test_a_result_of_another_call_than_the_one_that_was_made_fails_its_episode_alone() -> (
+    None
+):
+    server = grpc.aio.server()
+    environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(Confused(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with drivers(GivenServers([address])) as servers:
+        group = [episode(servers) for _ in range(3)]
+        await together(one.open() for one in group)
+        found = await together(one.step(0, Answer("end"), STOP) for one in group)
+        assert "Play: it answered opened, not stepped" in str(found[0])
+        assert "Play: it answered nothing, not stepped" in str(found[1])
+        assert found[2].done
+        for one in group:
+            await one.abandon()
+    await server.stop(None)
+
+
 @asynccontextmanager
 async def stub(folder: Path) -> AsyncIterator[environment_pb2_grpc.EnvironmentServiceStub]:
     async with (
