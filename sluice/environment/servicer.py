@@ -27,6 +27,7 @@ from sluice.codec.reward import score_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
 from sluice.environment.episodes import AuthorCalls, Environment, PlayedEpisode, PlayedRow
 from sluice.errors import (
+    EnvironmentDefectError,
     ExhaustedError,
     InvalidRequestError,
     NotFoundError,
@@ -38,6 +39,8 @@ from sluice.types import FinishReason, Scored
 logger = logging.getLogger(__name__)
 
 MAX_EPISODES = 4096
+MAX_RESULT_BYTES = 16 << 20
+"""Of what an answer leads to. A larger message might not be sent, and end calls beside it."""
 MAX_ENDED = 1024
 """Episodes that ended with a Step whose answer is kept, for a repeated call."""
 _FINISH, _PLAY = "FINISH_REASON_", "EnvironmentService/Play"
@@ -318,12 +321,21 @@ async def _called(
         try:
             async with asyncio.timeout(time_s) as scope:
                 result = await work()
+            _check_size(result)
         except Exception as error:  # noqa: BLE001  its waiters raise it
             if not scope.expired():
                 episode.failure = error
             return episode.failure
         episode.failure = None
         return result
+
+
+def _check_size(result: _Result) -> None:
+    if isinstance(result, Exception) or (size := result.ByteSize()) <= MAX_RESULT_BYTES:
+        return
+    raise EnvironmentDefectError(
+        f"observation: {size} bytes; give the policy at most {MAX_RESULT_BYTES} at once"
+    )
 
 
 async def _closed(episode: _Open) -> SluiceError | None:

@@ -1,9 +1,9 @@
 """Calls of episodes: those of Open and Step that are due at the same moment travel in one Play.
 
 Consumes: calls of episodes. Waits for: the server, within the time of a call. On failure: of a
-call: its episode alone; of the connection: episodes that open fail, and answers are sent again one
-by one, since servers repeat theirs. Servers without Play get all calls one by one. On shutdown:
-calls are cancelled.
+call: its episode alone; of the connection, or of a result that is too large: episodes that open
+fail, and answers are sent again one by one, since servers repeat theirs. Servers without Play get
+all calls one by one. On shutdown: calls are cancelled.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from sluice.rpc.status import RPC_ERRORS, error_of
 
 _TOGETHER_S = 0.005
 """Calls that follow others to the same server within these seconds wait, so that they are one."""
+_SENT_AGAIN = frozenset(("UNAVAILABLE", "RESOURCE_EXHAUSTED"))
+"""Failures of a Play that its answers alone may not meet."""
 Request = environment.OpenRequest | environment.StepRequest
 _RESULT_OF = {environment.OpenRequest: "opened", environment.StepRequest: "stepped"}
 RequestT = TypeVar("RequestT")
@@ -174,9 +176,7 @@ class CallBatches:
             is_step = isinstance(due.request, environment.StepRequest)
             if due.answered.done():
                 continue
-            if server.address in self._without_play or (
-                is_step and code == grpc.StatusCode.UNAVAILABLE.name
-            ):
+            if server.address in self._without_play or (is_step and code in _SENT_AGAIN):
                 due.answered.set_result(None)
             else:
                 due.answered.set_exception(error)

@@ -42,6 +42,8 @@ class Counting:
         (FOLDER / "running").touch()
         while text == "wait" and not (FOLDER / "go").exists():
             await asyncio.sleep(0.01)
+        if text == "big":
+            return [{"role": "user", "content": "x" * (1 << 20)}] * 17
         return None if text.startswith("end") else f"call {Counting.made}"
 
     def score(self, answer):
@@ -203,6 +205,39 @@ async def test_a_result_of_another_call_than_the_one_that_was_made_fails_its_epi
         for one in group:
             await one.abandon()
     await server.stop(None)
+
+
+def texts(group: Iterable[ServedEpisode], *said: str) -> Iterable[Coroutine[Any, Any, Any]]:
+    return (one.step(0, Answer(text), STOP) for one, text in zip(group, said, strict=True))
+
+
+async def test_an_observation_that_is_too_large_fails_its_episode_alone(tmp_path: Path) -> None:
+    async with counting(tmp_path) as (servers, seen):
+        group = [episode(servers) for _ in range(3)]
+        await together(one.open() for one in group)
+        small, big, other = await together(texts(group, "end", "big", "end"))
+        assert small.done
+        assert other.done
+        assert "bytes; give the policy at most 16777216 at once" in str(big)
+        await group[1].abandon()
+    assert seen == {"Play": 2, "Close": 1}
+
+
+async def test_answers_beside_one_that_the_caller_cannot_receive_are_sent_again_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.environment.servicer.MAX_RESULT_BYTES", 1 << 30)
+    async with counting(tmp_path) as (servers, seen), asyncio.TaskGroup() as tasks:
+        group = [episode(servers) for _ in range(3)]
+        await together(one.open() for one in group)
+        playing = tasks.create_task(together(texts(group, "wait", "big", "wait")))
+        await eventually(lambda: seen["Step"] == 3)
+        (tmp_path / "go").touch()
+        small, big, other = await playing
+        assert [found.messages[0].content for found in (small, other)] == ["call 3"] * 2
+        assert "RESOURCE_EXHAUSTED" in str(big)
+        for one in group:
+            await one.abandon()
 
 
 @asynccontextmanager
