@@ -57,8 +57,20 @@ class Counting:
 """
 
 
-def world(folder: Path) -> Any:
-    text = WORLD.replace("FOLDER", f"Path({str(folder)!r})")
+HANGING = """
+import asyncio
+
+class Hanging:
+    def turn(self, text):
+        return None
+
+    async def close(self):
+        await asyncio.Event().wait()
+"""
+
+
+def world(folder: Path, text: str = WORLD) -> Any:
+    text = text.replace("FOLDER", f"Path({str(folder)!r})")
     return author_file(folder, text).load()
 
 
@@ -302,6 +314,29 @@ async def test_a_call_beyond_its_deadline_is_cut_short_and_the_next_one_fails(
             await calls.Step(answer("wait"), timeout=0.2)
         with pytest.raises(grpc.aio.AioRpcError, match="cut short"):
             await calls.Step(answer("wait"), timeout=30)
+
+
+class Caller:
+    """The context of a call that has time."""
+
+    def time_remaining(self) -> float:
+        """Seconds."""
+        return 30.0
+
+
+async def test_a_close_that_hangs_holds_neither_other_calls_nor_the_end_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.environment.servicer.CLOSE_S", 0.1)
+    now_s, calls = 0.0, AuthorCalls()
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        servicer = EnvironmentServicer(world(tmp_path, HANGING), tasks, calls, lambda: now_s)
+        for name in ("expired", "next"):
+            await servicer.Open(environment.OpenRequest(episode_id=name, timeout_s=5), Caller())
+            now_s += 10
+        assert (await servicer.GetStatus(environment.GetStatusRequest(), None)).episodes == 1
+        await servicer.close()
+    calls.close()
 
 
 async def test_methods_run_side_by_side_once_one_makes_others_wait() -> None:
