@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from services.reward.episodes.lease_records import CommittedTurn
 from sluice.algorithm.episode_rules import Observation
 from sluice.errors import SluiceError
 from sluice.types import Answer, FinishReason, Prompt, Scored
@@ -65,28 +63,6 @@ class EpisodeDriver(Protocol):
 
     async def abandon(self) -> None:
         """Give the episode up, within `ABANDON_S`. Raise no error."""
-        ...
-
-
-@runtime_checkable
-class LeasedDriver(EpisodeDriver, Protocol):
-    """An episode that a program of the user works on. Its failures are the agent's."""
-
-    async def taken(self) -> None:
-        """Wait until a program has taken it; the episode's time begins then."""
-        ...
-
-    def seconds_left(self) -> float:
-        """Return the seconds until a sample that was taken expires."""
-        ...
-
-    def recalled(self) -> Sequence[CommittedTurn]:
-        """Return the turns of an earlier service. With any, the episode is open, and `step` for
-        the last one waits for what follows."""
-        ...
-
-    def commit(self, turn: CommittedTurn) -> None:
-        """Keep the turn whose answer `step` gets next."""
         ...
 
 

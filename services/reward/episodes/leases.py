@@ -23,10 +23,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
-from services.reward.episodes.lease_records import (
+from services.reward.ledger.leases import (
     CommittedTurn,
+    KeptLeases,
     LeaseRecord,
-    LeaseStore,
     PostedEnd,
 )
 from sluice.algorithm.episode_rules import Observation
@@ -91,7 +91,7 @@ class LeasedEpisode:
     """
 
     def __init__(
-        self, desk: LeaseDesk, store: LeaseStore, record: LeaseRecord | None = None
+        self, desk: LeaseDesk, store: KeptLeases, record: LeaseRecord | None = None
     ) -> None:
         self._desk, self._store = desk, store
         self.lease_id = record.lease_id if record else secrets.token_urlsafe(_SECRET_BYTES)
@@ -291,7 +291,7 @@ class LeaseDesk:
         num_recalled_tokens: sampled by an earlier service, of samples that continue.
     """
 
-    def __init__(self, store: LeaseStore) -> None:
+    def __init__(self, store: KeptLeases) -> None:
         self._store = store
         self.num_recalled_tokens = 0
         self._is_closing = False

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward.episodes.lease_records import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.generation.request import GroupProgress
+from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.ledger import PromptLedger
 from sluice.types import (
     Answer,
