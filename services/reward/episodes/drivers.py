@@ -33,6 +33,7 @@ class EpisodeTask:
         seed: the same for all samples of a prompt.
         timeout_s: seconds after which the environment may drop it.
         sample_index: within its group.
+        is_kept: whether a restarted service continues it, since its prompt starts again then.
     """
 
     episode_id: str
@@ -41,6 +42,7 @@ class EpisodeTask:
     seed: int
     timeout_s: float
     sample_index: int = 0
+    is_kept: bool = False
 
 
 class EpisodeDriver(Protocol):

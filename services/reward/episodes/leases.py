@@ -7,11 +7,12 @@ programs, within the group's rules until one has taken a sample, and within the 
 then on. On failure of a program: its sample fails. When the loop gives a sample up, its lease is
 revoked: what its program asks then is refused.
 
-What a restart keeps: with a ledger that has a file, a lease and its deadline, the turns that its
-program may have seen, and its posted end, until its prompt ends or starts again. A restarted
-service answers requests from these turns. When the prompt starts, the sample continues from them,
-and needs no program if its end was posted. What was being sampled is sampled again, when the
-program repeats its request. Samples that nobody had leased are offered again.
+What a restart keeps of a sample that is trained, with a ledger that has a file: its lease and
+deadline, the turns that its program may have seen, and its posted end, until its prompt ends or
+starts again. A restarted service answers requests from these turns. When the prompt starts, the
+sample continues from them, and needs no program if its end was posted. What was being sampled is
+sampled again, when the program repeats its request. Samples that nobody had leased are offered
+again.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class LeasedEpisode:
         self._expires_s = time.time() + self.task.timeout_s
         prompt_id, index = self.task.prompt.prompt_id, self.task.sample_index
         record = LeaseRecord(self.lease_id, prompt_id, index, self._expires_s)
-        self._is_kept = self._store.taken(record)
+        self._is_kept = self.task.is_kept and self._store.taken(record)
         self._is_taken.set()
 
     async def open(self) -> Observation:
@@ -311,7 +312,8 @@ class LeaseDesk:
 
     def begin(self, task: EpisodeTask) -> LeasedEpisode:
         """Return the driver of an episode: a new one, or one that an earlier service left."""
-        earlier = self._to_continue.pop((task.prompt.prompt_id, task.sample_index), None)
+        sample = task.prompt.prompt_id, task.sample_index
+        earlier = self._to_continue.pop(sample, None) if task.is_kept else None
         episode = earlier or LeasedEpisode(self, self._store)
         episode.begin(task)
         return episode

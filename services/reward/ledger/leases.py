@@ -104,8 +104,7 @@ class KeptLeases:
 
     Args:
         write: hands one change to the file.
-        is_pending: returns whether a prompt is; leases of others, such as a validation's, are not
-            kept.
+        is_pending: returns whether a prompt is; leases of others are not kept.
         found: what the file holds.
 
     Attributes:
