@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import grpc
 
 from services.reward.app import RewardApp
-from services.reward.episodes.lease_records import PostedEnd
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
 from services.reward.group_table import GroupState, PromptOutcome
 from services.reward.groups.loop import as_waits
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
+from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward

@@ -7,11 +7,12 @@ programs, within the group's rules until one has taken a sample, and within the 
 then on. On failure of a program: its sample fails. When the loop gives a sample up, its lease is
 revoked: what its program asks then is refused.
 
-What a restart keeps: with a ledger that has a file, a lease and its deadline, the turns that its
-program may have seen, and its posted end, until its prompt ends or starts again. A restarted
-service answers requests from these turns. When the prompt starts, the sample continues from them,
-and needs no program if its end was posted. What was being sampled is sampled again, when the
-program repeats its request. Samples that nobody had leased are offered again.
+What a restart keeps of a sample that is trained, with a ledger that has a file: its lease and
+deadline, the turns that its program may have seen, and its posted end, until its prompt ends or
+starts again. A restarted service answers requests from these turns. When the prompt starts, the
+sample continues from them, and needs no program if its end was posted. What was being sampled is
+sampled again, when the program repeats its request. Samples that nobody had leased are offered
+again.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
-from services.reward.episodes.lease_records import (
+from services.reward.ledger.leases import (
     CommittedTurn,
+    KeptLeases,
     LeaseRecord,
-    LeaseStore,
     PostedEnd,
 )
 from sluice.algorithm.episode_rules import Observation
@@ -91,7 +92,7 @@ class LeasedEpisode:
     """
 
     def __init__(
-        self, desk: LeaseDesk, store: LeaseStore, record: LeaseRecord | None = None
+        self, desk: LeaseDesk, store: KeptLeases, record: LeaseRecord | None = None
     ) -> None:
         self._desk, self._store = desk, store
         self.lease_id = record.lease_id if record else secrets.token_urlsafe(_SECRET_BYTES)
@@ -156,7 +157,7 @@ class LeasedEpisode:
         self._expires_s = time.time() + self.task.timeout_s
         prompt_id, index = self.task.prompt.prompt_id, self.task.sample_index
         record = LeaseRecord(self.lease_id, prompt_id, index, self._expires_s)
-        self._is_kept = self._store.taken(record)
+        self._is_kept = self.task.is_kept and self._store.taken(record)
         self._is_taken.set()
 
     async def open(self) -> Observation:
@@ -291,7 +292,7 @@ class LeaseDesk:
         num_recalled_tokens: sampled by an earlier service, of samples that continue.
     """
 
-    def __init__(self, store: LeaseStore) -> None:
+    def __init__(self, store: KeptLeases) -> None:
         self._store = store
         self.num_recalled_tokens = 0
         self._is_closing = False
@@ -311,7 +312,8 @@ class LeaseDesk:
 
     def begin(self, task: EpisodeTask) -> LeasedEpisode:
         """Return the driver of an episode: a new one, or one that an earlier service left."""
-        earlier = self._to_continue.pop((task.prompt.prompt_id, task.sample_index), None)
+        sample = task.prompt.prompt_id, task.sample_index
+        earlier = self._to_continue.pop(sample, None) if task.is_kept else None
         episode = earlier or LeasedEpisode(self, self._store)
         episode.begin(task)
         return episode

@@ -5,14 +5,14 @@ prompt ends or its attempt is given up.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from services.reward.episodes.lease_records import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.writer import Statement
-from sluice.types import Answer, ChatMessage, FinishReason, Tool, Turn, VersionSpan
+from sluice.types import Answer, ChatMessage, FinishReason, TokenIds, Tool, Turn, VersionSpan
 
 _OF_SAMPLE = "prompt_id = ? AND sample_index = ?"
 _FORGET_TURNS = (
@@ -26,6 +26,59 @@ _FORGET_LEFT = (
     "DELETE FROM sample_leases WHERE prompt_id NOT IN (SELECT prompt_id FROM pending)",
     "DELETE FROM lease_turns WHERE lease_id NOT IN (SELECT lease_id FROM sample_leases)",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class PostedEnd:
+    """How a program ended its sample.
+
+    Args:
+        reward: finite; ``None``: scorers grade the last answer.
+        failure: why the program failed; empty: it did not.
+    """
+
+    reward: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CommittedTurn:
+    """A turn that a program may have seen.
+
+    Args:
+        messages: that its request adds to the turn that it continues; of a root, all of them.
+        tools: that the policy could call.
+        turn: what was sampled.
+        num_read: tokens that the policy read.
+        prompt_token_ids: the prompt of its group, [prompt tokens].
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...]
+    turn: Turn
+    num_read: int
+    prompt_token_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeaseRecord:
+    """A leased sample.
+
+    Args:
+        lease_id: secret.
+        prompt_id: of its group.
+        sample_index: within its group.
+        expires_s: when the lease expires, seconds since 1970.
+        turns: by the digests of their requests, in the order of their calls.
+        end: ``None``: none was posted.
+    """
+
+    lease_id: str
+    prompt_id: str
+    sample_index: int
+    expires_s: float
+    turns: Mapping[str, CommittedTurn] = field(default_factory=dict)
+    end: PostedEnd | None = None
 
 
 class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
@@ -47,13 +100,16 @@ class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptLeases:
-    """The leases of pending prompts; a `LeaseStore`.
+    """The leases of pending prompts.
 
     Args:
         write: hands one change to the file.
-        is_pending: returns whether a prompt is; leases of others, such as a validation's, are not
-            kept.
+        is_pending: returns whether a prompt is; leases of others are not kept.
         found: what the file holds.
+
+    Attributes:
+        found: what an earlier service left.
+        on_revoked: called with the id of a prompt whose leases are dropped.
     """
 
     def __init__(
@@ -63,7 +119,7 @@ class KeptLeases:
         found: Sequence[LeaseRecord] = (),
     ) -> None:
         self._write, self._is_pending = write, is_pending
-        self.found = found
+        self.found: Sequence[LeaseRecord] = found
         self.on_revoked: Callable[[str], None] = lambda _prompt_id: None
         self._prompts = {record.prompt_id for record in found}
 

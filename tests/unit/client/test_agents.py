@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from services.reward.episodes.lease_records import PostedEnd
 from services.reward.episodes.leases import LeaseDesk
+from services.reward.ledger.leases import PostedEnd
 from sluice.client.agent_program import (
     AgentFailedError,
     AgentProgram,

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward.episodes.lease_records import CommittedTurn, LeaseRecord, PostedEnd
-from services.reward.generation.request import GroupProgress
+from services.reward.generation.dispatcher import generate_group
+from services.reward.generation.request import GroupProgress, Purpose
+from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.ledger import PromptLedger
 from sluice.types import (
     Answer,
@@ -214,6 +215,52 @@ async def test_a_lease_continues_its_exact_tokens_and_a_sample_nobody_had_is_off
     assert not rollout.turns[0].is_new_root
     assert versions[0] == 3
     assert progress.num_received == sum(one.num_tokens for one in found.rollouts)
+
+
+async def test_only_samples_that_are_trained_survive_and_no_other_continues_from_them(
+    tmp_path: Path,
+) -> None:
+    request = group_request(1)
+    validation = replace(request, purpose=Purpose.VALIDATION)
+    async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
+        trained = tasks.create_task(run.generator.generate(request))
+        (lease,) = await take(run, 1)
+        await chat(run, lease.lease_id, ASKED)
+        validated = tasks.create_task(run.generator.generate(validation))
+        (other,) = await take(run, 1)
+        await chat(run, other.lease_id, ASKED)
+        trained.cancel()
+        validated.cancel()
+    async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
+        validated = tasks.create_task(run.generator.generate(validation))
+        (other,) = await take(run, 1)
+        await play(run, other.lease_id, 0.0)
+        assert (await validated).rollouts[0].outcome == Scored(0.0, 0.0, {"acc": 0.0})
+        assert len(run.engine.prompts) == 2
+        trained = tasks.create_task(run.generator.generate(request))
+        await play(run, lease.lease_id, 1.0)
+        assert (await trained).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
+
+
+async def test_a_greedy_response_never_takes_the_place_of_a_sample(tmp_path: Path) -> None:
+    request = group_request(1)
+    greedy = replace(request.sampling, temperature=0.0)
+    rewards = []
+    async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generate_group(run.generator, request, greedy))
+        first, second = await take(run, 2)
+        await play(run, first.lease_id, 0.25)
+        await play(run, second.lease_id, 1.0)
+        rewards.append((await group).samples.rollouts[0].outcome)
+    async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generate_group(run.generator, request, greedy))
+        (again,) = await take(run, 1)
+        await play(run, again.lease_id, 0.5)
+        found = await group
+        rewards.append(found.samples.rollouts[0].outcome)
+        assert found.greedy is not None
+        assert found.greedy.rollouts[0].outcome == Scored(0.5, 0.5, {"acc": 0.5})
+    assert rewards[0] == rewards[1]
 
 
 async def test_a_request_that_waits_for_its_prompt_to_start_again_is_answered_then(

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.reward.episodes.lease_records import PostedEnd
+from services.reward.ledger.leases import PostedEnd
 from sluice.client.leases import LeasedSample
 from sluice.errors import InvalidRequestError, LeaseEndedError, NotFoundError
 from sluice.types import (
