@@ -52,6 +52,8 @@ class LeaseRecord:
         expires_s: when the lease expires, seconds since 1970.
         turns: by the digests of their requests, in the order of their calls.
         end: ``None``: none was posted.
+        holder: who has leased it; empty: nobody in particular.
+        keep_alive_s: seconds without a call of the holder after which it fails; 0: it does not.
     """
 
     lease_id: str
@@ -60,6 +62,8 @@ class LeaseRecord:
     expires_s: float
     turns: Mapping[str, CommittedTurn] = field(default_factory=dict)
     end: PostedEnd | None = None
+    holder: str = ""
+    keep_alive_s: float = 0.0
 
 
 class LeaseStore(Protocol):
