@@ -203,7 +203,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.LeaseSamplesResponse:
         """Lease samples to a program."""
         check_fields(request)
-        taken = await self._leases().take(request.count, request.wait_s)
+        taken = await self._leases().take(
+            request.count, request.wait_s, request.holder, request.keep_alive_s
+        )
         await self._app.ledger.durable()
         return reward.LeaseSamplesResponse(
             leases=[

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from sluice.client.agent_program import (
@@ -31,6 +32,9 @@ from sluice.errors import (
     PeerError,
 )
 
+_KEEP_ALIVE_S = 60.0
+"""Without a sign of life for so long, as after SIGKILL, the samples of the programs fail."""
+_SIGNS = 3  # in that time
 _TAKE_S, _AWAY_S, _PAUSE_S, _REPORT_S, _LAST_CALL_S = 5.0, 60.0, 1.0, 10.0, 5.0
 _STOPPED = "sluice agents run was stopped"
 
@@ -105,9 +109,11 @@ class AgentRunner:
         """
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(self._lease(), name="leases")
+            living = tasks.create_task(self._show_life(), name="sign of life")
             await self._until_over()
             self._is_over = True
             working.cancel()
+            living.cancel()
 
     async def _until_over(self) -> None:
         """Report progress until the run has ended, or has been away for too long."""
@@ -128,6 +134,13 @@ class AgentRunner:
                 self._say(f"the reward service has been away for {_AWAY_S:g} s")
                 return
 
+    async def _show_life(self) -> None:
+        """Keep the leases alive, also while no further one is taken."""
+        while True:
+            await asyncio.sleep(_KEEP_ALIVE_S / _SIGNS)
+            with suppress(PeerError, DeadlineError, ExhaustedError):
+                await self._leases.take(0, _PAUSE_S, _KEEP_ALIVE_S)
+
     async def _lease(self) -> None:
         """Start a program for each sample, without end."""
         loop = asyncio.get_running_loop()
@@ -136,7 +149,7 @@ class AgentRunner:
                 await self._wait_for_capacity()
                 try:
                     free = self._parallel - self.counts.running
-                    found = await self._leases.take(min(free, 1024), _TAKE_S)
+                    found = await self._leases.take(min(free, 1024), _TAKE_S, _KEEP_ALIVE_S)
                 except (PeerError, DeadlineError, ExhaustedError) as error:
                     if self._away_since is None:
                         self._away_since = loop.time()
