@@ -98,7 +98,7 @@ class EpisodeStatistics:
         environments: EnvironmentNames = EnvironmentNames(),
     ) -> None:
         self._tool_names, self._names = tool_names, environments
-        self._known: set[str] = set()  # the first names that are counted by themselves
+        self._known: set[str] = set()  # the first names, each counted apart
         self._means: dict[str, _Means] = {}  # by the beginning of their names
         self._counts = Counter[str]()
 
@@ -128,8 +128,8 @@ class EpisodeStatistics:
     def _own(self, prompt: Prompt, *, is_real: bool) -> str | None:
         """Return the beginning of an environment's metrics; ``None``: the row has none.
 
-        A client may send any name: only one that is real, or that a data-set row has, is counted by
-        itself.
+        A client may send any name: only one that is real, or that a data-set row has, is counted
+        apart.
         """
         name = self._names.of(prompt)
         if name is None:
