@@ -20,12 +20,22 @@ from sluice.concurrency.waits import waiting_for
 from sluice.errors import ConfigError, SluiceError
 
 _KEPT_BYTES = 1 << 16
-_MOST_DETAIL = 400
+_MOST_SAID = 400
+_MOST_BYTES = 2000
+"""Of a failure; a run takes no more."""
 _LAST_OUTPUT_S, _GRACE_S = 1.0, 3.0
 
 
 class AgentFailedError(SluiceError):
-    """A program failed; its sample has no reward."""
+    """A program failed; its sample has no reward.
+
+    Args:
+        detail: why. It may hold what a program has printed, so only what can be sent is kept.
+    """
+
+    def __init__(self, detail: str) -> None:
+        sent = detail.encode(errors="replace")[:_MOST_BYTES]  # half a surrogate pair cannot be
+        super().__init__(sent.decode(errors="ignore"))
 
 
 class AgentLateError(AgentFailedError):
@@ -57,18 +67,18 @@ def printed_reward(output: str) -> float | None:
     if not isinstance(found, dict):
         return None
     if failure := found.get("failure"):
-        raise AgentFailedError(str(failure)[:_MOST_DETAIL])
+        raise AgentFailedError(str(failure))
     reward = found.get("reward")
     if reward is None:
         return None
     if isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise AgentFailedError(f"reward: {str(reward)[:_MOST_DETAIL]!r} is no number")
+        raise AgentFailedError(f"reward: {reward!r} is no number")
     try:
         value = float(reward)
     except OverflowError:
         value = math.inf
     if not math.isfinite(value):
-        raise AgentFailedError(f"reward: {str(reward)[:_MOST_DETAIL]} is not finite")
+        raise AgentFailedError(f"reward: {value} is not finite")
     return value
 
 
@@ -123,7 +133,7 @@ class AgentProgram:
             detail = f"stopped: it ran for sluice.environment.episode_timeout_s={deadline_s:g}"
             raise AgentLateError(detail) from None
         if code := self._transport.get_returncode():
-            said = (errors.strip() or output.strip())[-_MOST_DETAIL:]
+            said = (errors.strip() or output.strip())[-_MOST_SAID:]
             raise AgentFailedError(f"exit code {code}: {said}")
         return printed_reward(output)
 

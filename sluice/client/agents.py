@@ -27,8 +27,8 @@ from sluice.errors import (
     DeadlineError,
     ExhaustedError,
     LeaseEndedError,
-    NotFoundError,
     PeerError,
+    SluiceError,
 )
 
 _TAKE_S, _AWAY_S, _PAUSE_S, _REPORT_S, _LAST_CALL_S = 5.0, 60.0, 1.0, 10.0, 5.0
@@ -214,7 +214,7 @@ class AgentRunner:
                 await self._leases.end(lease.lease_id, reward_value=reward, failure=failure)
         except LeaseEndedError:
             return True
-        except (NotFoundError, PeerError, DeadlineError, TimeoutError):
+        except (SluiceError, TimeoutError):
             return False
         return True
 

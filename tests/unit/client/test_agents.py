@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,11 +20,20 @@ from sluice.client.agent_program import (
     program_of,
 )
 from sluice.client.agents import AgentRunner
-from sluice.errors import ConfigError, NotReadyError, PeerError, leaves
+from sluice.client.leases import LeasedSample
+from sluice.errors import (
+    AccessDeniedError,
+    ConfigError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    PeerError,
+    leaves,
+)
 from sluice.rpc.policy import CALL_POLICIES
 from sluice.types import Failed, FailureKind, RolloutGroup, Scored
 from tests.support.leased import Leased, leased
-from tests.support.scripted_environment import group_request
+from tests.support.scripted_environment import eventually, group_request
 
 AGENT = """
 import json, os, sys, urllib.request
@@ -44,6 +53,8 @@ ENDS = {
     "hang": "import subprocess; subprocess.run(['sleep', '1000'])",
     "flood": "print('x' * (1 << 20), file=sys.stderr); print('y' * (1 << 20)); "
     'print(json.dumps({"reward": 0.5}))',
+    "fail with half a character": r"""print('{"failure": "\\ud800"}')""",
+    "print a long reward": r"""print(json.dumps({"reward": "\u200b" * 4000}))""",
     "leave a child": "import subprocess; subprocess.Popen(['sleep', '1000']); "
     'print(json.dumps({"reward": 0.5}))',
     "refuse to end": "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\n"
@@ -102,6 +113,65 @@ async def test_a_program_that_fails_or_hangs_leaves_no_reward(
     assert isinstance(failed, Failed)
     assert failed.kind is FailureKind.AGENT
     assert detail in failed.detail
+
+
+@pytest.mark.parametrize(
+    ("end", "detail"),
+    [("fail with half a character", "?"), ("print a long reward", r"reward: '\u200b")],
+)
+async def test_what_cannot_be_sent_of_a_failure_fails_one_sample_and_not_the_command(
+    tmp_path: Path, end: str, detail: str
+) -> None:
+    async with leased(tmp_path, answers) as run:
+        group, said = await played(run, tmp_path, end, n=1)
+    failed = group.rollouts[0].outcome
+    assert isinstance(failed, Failed)
+    assert failed.kind is FailureKind.AGENT
+    assert detail in failed.detail
+    assert detail in said
+
+
+class Scripted:
+    """Leases of `samples`; an end raises what comes next of `errors`, the last one for ever."""
+
+    def __init__(self, errors: list[Exception | None], samples: int = 1) -> None:
+        self.errors, self.samples, self.ends = errors, samples, list[Any]()
+
+    async def take(self, *_given: Any) -> list[LeasedSample]:
+        """Lease all at once."""
+        taken, self.samples = self.samples, 0
+        await asyncio.sleep(0 if taken else 0.01)
+        return [LeasedSample(f"l{n}", "p", n, (), "{}", 30.0) for n in range(taken)]
+
+    async def end(self, lease_id: str, **end: Any) -> None:
+        """Note an end."""
+        self.ends.append(end)
+        error = self.errors.pop(0) if len(self.errors) > 1 else self.errors[0]
+        if error is not None:
+            raise error
+
+
+async def until_done(leases: Scripted, output: str, done: Callable[[AgentRunner], bool]) -> str:
+    """What a command has counted once `done`; each program prints `output`."""
+    command = shlex.join(["echo", output])
+    runner = AgentRunner(cast("Any", leases), command, 2, "http://x", print, goes_on)
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(runner.run())
+        await eventually(lambda: working.done() or done(runner))
+        working.cancel()
+    return str(runner.counts)
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidRequestError("failure: too long"), AccessDeniedError("no"), NotFoundError("x")]
+)
+async def test_an_end_that_is_refused_does_not_end_the_command(error: Exception) -> None:
+    def is_over(runner: AgentRunner) -> bool:
+        return bool(leases.ends) and not runner.counts.running
+
+    leases = Scripted([error])
+    found = await until_done(leases, '{"failure": "lost"}', is_over)
+    assert found == "0 agents run, 0 ended, 0 failed, 1 stopped"
 
 
 @pytest.mark.parametrize("end", ["hang", "refuse to end"])
