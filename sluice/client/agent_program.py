@@ -92,7 +92,7 @@ class AgentProgram:
 
     def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Streams) -> None:
         self._transport, self._protocol = transport, protocol
-        self._is_interrupted = False
+        self._is_interrupted = self._is_stopped = False
 
     @classmethod
     async def start(cls, arguments: Sequence[str], variables: Mapping[str, str]) -> AgentProgram:
@@ -139,12 +139,17 @@ class AgentProgram:
 
     def interrupt(self) -> None:
         """Send SIGTERM to the program and to what it started, once."""
-        if not self._is_interrupted:
+        if not (self._is_interrupted or self._is_stopped):
             self._is_interrupted = True
             self._signal(signal.SIGTERM)
 
     async def stop(self) -> None:
-        """Let the program end within seconds, then kill what is left of its group."""
+        """Let the program end within seconds, then kill what is left of its group, once.
+
+        Later another group may have its number.
+        """
+        if self._is_stopped:
+            return
         if not self._protocol.exited.is_set():
             self.interrupt()
             with suppress(TimeoutError):
@@ -154,6 +159,7 @@ class AgentProgram:
         self._signal(signal.SIGKILL)
         with waiting_for("agent", "ending after SIGKILL"):
             await self._protocol.exited.wait()
+        self._is_stopped = True
         self._transport.close()  # a process that left the group may hold its pipes
 
     def _signal(self, number: signal.Signals) -> None:

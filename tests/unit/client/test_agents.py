@@ -24,7 +24,9 @@ from sluice.client.leases import LeasedSample
 from sluice.errors import (
     AccessDeniedError,
     ConfigError,
+    ExhaustedError,
     InvalidRequestError,
+    LeaseEndedError,
     NotFoundError,
     NotReadyError,
     PeerError,
@@ -131,17 +133,25 @@ async def test_what_cannot_be_sent_of_a_failure_fails_one_sample_and_not_the_com
     assert detail in said
 
 
-class Scripted:
-    """Leases of `samples`; an end raises what comes next of `errors`, the last one for ever."""
+AWAY = PeerError("reward", "a call", "it is away")
 
-    def __init__(self, errors: list[Exception | None], samples: int = 1) -> None:
-        self.errors, self.samples, self.ends = errors, samples, list[Any]()
+
+class Scripted:
+    """Leases of one sample; an end raises what comes next of `errors`, at last always the same."""
+
+    def __init__(self, *errors: Exception | None, is_away: bool = False) -> None:
+        self.errors, self.is_away = list(errors), is_away
+        self.num_taken, self.ends = 0, list[Any]()
 
     async def take(self, *_given: Any) -> list[LeasedSample]:
-        """Lease all at once."""
-        taken, self.samples = self.samples, 0
-        await asyncio.sleep(0 if taken else 0.01)
-        return [LeasedSample(f"l{n}", "p", n, (), "{}", 30.0) for n in range(taken)]
+        """Lease it once, and then be away, or have none."""
+        self.num_taken += 1
+        if self.num_taken == 1:
+            return [LeasedSample("one", "p", 0, (), "{}", 30.0)]
+        if self.is_away:
+            raise AWAY
+        await asyncio.sleep(0.01)
+        return []
 
     async def end(self, lease_id: str, **end: Any) -> None:
         """Note an end."""
@@ -151,27 +161,47 @@ class Scripted:
             raise error
 
 
-async def until_done(leases: Scripted, output: str, done: Callable[[AgentRunner], bool]) -> str:
-    """What a command has counted once `done`; each program prints `output`."""
+def scripted(leases: Scripted, output: str) -> AgentRunner:
+    """A command whose programs print `output`."""
     command = shlex.join(["echo", output])
-    runner = AgentRunner(cast("Any", leases), command, 2, "http://x", print, goes_on)
-    async with asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(runner.run())
-        await eventually(lambda: working.done() or done(runner))
-        working.cancel()
-    return str(runner.counts)
+    return AgentRunner(cast("Any", leases), command, 2, "http://x", print, goes_on, 0.0)
 
 
 @pytest.mark.parametrize(
-    "error", [InvalidRequestError("failure: too long"), AccessDeniedError("no"), NotFoundError("x")]
+    ("output", "error", "counts"),
+    [
+        ('{"failure": "x"}', InvalidRequestError("x"), "0 ended, 0 failed, 1 stopped"),
+        ('{"failure": "x"}', AccessDeniedError("x"), "0 ended, 0 failed, 1 stopped"),
+        ('{"reward": 1.0}', NotFoundError("x"), "0 ended, 0 failed, 1 stopped"),
+        ('{"reward": 1.0}', LeaseEndedError("x"), "1 ended, 0 failed"),
+        ('{"reward": 1.0}', None, "1 ended, 0 failed; mean reward 1.000"),
+    ],
 )
-async def test_an_end_that_is_refused_does_not_end_the_command(error: Exception) -> None:
-    def is_over(runner: AgentRunner) -> bool:
-        return bool(leases.ends) and not runner.counts.running
+async def test_an_end_that_the_run_refuses_counts_neither_as_ended_nor_its_reward(
+    output: str, error: Exception | None, counts: str
+) -> None:
+    leases = Scripted(error)
+    runner = scripted(leases, output)
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(runner.run())
+        await eventually(lambda: leases.ends and not runner.counts.running)
+        working.cancel()
+    assert str(runner.counts) == f"0 agents run, {counts}"
 
-    leases = Scripted([error])
-    found = await until_done(leases, '{"failure": "lost"}', is_over)
-    assert found == "0 agents run, 0 ended, 0 failed, 1 stopped"
+
+async def test_a_command_posts_the_ends_of_its_programs_before_it_gives_up_an_absent_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.client.agents._PAUSE_S", 0.01)
+    leases = Scripted(*[AWAY] * 20, ExhaustedError("full"), None, is_away=True)
+    runner = scripted(leases, '{"reward": 1.0}')
+    with pytest.raises(ExceptionGroup) as caught:
+        await runner.run()
+    (error,) = leaves(caught.value)
+    assert isinstance(error, NotReadyError)
+    assert "the run has not ended; start this command again" in str(error)
+    assert "1 ended, 0 failed; mean reward 1.000" in str(error)
+    assert leases.ends == [{"reward_value": 1.0, "failure": ""}] * 22
 
 
 @pytest.mark.parametrize("end", ["hang", "refuse to end"])
