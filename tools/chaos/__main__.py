@@ -103,15 +103,9 @@ def main(arguments: Sequence[str]) -> int:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         report = asyncio.run(_run(folder, options, plugged))
-<<<<<<< HEAD
     missing = unchecked(report, options)
     _say_found("parts unchecked", missing)
     report |= {"unchecked": missing, "seconds": round(time.monotonic() - began_s, 1)}
-=======
-    report["unchecked"] = missing = unchecked(report, options)
-    _say_found("parts unchecked", missing)
-    report["seconds"] = round(time.monotonic() - began_s, 1)
->>>>>>> main
     sys.stdout.write(json.dumps(report) + "\n")
     zeros = (*_ZEROS, *(_EPISODE_ZEROS if options.episodes else ()), "exit_code", "failure")
     return 1 if any(report[name] for name in (*zeros, "unchecked")) else 0
