@@ -201,6 +201,8 @@ class Episode:
             sampled_since = time.monotonic()
             answered = await first_turn(self._index, begun.messages, self._tools)
             self._add(begun, answered, time.monotonic() - sampled_since)
+        if self._leased is not None and self._leased.limit is not None:  # in an earlier service
+            return await self._ended(self._leased.limit)
         while self._turns[-1].finish_reason is not FinishReason.ABORTED:
             seen = await self._observed()
             end = self._counts.end(self._turns[-1].finish_reason, seen)
@@ -235,6 +237,8 @@ class Episode:
         return bool(self._turns)
 
     async def _ended(self, end: EpisodeEnd) -> Rollout:
+        if self._leased is not None and end is not EpisodeEnd.DONE:
+            self._leased.reached(end)
         scored = await self._called("grading", self._driver.close())
         return Rollout(self._index, tuple(self._turns), end, scored)
 

@@ -8,11 +8,11 @@ then on. On failure of a program: its sample fails. When the loop gives a sample
 revoked: what its program asks then is refused.
 
 What a restart keeps of a sample that is trained, with a ledger that has a file: its lease and
-deadline, the turns that its program may have seen, and its posted end, until its prompt ends or
-starts again. A restarted service answers requests from these turns. When the prompt starts, the
-sample continues from them, and needs no program if its end was posted. What was being sampled is
-sampled again, when the program repeats its request. Samples that nobody had leased are offered
-again.
+deadline, the turns that its program may have seen, the limit that it has reached and its posted
+end, until its prompt ends or starts again. A restarted service answers requests from these turns.
+When the prompt starts, the sample continues from them, and needs no program if its end was posted.
+What was being sampled is sampled again, when the program repeats its request. Samples that nobody
+had leased are offered again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from services.reward.ledger.leases import (
 from sluice.algorithm.episode_rules import Observation
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import LeaseEndedError, NotFoundError, NotReadyError
-from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool
+from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Scored, Tool
 
 MOST_REQUESTS = 1024
 """Most requests of a lease."""
@@ -89,6 +89,7 @@ class LeasedEpisode:
 
     Attributes:
         lease_id: secret.
+        limit: that the sample has reached; ``None``: it takes further requests.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class LeasedEpisode:
         self._answering: _Asked | None = None
         self._reply: Reply | None = None
         self._end: PostedEnd | None = None
-        self._over = ""
+        self.limit: EpisodeEnd | None = None
         self._recalled: tuple[CommittedTurn, ...] = ()
         self._num_turns = 0
         if record is not None:
@@ -113,7 +114,7 @@ class LeasedEpisode:
 
     def _restore(self, record: LeaseRecord) -> None:
         self._is_taken.set()
-        self._end = record.end
+        self._end, self.limit = record.end, record.limit
         self._recalled = tuple(record.turns.values())
         for digest, turn in record.turns.items():
             self._asked[digest] = asked = _Asked(digest)
@@ -190,17 +191,21 @@ class LeasedEpisode:
             return Observation(done=True)
         return Observation(asked.messages, is_whole=True, tools=asked.tools)
 
-    async def close(self) -> Scored | None:
-        """Return the posted reward; of a sample at one of its limits, wait until it is posted.
+    def reached(self, limit: EpisodeEnd) -> None:
+        """Refuse further requests: the sample is at one of its limits.
 
-        A program that fails after that failed for want of answers: scorers grade the last one.
+        A program that fails from here on fails for want of answers: scorers grade the last one.
         """
-        if self._end is None:
-            self._over = "it has used its tokens or turns: post its end"
-            self.refuse(LeaseEndedError(f"lease: {self._over}"))
-            with waiting_for(_AGENT, "ending its sample"):
-                while self._end is None:
-                    await self._change()
+        self.limit = limit
+        if self._is_kept:
+            self._store.reached(self.lease_id, limit)
+        self.refuse(_at_limit())
+
+    async def close(self) -> Scored | None:
+        """Return the posted reward; of a sample at one of its limits, wait until it is posted."""
+        with waiting_for(_AGENT, "ending its sample"):
+            while self._end is None:
+                await self._change()
         end = self._end
         self._desk.forget(self)
         return None if end.reward is None else Scored(end.reward, end.reward, {"acc": end.reward})
@@ -229,8 +234,8 @@ class LeasedEpisode:
         if asked is None:
             if self._end is not None:
                 raise LeaseEndedError("lease: its end was posted; take another lease")
-            if self._over:
-                raise LeaseEndedError(f"lease: {self._over}")
+            if self.limit is not None:
+                raise _at_limit()
             if len(self._asked) >= MOST_REQUESTS:
                 raise LeaseEndedError(f"lease: {MOST_REQUESTS} requests were sent; post its end")
             asked = self._asked[digest] = _Asked(digest, messages, tools)
@@ -265,7 +270,7 @@ class LeasedEpisode:
         if self._end is None:
             self._answering = self._waiting.popleft()
             return self._answering
-        if self._end.failure and not self._over:
+        if self._end.failure:
             raise EpisodeFailedError(self._end.failure)
         return None
 
@@ -427,6 +432,10 @@ class LeaseDesk:
             episode = self._to_continue.pop(sample)
             self.forget(episode)
             episode.refuse(_gone())
+
+
+def _at_limit() -> LeaseEndedError:
+    return LeaseEndedError("lease: it has used its tokens or turns: post its end")
 
 
 def _ending() -> NotReadyError:

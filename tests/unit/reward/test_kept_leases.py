@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from services.reward.ledger.ledger import PromptLedger
 from sluice.types import (
     Answer,
     ChatMessage,
+    EpisodeEnd,
     FailureKind,
     FinishReason,
     PromptEnd,
@@ -83,7 +85,7 @@ def plain(record: LeaseRecord) -> Any:
         for digest, one in record.turns.items()
     ]
     sample = (record.lease_id, record.prompt_id, record.sample_index)
-    return (*sample, record.expires_s, record.end, turns)
+    return (*sample, record.expires_s, record.end, record.limit, turns)
 
 
 def opened(path: Path, *prompt_ids: str) -> PromptLedger:
@@ -98,9 +100,11 @@ def opened(path: Path, *prompt_ids: str) -> PromptLedger:
 
 
 def keep(ledger: PromptLedger, record: LeaseRecord) -> None:
-    assert ledger.leases.taken(replace(record, turns={}, end=None))
+    assert ledger.leases.taken(replace(record, turns={}, end=None, limit=None))
     for number, (digest, committed) in enumerate(record.turns.items()):
         ledger.leases.committed(record.lease_id, number, digest, committed)
+    if record.limit is not None:
+        ledger.leases.reached(record.lease_id, record.limit)
     if record.end is not None:
         ledger.leases.ended(record.lease_id, record.end)
 
@@ -112,12 +116,45 @@ def test_a_ledger_opened_again_has_the_leases_with_their_turns_and_ends(tmp_path
         LeaseRecord("played", "p0", 1, LATER, TURNS),
         LeaseRecord("ended", "p1", 0, LATER, TURNS, PostedEnd(0.5)),
         LeaseRecord("failed", "p1", 1, LATER, {}, PostedEnd(None, "exit code 3")),
+        LeaseRecord("full", "p1", 2, LATER, TURNS, None, EpisodeEnd.MAX_TURNS),
     ]
     with opened(path, "p0", "p1") as ledger:
         for record in records:
             keep(ledger, record)
     with PromptLedger(path) as ledger:
         assert [plain(one) for one in ledger.leases.found] == [plain(one) for one in records]
+
+
+def test_a_lease_that_cannot_be_read_costs_the_leases_of_its_prompt_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with opened(path, "p0", "p1") as ledger:
+        for lease_id, prompt_id, index in (("a", "p0", 0), ("b", "p0", 1), ("c", "p1", 0)):
+            keep(ledger, LeaseRecord(lease_id, prompt_id, index, LATER, TURNS, PostedEnd(1.0)))
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE lease_turns SET body = x'90' WHERE lease_id = 'b' AND turn = 1")
+        database.commit()
+    for _ in range(2):
+        with PromptLedger(path) as ledger:
+            assert [one.lease_id for one in ledger.leases.found] == ["c"]
+            assert ledger.num_pending == 2
+    (warned,) = caplog.messages
+    assert "a lease of prompt p0 cannot be read" in warned
+
+
+def test_a_lease_keeps_the_prompt_of_its_group_once(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    prompt = np.arange(8000, dtype=np.uint32)
+    turns = {str(n): replace(TURNS["second"], prompt_token_ids=prompt) for n in range(10)}
+    with opened(path, "p0") as ledger:
+        keep(ledger, LeaseRecord("one", "p0", 0, LATER, turns))
+    with closing(sqlite3.connect(path)) as database:
+        (size,) = database.execute("SELECT sum(length(body)) FROM lease_turns").fetchone()
+    assert size < 10 * 500
+    with PromptLedger(path) as ledger:
+        (record,) = ledger.leases.found
+        assert all((one.prompt_token_ids == prompt).all() for one in record.turns.values())
 
 
 @pytest.mark.parametrize(
@@ -292,6 +329,29 @@ async def test_a_sample_whose_end_was_posted_needs_no_program(tmp_path: Path) ->
     assert (ended.outcome, len(ended.turns)) == (Scored(1.0, 1.0, {"acc": 1.0}), 2)
     failed = failure_of(found.rollouts[second.sample_index])
     assert (failed.kind, failed.detail) == (FailureKind.AGENT, "exit code 3")
+
+
+@pytest.mark.parametrize("is_posted_before", [True, False])
+async def test_a_failure_of_a_program_at_its_limit_lets_scorers_grade_also_after_a_restart(
+    tmp_path: Path, is_posted_before: bool
+) -> None:
+    async def fail(run: Leased) -> None:
+        assert (await post(run, f"/s/{lease.lease_id}/end", failure="no answer"))[0] == 200
+
+    async with service(tmp_path, 0, max_assistant_turns=1) as run, dying(run, 1):
+        (lease,) = await take(run, 1)
+        said = (await chat(run, lease.lease_id, ASKED))["choices"][0]["message"]
+        more = [*ASKED, said, {"role": "user", "content": "And?"}]
+        path = f"/s/{lease.lease_id}/v1/chat/completions"
+        assert (await post(run, path, model="any", messages=more))[0] == 400
+        if is_posted_before:
+            await fail(run)
+    async with service(tmp_path, 1, max_assistant_turns=1) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 1))
+        await fail(run)
+        (found,) = (await group).rollouts
+        assert (found.outcome, found.end) == (None, EpisodeEnd.MAX_TURNS)
+        assert run.engine.prompts == []
 
 
 async def test_a_lease_that_expired_meanwhile_fails_and_takes_nothing_more(tmp_path: Path) -> None:
