@@ -203,19 +203,19 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.LeaseSamplesResponse:
         """Lease samples to a program."""
         check_fields(request)
-        taken = await self._leases().take(request.count, request.wait_s)
-        await self._app.ledger.durable()
-        return reward.LeaseSamplesResponse(
-            leases=[
-                lease_to_proto(
-                    episode.task.prompt,
-                    lease_id=episode.lease_id,
-                    sample_index=episode.task.sample_index,
-                    deadline_s=episode.task.timeout_s,
-                )
-                for episode in taken
-            ]
-        )
+        async with self._leases().taking(request.count, request.wait_s) as taken:
+            await self._app.ledger.durable()
+            return reward.LeaseSamplesResponse(
+                leases=[
+                    lease_to_proto(
+                        episode.task.prompt,
+                        lease_id=episode.lease_id,
+                        sample_index=episode.task.sample_index,
+                        deadline_s=episode.task.timeout_s,
+                    )
+                    for episode in taken
+                ]
+            )
 
     async def Chat(self, request: reward.ChatRequest, context: Context) -> reward.ChatResponse:
         """Answer the program that works on a sample."""

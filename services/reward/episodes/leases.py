@@ -21,6 +21,8 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
@@ -154,12 +156,21 @@ class LeasedEpisode:
             await self._is_taken.wait()
 
     def take(self) -> None:
-        """Begin the episode's time."""
+        """Lease the sample; its time begins."""
         self._expires_s = time.time() + self.task.timeout_s
         prompt_id, index = self.task.prompt.prompt_id, self.task.sample_index
         record = LeaseRecord(self.lease_id, prompt_id, index, self._expires_s)
         self._is_kept = self.task.is_kept and self._store.taken(record)
+
+    def given(self) -> None:
+        """Note that a program has the lease."""
         self._is_taken.set()
+
+    def give_back(self) -> None:
+        """Undo `take`: nobody got the lease."""
+        if self._is_kept:
+            self._store.given_back(self.lease_id)
+        self._is_kept = False
 
     async def open(self) -> Observation:
         """Wait for the program's first request."""
@@ -326,6 +337,7 @@ class LeaseDesk:
     def close(self) -> None:
         """Refuse programs from here on: the service ends, and the next one answers them."""
         self._is_closing = True
+        self._offered.set()  # wakes those that wait for samples
         for episode in self._leases.values():
             episode.refuse(_ending())
 
@@ -344,30 +356,50 @@ class LeaseDesk:
         self._offers.append(episode)
         self._offered.set()
 
-    async def take(self, count: int, wait_s: float) -> list[LeasedEpisode]:
-        """Lease the samples that have waited longest.
+    @asynccontextmanager
+    async def taking(self, count: int, wait_s: float) -> AsyncIterator[Sequence[LeasedEpisode]]:
+        """Lease the samples that have waited longest. If the block fails, offer them again.
 
         Args:
             count: most samples.
-            wait_s: most seconds to wait for the first one; then the list is empty.
+            wait_s: most seconds to wait for the first one; then there are none.
 
         Raises:
             NotReadyError: the service ends.
         """
-        self._check_open()
+        taken: list[LeasedEpisode] = []
+        if await self._is_offered(wait_s):
+            taken = [self._offers.popleft() for _ in range(min(count, len(self._offers)))]
+        try:
+            for episode in taken:
+                self._leases[episode.lease_id] = episode
+                episode.take()
+            yield taken
+        except BaseException:
+            self._give_back(taken)
+            raise
+        for episode in taken:
+            episode.given()
+
+    async def _is_offered(self, wait_s: float) -> bool:
         try:
             async with asyncio.timeout(wait_s):
-                while not self._offers:
+                while True:
+                    self._check_open()
+                    if self._offers:
+                        return True
                     self._offered.clear()
                     with waiting_for("reward loop", "offering samples"):
                         await self._offered.wait()
         except TimeoutError:
-            return []
-        taken = [self._offers.popleft() for _ in range(min(count, len(self._offers)))]
-        for episode in taken:
-            self._leases[episode.lease_id] = episode
-            episode.take()
-        return taken
+            return False
+
+    def _give_back(self, taken: Sequence[LeasedEpisode]) -> None:
+        for episode in reversed(taken):
+            if self._leases.pop(episode.lease_id, None) is not None:  # else its group was given up
+                episode.give_back()
+                self._offers.appendleft(episode)
+        self._offered.set()
 
     async def chat(
         self,

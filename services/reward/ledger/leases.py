@@ -154,6 +154,10 @@ class KeptLeases:
         )
         return True
 
+    def given_back(self, lease_id: str) -> None:
+        """Drop a lease that no program got."""
+        self._write(*_forget("lease_id = ?", (lease_id,)))
+
     def committed(self, lease_id: str, number: int, digest: str, turn: CommittedTurn) -> None:
         """Keep the turn with this number of a kept lease; with the first one its prompt."""
         statements: list[Statement] = [(_COMMIT, (lease_id, number, digest, encode_turn(turn)))]

@@ -8,7 +8,7 @@ import json
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from services.reward.generation.dispatcher import generate_group
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.ledger import PromptLedger
+from sluice.errors import DeadlineError, NotReadyError, SluiceError
 from sluice.types import (
     Answer,
     ChatMessage,
@@ -383,6 +384,62 @@ async def test_a_prompt_that_ends_before_it_starts_again_revokes_its_leases(tmp_
             ledger.end("p0", PromptEnd.DROPPED_STALE)
             assert (await waiting)[0] == 410
             assert run.desk.num_leased == 0
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_sample_whose_lease_no_program_got_is_offered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    committing = asyncio.Event()
+
+    async def durable(_ledger: PromptLedger, _number: int | None = None) -> None:
+        committing.set()
+        if not is_cancelled:
+            raise DeadlineError("disk of the ledger", "committing changes", 30)
+        await asyncio.Event().wait()
+
+    async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 1))
+        await eventually(lambda: run.desk.num_offered == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(PromptLedger, "durable", durable)
+            taking = tasks.create_task(lost(run))
+            await committing.wait()
+            if is_cancelled:
+                assert (run.desk.num_offered, run.desk.num_leased) == (0, 1)
+                taking.cancel()
+            await eventually(lambda: run.desk.num_offered == 1)
+            assert run.desk.num_leased == 0
+            await asyncio.wait([taking])
+        (lease,) = await take(run, 1)
+        await play(run, lease.lease_id, 1.0)
+        assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
+
+
+async def lost(run: Leased) -> None:
+    """Take a sample whose response does not come."""
+    with suppress(SluiceError):
+        await run.client.leases().take(1, 5.0)
+
+
+async def test_a_service_that_ends_leases_nothing_more(tmp_path: Path) -> None:
+    async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
+
+        async def taking() -> None:
+            with pytest.raises(NotReadyError):
+                async with run.desk.taking(1, 600.0):
+                    pass
+
+        waiting = tasks.create_task(taking())
+        await asyncio.sleep(0)
+        run.desk.close()
+        async with asyncio.timeout(30):
+            await waiting
+        group = tasks.create_task(generated(run, 1))
+        await eventually(lambda: run.desk.num_offered == 1)
+        await taking()
+        assert run.desk.num_offered == 1
+        group.cancel()
 
 
 async def test_a_service_that_ends_in_order_refuses_programs_only_until_the_next_one(
