@@ -184,6 +184,9 @@ class Episode:
             limit = f"sluice.environment.episode_timeout_s={self._rules.timeout_s:g}"
             detail = f"{limit} seconds had passed while {self._phase}"
             return self._failed(self._failure, detail)
+        except asyncio.CancelledError:
+            is_closed = self._leased is not None and self._leased.suspend()
+            raise
         finally:
             if not is_closed:
                 await abandoned(self._driver)

@@ -125,9 +125,14 @@ class LeasedEpisode:
 
     @property
     def task(self) -> EpisodeTask:
-        """The episode; of a lease of an earlier service, once its prompt has started again."""
+        """The episode; there is none while no group plays it."""
         assert self._task is not None
         return self._task
+
+    @property
+    def posted_end(self) -> PostedEnd | None:
+        """How its program ended it; ``None``: it has not."""
+        return self._end
 
     def begin(self, task: EpisodeTask) -> None:
         """Play it."""
@@ -135,7 +140,7 @@ class LeasedEpisode:
 
     @property
     def has_lapsed(self) -> bool:
-        """Whether it expired before its prompt started again."""
+        """Whether it expired while no group played it."""
         return self._task is None and self._end is None and time.time() >= self._expires_s
 
     def seconds_left(self) -> float:
@@ -220,6 +225,16 @@ class LeasedEpisode:
         end = self._end
         self._desk.forget(self)
         return None if end.reward is None else Scored(end.reward, end.reward, {"acc": end.reward})
+
+    def suspend(self) -> bool:
+        """Hold the lease as it is, if a restarted service could continue it; return whether so.
+
+        The loop has cancelled its episode: the service ends, or the ledger revokes the lease next.
+        """
+        if self._is_kept:
+            self._desk.suspend(self, self.task.prompt.prompt_id, self.task.sample_index)
+            self._task = None
+        return self._is_kept
 
     async def abandon(self) -> None:
         """Revoke the lease."""
@@ -314,23 +329,21 @@ class LeaseDesk:
         self._is_closing = False
         self._offers: deque[LeasedEpisode] = deque()
         self._leases: dict[str, LeasedEpisode] = {}
-        self._ends: OrderedDict[str, PostedEnd] = OrderedDict()  # of the last ones that ended
+        self._ends: OrderedDict[str, PostedEnd] = OrderedDict()  # of leases that were dropped
         self._offered = asyncio.Event()
-        self._to_continue: dict[tuple[str, int], LeasedEpisode] = {}
+        # Kept ones that no group plays: until theirs starts again, or the ledger revokes them.
+        self._to_continue: dict[str, dict[int, LeasedEpisode]] = {}
         for record in self._store.found:
             episode = LeasedEpisode(self, self._store, record)
-            self._to_continue[record.prompt_id, record.sample_index] = episode
             self._leases[record.lease_id] = episode
-            if record.end is not None:
-                self._ends[record.lease_id] = record.end
+            self.suspend(episode, record.prompt_id, record.sample_index)
         self._store.found = ()  # else its turns are held twice
         self._store.on_revoked = self._revoke
 
     def begin(self, task: EpisodeTask) -> LeasedEpisode:
         """Return the driver of an episode: a new one, or one that an earlier service left."""
-        sample = task.prompt.prompt_id, task.sample_index
-        earlier = self._to_continue.pop(sample, None) if task.is_kept else None
-        episode = earlier or LeasedEpisode(self, self._store)
+        of_prompt = self._to_continue.get(task.prompt.prompt_id, {}) if task.is_kept else {}
+        episode = of_prompt.pop(task.sample_index, None) or LeasedEpisode(self, self._store)
         episode.begin(task)
         return episode
 
@@ -431,22 +444,26 @@ class LeaseDesk:
             NotReadyError: the service ends.
         """
         self._check_open()
-        before = self._ends.get(lease_id)
+        episode = self._found(lease_id)
+        before = self._ends.get(lease_id) if episode is None else episode.posted_end
         if before is not None:
             if before != end:
                 raise LeaseEndedError(f"lease: it has ended with {before}; the first end counts")
-            return
-        episode = self._found(lease_id)
-        if episode is None:
+        elif episode is None:
             raise _gone()
-        self._ends[lease_id] = end
-        if len(self._ends) > _MOST_ENDS:
-            self._ends.popitem(last=False)
-        episode.end(end)
+        else:
+            episode.end(end)
+
+    def suspend(self, episode: LeasedEpisode, prompt_id: str, sample_index: int) -> None:
+        """Hold a kept lease that no group plays."""
+        self._to_continue.setdefault(prompt_id, {})[sample_index] = episode
 
     def forget(self, episode: LeasedEpisode) -> None:
-        """Drop a sample that has ended or was given up."""
-        self._leases.pop(episode.lease_id, None)
+        """Drop a sample that has ended or was given up; remember its posted end."""
+        if self._leases.pop(episode.lease_id, None) and episode.posted_end is not None:
+            self._ends[episode.lease_id] = episode.posted_end
+            if len(self._ends) > _MOST_ENDS:
+                self._ends.popitem(last=False)
         if episode in self._offers:
             self._offers.remove(episode)
 
@@ -459,9 +476,8 @@ class LeaseDesk:
             raise _ending()
 
     def _revoke(self, prompt_id: str) -> None:
-        """Drop what an earlier service left of a prompt that ended or starts again."""
-        for sample in [one for one in self._to_continue if one[0] == prompt_id]:
-            episode = self._to_continue.pop(sample)
+        """Drop what no group plays of a prompt that ended or starts again."""
+        for episode in self._to_continue.pop(prompt_id, {}).values():
             self.forget(episode)
             episode.refuse(_gone())
 

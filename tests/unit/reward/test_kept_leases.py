@@ -11,16 +11,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from services.reward.__main__ import until_stopped
 from services.reward.generation.dispatcher import generate_group
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.ledger import PromptLedger
-from sluice.errors import DeadlineError, NotReadyError, SluiceError
+from sluice.errors import DataError, DeadlineError, NotReadyError, SluiceError
 from sluice.types import (
     Answer,
     ChatMessage,
@@ -420,6 +422,39 @@ async def lost(run: Leased) -> None:
     """Take a sample whose response does not come."""
     with suppress(SluiceError):
         await run.client.leases().take(1, 5.0)
+
+
+async def test_a_lease_whose_group_the_service_cancels_at_its_end_is_refused_only_for_now(
+    tmp_path: Path,
+) -> None:
+    async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 2))
+        ended, lease = await take(run, 2)
+        assert (await post(run, f"/s/{ended.lease_id}/end", failure="exit code 3"))[0] == 200
+        said = (await chat(run, lease.lease_id, ASKED))["choices"][0]["message"]
+        group.cancel()
+        await asyncio.wait([group])
+        path = f"/s/{lease.lease_id}/v1/chat/completions"
+        asking = tasks.create_task(post(run, path, model="any", messages=[*ASKED, said]))
+        again = f"/s/{ended.lease_id}/end"
+        assert (await post(run, again, failure="exit code 3"))[0] == 200
+        assert not asking.done()
+        run.desk.close()
+        assert (await asking)[0] == 503
+
+
+async def test_a_service_that_an_error_ends_refuses_programs_only_for_now() -> None:
+    ended: list[str] = []
+
+    async def failure() -> DataError:
+        return DataError("the disk is full")
+
+    loop = SimpleNamespace(run=asyncio.Event().wait)
+    app: Any = SimpleNamespace(loop=loop, end=lambda: ended.append("app"))
+    ledger: Any = SimpleNamespace(has_file=True, failure=failure)
+    with pytest.raises(ExceptionGroup, match="unhandled errors"):
+        await until_stopped(app, asyncio.Event(), ledger)
+    assert ended == ["app"]
 
 
 async def test_a_service_that_ends_leases_nothing_more(tmp_path: Path) -> None:
