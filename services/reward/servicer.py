@@ -223,7 +223,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         with waiting_for("reward loop", "answering an agent"):
             try:
                 reply = await self._leases().chat(
-                    request.lease_id, request.request_digest, messages, tools
+                    request.lease_id,
+                    request.request_digest,
+                    messages,
+                    tools,
+                    request.ByteSize(),
                 )
             except LeaseEndedError:  # a program relies on this, too
                 await self._app.ledger.durable()

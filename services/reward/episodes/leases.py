@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
 from services.reward.ledger.leases import (
@@ -34,11 +34,15 @@ from services.reward.ledger.leases import (
 )
 from sluice.algorithm.episode_rules import Observation
 from sluice.concurrency.waits import waiting_for
-from sluice.errors import LeaseEndedError, NotFoundError, NotReadyError
+from sluice.errors import ExhaustedError, LeaseEndedError, NotFoundError, NotReadyError
 from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Scored, Tool
 
 MOST_REQUESTS = 1024
 """Most requests of a lease."""
+MOST_WAITING = 8
+"""Most requests of a lease that wait for their answers, beside the one that is being answered."""
+MOST_WAITING_BYTES = 1 << 24
+"""Most bytes of them together; a single one may have more."""
 _MOST_ENDS = 1 << 16
 _SECRET_BYTES = 24
 _AGENT = "agent"
@@ -67,14 +71,18 @@ class Reply:
 _Refusal = NotFoundError | NotReadyError | LeaseEndedError
 
 
+_Result = asyncio.Future[Reply | _Refusal]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
+    """A request without its answer."""
+
     digest: str
-    messages: tuple[ChatMessage, ...] = ()
-    tools: tuple[Tool, ...] = ()
-    result: asyncio.Future[Reply | _Refusal] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...]
+    num_bytes: int
+    result: _Result
 
     def answer(self, result: Reply | _Refusal) -> None:
         if not self.result.done():
@@ -103,7 +111,7 @@ class LeasedEpisode:
         self._expires_s = record.expires_s if record else 0.0
         self._is_kept = record is not None
         self._is_taken, self._changed = asyncio.Event(), asyncio.Event()
-        self._asked: dict[str, _Asked] = {}
+        self._results: dict[str, _Result] = {}  # by the digests of the requests
         self._waiting: deque[_Asked] = deque()
         self._answering: _Asked | None = None
         self._reply: Reply | None = None
@@ -119,8 +127,8 @@ class LeasedEpisode:
         self._end, self.limit = record.end, record.limit
         self._recalled = tuple(record.turns.values())
         for digest, turn in record.turns.items():
-            self._asked[digest] = asked = _Asked(digest)
-            asked.answer(_reply(turn, self._num_turns))
+            self._results[digest] = result = asyncio.get_running_loop().create_future()
+            result.set_result(_reply(turn, self._num_turns))
             self._num_turns += 1
 
     @property
@@ -202,6 +210,7 @@ class LeasedEpisode:
         """Answer the program; wait for its next request, or for its end."""
         if self._answering is not None and self._reply is not None:
             self._answering.answer(self._reply)
+            self._answering = None
         asked = await self._next()
         if asked is None:
             return Observation(done=True)
@@ -242,7 +251,11 @@ class LeasedEpisode:
         self.refuse(_gone())
 
     async def chat(
-        self, digest: str, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...]
+        self,
+        digest: str,
+        messages: tuple[ChatMessage, ...],
+        tools: tuple[Tool, ...],
+        num_bytes: int,
     ) -> Reply:
         """Return the policy's answer; a repeated request gets the answer that it has.
 
@@ -250,28 +263,40 @@ class LeasedEpisode:
             digest: identifies the request within the lease.
             messages: the whole conversation.
             tools: that the policy may call, whatever the request before had.
+            num_bytes: size of the request.
 
         Raises:
+            ExhaustedError: too many requests wait.
             LeaseEndedError: the sample has ended, or has used its requests, tokens or turns.
             NotFoundError: the lease was revoked meanwhile.
             NotReadyError: the service ends.
         """
-        asked = self._asked.get(digest)
-        if asked is None:
+        answered = self._results.get(digest)
+        if answered is None:
             if self._end is not None:
                 raise LeaseEndedError("lease: its end was posted; take another lease")
             if self.limit is not None:
                 raise _at_limit()
-            if len(self._asked) >= MOST_REQUESTS:
+            if len(self._results) >= MOST_REQUESTS:
                 raise LeaseEndedError(f"lease: {MOST_REQUESTS} requests were sent; post its end")
-            asked = self._asked[digest] = _Asked(digest, messages, tools)
-            self._waiting.append(asked)
+            self._check_waiting(num_bytes)
+            answered = self._results[digest] = asyncio.get_running_loop().create_future()
+            self._waiting.append(_Asked(digest, messages, tools, num_bytes, answered))
             self._changed.set()
         # The turn is sampled and recorded, whether its caller still waits or not.
-        result = await asyncio.shield(asked.result)
+        result = await asyncio.shield(answered)
         if isinstance(result, Reply):
             return result
         raise result
+
+    def _check_waiting(self, num_bytes: int) -> None:
+        """Raise `ExhaustedError` if no request of this size may wait beside those that do."""
+        others, total = len(self._waiting), num_bytes + sum(one.num_bytes for one in self._waiting)
+        if others and (others >= MOST_WAITING or total > MOST_WAITING_BYTES):
+            raise ExhaustedError(
+                f"lease: {others} requests wait, with this one {total} bytes; at most "
+                f"{MOST_WAITING} wait, of {MOST_WAITING_BYTES} bytes: await their answers first"
+            )
 
     def end(self, end: PostedEnd) -> None:
         """Note the program's end."""
@@ -420,6 +445,7 @@ class LeaseDesk:
         digest: str,
         messages: tuple[ChatMessage, ...],
         tools: tuple[Tool, ...],
+        num_bytes: int,
     ) -> Reply:
         """Return an answer; see `LeasedEpisode.chat`.
 
@@ -430,7 +456,7 @@ class LeaseDesk:
         self._check_open()
         episode = self._found(lease_id)
         if episode is not None:
-            return await episode.chat(digest, messages, tools)
+            return await episode.chat(digest, messages, tools, num_bytes)
         if lease_id in self._ends:
             raise LeaseEndedError("lease: its end was posted; take another lease")
         raise _gone()
