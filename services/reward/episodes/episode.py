@@ -235,6 +235,7 @@ class Episode:
             version = min((span.version for span in turn.version_spans), default=None)
             progress.recalled(turn.token_ids.size, version)
             self._tools = known.tools
+            self._notes.offered(known.tools)
             self._append(turn, Continued(turn.parent, known.messages), known.num_read)
         self._num_recalled = len(self._turns)
         return bool(self._turns)
