@@ -206,19 +206,19 @@ def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
     for lease_id, digest, body in database.execute(_TURNS):
         turns.setdefault(lease_id, []).append((digest, body))
     found: dict[str, list[LeaseRecord]] = {}
-    unreadable: dict[str, Exception] = {}
+    unreadable: dict[str, str] = {}
     for prompt_id, sample_index, lease_id, *rest in database.execute(_LEASES):
         sample = (lease_id, prompt_id, sample_index)
         try:
             record = _record(sample, turns.get(lease_id, ()), *rest)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            unreadable[prompt_id] = error
+            unreadable[prompt_id] = str(error)
         else:
             found.setdefault(prompt_id, []).append(record)
-    for prompt_id, error in unreadable.items():
+    for prompt_id, why in unreadable.items():
         logger.warning(
             "ledger: a lease of prompt %s cannot be read, its samples are generated again: %s",
-            *(prompt_id, error),
+            *(prompt_id, why),
         )
         found.pop(prompt_id, None)
         for sql, values in _forget("prompt_id = ?", (prompt_id,)):
