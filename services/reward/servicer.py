@@ -203,7 +203,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.LeaseSamplesResponse:
         """Lease samples to a program."""
         check_fields(request)
-        async with self._leases().taking(request.count, request.wait_s) as taken:
+        async with self._leases().taking(
+            request.count, request.wait_s, request.holder, request.keep_alive_s
+        ) as taken:
             await self._app.ledger.durable()
             return reward.LeaseSamplesResponse(
                 leases=[

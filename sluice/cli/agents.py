@@ -46,7 +46,10 @@ def run_agents(
     command: Annotated[str, typer.Option(help="The program, with its arguments.")],
     parallel: Annotated[int, typer.Option(min=1, max=500, help="Most programs at once.")] = 32,
     wait_s: Annotated[
-        float, typer.Option("--wait-s", min=0.0, help="Seconds to wait for the run to be up.")
+        float,
+        typer.Option(
+            "--wait-s", min=0.0, help="Seconds to wait for a run that is not up, or away."
+        ),
     ] = 300.0,
 ) -> None:
     """Start a program for each sample of a run with sluice.environment.agents=true.
@@ -79,7 +82,13 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
         ):
             url = f"http://127.0.0.1:{port}"
             runner = AgentRunner(
-                client.leases(), command, parallel, url, typer.echo, partial(_has_ended, run)
+                client.leases(),
+                command,
+                parallel,
+                url,
+                typer.echo,
+                partial(_has_ended, run),
+                wait_s,
             )
             typer.echo(f"agents of {run} call {url}")
             await _unless_stopped(stop, runner.run())

@@ -20,12 +20,22 @@ from sluice.concurrency.waits import waiting_for
 from sluice.errors import ConfigError, SluiceError
 
 _KEPT_BYTES = 1 << 16
-_MOST_DETAIL = 400
+_MOST_SAID = 400
+_MOST_BYTES = 2000
+"""Of a failure; a run takes no more."""
 _LAST_OUTPUT_S, _GRACE_S = 1.0, 3.0
 
 
 class AgentFailedError(SluiceError):
-    """A program failed; its sample has no reward."""
+    """A program failed; its sample has no reward.
+
+    Args:
+        detail: why. It may hold what a program has printed, so only what can be sent is kept.
+    """
+
+    def __init__(self, detail: str) -> None:
+        sent = detail.encode(errors="replace")[:_MOST_BYTES]  # half a surrogate pair cannot be
+        super().__init__(sent.decode(errors="ignore"))
 
 
 class AgentLateError(AgentFailedError):
@@ -57,18 +67,18 @@ def printed_reward(output: str) -> float | None:
     if not isinstance(found, dict):
         return None
     if failure := found.get("failure"):
-        raise AgentFailedError(str(failure)[:_MOST_DETAIL])
+        raise AgentFailedError(str(failure))
     reward = found.get("reward")
     if reward is None:
         return None
     if isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise AgentFailedError(f"reward: {str(reward)[:_MOST_DETAIL]!r} is no number")
+        raise AgentFailedError(f"reward: {reward!r} is no number")
     try:
         value = float(reward)
     except OverflowError:
         value = math.inf
     if not math.isfinite(value):
-        raise AgentFailedError(f"reward: {str(reward)[:_MOST_DETAIL]} is not finite")
+        raise AgentFailedError(f"reward: {value} is not finite")
     return value
 
 
@@ -82,7 +92,7 @@ class AgentProgram:
 
     def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Streams) -> None:
         self._transport, self._protocol = transport, protocol
-        self._is_interrupted = False
+        self._is_interrupted = self._is_stopped = False
 
     @classmethod
     async def start(cls, arguments: Sequence[str], variables: Mapping[str, str]) -> AgentProgram:
@@ -123,18 +133,23 @@ class AgentProgram:
             detail = f"stopped: it ran for sluice.environment.episode_timeout_s={deadline_s:g}"
             raise AgentLateError(detail) from None
         if code := self._transport.get_returncode():
-            said = (errors.strip() or output.strip())[-_MOST_DETAIL:]
+            said = (errors.strip() or output.strip())[-_MOST_SAID:]
             raise AgentFailedError(f"exit code {code}: {said}")
         return printed_reward(output)
 
     def interrupt(self) -> None:
         """Send SIGTERM to the program and to what it started, once."""
-        if not self._is_interrupted:
+        if not (self._is_interrupted or self._is_stopped):
             self._is_interrupted = True
             self._signal(signal.SIGTERM)
 
     async def stop(self) -> None:
-        """Let the program end within seconds, then kill what is left of its group."""
+        """Let the program end within seconds, then kill what is left of its group, once.
+
+        Later another group may have its number.
+        """
+        if self._is_stopped:
+            return
         if not self._protocol.exited.is_set():
             self.interrupt()
             with suppress(TimeoutError):
@@ -144,6 +159,7 @@ class AgentProgram:
         self._signal(signal.SIGKILL)
         with waiting_for("agent", "ending after SIGKILL"):
             await self._protocol.exited.wait()
+        self._is_stopped = True
         self._transport.close()  # a process that left the group may hold its pipes
 
     def _signal(self, number: signal.Signals) -> None:

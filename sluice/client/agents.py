@@ -2,9 +2,9 @@
 
 Consumes: leases. Each program gets its task as a line of JSON, and the address of a front.
 Produces: the end of each lease, from the program's exit code and the last line of its output. Waits
-for: programs, until their leases expire; a reward service that is away, for a minute. On shutdown:
-cancelling `run` ends the leases as failures at once, and the programs with the processes of their
-groups by SIGTERM, after seconds by SIGKILL.
+for: programs, until their leases expire; a reward service that is away, while a program has time,
+and a while longer. On shutdown: cancelling `run` ends the leases as failures at once, and the
+programs with the processes of their groups by SIGTERM, after seconds by SIGKILL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sluice.client.agent_program import (
     AgentFailedError,
@@ -27,12 +29,34 @@ from sluice.errors import (
     DeadlineError,
     ExhaustedError,
     LeaseEndedError,
-    NotFoundError,
+    NotReadyError,
     PeerError,
+    SluiceError,
 )
 
-_TAKE_S, _AWAY_S, _PAUSE_S, _REPORT_S, _LAST_CALL_S = 5.0, 60.0, 1.0, 10.0, 5.0
-_STOPPED = "sluice agents run was stopped"
+_KEEP_ALIVE_S = 60.0
+"""Without a sign of life for so long, as after SIGKILL, the samples of the programs fail."""
+_SIGNS = 3  # in that time
+_TAKE_S, _PAUSE_S, _REPORT_S, _LAST_CALL_S = 5.0, 1.0, 10.0, 5.0
+_AWAY = (PeerError, DeadlineError, ExhaustedError)
+"""What a reward service answers, or does not, that may soon answer otherwise."""
+
+
+class _Outcome(NamedTuple):
+    """How a program ended.
+
+    Args:
+        reward: that the run took.
+        failure: why it failed; empty: it did not.
+        is_stopped: nobody waits for its end.
+    """
+
+    reward: float | None = None
+    failure: str = ""
+    is_stopped: bool = False
+
+
+_STOPPED = _Outcome(failure="sluice agents run was stopped", is_stopped=True)
 
 
 @dataclass(slots=True)
@@ -43,8 +67,9 @@ class AgentCounts:
         running: now.
         ended: with exit code 0.
         failed: all others.
-        stopped: by the end of the command, or their samples had been given up.
-        rewards: how many rewards they printed.
+        stopped: by the end of the command, or the run did not take their ends, such as of samples
+            that had been given up.
+        rewards: how many rewards they printed that the run took.
         reward_sum: of these rewards.
     """
 
@@ -71,6 +96,7 @@ class AgentRunner:
         base_url: of the front that they call, without a path.
         say: prints a line of progress.
         has_ended: whether the run has reached its end.
+        wait_s: how long to wait for a reward service that is away once no program has time left.
 
     Raises:
         ConfigError: the program does not exist.
@@ -84,9 +110,10 @@ class AgentRunner:
         base_url: str,
         say: Callable[[str], None],
         has_ended: Callable[[], Awaitable[bool]],
+        wait_s: float = 300.0,
     ) -> None:
         self._leases, self._parallel, self._base_url, self._say = leases, parallel, base_url, say
-        self._has_ended, self._is_over = has_ended, False
+        self._has_ended, self._wait_s = has_ended, wait_s
         self._away_since: float | None = None
         self._arguments = program_of(command)
         self._most_failures = max(16, 2 * parallel)
@@ -95,22 +122,22 @@ class AgentRunner:
         self.counts = AgentCounts()
 
     async def run(self) -> None:
-        """Lease samples, and run a program for each.
-
-        Return once the run has ended, or the reward service has been away for a minute.
+        """Lease samples, and run a program for each, until the run has ended.
 
         Raises:
             ExceptionGroup: of ConfigError, if the program failed for many samples in a row; of
-                another SluiceError, if the run leases no samples.
+                NotReadyError, if the reward service has been away for too long; of another
+                SluiceError, if the run leases no samples.
         """
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(self._lease(), name="leases")
+            living = tasks.create_task(self._show_life(), name="sign of life")
             await self._until_over()
-            self._is_over = True
             working.cancel()
+            living.cancel()
 
     async def _until_over(self) -> None:
-        """Report progress until the run has ended, or has been away for too long."""
+        """Report progress until the run has ended. Raise NotReadyError if it is away for long."""
         loop = asyncio.get_running_loop()
         said, said_s = "", loop.time()
         while True:
@@ -124,9 +151,20 @@ class AgentRunner:
             since = self._away_since
             if (is_due or since is not None) and await self._has_ended():
                 return
-            if since is not None and loop.time() - since >= _AWAY_S:
-                self._say(f"the reward service has been away for {_AWAY_S:g} s")
-                return
+            if since is None or self.counts.running:  # a lease may outlive a long absence
+                continue
+            if (away_s := loop.time() - since) >= self._wait_s:
+                raise NotReadyError(
+                    f"run: its reward service has been away for {away_s:.0f} s, though the run has "
+                    f"not ended; start this command again once it is back ({self.counts})"
+                )
+
+    async def _show_life(self) -> None:
+        """Keep the leases alive, also while no further one is taken."""
+        while True:
+            await asyncio.sleep(_KEEP_ALIVE_S / _SIGNS)
+            with suppress(*_AWAY):
+                await self._leases.take(0, _PAUSE_S, _KEEP_ALIVE_S)
 
     async def _lease(self) -> None:
         """Start a program for each sample, without end."""
@@ -136,11 +174,11 @@ class AgentRunner:
                 await self._wait_for_capacity()
                 try:
                     free = self._parallel - self.counts.running
-                    found = await self._leases.take(min(free, 1024), _TAKE_S)
-                except (PeerError, DeadlineError, ExhaustedError) as error:
+                    found = await self._leases.take(min(free, 1024), _TAKE_S, _KEEP_ALIVE_S)
+                except _AWAY as error:
                     if self._away_since is None:
                         self._away_since = loop.time()
-                        self._say(f"waiting up to {_AWAY_S:g} s for the reward service: {error}")
+                        self._say(f"waiting for the reward service: {error}")
                     await asyncio.sleep(_PAUSE_S)
                     continue
                 if self._away_since is not None:
@@ -157,66 +195,78 @@ class AgentRunner:
                 await self._freed.wait()
 
     async def _work(self, lease: LeasedSample) -> None:
-        program: AgentProgram | None = None
-        reward, failure, is_late = None, _STOPPED, False
+        outcome = _STOPPED
+        try:
+            outcome = await self._outcome(lease)
+        finally:
+            self.counts.running -= 1
+            self._freed.set()
+            self._count(outcome)
+
+    async def _outcome(self, lease: LeasedSample) -> _Outcome:
+        """Run a program for a sample, and post its end."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + lease.deadline_s
+        program, outcome = None, _STOPPED
         try:
             try:
                 program = await AgentProgram.start(self._arguments, self._variables(lease))
-                reward = await program.result(task_line(lease), lease.deadline_s)
-                failure = ""
+                outcome = _Outcome(await program.result(task_line(lease), lease.deadline_s))
+                await program.stop()  # what it has left behind need not wait for the post
+            except AgentLateError as error:  # the run knows, since the lease has expired
+                return _Outcome(failure=str(error))
             except AgentFailedError as error:
-                failure, is_late = str(error), isinstance(error, AgentLateError)
-            is_taken = await self._end(lease, reward, failure)
+                outcome = _Outcome(failure=str(error))
+            return await self._posted(lease, outcome, ends_at)
         except asyncio.CancelledError:
-            self.counts.stopped += 1
             if program is not None:
                 program.interrupt()
-            if not self._is_over:
-                await self._end(lease, reward, failure, within_s=_LAST_CALL_S)
+            if self._away_since is None:
+                await self._posted(lease, outcome, loop.time() + _LAST_CALL_S)
             raise
         finally:
             if program is not None:
                 await program.stop()
-            self.counts.running -= 1
-            self._freed.set()
-        if failure and not (is_taken or is_late):
-            self.counts.stopped += 1
-        else:
-            self._count(reward, failure)
 
-    def _count(self, reward: float | None, failure: str) -> None:
-        if not failure:
+    async def _posted(self, lease: LeasedSample, outcome: _Outcome, ends_at: float) -> _Outcome:
+        """Post an end, again while the reward service is away; return what the run took of it."""
+        try:
+            async with asyncio.timeout_at(ends_at):
+                while True:
+                    try:
+                        await self._leases.end(
+                            lease.lease_id, reward_value=outcome.reward, failure=outcome.failure
+                        )
+                    except _AWAY:
+                        with waiting_for("reward", "answering again, to end a sample"):
+                            await asyncio.sleep(_PAUSE_S)
+                    else:
+                        return outcome
+        except LeaseEndedError:  # the program has posted its end, which counts
+            return outcome._replace(reward=None)
+        except (SluiceError, TimeoutError):
+            return _STOPPED
+
+    def _count(self, outcome: _Outcome) -> None:
+        if outcome.is_stopped:
+            self.counts.stopped += 1
+            return
+        if not outcome.failure:
             self.counts.ended += 1
             self._failures_in_a_row = 0
-            if reward is not None:
+            if outcome.reward is not None:
                 self.counts.rewards += 1
-                self.counts.reward_sum += reward
+                self.counts.reward_sum += outcome.reward
             return
         self.counts.failed += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row == 1:
-            self._say(f"an agent failed: {failure}")
+            self._say(f"an agent failed: {outcome.failure}")
         if self._failures_in_a_row >= self._most_failures:
             raise ConfigError(
-                f"--command: {self._failures_in_a_row} agents in a row failed, the last: {failure}"
-                "; run it by hand with a task on its standard input"
+                f"--command: {self._failures_in_a_row} agents in a row failed, the last: "
+                f"{outcome.failure}; run it by hand with a task on its standard input"
             )
-
-    async def _end(
-        self, lease: LeasedSample, reward: float | None, failure: str, within_s: float = _AWAY_S
-    ) -> bool:
-        """Post the end; return whether the sample was not given up before.
-
-        A program may have posted its end itself.
-        """
-        try:
-            async with asyncio.timeout(within_s):
-                await self._leases.end(lease.lease_id, reward_value=reward, failure=failure)
-        except LeaseEndedError:
-            return True
-        except (NotFoundError, PeerError, DeadlineError, TimeoutError):
-            return False
-        return True
 
     def _variables(self, lease: LeasedSample) -> Mapping[str, str]:
         return {

@@ -27,6 +27,7 @@ from sluice.codec.reward import score_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
 from sluice.environment.episodes import AuthorCalls, Environment, PlayedEpisode, PlayedRow
 from sluice.errors import (
+    EnvironmentDefectError,
     ExhaustedError,
     InvalidRequestError,
     NotFoundError,
@@ -38,6 +39,10 @@ from sluice.types import FinishReason, Scored
 logger = logging.getLogger(__name__)
 
 MAX_EPISODES = 4096
+MAX_RESULT_BYTES = 16 << 20
+"""Of what an answer leads to. A larger message might not be sent, and end calls beside it."""
+CLOSE_S = 30.0
+"""Most seconds of closing an episode that its caller has left."""
 MAX_ENDED = 1024
 """Episodes that ended with a Step whose answer is kept, for a repeated call."""
 _FINISH, _PLAY = "FINISH_REASON_", "EnvironmentService/Play"
@@ -120,7 +125,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         context: Any,  # noqa: ANN401
     ) -> environment.OpenResponse:
         """Begin an episode."""
-        call = await self._begun(request, context.time_remaining())
+        call = self._begun(request, context.time_remaining())
         return await _response(call, environment.OpenResponse)
 
     async def Step(
@@ -141,7 +146,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         for one in asked:
             try:
                 if isinstance(one, environment.OpenRequest):
-                    call = await self._begun(one, time_s)
+                    call = self._begun(one, time_s)
                 else:
                     call = self._stepped(one, time_s)
                 calls[call] = one.episode_id
@@ -194,19 +199,26 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         )
 
     async def close(self) -> None:
-        """End all episodes."""
+        """End all episodes, within `CLOSE_S`."""
         episodes, self._episodes = self._episodes, {}
+        closing = list[asyncio.Task[SluiceError | None]]()
         for episode in episodes.values():
             if not episode.lock.locked():
-                await _closed(episode)
+                closing.append(self._close_later(episode))
             elif episode.call is not None:  # its object ends with the process
                 episode.call.cancel()
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSE_S)
 
-    async def _begun(
+    def _close_later(self, episode: _Open) -> asyncio.Task[SluiceError | None]:
+        """Close an episode that nobody waits for: no call is held by a `close` that hangs."""
+        return self._tasks.create_task(_closed(episode, CLOSE_S), name="closing an episode")
+
+    def _begun(
         self, request: environment.OpenRequest, time_s: float | None
     ) -> asyncio.Task[_Result]:
         """Start to open an episode."""
-        await self._drop_expired()
+        self._drop_expired()
         self._check(request)
         task = PlayedRow(
             tuple(map(message_from_proto, request.messages)), _row(request.row_json), request.seed
@@ -294,14 +306,14 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             )
         return episode
 
-    async def _drop_expired(self) -> None:
+    def _drop_expired(self) -> None:
         now = self._clock()
         if now < self._none_expires_before:
             return
         for episode_id, episode in list(self._episodes.items()):
             if now >= episode.ends_at and not episode.lock.locked():
                 self._episodes.pop(episode_id, None)
-                await _closed(episode)
+                self._close_later(episode)
         ends = (episode.ends_at for episode in self._episodes.values())
         self._none_expires_before = min(ends, default=math.inf)
 
@@ -318,6 +330,7 @@ async def _called(
         try:
             async with asyncio.timeout(time_s) as scope:
                 result = await work()
+            _check_size(result)
         except Exception as error:  # noqa: BLE001  its waiters raise it
             if not scope.expired():
                 episode.failure = error
@@ -326,13 +339,23 @@ async def _called(
         return result
 
 
-async def _closed(episode: _Open) -> SluiceError | None:
-    """Close an episode after its running call; return what went wrong."""
+def _check_size(result: _Result) -> None:
+    if isinstance(result, Exception) or (size := result.ByteSize()) <= MAX_RESULT_BYTES:
+        return
+    raise EnvironmentDefectError(
+        f"observation: {size} bytes; give the policy at most {MAX_RESULT_BYTES} at once"
+    )
+
+
+async def _closed(episode: _Open, time_s: float | None = None) -> SluiceError | None:
+    """Close an episode after its running call, within `time_s`; return what went wrong."""
     try:
-        async with episode.lock:
+        async with episode.lock, asyncio.timeout(time_s):
             await episode.close()
     except SluiceError as error:
         return error
+    except TimeoutError:
+        logger.warning("the close of an episode has not ended within %g s", time_s)
     return None
 
 

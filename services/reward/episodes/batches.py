@@ -1,32 +1,43 @@
-"""Calls of Open and Step that are due at the same moment travel together, in one Play.
+"""Calls of episodes: those of Open and Step that are due at the same moment travel in one Play.
 
 Consumes: calls of episodes. Waits for: the server, within the time of a call. On failure: of a
-call: its episode alone; of the connection: episodes that open fail, and answers are sent again one
-by one, since servers repeat theirs. Servers without Play get all calls one by one. On shutdown:
-calls are cancelled.
+call: its episode alone; of the connection, or of a result that is too large: episodes that open
+fail, and answers are sent again one by one, since servers repeat theirs. Servers without Play get
+all calls one by one. On shutdown: calls are cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import grpc
 
 from sluice.api.environment.v1 import environment_pb2 as environment
+from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.codec.environment import bundles
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import PeerError, SluiceError
-from sluice.rpc.client import ChannelPool, environment_stub, stream_call
+from sluice.rpc.client import (
+    ChannelPool,
+    UnaryMethod,
+    environment_stub,
+    stream_call,
+    unary_call,
+)
 from sluice.rpc.status import RPC_ERRORS, error_of
 
 _TOGETHER_S = 0.005
 """Calls that follow others to the same server within these seconds wait, so that they are one."""
+_SENT_AGAIN = frozenset(("UNAVAILABLE", "RESOURCE_EXHAUSTED"))
+"""Failures of a Play that its answers alone may not meet."""
 Request = environment.OpenRequest | environment.StepRequest
-Response = environment.OpenResponse | environment.StepResponse
+_RESULT_OF = {environment.OpenRequest: "opened", environment.StepRequest: "stepped"}
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
 
 
 class Server(NamedTuple):
@@ -69,12 +80,43 @@ class CallBatches:
         self._running: set[asyncio.Task[None]] = set()
         self._sent_at: dict[tuple[str, type[Request]], float] = {}
 
-    async def response(self, server: Server, request: Request, phase: str) -> Response | None:
-        """Return the answer of a call that travelled with others; ``None``: call alone.
+    async def response(
+        self,
+        server: Server,
+        method: Callable[
+            [environment_pb2_grpc.EnvironmentServiceAsyncStub], UnaryMethod[RequestT, ResponseT]
+        ],
+        request: RequestT,
+        phase: str,
+    ) -> ResponseT:
+        """Make a call, with others that are due if a Play takes it.
+
+        Args:
+            server: of the episode, which holds the channel.
+            method: picks the call that is made alone. Most are not, and to make a stub takes longer
+                than a call in a Play.
+            request: the message.
+            phase: the purpose of the call, for errors.
 
         Raises:
             SluiceError: as from `unary_call`.
         """
+        if isinstance(request, environment.OpenRequest | environment.StepRequest):
+            result = await self._result(server, request, phase)
+            if result is not None:
+                return cast("ResponseT", self._found(result, request, server, phase))
+        return await unary_call(
+            method(environment_stub(server.channels.to(server.address))),
+            request,
+            peer=server.name,
+            phase=phase,
+            deadline_s=self._timeout_s,
+        )
+
+    async def _result(
+        self, server: Server, request: Request, phase: str
+    ) -> environment.PlayResult | None:
+        """Return what a Play found; ``None``: make the call alone."""
         if server.address in self._without_play:
             return None
         loop, key = asyncio.get_running_loop(), (server.address, type(request))
@@ -85,15 +127,7 @@ class CallBatches:
             send_at = max(loop.time(), self._sent_at.get(key, 0.0) + _TOGETHER_S)
             loop.call_at(send_at, self._send, server, key, phase)
         with waiting_for(server.name, phase):
-            result = await due.answered
-        if result is None:
-            return None
-        match result.WhichOneof("result"):
-            case "opened":
-                return result.opened
-            case "stepped":
-                return result.stepped
-        raise self._failure(result.failed, server, phase)
+            return await due.answered
 
     def cancel(self) -> None:
         """Cancel all calls."""
@@ -142,12 +176,20 @@ class CallBatches:
             is_step = isinstance(due.request, environment.StepRequest)
             if due.answered.done():
                 continue
-            if server.address in self._without_play or (
-                is_step and code == grpc.StatusCode.UNAVAILABLE.name
-            ):
+            if server.address in self._without_play or (is_step and code in _SENT_AGAIN):
                 due.answered.set_result(None)
             else:
                 due.answered.set_exception(error)
+
+    def _found(
+        self, result: environment.PlayResult, request: Request, server: Server, phase: str
+    ) -> object:
+        kind, wanted = result.WhichOneof("result"), _RESULT_OF[type(request)]
+        if kind == wanted:
+            return getattr(result, kind)
+        if kind == "failed":
+            raise self._failure(result.failed, server, phase)
+        raise PeerError(server.name, phase, f"Play: it answered {kind or 'nothing'}, not {wanted}")
 
     def _failure(self, failed: environment.CallFailure, server: Server, phase: str) -> SluiceError:
         code = grpc.StatusCode.__members__.get(failed.code, grpc.StatusCode.UNKNOWN)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Self, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import Self, TypeVar
 
 from services.reward.episodes.batches import CallBatches, Server
 from services.reward.episodes.drivers import (
@@ -183,7 +183,8 @@ class ServedEpisode:
             self._server = server = self._environments.place(self._id)
         except EpisodeFailedError as error:
             raise _DownError(str(error)) from error
-        self._channel, self._is_held = server.channels.acquire(server.address), True
+        server.channels.acquire(server.address)
+        self._is_held = True
         request = open_to_proto(
             self._task.prompt,
             episode_id=self._id,
@@ -193,7 +194,7 @@ class ServedEpisode:
         )
         phase = "opening an episode"
         try:
-            response = await self._called(request, phase)
+            response = await self._call(lambda stub: stub.Open, request, phase)
         except EpisodeFailedError as error:
             cause = error.__cause__
             if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
@@ -208,7 +209,7 @@ class ServedEpisode:
         """
         request = step_to_proto(self._id, turn, answer, finish)
         phase = "answering the policy"
-        response = await self._called(request, phase)
+        response = await self._call(lambda stub: stub.Step, request, phase)
         seen = self._observed(response.observation, phase)
         if seen.done and response.HasField("end"):
             self._end = response.end
@@ -220,7 +221,7 @@ class ServedEpisode:
         phase, response = "grading an episode", self._end
         if response is None:
             request = environment.CloseRequest(episode_id=self._id)
-            response = await self._call(self._stub.Close, request, phase)
+            response = await self._call(lambda stub: stub.Close, request, phase)
         try:
             scored = grade_from_proto(response)
         except InvalidRequestError as error:
@@ -230,14 +231,15 @@ class ServedEpisode:
 
     async def abandon(self) -> None:
         """Give the episode up; a server that is gone has nothing left of it."""
-        if not self._is_held:
+        server = self._server
+        if server is None or not self._is_held:
             return
         request = environment.CloseRequest(episode_id=self._id, is_abandoned=True)
         try:
             await unary_call(
-                self._stub.Close,
+                environment_stub(server.channels.to(server.address)).Close,
                 request,
-                peer=self._peer,
+                peer=server.name,
                 phase="giving an episode up",
                 deadline_s=ABANDON_S,
             )
@@ -255,44 +257,19 @@ class ServedEpisode:
     def _peer(self) -> str:
         return "environment" if self._server is None else self._server.name
 
-    @property
-    def _stub(self) -> environment_pb2_grpc.EnvironmentServiceAsyncStub:
-        # Most episodes need none, and to make one takes longer than a call in a Play.
-        return environment_stub(self._channel)
-
-    @overload
-    async def _called(
-        self, request: environment.OpenRequest, phase: str
-    ) -> environment.OpenResponse: ...
-    @overload
-    async def _called(
-        self, request: environment.StepRequest, phase: str
-    ) -> environment.StepResponse: ...
-    async def _called(
-        self, request: environment.OpenRequest | environment.StepRequest, phase: str
-    ) -> object:
-        """Make a call that may travel with others."""
-        assert self._server is not None
-        try:
-            with TRACER.span(SpanName.ENVIRONMENT, {Key.DETAIL: phase}, SpanKind.CLIENT):
-                found = await self._environments.batches.response(self._server, request, phase)
-        except SluiceError as error:
-            raise self._unavailable(phase, error) from error
-        if found is not None:
-            return found
-        if isinstance(request, environment.OpenRequest):
-            return await self._call(self._stub.Open, request, phase)
-        return await self._call(self._stub.Step, request, phase)
-
     async def _call(
-        self, method: UnaryMethod[RequestT, ResponseT], request: RequestT, phase: str
+        self,
+        method: Callable[
+            [environment_pb2_grpc.EnvironmentServiceAsyncStub], UnaryMethod[RequestT, ResponseT]
+        ],
+        request: RequestT,
+        phase: str,
     ) -> ResponseT:
-        seconds = self._environments.call_timeout_s
+        assert self._server is not None
+        batches = self._environments.batches
         try:
             with TRACER.span(SpanName.ENVIRONMENT, {Key.DETAIL: phase}, SpanKind.CLIENT):
-                return await unary_call(
-                    method, request, peer=self._peer, phase=phase, deadline_s=seconds
-                )
+                return await batches.response(self._server, method, request, phase)
         except SluiceError as error:
             raise self._unavailable(phase, error) from error
 

@@ -27,19 +27,19 @@ from sluice.types import (
 logger = logging.getLogger(__name__)
 
 _OF_SAMPLE = "prompt_id = ? AND sample_index = ?"
-_FORGET_TURNS = (
-    "DELETE FROM lease_turns WHERE lease_id IN (SELECT lease_id FROM sample_leases WHERE {})"
+_FORGET = (
+    "DELETE FROM lease_turns WHERE lease_id IN (SELECT lease_id FROM sample_leases WHERE {})",
+    "DELETE FROM sample_leases WHERE {}",
 )
-_FORGET = "DELETE FROM sample_leases WHERE {}"
-_TAKE = "INSERT INTO sample_leases VALUES (?, ?, ?, ?, NULL, NULL, NULL)"
+_TAKE = "INSERT INTO sample_leases VALUES (?, ?, ?, ?, ?, ?, NULL, NULL, NULL)"
 _COMMIT = "INSERT INTO lease_turns VALUES (?, ?, ?, ?)"
 _KEEP_PROMPT = "UPDATE sample_leases SET prompt_token_ids = ? WHERE lease_id = ?"
 _LIMIT = "UPDATE sample_leases SET reached_limit = ? WHERE lease_id = ?"
 _END = "UPDATE sample_leases SET posted_end = ? WHERE lease_id = ?"
 _TURNS = "SELECT lease_id, digest, body FROM lease_turns ORDER BY turn"
 _LEASES = (
-    "SELECT prompt_id, sample_index, lease_id, expires_s, prompt_token_ids, reached_limit, "
-    "posted_end FROM sample_leases"
+    "SELECT prompt_id, sample_index, lease_id, expires_s, holder, keep_alive_s, prompt_token_ids, "
+    "reached_limit, posted_end FROM sample_leases"
 )
 _FORGET_LEFT = (
     "DELETE FROM sample_leases WHERE prompt_id NOT IN (SELECT prompt_id FROM pending)",
@@ -91,6 +91,8 @@ class LeaseRecord:
         turns: by the digests of their requests, in the order of their calls.
         end: ``None``: none was posted.
         limit: that the sample has reached; ``None``: it takes further requests.
+        holder: who has leased it; empty: nobody in particular.
+        keep_alive_s: seconds without a call of the holder after which it fails; 0: it does not.
     """
 
     lease_id: str
@@ -100,6 +102,8 @@ class LeaseRecord:
     turns: Mapping[str, CommittedTurn] = field(default_factory=dict)
     end: PostedEnd | None = None
     limit: EpisodeEnd | None = None
+    holder: str = ""
+    keep_alive_s: float = 0.0
 
 
 class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
@@ -149,8 +153,10 @@ class KeptLeases:
             return False
         self._prompts.add(record.prompt_id)
         sample = (record.prompt_id, record.sample_index)
+        lasts = (record.expires_s, record.holder, record.keep_alive_s)
         self._write(
-            *_forget(_OF_SAMPLE, sample), (_TAKE, (*sample, record.lease_id, record.expires_s))
+            *_forget(_OF_SAMPLE, sample),
+            (_TAKE, (*sample, record.lease_id, *lasts)),
         )
         return True
 
@@ -188,7 +194,7 @@ class KeptLeases:
 
 
 def _forget(which: str, values: tuple[object, ...]) -> list[Statement]:
-    return [(_FORGET_TURNS.format(which), values), (_FORGET.format(which), values)]
+    return [(each.format(which), values) for each in _FORGET]
 
 
 def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
@@ -230,6 +236,8 @@ def _record(
     sample: tuple[str, str, int],
     turns: Iterable[tuple[str, bytes]],
     expires_s: float,
+    holder: str,
+    keep_alive_s: float,
     prompt: bytes | None,
     limit: str | None,
     end: bytes | None,
@@ -241,6 +249,8 @@ def _record(
         {digest: decode_turn(body, prompt_token_ids) for digest, body in turns},
         None if end is None else msgspec.msgpack.decode(end, type=PostedEnd),
         None if limit is None else EpisodeEnd(limit),
+        holder,
+        keep_alive_s,
     )
 
 

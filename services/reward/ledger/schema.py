@@ -20,9 +20,9 @@ from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
 APPLICATION_ID = 0x534C554C  # "SLUL"
-FORMAT = 4
-"""Format 3 held leases of samples in another form, and format 1 samples that were under way: both
-are dropped when the file is opened. Format 2 had no leases of samples."""
+FORMAT = 5
+"""Formats 3 and 4 held leases of samples in other forms, and format 1 samples that were under way:
+they are dropped when the file is opened. Format 2 had no leases of samples."""
 BUSY_TIMEOUT_S = 10.0
 
 _TABLES = """
@@ -81,11 +81,14 @@ CREATE TABLE sample_leases (
     sample_index INTEGER NOT NULL,
     lease_id TEXT NOT NULL UNIQUE,
     expires_s REAL NOT NULL,
+    holder TEXT NOT NULL,
+    keep_alive_s REAL NOT NULL,
     prompt_token_ids BLOB,
     reached_limit TEXT,
     posted_end BLOB,
     PRIMARY KEY (prompt_id, sample_index)
 );
+DROP TABLE IF EXISTS lease_holders;
 DROP TABLE IF EXISTS lease_turns;
 CREATE TABLE lease_turns (
     lease_id TEXT NOT NULL,

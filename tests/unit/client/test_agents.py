@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,11 +20,22 @@ from sluice.client.agent_program import (
     program_of,
 )
 from sluice.client.agents import AgentRunner
-from sluice.errors import ConfigError, NotReadyError, PeerError, leaves
+from sluice.client.leases import LeasedSample
+from sluice.errors import (
+    AccessDeniedError,
+    ConfigError,
+    ExhaustedError,
+    InvalidRequestError,
+    LeaseEndedError,
+    NotFoundError,
+    NotReadyError,
+    PeerError,
+    leaves,
+)
 from sluice.rpc.policy import CALL_POLICIES
 from sluice.types import Failed, FailureKind, RolloutGroup, Scored
 from tests.support.leased import Leased, leased
-from tests.support.scripted_environment import group_request
+from tests.support.scripted_environment import eventually, group_request
 
 AGENT = """
 import json, os, sys, urllib.request
@@ -44,6 +55,8 @@ ENDS = {
     "hang": "import subprocess; subprocess.run(['sleep', '1000'])",
     "flood": "print('x' * (1 << 20), file=sys.stderr); print('y' * (1 << 20)); "
     'print(json.dumps({"reward": 0.5}))',
+    "fail with half a character": r"""print('{"failure": "\\ud800"}')""",
+    "print a long reward": r"""print(json.dumps({"reward": "\u200b" * 4000}))""",
     "leave a child": "import subprocess; subprocess.Popen(['sleep', '1000']); "
     'print(json.dumps({"reward": 0.5}))',
     "refuse to end": "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\n"
@@ -104,6 +117,93 @@ async def test_a_program_that_fails_or_hangs_leaves_no_reward(
     assert detail in failed.detail
 
 
+@pytest.mark.parametrize(
+    ("end", "detail"),
+    [("fail with half a character", "?"), ("print a long reward", r"reward: '\u200b")],
+)
+async def test_what_cannot_be_sent_of_a_failure_fails_one_sample_and_not_the_command(
+    tmp_path: Path, end: str, detail: str
+) -> None:
+    async with leased(tmp_path, answers) as run:
+        group, said = await played(run, tmp_path, end, n=1)
+    failed = group.rollouts[0].outcome
+    assert isinstance(failed, Failed)
+    assert failed.kind is FailureKind.AGENT
+    assert detail in failed.detail
+    assert detail in said
+
+
+AWAY = PeerError("reward", "a call", "it is away")
+
+
+class Scripted:
+    """Leases of one sample; an end raises what comes next of `errors`, at last always the same."""
+
+    def __init__(self, *errors: Exception | None, is_away: bool = False) -> None:
+        self.errors, self.is_away = list(errors), is_away
+        self.num_taken, self.ends = 0, list[Any]()
+
+    async def take(self, *_given: Any) -> list[LeasedSample]:
+        """Lease it once, and then be away, or have none."""
+        self.num_taken += 1
+        if self.num_taken == 1:
+            return [LeasedSample("one", "p", 0, (), "{}", 30.0)]
+        if self.is_away:
+            raise AWAY
+        await asyncio.sleep(0.01)
+        return []
+
+    async def end(self, lease_id: str, **end: Any) -> None:
+        """Note an end."""
+        self.ends.append(end)
+        error = self.errors.pop(0) if len(self.errors) > 1 else self.errors[0]
+        if error is not None:
+            raise error
+
+
+def scripted(leases: Scripted, output: str) -> AgentRunner:
+    """A command whose programs print `output`."""
+    command = shlex.join(["echo", output])
+    return AgentRunner(cast("Any", leases), command, 2, "http://x", print, goes_on, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "counts"),
+    [
+        ('{"failure": "x"}', InvalidRequestError("x"), "0 ended, 0 failed, 1 stopped"),
+        ('{"failure": "x"}', AccessDeniedError("x"), "0 ended, 0 failed, 1 stopped"),
+        ('{"reward": 1.0}', NotFoundError("x"), "0 ended, 0 failed, 1 stopped"),
+        ('{"reward": 1.0}', LeaseEndedError("x"), "1 ended, 0 failed"),
+        ('{"reward": 1.0}', None, "1 ended, 0 failed; mean reward 1.000"),
+    ],
+)
+async def test_an_end_that_the_run_refuses_counts_neither_as_ended_nor_its_reward(
+    output: str, error: Exception | None, counts: str
+) -> None:
+    leases = Scripted(error)
+    runner = scripted(leases, output)
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(runner.run())
+        await eventually(lambda: leases.ends and not runner.counts.running)
+        working.cancel()
+    assert str(runner.counts) == f"0 agents run, {counts}"
+
+
+async def test_a_command_posts_the_ends_of_its_programs_before_it_gives_up_an_absent_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.client.agents._PAUSE_S", 0.01)
+    leases = Scripted(*[AWAY] * 20, ExhaustedError("full"), None, is_away=True)
+    runner = scripted(leases, '{"reward": 1.0}')
+    with pytest.raises(ExceptionGroup) as caught:
+        await runner.run()
+    (error,) = leaves(caught.value)
+    assert isinstance(error, NotReadyError)
+    assert "the run has not ended; start this command again" in str(error)
+    assert "1 ended, 0 failed; mean reward 1.000" in str(error)
+    assert leases.ends == [{"reward_value": 1.0, "failure": ""}] * 22
+
+
 @pytest.mark.parametrize("end", ["hang", "refuse to end"])
 async def test_stopping_ends_the_programs_and_their_samples(tmp_path: Path, end: str) -> None:
     async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
@@ -138,6 +238,35 @@ async def test_the_end_of_the_run_stops_programs_and_returns(tmp_path: Path) -> 
         ).run()
         group.cancel()
     assert any("for the reward service" in line for line in said)
+
+
+async def test_a_runner_shows_life_while_all_of_its_programs_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.client.agents._KEEP_ALIVE_S", 30.0)
+    monkeypatch.setattr("sluice.client.agents._SIGNS", 300)
+    shown = asyncio.Event()
+
+    class Counted:
+        async def take(self, count: int, wait_s: float, keep_alive_s: float) -> Any:
+            assert keep_alive_s == 30.0
+            if count == 0:
+                shown.set()
+            return await leases.take(count, wait_s, keep_alive_s)
+
+        end = property(lambda _self: leases.end)
+
+    async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
+        leases = run.client.leases()
+        working = tasks.create_task(runner_of(run, tmp_path, "hang", leases=Counted()).run())
+        group = tasks.create_task(run.generator.generate(group_request(2)))
+        async with asyncio.timeout(30):
+            while len(run.engine.prompts) < 2:
+                await asyncio.sleep(0.01)
+            shown.clear()
+            await shown.wait()
+        working.cancel()
+        group.cancel()
 
 
 async def test_an_end_is_posted_again_when_the_reward_service_was_away(

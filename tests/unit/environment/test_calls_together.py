@@ -42,6 +42,8 @@ class Counting:
         (FOLDER / "running").touch()
         while text == "wait" and not (FOLDER / "go").exists():
             await asyncio.sleep(0.01)
+        if text == "big":
+            return [{"role": "user", "content": "x" * (1 << 20)}] * 17
         return None if text.startswith("end") else f"call {Counting.made}"
 
     def score(self, answer):
@@ -55,8 +57,20 @@ class Counting:
 """
 
 
-def world(folder: Path) -> Any:
-    text = WORLD.replace("FOLDER", f"Path({str(folder)!r})")
+HANGING = """
+import asyncio
+
+class Hanging:
+    def turn(self, text):
+        return None
+
+    async def close(self):
+        await asyncio.Event().wait()
+"""
+
+
+def world(folder: Path, text: str = WORLD) -> Any:
+    text = text.replace("FOLDER", f"Path({str(folder)!r})")
     return author_file(folder, text).load()
 
 
@@ -162,6 +176,82 @@ async def test_answers_of_a_broken_connection_are_sent_again_one_by_one(tmp_path
     assert seen == {"Play": 2, "Step": 3}
 
 
+class Confused(environment_pb2_grpc.EnvironmentServiceServicer):
+    """A user's server that answers some Steps with what no Step leads to."""
+
+    async def Play(self, request: Any, context: Any) -> None:
+        """Answer the first Step as if it were Open, the second with nothing."""
+        done = environment.Observation(done=True)
+        odd = [
+            environment.PlayResult(opened=environment.OpenResponse(observation=done)),
+            environment.PlayResult(),
+        ]
+        for call in (*request.opens, *request.steps):
+            result = environment.PlayResult(stepped=environment.StepResponse(observation=done))
+            if isinstance(call, environment.OpenRequest):
+                result = environment.PlayResult(opened=environment.OpenResponse())
+            elif odd:
+                result = odd.pop(0)
+            result.episode_id = call.episode_id
+            await context.write(environment.PlayResponse(results=[result]))
+
+    async def Close(self, _request: Any, _context: Any) -> environment.CloseResponse:
+        """End."""
+        return environment.CloseResponse()
+
+
+async def test_a_result_of_another_call_than_the_one_that_was_made_fails_its_episode_alone() -> (
+    None
+):
+    server = grpc.aio.server()
+    environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(Confused(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with drivers(GivenServers([address])) as servers:
+        group = [episode(servers) for _ in range(3)]
+        await together(one.open() for one in group)
+        found = await together(one.step(0, Answer("end"), STOP) for one in group)
+        assert "Play: it answered opened, not stepped" in str(found[0])
+        assert "Play: it answered nothing, not stepped" in str(found[1])
+        assert found[2].done
+        for one in group:
+            await one.abandon()
+    await server.stop(None)
+
+
+def texts(group: Iterable[ServedEpisode], *said: str) -> Iterable[Coroutine[Any, Any, Any]]:
+    return (one.step(0, Answer(text), STOP) for one, text in zip(group, said, strict=True))
+
+
+async def test_an_observation_that_is_too_large_fails_its_episode_alone(tmp_path: Path) -> None:
+    async with counting(tmp_path) as (servers, seen):
+        group = [episode(servers) for _ in range(3)]
+        await together(one.open() for one in group)
+        small, big, other = await together(texts(group, "end", "big", "end"))
+        assert small.done
+        assert other.done
+        assert "bytes; give the policy at most 16777216 at once" in str(big)
+        await group[1].abandon()
+    assert seen == {"Play": 2, "Close": 1}
+
+
+async def test_answers_beside_one_that_the_caller_cannot_receive_are_sent_again_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.environment.servicer.MAX_RESULT_BYTES", 1 << 30)
+    async with counting(tmp_path) as (servers, seen), asyncio.TaskGroup() as tasks:
+        group = [episode(servers) for _ in range(3)]
+        await together(one.open() for one in group)
+        playing = tasks.create_task(together(texts(group, "wait", "big", "wait")))
+        await eventually(lambda: seen["Step"] == 3)
+        (tmp_path / "go").touch()
+        small, big, other = await playing
+        assert [found.messages[0].content for found in (small, other)] == ["call 3"] * 2
+        assert "RESOURCE_EXHAUSTED" in str(big)
+        for one in group:
+            await one.abandon()
+
+
 @asynccontextmanager
 async def stub(folder: Path) -> AsyncIterator[environment_pb2_grpc.EnvironmentServiceStub]:
     async with (
@@ -224,6 +314,29 @@ async def test_a_call_beyond_its_deadline_is_cut_short_and_the_next_one_fails(
             await calls.Step(answer("wait"), timeout=0.2)
         with pytest.raises(grpc.aio.AioRpcError, match="cut short"):
             await calls.Step(answer("wait"), timeout=30)
+
+
+class Caller:
+    """The context of a call that has time."""
+
+    def time_remaining(self) -> float:
+        """Seconds."""
+        return 30.0
+
+
+async def test_a_close_that_hangs_holds_neither_other_calls_nor_the_end_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.environment.servicer.CLOSE_S", 0.1)
+    now_s, calls = 0.0, AuthorCalls()
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        servicer = EnvironmentServicer(world(tmp_path, HANGING), tasks, calls, lambda: now_s)
+        for name in ("expired", "next"):
+            await servicer.Open(environment.OpenRequest(episode_id=name, timeout_s=5), Caller())
+            now_s += 10
+        assert (await servicer.GetStatus(environment.GetStatusRequest(), None)).episodes == 1
+        await servicer.close()
+    calls.close()
 
 
 async def test_methods_run_side_by_side_once_one_makes_others_wait() -> None:

@@ -88,7 +88,8 @@ def plain(record: LeaseRecord) -> Any:
         for digest, one in record.turns.items()
     ]
     sample = (record.lease_id, record.prompt_id, record.sample_index)
-    return (*sample, record.expires_s, record.end, record.limit, turns)
+    holder = (record.holder, record.keep_alive_s)
+    return (*sample, record.expires_s, record.end, record.limit, *holder, turns)
 
 
 def opened(path: Path, *prompt_ids: str) -> PromptLedger:
@@ -115,7 +116,7 @@ def keep(ledger: PromptLedger, record: LeaseRecord) -> None:
 def test_a_ledger_opened_again_has_the_leases_with_their_turns_and_ends(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     records = [
-        LeaseRecord("new", "p0", 0, LATER),
+        LeaseRecord("new", "p0", 0, LATER, holder="runner", keep_alive_s=60.0),
         LeaseRecord("played", "p0", 1, LATER, TURNS),
         LeaseRecord("ended", "p1", 0, LATER, TURNS, PostedEnd(0.5)),
         LeaseRecord("failed", "p1", 1, LATER, {}, PostedEnd(None, "exit code 3")),
@@ -370,6 +371,24 @@ async def test_a_lease_that_expired_meanwhile_fails_and_takes_nothing_more(tmp_p
         failed = failure_of((await generated(run, 1)).rollouts[0])
     assert failed.kind is FailureKind.AGENT
     assert "seconds had passed" in failed.detail
+
+
+async def test_after_a_restart_a_runner_has_its_time_again_and_its_samples_fail_without_it(
+    tmp_path: Path,
+) -> None:
+    async with service(tmp_path, 0) as run, dying(run, 2):
+        runner = run.client.leases()
+        lives, left = await runner.take(2, 5.0, keep_alive_s=60.0)
+    assert {lives.sample_index, left.sample_index} == {0, 1}
+    async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 2))
+        await play(run, lives.lease_id, 1.0)
+        assert not group.done()
+        run.desk.holder(runner.holder, 0.2)
+        found = await group
+    assert found.rollouts[lives.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
+    failed = failure_of(found.rollouts[left.sample_index])
+    assert (failed.kind, failed.detail[:15]) == (FailureKind.AGENT, "its runner left")
 
 
 async def test_a_prompt_that_ends_before_it_starts_again_revokes_its_leases(tmp_path: Path) -> None:
