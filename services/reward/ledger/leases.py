@@ -200,8 +200,8 @@ def _forget(which: str, values: tuple[object, ...]) -> list[Statement]:
 def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
     """Return the file's leases.
 
-    Drop those whose prompts are not pending; with a warning all of a prompt of which one cannot be
-    read: its samples are generated again.
+    Drop those whose prompts are not pending. If one cannot be read, drop all leases of its prompt,
+    with a warning: its samples are generated again.
 
     Raises:
         sqlite3.Error: the file is damaged.
