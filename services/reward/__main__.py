@@ -89,7 +89,7 @@ async def _serve(config: RunConfig) -> None:
             try:
                 with watching(config, app, server.address), exported(config, app, NAME):
                     exempt_start_up()
-                    await _until_stopped(app, stop, files.ledger)
+                    await until_stopped(app, stop, files.ledger)
             finally:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
                 app.traces.close()
@@ -154,13 +154,16 @@ def _server(config: RunConfig, app: RewardApp, limit: int, credentials: Credenti
     )
 
 
-async def _until_stopped(app: RewardApp, stop: asyncio.Event, ledger: PromptLedger) -> None:
+async def until_stopped(app: RewardApp, stop: asyncio.Event, ledger: PromptLedger) -> None:
+    """Run the loop until `stop` is set, or the ledger cannot be written: that is raised."""
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_watch(ledger), name="ledger")
         running = tasks.create_task(app.loop.run(), name="reward loop")
-        await stop.wait()
-        logger.info("stopping")
-        app.end()
+        try:
+            await stop.wait()
+            logger.info("stopping")
+        finally:  # also by an error: programs repeat what they ask for
+            app.end()
         running.cancel()
         watching.cancel()
 

@@ -46,7 +46,7 @@ from sluice.codec.train_batch import outline_to_proto, packed, sample_messages
 from sluice.concurrency.waits import waiting_for
 from sluice.config.schema.limits import LimitsConfig
 from sluice.config.schema.rollout import RolloutConfig
-from sluice.errors import InvalidRequestError, SluiceError
+from sluice.errors import InvalidRequestError, LeaseEndedError, SluiceError
 from sluice.rpc.metadata import caller_context, caller_of
 from sluice.rpc.policy import CALL_POLICIES
 from sluice.security.token_file import TokenSource
@@ -203,29 +203,37 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.LeaseSamplesResponse:
         """Lease samples to a program."""
         check_fields(request)
-        taken = await self._leases().take(
+        async with self._leases().taking(
             request.count, request.wait_s, request.holder, request.keep_alive_s
-        )
-        await self._app.ledger.durable()
-        return reward.LeaseSamplesResponse(
-            leases=[
-                lease_to_proto(
-                    episode.task.prompt,
-                    lease_id=episode.lease_id,
-                    sample_index=episode.task.sample_index,
-                    deadline_s=episode.task.timeout_s,
-                )
-                for episode in taken
-            ]
-        )
+        ) as taken:
+            await self._app.ledger.durable()
+            return reward.LeaseSamplesResponse(
+                leases=[
+                    lease_to_proto(
+                        episode.task.prompt,
+                        lease_id=episode.lease_id,
+                        sample_index=episode.task.sample_index,
+                        deadline_s=episode.task.timeout_s,
+                    )
+                    for episode in taken
+                ]
+            )
 
     async def Chat(self, request: reward.ChatRequest, context: Context) -> reward.ChatResponse:
         """Answer the program that works on a sample."""
         messages, tools = conversation_of(request)
         with waiting_for("reward loop", "answering an agent"):
-            reply = await self._leases().chat(
-                request.lease_id, request.request_digest, messages, tools
-            )
+            try:
+                reply = await self._leases().chat(
+                    request.lease_id,
+                    request.request_digest,
+                    messages,
+                    tools,
+                    request.ByteSize(),
+                )
+            except LeaseEndedError:  # a program relies on this, too
+                await self._app.ledger.durable()
+                raise
         await self._app.ledger.durable()
         return chat_answer_to_proto(
             reply.answer,

@@ -184,6 +184,9 @@ class Episode:
             limit = f"sluice.environment.episode_timeout_s={self._rules.timeout_s:g}"
             detail = f"{limit} seconds had passed while {self._phase}"
             return self._failed(self._failure, detail)
+        except asyncio.CancelledError:
+            is_closed = self._leased is not None and self._leased.suspend()
+            raise
         finally:
             if not is_closed:
                 await abandoned(self._driver)
@@ -201,6 +204,8 @@ class Episode:
             sampled_since = time.monotonic()
             answered = await first_turn(self._index, begun.messages, self._tools)
             self._add(begun, answered, time.monotonic() - sampled_since)
+        if self._leased is not None and self._leased.limit is not None:  # in an earlier service
+            return await self._ended(self._leased.limit)
         while self._turns[-1].finish_reason is not FinishReason.ABORTED:
             seen = await self._observed()
             end = self._counts.end(self._turns[-1].finish_reason, seen)
@@ -230,11 +235,14 @@ class Episode:
             version = min((span.version for span in turn.version_spans), default=None)
             progress.recalled(turn.token_ids.size, version)
             self._tools = known.tools
+            self._notes.offered(known.tools)
             self._append(turn, Continued(turn.parent, known.messages), known.num_read)
         self._num_recalled = len(self._turns)
         return bool(self._turns)
 
     async def _ended(self, end: EpisodeEnd) -> Rollout:
+        if self._leased is not None and end is not EpisodeEnd.DONE:
+            self._leased.reached(end)
         scored = await self._called("grading", self._driver.close())
         return Rollout(self._index, tuple(self._turns), end, scored)
 

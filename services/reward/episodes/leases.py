@@ -9,11 +9,11 @@ a program: its sample fails. When the loop gives a sample up, its lease is
 revoked: what its program asks then is refused.
 
 What a restart keeps of a sample that is trained, with a ledger that has a file: its lease, holder
-and deadline, the turns that its program may have seen, and its posted end, until its prompt ends or
-starts again. A restarted service answers requests from these turns. When the prompt starts, the
-sample continues from them, and needs no program if its end was posted. What was being sampled is
-sampled again, when the program repeats its request. Samples that nobody had leased are offered
-again.
+and deadline, the turns that its program may have seen, the limit that it has reached and its posted
+end, until its prompt ends or starts again. A restarted service answers requests from these turns.
+When the prompt starts, the sample continues from them, and needs no program if its end was posted.
+What was being sampled is sampled again, when the program repeats its request. Samples that nobody
+had leased are offered again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
@@ -34,11 +36,15 @@ from services.reward.ledger.leases import (
 )
 from sluice.algorithm.episode_rules import Observation
 from sluice.concurrency.waits import waiting_for
-from sluice.errors import LeaseEndedError, NotFoundError, NotReadyError
-from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool
+from sluice.errors import ExhaustedError, LeaseEndedError, NotFoundError, NotReadyError
+from sluice.types import Answer, ChatMessage, EpisodeEnd, FinishReason, Scored, Tool
 
 MOST_REQUESTS = 1024
 """Most requests of a lease."""
+MOST_WAITING = 8
+"""Most requests of a lease that wait for their answers, beside the one that is being answered."""
+MOST_WAITING_BYTES = 1 << 24
+"""Most bytes of them together; a single one may have more."""
 _MOST_ENDS = 1 << 16
 _SECRET_BYTES = 24
 _AGENT = "agent"
@@ -67,14 +73,18 @@ class Reply:
 _Refusal = NotFoundError | NotReadyError | LeaseEndedError
 
 
+_Result = asyncio.Future[Reply | _Refusal]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
+    """A request without its answer."""
+
     digest: str
-    messages: tuple[ChatMessage, ...] = ()
-    tools: tuple[Tool, ...] = ()
-    result: asyncio.Future[Reply | _Refusal] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...]
+    num_bytes: int
+    result: _Result
 
     def answer(self, result: Reply | _Refusal) -> None:
         if not self.result.done():
@@ -108,6 +118,7 @@ class LeasedEpisode:
 
     Attributes:
         lease_id: secret.
+        limit: that the sample has reached; ``None``: it takes further requests.
     """
 
     def __init__(
@@ -120,12 +131,12 @@ class LeasedEpisode:
         self._is_kept = record is not None
         self._holder: LeaseHolder | None = None
         self._is_taken, self._changed = asyncio.Event(), asyncio.Event()
-        self._asked: dict[str, _Asked] = {}
+        self._results: dict[str, _Result] = {}  # by the digests of the requests
         self._waiting: deque[_Asked] = deque()
         self._answering: _Asked | None = None
         self._reply: Reply | None = None
         self._end: PostedEnd | None = None
-        self._over = ""
+        self.limit: EpisodeEnd | None = None
         self._recalled: tuple[CommittedTurn, ...] = ()
         self._num_turns = 0
         if record is not None:
@@ -134,18 +145,23 @@ class LeasedEpisode:
     def _restore(self, record: LeaseRecord) -> None:
         self._holder = self._desk.holder(record.holder, record.keep_alive_s)
         self._is_taken.set()
-        self._end = record.end
+        self._end, self.limit = record.end, record.limit
         self._recalled = tuple(record.turns.values())
         for digest, turn in record.turns.items():
-            self._asked[digest] = asked = _Asked(digest)
-            asked.answer(_reply(turn, self._num_turns))
+            self._results[digest] = result = asyncio.get_running_loop().create_future()
+            result.set_result(_reply(turn, self._num_turns))
             self._num_turns += 1
 
     @property
     def task(self) -> EpisodeTask:
-        """The episode; of a lease of an earlier service, once its prompt has started again."""
+        """The episode; there is none while no group plays it."""
         assert self._task is not None
         return self._task
+
+    @property
+    def posted_end(self) -> PostedEnd | None:
+        """How its program ended it; ``None``: it has not."""
+        return self._end
 
     def begin(self, task: EpisodeTask) -> None:
         """Play it."""
@@ -153,7 +169,7 @@ class LeasedEpisode:
 
     @property
     def has_lapsed(self) -> bool:
-        """Whether it expired before its prompt started again."""
+        """Whether it expired while no group played it."""
         return self._task is None and self._end is None and time.time() >= self._expires_s
 
     def seconds_left(self) -> float:
@@ -179,7 +195,7 @@ class LeasedEpisode:
             self._holder.heard()
 
     def take(self, holder: LeaseHolder | None) -> None:
-        """Begin the episode's time."""
+        """Lease the sample; its time begins."""
         self._holder = holder
         self._expires_s = time.time() + self.task.timeout_s
         prompt_id, index = self.task.prompt.prompt_id, self.task.sample_index
@@ -187,7 +203,16 @@ class LeasedEpisode:
         if holder is not None:
             record = replace(record, holder=holder.holder_id, keep_alive_s=holder.keep_alive_s)
         self._is_kept = self.task.is_kept and self._store.taken(record)
+
+    def given(self) -> None:
+        """Note that a program has the lease."""
         self._is_taken.set()
+
+    def give_back(self) -> None:
+        """Undo `take`: nobody got the lease."""
+        if self._is_kept:
+            self._store.given_back(self.lease_id)
+        self._is_kept, self._holder = False, None
 
     async def open(self) -> Observation:
         """Wait for the program's first request."""
@@ -215,25 +240,40 @@ class LeasedEpisode:
         self.heard()  # sampling the answer took time, and its program could only wait
         if self._answering is not None and self._reply is not None:
             self._answering.answer(self._reply)
+            self._answering = None
         asked = await self._next()
         if asked is None:
             return Observation(done=True)
         return Observation(asked.messages, is_whole=True, tools=asked.tools)
 
-    async def close(self) -> Scored | None:
-        """Return the posted reward; of a sample at one of its limits, wait until it is posted.
+    def reached(self, limit: EpisodeEnd) -> None:
+        """Refuse further requests: the sample is at one of its limits.
 
-        A program that fails after that failed for want of answers: scorers grade the last one.
+        A program that fails from here on fails for want of answers: scorers grade the last one.
         """
-        if self._end is None:
-            self._over = "it has used its tokens or turns: post its end"
-            self.refuse(LeaseEndedError(f"lease: {self._over}"))
-            with waiting_for(_AGENT, "ending its sample"):
-                while self._end is None:
-                    await self._change()
+        self.limit = limit
+        if self._is_kept:
+            self._store.reached(self.lease_id, limit)
+        self.refuse(_at_limit())
+
+    async def close(self) -> Scored | None:
+        """Return the posted reward; of a sample at one of its limits, wait until it is posted."""
+        with waiting_for(_AGENT, "ending its sample"):
+            while self._end is None:
+                await self._change()
         end = self._end
         self._desk.forget(self)
         return None if end.reward is None else Scored(end.reward, end.reward, {"acc": end.reward})
+
+    def suspend(self) -> bool:
+        """Hold the lease as it is, if a restarted service could continue it; return whether so.
+
+        The loop has cancelled its episode: the service ends, or the ledger revokes the lease next.
+        """
+        if self._is_kept:
+            self._desk.suspend(self, self.task.prompt.prompt_id, self.task.sample_index)
+            self._task = None
+        return self._is_kept
 
     async def abandon(self) -> None:
         """Revoke the lease."""
@@ -241,7 +281,11 @@ class LeasedEpisode:
         self.refuse(_gone())
 
     async def chat(
-        self, digest: str, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...]
+        self,
+        digest: str,
+        messages: tuple[ChatMessage, ...],
+        tools: tuple[Tool, ...],
+        num_bytes: int,
     ) -> Reply:
         """Return the policy's answer; a repeated request gets the answer that it has.
 
@@ -249,28 +293,40 @@ class LeasedEpisode:
             digest: identifies the request within the lease.
             messages: the whole conversation.
             tools: that the policy may call, whatever the request before had.
+            num_bytes: size of the request.
 
         Raises:
+            ExhaustedError: too many requests wait.
             LeaseEndedError: the sample has ended, or has used its requests, tokens or turns.
             NotFoundError: the lease was revoked meanwhile.
             NotReadyError: the service ends.
         """
-        asked = self._asked.get(digest)
-        if asked is None:
+        answered = self._results.get(digest)
+        if answered is None:
             if self._end is not None:
                 raise LeaseEndedError("lease: its end was posted; take another lease")
-            if self._over:
-                raise LeaseEndedError(f"lease: {self._over}")
-            if len(self._asked) >= MOST_REQUESTS:
+            if self.limit is not None:
+                raise _at_limit()
+            if len(self._results) >= MOST_REQUESTS:
                 raise LeaseEndedError(f"lease: {MOST_REQUESTS} requests were sent; post its end")
-            asked = self._asked[digest] = _Asked(digest, messages, tools)
-            self._waiting.append(asked)
+            self._check_waiting(num_bytes)
+            answered = self._results[digest] = asyncio.get_running_loop().create_future()
+            self._waiting.append(_Asked(digest, messages, tools, num_bytes, answered))
             self._changed.set()
         # The turn is sampled and recorded, whether its caller still waits or not.
-        result = await asyncio.shield(asked.result)
+        result = await asyncio.shield(answered)
         if isinstance(result, Reply):
             return result
         raise result
+
+    def _check_waiting(self, num_bytes: int) -> None:
+        """Raise `ExhaustedError` if no request of this size may wait beside those that do."""
+        others, total = len(self._waiting), num_bytes + sum(one.num_bytes for one in self._waiting)
+        if others and (others >= MOST_WAITING or total > MOST_WAITING_BYTES):
+            raise ExhaustedError(
+                f"lease: {others} requests wait, with this one {total} bytes; at most "
+                f"{MOST_WAITING} wait, of {MOST_WAITING_BYTES} bytes: await their answers first"
+            )
 
     def end(self, end: PostedEnd) -> None:
         """Note the program's end."""
@@ -295,7 +351,7 @@ class LeasedEpisode:
         if self._end is None:
             self._answering = self._waiting.popleft()
             return self._answering
-        if self._end.failure and not self._over:
+        if self._end.failure:
             raise EpisodeFailedError(self._end.failure)
         return None
 
@@ -341,29 +397,28 @@ class LeaseDesk:
         self._offers: deque[LeasedEpisode] = deque()
         self._leases: dict[str, LeasedEpisode] = {}
         self._holders = WeakValueDictionary[str, LeaseHolder]()  # their leases keep them
-        self._ends: OrderedDict[str, PostedEnd] = OrderedDict()  # of the last ones that ended
+        self._ends: OrderedDict[str, PostedEnd] = OrderedDict()  # of leases that were dropped
         self._offered = asyncio.Event()
-        self._to_continue: dict[tuple[str, int], LeasedEpisode] = {}
+        # Kept ones that no group plays: until theirs starts again, or the ledger revokes them.
+        self._to_continue: dict[str, dict[int, LeasedEpisode]] = {}
         for record in self._store.found:
             episode = LeasedEpisode(self, self._store, record)
-            self._to_continue[record.prompt_id, record.sample_index] = episode
             self._leases[record.lease_id] = episode
-            if record.end is not None:
-                self._ends[record.lease_id] = record.end
+            self.suspend(episode, record.prompt_id, record.sample_index)
         self._store.found = ()  # else its turns are held twice
         self._store.on_revoked = self._revoke
 
     def begin(self, task: EpisodeTask) -> LeasedEpisode:
         """Return the driver of an episode: a new one, or one that an earlier service left."""
-        sample = task.prompt.prompt_id, task.sample_index
-        earlier = self._to_continue.pop(sample, None) if task.is_kept else None
-        episode = earlier or LeasedEpisode(self, self._store)
+        of_prompt = self._to_continue.get(task.prompt.prompt_id, {}) if task.is_kept else {}
+        episode = of_prompt.pop(task.sample_index, None) or LeasedEpisode(self, self._store)
         episode.begin(task)
         return episode
 
     def close(self) -> None:
         """Refuse programs from here on: the service ends, and the next one answers them."""
         self._is_closing = True
+        self._offered.set()  # wakes those that wait for samples
         for episode in self._leases.values():
             episode.refuse(_ending())
 
@@ -393,14 +448,15 @@ class LeaseDesk:
         self._offers.append(episode)
         self._offered.set()
 
-    async def take(
+    @asynccontextmanager
+    async def taking(
         self, count: int, wait_s: float, holder_id: str = "", keep_alive_s: float = 0.0
-    ) -> list[LeasedEpisode]:
-        """Lease the samples that have waited longest.
+    ) -> AsyncIterator[Sequence[LeasedEpisode]]:
+        """Lease the samples that have waited longest. If the block fails, offer them again.
 
         Args:
             count: most samples; with 0 the holder only shows that it lives.
-            wait_s: most seconds to wait for the first one; then the list is empty.
+            wait_s: most seconds to wait for the first one; then there are none.
             holder_id: of the caller; see `LeaseHolder`.
             keep_alive_s: its promise; 0: none.
 
@@ -409,19 +465,39 @@ class LeaseDesk:
         """
         self._check_open()
         self.holder(holder_id, keep_alive_s)
+        taken: list[LeasedEpisode] = []
+        if count and await self._is_offered(wait_s):
+            taken = [self._offers.popleft() for _ in range(min(count, len(self._offers)))]
+        try:
+            for episode in taken:
+                self._leases[episode.lease_id] = episode
+                episode.take(self.holder(holder_id, keep_alive_s))
+            yield taken
+        except BaseException:
+            self._give_back(taken)
+            raise
+        for episode in taken:
+            episode.given()
+
+    async def _is_offered(self, wait_s: float) -> bool:
         try:
             async with asyncio.timeout(wait_s):
-                while count and not self._offers:
+                while True:
+                    self._check_open()
+                    if self._offers:
+                        return True
                     self._offered.clear()
                     with waiting_for("reward loop", "offering samples"):
                         await self._offered.wait()
         except TimeoutError:
-            return []
-        taken = [self._offers.popleft() for _ in range(min(count, len(self._offers)))]
-        for episode in taken:
-            self._leases[episode.lease_id] = episode
-            episode.take(self.holder(holder_id, keep_alive_s))
-        return taken
+            return False
+
+    def _give_back(self, taken: Sequence[LeasedEpisode]) -> None:
+        for episode in reversed(taken):
+            if self._leases.pop(episode.lease_id, None) is not None:  # else its group was given up
+                episode.give_back()
+                self._offers.appendleft(episode)
+        self._offered.set()
 
     async def chat(
         self,
@@ -429,6 +505,7 @@ class LeaseDesk:
         digest: str,
         messages: tuple[ChatMessage, ...],
         tools: tuple[Tool, ...],
+        num_bytes: int,
     ) -> Reply:
         """Return an answer; see `LeasedEpisode.chat`.
 
@@ -439,7 +516,7 @@ class LeaseDesk:
         self._check_open()
         episode = self._found(lease_id)
         if episode is not None:
-            return await episode.chat(digest, messages, tools)
+            return await episode.chat(digest, messages, tools, num_bytes)
         if lease_id in self._ends:
             raise LeaseEndedError("lease: its end was posted; take another lease")
         raise _gone()
@@ -453,22 +530,26 @@ class LeaseDesk:
             NotReadyError: the service ends.
         """
         self._check_open()
-        before = self._ends.get(lease_id)
+        episode = self._found(lease_id)
+        before = self._ends.get(lease_id) if episode is None else episode.posted_end
         if before is not None:
             if before != end:
                 raise LeaseEndedError(f"lease: it has ended with {before}; the first end counts")
-            return
-        episode = self._found(lease_id)
-        if episode is None:
+        elif episode is None:
             raise _gone()
-        self._ends[lease_id] = end
-        if len(self._ends) > _MOST_ENDS:
-            self._ends.popitem(last=False)
-        episode.end(end)
+        else:
+            episode.end(end)
+
+    def suspend(self, episode: LeasedEpisode, prompt_id: str, sample_index: int) -> None:
+        """Hold a kept lease that no group plays."""
+        self._to_continue.setdefault(prompt_id, {})[sample_index] = episode
 
     def forget(self, episode: LeasedEpisode) -> None:
-        """Drop a sample that has ended or was given up."""
-        self._leases.pop(episode.lease_id, None)
+        """Drop a sample that has ended or was given up; remember its posted end."""
+        if self._leases.pop(episode.lease_id, None) and episode.posted_end is not None:
+            self._ends[episode.lease_id] = episode.posted_end
+            if len(self._ends) > _MOST_ENDS:
+                self._ends.popitem(last=False)
         if episode in self._offers:
             self._offers.remove(episode)
 
@@ -484,11 +565,14 @@ class LeaseDesk:
             raise _ending()
 
     def _revoke(self, prompt_id: str) -> None:
-        """Drop what an earlier service left of a prompt that ended or starts again."""
-        for sample in [one for one in self._to_continue if one[0] == prompt_id]:
-            episode = self._to_continue.pop(sample)
+        """Drop what no group plays of a prompt that ended or starts again."""
+        for episode in self._to_continue.pop(prompt_id, {}).values():
             self.forget(episode)
             episode.refuse(_gone())
+
+
+def _at_limit() -> LeaseEndedError:
+    return LeaseEndedError("lease: it has used its tokens or turns: post its end")
 
 
 def _ending() -> NotReadyError:

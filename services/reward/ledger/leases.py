@@ -4,30 +4,46 @@ prompt ends or its attempt is given up.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from services.reward.ledger.writer import Statement
-from sluice.types import Answer, ChatMessage, FinishReason, TokenIds, Tool, Turn, VersionSpan
+from sluice.types import (
+    Answer,
+    ChatMessage,
+    EpisodeEnd,
+    FinishReason,
+    TokenIds,
+    Tool,
+    Turn,
+    VersionSpan,
+)
+
+logger = logging.getLogger(__name__)
 
 _OF_SAMPLE = "prompt_id = ? AND sample_index = ?"
 _FORGET = (
     "DELETE FROM lease_turns WHERE lease_id IN (SELECT lease_id FROM sample_leases WHERE {})",
-    "DELETE FROM lease_holders WHERE lease_id IN (SELECT lease_id FROM sample_leases WHERE {})",
     "DELETE FROM sample_leases WHERE {}",
 )
-_TAKE = "INSERT INTO sample_leases VALUES (?, ?, ?, ?, NULL)"
-_HOLD = "INSERT INTO lease_holders VALUES (?, ?, ?)"
+_TAKE = "INSERT INTO sample_leases VALUES (?, ?, ?, ?, ?, ?, NULL, NULL, NULL)"
 _COMMIT = "INSERT INTO lease_turns VALUES (?, ?, ?, ?)"
+_KEEP_PROMPT = "UPDATE sample_leases SET prompt_token_ids = ? WHERE lease_id = ?"
+_LIMIT = "UPDATE sample_leases SET reached_limit = ? WHERE lease_id = ?"
 _END = "UPDATE sample_leases SET posted_end = ? WHERE lease_id = ?"
+_TURNS = "SELECT lease_id, digest, body FROM lease_turns ORDER BY turn"
+_LEASES = (
+    "SELECT prompt_id, sample_index, lease_id, expires_s, holder, keep_alive_s, prompt_token_ids, "
+    "reached_limit, posted_end FROM sample_leases"
+)
 _FORGET_LEFT = (
     "DELETE FROM sample_leases WHERE prompt_id NOT IN (SELECT prompt_id FROM pending)",
     "DELETE FROM lease_turns WHERE lease_id NOT IN (SELECT lease_id FROM sample_leases)",
-    "DELETE FROM lease_holders WHERE lease_id NOT IN (SELECT lease_id FROM sample_leases)",
 )
 
 
@@ -74,6 +90,7 @@ class LeaseRecord:
         expires_s: when the lease expires, seconds since 1970.
         turns: by the digests of their requests, in the order of their calls.
         end: ``None``: none was posted.
+        limit: that the sample has reached; ``None``: it takes further requests.
         holder: who has leased it; empty: nobody in particular.
         keep_alive_s: seconds without a call of the holder after which it fails; 0: it does not.
     """
@@ -84,6 +101,7 @@ class LeaseRecord:
     expires_s: float
     turns: Mapping[str, CommittedTurn] = field(default_factory=dict)
     end: PostedEnd | None = None
+    limit: EpisodeEnd | None = None
     holder: str = ""
     keep_alive_s: float = 0.0
 
@@ -103,7 +121,6 @@ class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
     context: bytes
     is_new_root: bool
     num_read: int
-    prompt_token_ids: bytes
 
 
 class KeptLeases:
@@ -136,16 +153,28 @@ class KeptLeases:
             return False
         self._prompts.add(record.prompt_id)
         sample = (record.prompt_id, record.sample_index)
+        lasts = (record.expires_s, record.holder, record.keep_alive_s)
         self._write(
             *_forget(_OF_SAMPLE, sample),
-            (_TAKE, (*sample, record.lease_id, record.expires_s)),
-            (_HOLD, (record.lease_id, record.holder, record.keep_alive_s)),
+            (_TAKE, (*sample, record.lease_id, *lasts)),
         )
         return True
 
+    def given_back(self, lease_id: str) -> None:
+        """Drop a lease that no program got."""
+        self._write(*_forget("lease_id = ?", (lease_id,)))
+
     def committed(self, lease_id: str, number: int, digest: str, turn: CommittedTurn) -> None:
-        """Keep the turn with this number of a kept lease."""
-        self._write((_COMMIT, (lease_id, number, digest, encode_turn(turn))))
+        """Keep the turn with this number of a kept lease; with the first one its prompt."""
+        statements: list[Statement] = [(_COMMIT, (lease_id, number, digest, encode_turn(turn)))]
+        if number == 0:
+            prompt = turn.prompt_token_ids.astype("<u4").tobytes()
+            statements.append((_KEEP_PROMPT, (prompt, lease_id)))
+        self._write(*statements)
+
+    def reached(self, lease_id: str, limit: EpisodeEnd) -> None:
+        """Keep that a kept lease takes no further request."""
+        self._write((_LIMIT, (limit.value, lease_id)))
 
     def ended(self, lease_id: str, end: PostedEnd) -> None:
         """Keep the end of a kept lease."""
@@ -169,39 +198,64 @@ def _forget(which: str, values: tuple[object, ...]) -> list[Statement]:
 
 
 def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
-    """Return the file's leases; drop those whose prompts are not pending.
+    """Return the file's leases.
+
+    Drop those whose prompts are not pending. If one cannot be read, drop all leases of its prompt,
+    with a warning: its samples are generated again.
 
     Raises:
-        sqlite3.Error, msgspec.MsgspecError, ValueError: the file is damaged.
+        sqlite3.Error: the file is damaged.
     """
     for statement in _FORGET_LEFT:
         database.execute(statement)
-    turns: dict[str, dict[str, CommittedTurn]] = {}
-    rows = database.execute("SELECT lease_id, digest, body FROM lease_turns ORDER BY turn")
-    for lease_id, digest, body in rows:
-        turns.setdefault(lease_id, {})[digest] = decode_turn(body)
-    leases = database.execute(
-        "SELECT prompt_id, sample_index, lease_id, expires_s, posted_end, "
-        "coalesce(holder, ''), coalesce(keep_alive_s, 0.0) "
-        "FROM sample_leases LEFT JOIN lease_holders USING (lease_id)"
-    )
-    return tuple(
-        LeaseRecord(
-            lease_id,
-            prompt_id,
-            sample_index,
-            expires_s,
-            turns.get(lease_id, {}),
-            None if end is None else msgspec.msgpack.decode(end, type=PostedEnd),
-            holder,
-            keep_alive_s,
+    turns: dict[str, list[tuple[str, bytes]]] = {}
+    for lease_id, digest, body in database.execute(_TURNS):
+        turns.setdefault(lease_id, []).append((digest, body))
+    found: dict[str, list[LeaseRecord]] = {}
+    unreadable: dict[str, str] = {}
+    for prompt_id, sample_index, lease_id, *rest in database.execute(_LEASES):
+        sample = (lease_id, prompt_id, sample_index)
+        try:
+            record = _record(sample, turns.get(lease_id, ()), *rest)
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            unreadable[prompt_id] = str(error)
+        else:
+            found.setdefault(prompt_id, []).append(record)
+    for prompt_id, why in unreadable.items():
+        logger.warning(
+            "ledger: a lease of prompt %s cannot be read, its samples are generated again: %s",
+            *(prompt_id, why),
         )
-        for prompt_id, sample_index, lease_id, expires_s, end, holder, keep_alive_s in leases
+        found.pop(prompt_id, None)
+        for sql, values in _forget("prompt_id = ?", (prompt_id,)):
+            database.execute(sql, values)
+    return tuple(record for records in found.values() for record in records)
+
+
+def _record(
+    sample: tuple[str, str, int],
+    turns: Iterable[tuple[str, bytes]],
+    expires_s: float,
+    holder: str,
+    keep_alive_s: float,
+    prompt: bytes | None,
+    limit: str | None,
+    end: bytes | None,
+) -> LeaseRecord:
+    prompt_token_ids = np.frombuffer(prompt or b"", "<u4")
+    return LeaseRecord(
+        *sample,
+        expires_s,
+        {digest: decode_turn(body, prompt_token_ids) for digest, body in turns},
+        None if end is None else msgspec.msgpack.decode(end, type=PostedEnd),
+        None if limit is None else EpisodeEnd(limit),
+        holder,
+        keep_alive_s,
     )
 
 
 def encode_turn(committed: CommittedTurn) -> bytes:
-    """Encode a turn; experts, its reward and its seconds are left out."""
+    """Encode a turn; its group's prompt, experts, its reward and its seconds are left out."""
     turn = committed.turn
     return msgspec.msgpack.encode(
         _LeaseBody(
@@ -217,13 +271,12 @@ def encode_turn(committed: CommittedTurn) -> bytes:
             turn.context.astype("<u4").tobytes(),
             turn.is_new_root,
             committed.num_read,
-            committed.prompt_token_ids.astype("<u4").tobytes(),
         )
     )
 
 
-def decode_turn(body: bytes) -> CommittedTurn:
-    """Return the turn of a body.
+def decode_turn(body: bytes, prompt_token_ids: TokenIds) -> CommittedTurn:
+    """Return the turn of a body, of a group with this prompt, [prompt tokens].
 
     Raises:
         msgspec.MsgspecError, ValueError: the bytes are none.
@@ -240,5 +293,4 @@ def decode_turn(body: bytes) -> CommittedTurn:
         context=np.frombuffer(found.context, "<u4"),
         is_new_root=found.is_new_root,
     )
-    prompt = np.frombuffer(found.prompt_token_ids, "<u4")
-    return CommittedTurn(found.messages, found.tools, turn, found.num_read, prompt)
+    return CommittedTurn(found.messages, found.tools, turn, found.num_read, prompt_token_ids)

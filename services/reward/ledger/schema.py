@@ -20,9 +20,9 @@ from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
 APPLICATION_ID = 0x534C554C  # "SLUL"
-FORMAT = 4
-"""Format 3 had no holders of leases, and format 2 no leases of samples. Format 1 also held samples
-that were under way; they are dropped when the file is opened."""
+FORMAT = 5
+"""Formats 3 and 4 held leases of samples in other forms, and format 1 samples that were under way:
+they are dropped when the file is opened. Format 2 had no leases of samples."""
 BUSY_TIMEOUT_S = 10.0
 
 _TABLES = """
@@ -75,20 +75,22 @@ CREATE TABLE IF NOT EXISTS images (
     image BLOB NOT NULL,
     PRIMARY KEY (prompt_id, place)
 );
-CREATE TABLE IF NOT EXISTS sample_leases (
+DROP TABLE IF EXISTS sample_leases;
+CREATE TABLE sample_leases (
     prompt_id TEXT NOT NULL,
     sample_index INTEGER NOT NULL,
     lease_id TEXT NOT NULL UNIQUE,
     expires_s REAL NOT NULL,
+    holder TEXT NOT NULL,
+    keep_alive_s REAL NOT NULL,
+    prompt_token_ids BLOB,
+    reached_limit TEXT,
     posted_end BLOB,
     PRIMARY KEY (prompt_id, sample_index)
 );
-CREATE TABLE IF NOT EXISTS lease_holders (
-    lease_id TEXT PRIMARY KEY,
-    holder TEXT NOT NULL,
-    keep_alive_s REAL NOT NULL
-);
-CREATE TABLE IF NOT EXISTS lease_turns (
+DROP TABLE IF EXISTS lease_holders;
+DROP TABLE IF EXISTS lease_turns;
+CREATE TABLE lease_turns (
     lease_id TEXT NOT NULL,
     turn INTEGER NOT NULL,
     digest TEXT NOT NULL,

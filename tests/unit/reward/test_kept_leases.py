@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from services.reward.__main__ import until_stopped
 from services.reward.generation.dispatcher import generate_group
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.ledger import PromptLedger
+from sluice.errors import DataError, DeadlineError, NotReadyError, SluiceError
 from sluice.types import (
     Answer,
     ChatMessage,
+    EpisodeEnd,
     FailureKind,
     FinishReason,
     PromptEnd,
@@ -84,7 +89,7 @@ def plain(record: LeaseRecord) -> Any:
     ]
     sample = (record.lease_id, record.prompt_id, record.sample_index)
     holder = (record.holder, record.keep_alive_s)
-    return (*sample, record.expires_s, record.end, *holder, turns)
+    return (*sample, record.expires_s, record.end, record.limit, *holder, turns)
 
 
 def opened(path: Path, *prompt_ids: str) -> PromptLedger:
@@ -99,9 +104,11 @@ def opened(path: Path, *prompt_ids: str) -> PromptLedger:
 
 
 def keep(ledger: PromptLedger, record: LeaseRecord) -> None:
-    assert ledger.leases.taken(replace(record, turns={}, end=None))
+    assert ledger.leases.taken(replace(record, turns={}, end=None, limit=None))
     for number, (digest, committed) in enumerate(record.turns.items()):
         ledger.leases.committed(record.lease_id, number, digest, committed)
+    if record.limit is not None:
+        ledger.leases.reached(record.lease_id, record.limit)
     if record.end is not None:
         ledger.leases.ended(record.lease_id, record.end)
 
@@ -113,12 +120,45 @@ def test_a_ledger_opened_again_has_the_leases_with_their_turns_and_ends(tmp_path
         LeaseRecord("played", "p0", 1, LATER, TURNS),
         LeaseRecord("ended", "p1", 0, LATER, TURNS, PostedEnd(0.5)),
         LeaseRecord("failed", "p1", 1, LATER, {}, PostedEnd(None, "exit code 3")),
+        LeaseRecord("full", "p1", 2, LATER, TURNS, None, EpisodeEnd.MAX_TURNS),
     ]
     with opened(path, "p0", "p1") as ledger:
         for record in records:
             keep(ledger, record)
     with PromptLedger(path) as ledger:
         assert [plain(one) for one in ledger.leases.found] == [plain(one) for one in records]
+
+
+def test_a_lease_that_cannot_be_read_costs_the_leases_of_its_prompt_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with opened(path, "p0", "p1") as ledger:
+        for lease_id, prompt_id, index in (("a", "p0", 0), ("b", "p0", 1), ("c", "p1", 0)):
+            keep(ledger, LeaseRecord(lease_id, prompt_id, index, LATER, TURNS, PostedEnd(1.0)))
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE lease_turns SET body = x'90' WHERE lease_id = 'b' AND turn = 1")
+        database.commit()
+    for _ in range(2):
+        with PromptLedger(path) as ledger:
+            assert [one.lease_id for one in ledger.leases.found] == ["c"]
+            assert ledger.num_pending == 2
+    (warned,) = caplog.messages
+    assert "a lease of prompt p0 cannot be read" in warned
+
+
+def test_a_lease_keeps_the_prompt_of_its_group_once(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    prompt = np.arange(8000, dtype=np.uint32)
+    turns = {str(n): replace(TURNS["second"], prompt_token_ids=prompt) for n in range(10)}
+    with opened(path, "p0") as ledger:
+        keep(ledger, LeaseRecord("one", "p0", 0, LATER, turns))
+    with closing(sqlite3.connect(path)) as database:
+        (size,) = database.execute("SELECT sum(length(body)) FROM lease_turns").fetchone()
+    assert size < 10 * 500
+    with PromptLedger(path) as ledger:
+        (record,) = ledger.leases.found
+        assert all((one.prompt_token_ids == prompt).all() for one in record.turns.values())
 
 
 @pytest.mark.parametrize(
@@ -288,11 +328,35 @@ async def test_a_sample_whose_end_was_posted_needs_no_program(tmp_path: Path) ->
         assert (await post(run, f"/s/{first.lease_id}/end", reward=0.0))[0] == 409
         found = await generated(run, 2)
         assert run.engine.prompts == []
+        assert run.generator.tool_names == {"look"}
         assert (run.desk.num_offered, run.desk.num_leased) == (0, 0)
     ended = found.rollouts[first.sample_index]
     assert (ended.outcome, len(ended.turns)) == (Scored(1.0, 1.0, {"acc": 1.0}), 2)
     failed = failure_of(found.rollouts[second.sample_index])
     assert (failed.kind, failed.detail) == (FailureKind.AGENT, "exit code 3")
+
+
+@pytest.mark.parametrize("is_posted_before", [True, False])
+async def test_a_failure_of_a_program_at_its_limit_lets_scorers_grade_also_after_a_restart(
+    tmp_path: Path, is_posted_before: bool
+) -> None:
+    async def fail(run: Leased) -> None:
+        assert (await post(run, f"/s/{lease.lease_id}/end", failure="no answer"))[0] == 200
+
+    async with service(tmp_path, 0, max_assistant_turns=1) as run, dying(run, 1):
+        (lease,) = await take(run, 1)
+        said = (await chat(run, lease.lease_id, ASKED))["choices"][0]["message"]
+        more = [*ASKED, said, {"role": "user", "content": "And?"}]
+        path = f"/s/{lease.lease_id}/v1/chat/completions"
+        assert (await post(run, path, model="any", messages=more))[0] == 400
+        if is_posted_before:
+            await fail(run)
+    async with service(tmp_path, 1, max_assistant_turns=1) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 1))
+        await fail(run)
+        (found,) = (await group).rollouts
+        assert (found.outcome, found.end) == (None, EpisodeEnd.MAX_TURNS)
+        assert run.engine.prompts == []
 
 
 async def test_a_lease_that_expired_meanwhile_fails_and_takes_nothing_more(tmp_path: Path) -> None:
@@ -342,6 +406,95 @@ async def test_a_prompt_that_ends_before_it_starts_again_revokes_its_leases(tmp_
             ledger.end("p0", PromptEnd.DROPPED_STALE)
             assert (await waiting)[0] == 410
             assert run.desk.num_leased == 0
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_sample_whose_lease_no_program_got_is_offered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    committing = asyncio.Event()
+
+    async def durable(_ledger: PromptLedger, _number: int | None = None) -> None:
+        committing.set()
+        if not is_cancelled:
+            raise DeadlineError("disk of the ledger", "committing changes", 30)
+        await asyncio.Event().wait()
+
+    async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 1))
+        await eventually(lambda: run.desk.num_offered == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(PromptLedger, "durable", durable)
+            taking = tasks.create_task(lost(run))
+            await committing.wait()
+            if is_cancelled:
+                assert (run.desk.num_offered, run.desk.num_leased) == (0, 1)
+                taking.cancel()
+            await eventually(lambda: run.desk.num_offered == 1)
+            assert run.desk.num_leased == 0
+            await asyncio.wait([taking])
+        (lease,) = await take(run, 1)
+        await play(run, lease.lease_id, 1.0)
+        assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
+
+
+async def lost(run: Leased) -> None:
+    """Take a sample whose response does not come."""
+    with suppress(SluiceError):
+        await run.client.leases().take(1, 5.0)
+
+
+async def test_a_lease_whose_group_the_service_cancels_at_its_end_is_refused_only_for_now(
+    tmp_path: Path,
+) -> None:
+    async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 2))
+        ended, lease = await take(run, 2)
+        assert (await post(run, f"/s/{ended.lease_id}/end", failure="exit code 3"))[0] == 200
+        said = (await chat(run, lease.lease_id, ASKED))["choices"][0]["message"]
+        group.cancel()
+        await asyncio.wait([group])
+        path = f"/s/{lease.lease_id}/v1/chat/completions"
+        asking = tasks.create_task(post(run, path, model="any", messages=[*ASKED, said]))
+        again = f"/s/{ended.lease_id}/end"
+        assert (await post(run, again, failure="exit code 3"))[0] == 200
+        assert not asking.done()
+        run.desk.close()
+        assert (await asking)[0] == 503
+
+
+async def test_a_service_that_an_error_ends_refuses_programs_only_for_now() -> None:
+    ended: list[str] = []
+
+    async def failure() -> DataError:
+        return DataError("the disk is full")
+
+    loop = SimpleNamespace(run=asyncio.Event().wait)
+    app: Any = SimpleNamespace(loop=loop, end=lambda: ended.append("app"))
+    ledger: Any = SimpleNamespace(has_file=True, failure=failure)
+    with pytest.raises(ExceptionGroup, match="unhandled errors"):
+        await until_stopped(app, asyncio.Event(), ledger)
+    assert ended == ["app"]
+
+
+async def test_a_service_that_ends_leases_nothing_more(tmp_path: Path) -> None:
+    async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
+
+        async def taking() -> None:
+            with pytest.raises(NotReadyError):
+                async with run.desk.taking(1, 600.0):
+                    pass
+
+        waiting = tasks.create_task(taking())
+        await asyncio.sleep(0)
+        run.desk.close()
+        async with asyncio.timeout(30):
+            await waiting
+        group = tasks.create_task(generated(run, 1))
+        await eventually(lambda: run.desk.num_offered == 1)
+        await taking()
+        assert run.desk.num_offered == 1
+        group.cancel()
 
 
 async def test_a_service_that_ends_in_order_refuses_programs_only_until_the_next_one(

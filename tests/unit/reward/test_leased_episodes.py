@@ -13,9 +13,17 @@ from typing import Any
 import aiohttp
 import pytest
 
+from services.reward.episodes.drivers import EpisodeTask
+from services.reward.episodes.leases import MOST_WAITING, MOST_WAITING_BYTES
 from services.reward.ledger.leases import PostedEnd
 from sluice.client.leases import LeasedSample
-from sluice.errors import InvalidRequestError, LeaseEndedError, NotFoundError
+from sluice.errors import (
+    ExhaustedError,
+    InvalidRequestError,
+    LeaseEndedError,
+    NotFoundError,
+    NotReadyError,
+)
 from sluice.types import (
     ChatMessage,
     EpisodeEnd,
@@ -165,6 +173,34 @@ async def test_the_first_end_counts(tmp_path: Path) -> None:
         )
         assert (status, body["error"]["code"]) == (400, "lease_ended")
     assert found.rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, MOST_WAITING), (MOST_WAITING_BYTES // 3, 3)])
+async def test_few_requests_of_a_lease_wait_and_another_is_refused_until_one_is_answered(
+    tmp_path: Path, size: int, most: int
+) -> None:
+    async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
+        request = group_request(1)
+        driver = run.desk.begin(EpisodeTask("e", "", request.prompt, 0, 60.0))
+        tasks.create_task(driver.taken())
+        await asyncio.sleep(0)
+        async with run.desk.taking(1, 1.0):
+            pass
+
+        async def ask(digest: str) -> None:
+            said = (ChatMessage("user", digest),)
+            with pytest.raises(NotReadyError):
+                await run.desk.chat(driver.lease_id, digest, said, (), size)
+
+        for number in range(most):
+            tasks.create_task(ask(str(number)))
+        await asyncio.sleep(0)
+        with pytest.raises(ExhaustedError, match=rf"lease: {most} requests wait, .* bytes; at"):
+            await run.desk.chat(driver.lease_id, "more", (), (), size)
+        assert (await driver.open()).messages == (ChatMessage("user", "0"),)
+        tasks.create_task(ask("more"))
+        await asyncio.sleep(0)
+        run.desk.close()
 
 
 async def test_a_session_without_an_end_fails_as_the_agent_s_and_its_late_reward_is_refused(

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.reward.ledger.leases import LeaseRecord
 from services.reward.ledger.ledger import ACKNOWLEDGED_REMEMBERED, PromptLedger
 from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
@@ -223,6 +224,27 @@ def test_a_file_of_format_1_is_read_and_loses_its_samples_alone(tmp_path: Path) 
         assert {"strikes", "images"} <= tables
 
 
+def test_a_file_of_format_3_loses_its_leases_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with PromptLedger(path) as ledger:
+        accept(ledger, "client-0")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 3")
+        database.execute("DROP TABLE sample_leases")
+        database.execute(
+            "CREATE TABLE sample_leases (prompt_id, sample_index, lease_id, expires_s, posted_end)"
+        )
+        database.execute("INSERT INTO sample_leases VALUES ('client-0', 0, 'one', 1e12, NULL)")
+        database.execute("INSERT INTO lease_turns VALUES ('one', 0, 'digest', x'00')")
+        database.commit()
+    with PromptLedger(path) as ledger:
+        assert [one.prompt_id for one in ledger.pending()] == ["client-0"]
+        assert ledger.leases.found == ()
+        assert ledger.leases.taken(LeaseRecord("two", "client-0", 0, 1e12))
+    with PromptLedger(path) as ledger:
+        assert [one.lease_id for one in ledger.leases.found] == ["two"]
+
+
 def no_database(path: Path) -> None:
     path.write_bytes(b"prompts: none" * 1000)
 
@@ -242,7 +264,7 @@ def unreadable_body(path: Path) -> None:
         (of_another_program, "a database of another program.*move it away"),
         (
             newer,
-            "format 7, and this version of sluice reads 1 to 4; use the version that",
+            "format 7, and this version of sluice reads 1 to 5; use the version that",
         ),
         (no_database, "the ledger cannot be used: file is not a database"),
         (unreadable_body, "the ledger cannot be used"),
