@@ -66,8 +66,8 @@ def printed_reward(output: str) -> float | None:
         return None
     if not isinstance(found, dict):
         return None
-    if failure := found.get("failure"):
-        raise AgentFailedError(str(failure))
+    if (failure := found.get("failure")) is not None:  # an empty one, too, as where it is posted
+        raise AgentFailedError(str(failure) or "failed")
     reward = found.get("reward")
     if reward is None:
         return None

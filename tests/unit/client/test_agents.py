@@ -298,6 +298,7 @@ def test_only_the_last_line_holds_the_reward(output: str, reward: float | None) 
         '{"reward": 1' + "0" * 400 + "}",
         '{"reward": true}',
         '{"failure": "lost"}',
+        '{"failure": ""}',
     ],
 )
 def test_what_is_no_reward_is_a_failure(line: str) -> None:
