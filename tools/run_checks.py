@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -67,23 +67,23 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **quiet, "PATH": path}
 
 
-def run_command(name: str, command: Sequence[str]) -> Result:
-    """Run one check and keep what it prints."""
+def run_command(name: str, command: Sequence[str], *, shows: bool = False) -> Result:
+    """Run one check and keep what it prints, unless it is shown as it comes."""
     start = time.monotonic()
     try:
         done = subprocess.run(
             command,
             cwd=ROOT,
             env=_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=None if shows else subprocess.PIPE,
+            stderr=None if shows else subprocess.STDOUT,
             text=True,
             check=False,
         )
     except FileNotFoundError:
         missing = f"{command[0]} is not installed; run `make test`, which installs the tools"
         return Result(name, False, 0.0, missing)
-    return Result(name, done.returncode == 0, time.monotonic() - start, done.stdout)
+    return Result(name, done.returncode == 0, time.monotonic() - start, done.stdout or "")
 
 
 def run_static(pool: ThreadPoolExecutor) -> tuple[Future[Result], Iterator[Result]]:
@@ -92,15 +92,15 @@ def run_static(pool: ThreadPoolExecutor) -> tuple[Future[Result], Iterator[Resul
     return longest, (run.result() for run in as_completed(others))
 
 
-def pytest_runs() -> Iterator[tuple[str, list[str]]]:
-    """Yield names and folders of the pytest runs."""
+def pytest_runs() -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
+    """Return names and folders of the two pytest runs: tests of one process, and of several."""
     folders = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
     tiers = [tier for tier in folders if any((ROOT / "tests" / tier).rglob("test_*.py"))]
     fast = [tier for tier in tiers if tier not in (SEPARATE_TIER, *NOT_RUN_HERE)]
-    if fast:
-        yield f"tests ({', '.join(fast)})", [f"tests/{tier}" for tier in fast]
-    if SEPARATE_TIER in tiers:
-        yield f"tests ({SEPARATE_TIER})", [f"tests/{SEPARATE_TIER}"]
+    return (
+        (f"tests ({', '.join(fast)})", [f"tests/{tier}" for tier in fast]),
+        (f"tests ({SEPARATE_TIER})", [f"tests/{SEPARATE_TIER}"]),
+    )
 
 
 def missing_slow_modules() -> list[str]:
@@ -110,23 +110,23 @@ def missing_slow_modules() -> list[str]:
     return [name for name in names if not (ROOT / "tests" / name).is_file()]
 
 
-def run_tests(name: str, arguments: Sequence[str]) -> Result:
-    """Run pytest and pass its output on as it comes.
+def run_tests(name: str, arguments: Sequence[str], num_waiting: int, *, shows: bool) -> Result:
+    """Run pytest with a worker for every core, and some more since their tests wait.
 
-    A worker for every core, one more since some tests wait, and a second one for processes that
-    wait for each other. Tests of one file stay with one worker and in order, since they may share
-    fixtures that are expensive. Files run in the order of `tests/conftest.py`.
+    Tests of one file stay with one worker and in order, since they may share fixtures that are
+    expensive. Files run in the order of `tests/conftest.py`.
+
+    Args:
+        num_waiting: the workers beyond those.
+        shows: pass its output on as it comes; else the result has it.
     """
-    waiting = 2 if f"tests/{SEPARATE_TIER}" in arguments else 1
-    workers = str(max(2, os.cpu_count() or 1) + waiting)
-    start = time.monotonic()
+    workers = str(max(2, os.cpu_count() or 1) + num_waiting)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         parallel = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
         command = [PYTHON, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *arguments]
-        status = subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
-        counts = read_counts(report)
-    return Result(name, status == 0, time.monotonic() - start, counts=counts)
+        done = run_command(name, command, shows=shows)
+        return replace(done, counts=read_counts(report))
 
 
 def read_counts(report: Path) -> dict[str, int]:
@@ -182,16 +182,29 @@ def _run_all(arguments: argparse.Namespace, pool: ThreadPoolExecutor) -> list[Re
     for result in others:
         _show(result)
         results.append(result)
-    runs = list(pytest_runs())
     if arguments.fast:
-        runs = [("fast tests (unit, parity)", [*FAST_TIERS, "-m", "not slow"])]
         for gone in missing_slow_modules():
             _print_line(f"tests/slow_modules.txt names {gone}, which is not there; correct it")
-    for name, selected in () if arguments.static else runs:
+        name = "fast tests (unit, parity)"
         _print_line(f"\n{name}")
-        results.append(run_tests(name, selected))
+        results.append(run_tests(name, [*FAST_TIERS, "-m", "not slow"], 1, shows=True))
+    elif not arguments.static:
+        results += _run_all_tests(pool)
     _show(longest.result())
     return [longest.result(), *results]
+
+
+def _run_all_tests(pool: ThreadPoolExecutor) -> list[Result]:
+    """Run tests of one process beside those of several, which often wait for each other.
+
+    These take longer, so that their output is shown as it comes.
+    """
+    (name, selected), (longer, longer_selected) = pytest_runs()
+    beside = pool.submit(run_tests, name, selected, 0, shows=False)
+    _print_line(f"\n{longer}, and beside them {name}")
+    shown = run_tests(longer, longer_selected, 2, shows=True)
+    _show(beside.result())
+    return [beside.result(), shown]
 
 
 def main() -> int:

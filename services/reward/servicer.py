@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import grpc
 
 from services.reward.app import RewardApp
-from services.reward.episodes.lease_records import PostedEnd
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
 from services.reward.group_table import GroupState, PromptOutcome
 from services.reward.groups.loop import as_waits
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
+from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
@@ -203,7 +203,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.LeaseSamplesResponse:
         """Lease samples to a program."""
         check_fields(request)
-        taken = await self._leases().take(request.count, request.wait_s)
+        taken = await self._leases().take(
+            request.count, request.wait_s, request.holder, request.keep_alive_s
+        )
         await self._app.ledger.durable()
         return reward.LeaseSamplesResponse(
             leases=[

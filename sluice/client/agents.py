@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +34,9 @@ from sluice.errors import (
     SluiceError,
 )
 
+_KEEP_ALIVE_S = 60.0
+"""Without a sign of life for so long, as after SIGKILL, the samples of the programs fail."""
+_SIGNS = 3  # in that time
 _TAKE_S, _PAUSE_S, _REPORT_S, _LAST_CALL_S = 5.0, 1.0, 10.0, 5.0
 _AWAY = (PeerError, DeadlineError, ExhaustedError)
 """What a reward service answers, or does not, that may soon answer otherwise."""
@@ -127,8 +131,10 @@ class AgentRunner:
         """
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(self._lease(), name="leases")
+            living = tasks.create_task(self._show_life(), name="sign of life")
             await self._until_over()
             working.cancel()
+            living.cancel()
 
     async def _until_over(self) -> None:
         """Report progress until the run has ended. Raise NotReadyError if it is away for long."""
@@ -153,6 +159,13 @@ class AgentRunner:
                     f"not ended; start this command again once it is back ({self.counts})"
                 )
 
+    async def _show_life(self) -> None:
+        """Keep the leases alive, also while no further one is taken."""
+        while True:
+            await asyncio.sleep(_KEEP_ALIVE_S / _SIGNS)
+            with suppress(*_AWAY):
+                await self._leases.take(0, _PAUSE_S, _KEEP_ALIVE_S)
+
     async def _lease(self) -> None:
         """Start a program for each sample, without end."""
         loop = asyncio.get_running_loop()
@@ -161,7 +174,7 @@ class AgentRunner:
                 await self._wait_for_capacity()
                 try:
                     free = self._parallel - self.counts.running
-                    found = await self._leases.take(min(free, 1024), _TAKE_S)
+                    found = await self._leases.take(min(free, 1024), _TAKE_S, _KEEP_ALIVE_S)
                 except _AWAY as error:
                     if self._away_since is None:
                         self._away_since = loop.time()

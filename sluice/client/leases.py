@@ -6,6 +6,7 @@ for it to come back.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import Answer, ChatMessage, Tool
 
 _MOST_DEFECTS = 3
+_SECRET_BYTES = 24
 _ACCEPTED_S = 30.0
 """A call that fails after so many seconds had reached the service."""
 
@@ -73,17 +75,25 @@ class Leases:
         channels: of the client.
         address: host:port of the reward service.
         policy: how long `chat` and `end` wait for a reward service that is away.
+
+    Attributes:
+        holder: the secret id under which it leases.
     """
 
     def __init__(self, channels: ServiceChannels, address: str, policy: RetryPolicy) -> None:
         self._channels, self._address, self._policy = channels, address, policy
+        self.holder = secrets.token_urlsafe(_SECRET_BYTES)
 
-    async def take(self, count: int, wait_s: float = 20.0) -> list[LeasedSample]:
+    async def take(
+        self, count: int, wait_s: float = 20.0, keep_alive_s: float = 0.0
+    ) -> list[LeasedSample]:
         """Lease at most `count` samples, those of the oldest groups first.
 
         Args:
-            count: 1 to 1024.
+            count: at most 1024; 0 only keeps this object's leases alive.
             wait_s: most seconds to wait for the first one, at most 60; then there are none.
+            keep_alive_s: seconds, at most 3600; all leases of this object fail if none of its calls
+                comes for so long. 0: they do not.
 
         Raises:
             InvalidRequestError: the run leases no samples.
@@ -91,7 +101,9 @@ class Leases:
         """
         response = await unary_call(
             self._stub().LeaseSamples,
-            reward.LeaseSamplesRequest(count=count, wait_s=wait_s),
+            reward.LeaseSamplesRequest(
+                count=count, wait_s=wait_s, holder=self.holder, keep_alive_s=keep_alive_s
+            ),
             peer=self._address,
             phase="leasing samples",
         )

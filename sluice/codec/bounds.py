@@ -65,6 +65,14 @@ def check_temperature(field: str, value: float) -> None:
         raise InvalidRequestError(f"{field}: {value} is not in [0, 100]")
 
 
+def _seconds_or_none(most_s: float) -> Rule:
+    def check(field: str, value: float) -> None:
+        if not 0.0 <= value <= most_s:
+            raise InvalidRequestError(f"{field}: {value}; send 0 to {most_s:g}")
+
+    return check
+
+
 def _seconds(most_s: float, remedy: str = "") -> Rule:
     def check(field: str, value: float) -> None:
         if not 0.0 < value <= most_s:
@@ -117,7 +125,12 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     },
     reward.SubmitPromptsRequest: {"data_source": _SOURCE},
     reward.ScoreItem: {"data_source": _SOURCE},
-    reward.LeaseSamplesRequest: {"count": _whole(1, 1024), "wait_s": _seconds(60.0)},
+    reward.LeaseSamplesRequest: {
+        "count": _whole(0, 1024),
+        "wait_s": _seconds(60.0),
+        "holder": _NAME_OR_NONE,
+        "keep_alive_s": _seconds_or_none(3600.0),
+    },
     reward.ChatRequest: {"lease_id": _NAME, "request_digest": _NAME},
     reward.EndEpisodeRequest: {"lease_id": _NAME, "failure": _text(2000)},
     reward.TakeBatchRequest: {"step": _STEP, "policy_version": _NUMBER},

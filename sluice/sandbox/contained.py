@@ -32,6 +32,8 @@ MARK_VARIABLES = ("SLUICE_SCORER_MARK",)
 _LOOK_S = 0.05
 _CHUNK_BYTES = 1 << 16
 _SHOWN_BYTES = 500
+_PROC = Path("/proc")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,10 +307,6 @@ def _drain(process: subprocess.Popen[bytes], output: _Output) -> None:
             while chunk := os.read(stream.fileno(), _CHUNK_BYTES):
                 if not output.take(number, chunk):
                     break
-
-
-_PROC = Path("/proc")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -133,24 +133,29 @@ def overlapping(parts: Sequence[tuple[int, Cuts]], shape: Sequence[int]) -> tupl
         parts: each with the rank that holds it.
         shape: of the whole tensor.
     """
-    found = [(*_rows(cuts, shape), rank, cuts) for rank, cuts in parts]
-    near: list[tuple[int, int, Cuts]] = []
-    # In the order of their rows, so that few are compared: there may be hundreds of ranks.
-    for first, stop, rank, cuts in sorted(found, key=lambda one: one[0]):
-        near = [one for one in near if one[0] > first]
-        for _, other, others_cuts in near:
+    ranges_of = [{cut.dimension: cut.ranges for cut in cuts} for _, cuts in parts]
+    # In order of the dimension that most parts differ in, and range by range, so that few are
+    # compared: there may be hundreds of ranks.
+    dimension = max(
+        range(len(shape)),
+        key=lambda one: len({ranges.get(one) for ranges in ranges_of}),
+        default=0,
+    )
+    found = [
+        (start, start + length, number)
+        for number, ranges in enumerate(ranges_of)
+        for start, length in ranges.get(dimension, ((0, shape[dimension] if shape else 1),))
+    ]
+    near: list[tuple[int, int]] = []
+    for start, stop, number in sorted(found):
+        near = [one for one in near if one[0] > start]
+        rank, cuts = parts[number]
+        for _, earlier in near:
+            other, others_cuts = parts[earlier]
             if common_cuts(shape, cuts, others_cuts) is not None:
                 return other, rank
-        near.append((stop, rank, cuts))
+        near.append((stop, number))
     return ()
-
-
-def _rows(cuts: Cuts, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the first row of a part, and the one behind its last."""
-    for cut in cuts:
-        if cut.dimension == 0:
-            return cut.ranges[0][0], sum(cut.ranges[-1])
-    return 0, shape[0] if shape else 1
 
 
 def cuts_within(shape: Sequence[int], cuts: Cuts, outer: Cuts) -> Cuts:

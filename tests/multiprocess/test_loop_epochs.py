@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -15,15 +16,20 @@ ROWS = 40
 
 @pytest.fixture(scope="module")
 def filtered(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """One epoch, of which filtering takes groups, with room for more steps than it can fill."""
+    """One epoch, of which filtering takes groups, with room for more steps than it can fill; one
+    row is too long."""
     folder = tmp_path_factory.mktemp("epochs")
     rows = pq.read_table(small_assets.config.parent / "train.parquet").slice(0, ROWS)
+    overlong = rows.slice(0, 1).to_pylist()
+    overlong[0]["prompt"][0]["content"] += " and 1" * 200
+    rows = pa.concat_tables([rows, pa.Table.from_pylist(overlong, schema=rows.schema)])
     pq.write_table(rows, folder / "short.parquet")
     return run_to_end(
         small_assets,
         folder / "run",
         [
             f"data.train_files={folder / 'short.parquet'}",
+            "data.truncation=error",
             "trainer.total_training_steps=null",
             "trainer.total_epochs=1",
             f"trainer.save_freq={NEVER_BEFORE_THE_END}",
@@ -55,7 +61,14 @@ def test_the_accounts_hold_every_prompt_of_the_epoch_and_the_groups_without_a_ba
 ) -> None:
     accounts = filtered.accounts
     ended = {n: c for n, c in accounts.items() if re.match("trained|filtered_|dropped_", n)}
-    assert accounts["submitted"] == ROWS == sum(ended.values()) + accounts["pending"]
+    assert accounts["submitted"] == ROWS + 1 == sum(ended.values()) + accounts["pending"]
     assert accounts["trained"] == len(filtered.steps) * GROUPS
     assert 0 <= accounts["pending"] < GROUPS
     assert (accounts["prompts_lost"], accounts["data_exhausted"]) == (0, 1)
+
+
+def test_an_overlong_row_costs_itself_alone(filtered: Record) -> None:
+    assert filtered.accounts["dropped_failed"] == 1
+    (told,) = [line for line in filtered.log("reward").splitlines() if "left out" in line]
+    assert f"short.parquet, row {ROWS}: prompt: " in told
+    assert "exceed data.max_prompt_length" in told

@@ -188,6 +188,7 @@ def test_a_run_outlives_the_death_of_trainer_reward_service_and_a_replica_at_one
     assert_complete(record)
     assert pids.after["rollout-0"] == pids.before["rollout-0"]
     assert {n for n in pids.before if pids.after[n] != pids.before[n]} >= {"trainer", "reward"}
+    assert record.accounts["tokens_residual_share"] < 0.01
 
 
 def test_when_one_trainer_rank_is_killed_all_are_started_again_together(

@@ -108,11 +108,11 @@ async def test_taking_a_batch_without_a_replica_ends_by_its_deadline_and_says_so
 ) -> None:
     async with reward_process(configure(mixed(8))) as service:
         with pytest.raises(grpc.aio.AioRpcError, match="trainer: announcing a policy") as first:
-            await service.take(1, 0, timeout_s=1.0)
+            await service.take(1, 0, timeout_s=3.0)
         assert first.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await service.announce(0, [])
         with pytest.raises(grpc.aio.AioRpcError, match="none is announced"):
-            await service.take(1, 0, timeout_s=1.0)
+            await service.take(1, 0, timeout_s=3.0)
         status = await service.status()
         assert [wait.peer for wait in status.awaited] == ["rollout fleet"]
 

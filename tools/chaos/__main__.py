@@ -6,7 +6,7 @@ The last line printed is one JSON object: `minutes`, `faults` by kind, `prompts_
 without it `recovery_by_kind` includes what other faults cost. `back_s` are the seconds from a kill
 until what was killed works again, `stages_s` what they are. With ``--episodes`` a model plays the
 jar game, and `episodes_lost`, `episodes_doubled`, `leases_left`, `failure_rewards` have to be 0,
-too. Exit code 0: the zeros are zeros and the run ended with code 0.
+too. Exit code 0: the zeros are zeros, nothing is `unchecked`, and the run ended with code 0.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -37,7 +38,7 @@ from sluice.errors import DataError, SluiceError
 from sluice.report.run_record import read_progress
 from tools.chaos import verdict
 from tools.chaos.cable import Cable, cable
-from tools.chaos.episodes import judge_episodes
+from tools.chaos.episodes import Line, judge_episodes, read_lines
 from tools.chaos.faults import (
     FAR,
     KINDS,
@@ -82,6 +83,7 @@ _LEASES = (
     "sluice.environment.name=null",
 )
 _ZEROS = ("prompts_lost", "prompts_doubled", "digest_mismatches", "late_waits")
+_COUNTS = ("episodes_trained", "episodes_replayed")
 _EPISODE_ZEROS = ("episodes_lost", "episodes_doubled", "leases_left", "failure_rewards")
 
 
@@ -101,10 +103,12 @@ def main(arguments: Sequence[str]) -> int:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         report = asyncio.run(_run(folder, options, plugged))
+    report["unchecked"] = missing = unchecked(report, options)
+    _say_found("parts unchecked", missing)
     report["seconds"] = round(time.monotonic() - began_s, 1)
     sys.stdout.write(json.dumps(report) + "\n")
     zeros = (*_ZEROS, *(_EPISODE_ZEROS if options.episodes else ()), "exit_code", "failure")
-    return 1 if any(report[name] for name in zeros) else 0
+    return 1 if any(report[name] for name in (*zeros, "unchecked")) else 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -116,18 +120,28 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--episodes", choices=sorted(PLAYED_BY), help="what plays the jar game, which is trained"
     )
     parser.add_argument("--single", action="store_true", help="one fault at a time")
-    parser.add_argument("--kinds", type=_kinds, help="of faults; with --single fewer are offered")
+    parser.add_argument("--kinds", type=_kinds, help=f"of faults: some of {', '.join(KINDS)}")
     parser.add_argument("--each", type=int, help="with --single: so many faults of each kind")
-    parser.add_argument("--size", choices=("stretch", "tiny"), default="stretch")
+    parser.add_argument("--size", choices=("stretch", "tiny"), help="of the task; stretch")
     parser.add_argument("--folder", type=Path, help="an empty one: keep everything written here")
     options = parser.parse_args(arguments)
+    if options.single and options.interval is not None:
+        parser.error("--interval: --single waits for recoveries; leave one of them out")
+    if options.each is not None and not options.single:
+        parser.error("--each: give --single, too")
+    if options.episodes and options.size:
+        parser.error("--size: --episodes trains the jar game; leave one of them out")
+    players = {PLAYED_BY[options.episodes]} if options.episodes else set()
+    possible = (set(STAGES) if options.single else set(KINDS)) - set(PLAYED_BY.values()) | players
+    if other := set(options.kinds or ()) - possible:
+        parser.error(f"--kinds {min(other)}: these options have {','.join(sorted(possible))}")
     own: tuple[str, ...] = SINGLE if options.single else WITHOUT_EPISODES
     if options.episodes:
-        options.size = _JARS
         own = (PLAYED_BY[options.episodes], "kill_replica", "kill_reward", "kill_trainer")
+    # Chance and machine decide which of all kinds a run has.
+    options.needed = options.kinds or (own if options.episodes or options.each else ())
     options.kinds = options.kinds or own
-    if options.single and (other := set(options.kinds) - set(STAGES)):
-        parser.error(f"--kinds {min(other)}: --single has {','.join(sorted(STAGES))}")
+    options.size = _JARS if options.episodes else options.size or "stretch"
     if options.interval is None:
         options.interval = _EPISODES_INTERVAL_S if options.episodes else _INTERVAL_S
     return options
@@ -173,7 +187,7 @@ async def _run(
     )
     observer, witness = Observer(config, folder), _witness(config)
     with launched_run(config, file) as run:
-        injector, leases_left = Injector(run, plugged), 0
+        injector, leases_left = Injector(run, plugged), None
         front = Front(injector, folder) if options.episodes == "leases" else None
         work = [observer.run(), witness.run()]
         if front is not None:
@@ -194,15 +208,24 @@ async def _run(
                 task.cancel()
     observer.read_files()
     report = _report(folder, config, observer, witness, injector, times, options)
+    return report | {"leases_left": leases_left, "exit_code": exit_code, "failure": failure}
+
+
+def unchecked(report: Mapping[str, Any], options: argparse.Namespace) -> list[str]:
+    """Return what the run did not have, so that zeros show nothing."""
+    faults, each = report["faults"], options.each or 1
+    found = [
+        f"{kind}: {faults.get(kind, 0)} of {each} faults (give more --minutes)"
+        for kind in options.needed
+        if faults.get(kind, 0) < each
+    ]
+    if not faults:
+        found.append("no fault was possible")
     if options.episodes:
-        steps = verdict.surviving_steps(
-            verdict.read_dumps(folder / "dumps"), observer.restarts, observer.last_step
-        )
-        found = judge_episodes(folder / "dumps", config, steps)
-        for key, texts in found.examples.items():
-            _say_found(key, texts)
-        report |= {"leases_left": leases_left, **found.figures}
-    return report | {"exit_code": exit_code, "failure": failure}
+        found += [f"{key} is 0" for key in _COUNTS if not report[key]]
+    if options.episodes == "leases" and report["leases_left"] is None:
+        found.append("leases_left: the reward service did not answer after the last kill")
+    return found
 
 
 async def _go(
@@ -296,10 +319,11 @@ def _report(
 ) -> dict[str, object]:
     """Judge the run; print what is wrong; return the report without the run's end."""
     run_dir, last_step = Path(config.sluice.run_dir), observer.last_step
-    dumps = verdict.read_dumps(folder / "dumps")
-    surviving = verdict.surviving_steps(dumps, observer.restarts, last_step)
+    lines = list(read_lines([run_dir / "groups.jsonl"]))
+    batches = [*verdict.read_leases(injector.ledgers), *verdict.read_dumps(folder / "dumps")]
+    surviving = verdict.surviving_steps(batches, observer.restarts, last_step)
     ledger = verdict.read_ledger(run_dir / "reward" / "ledger.sqlite")
-    lost = verdict.lost_prompts(surviving, ledger, witness.accepted, last_step)
+    lost = verdict.lost_prompts(surviving, ledger, witness.accepted, last_step, lines)
     doubled = verdict.doubled_prompts(surviving, ledger)
     differing = [version for (_, version), found in observer.digests.items() if len(found) > 1]
     late = verdict.late_waits(observer.waits, config, injector.stopped)
@@ -338,7 +362,18 @@ def _report(
         },
         "starts": {name: len(found) for name, found in sorted(observer.starts.items())},
         "tracebacks": {name: count for name, count in observer.tracebacks.items() if count},
+        **(_episodes(lines, surviving, config) if options.episodes else {}),
     }
+
+
+def _episodes(
+    lines: Sequence[Line], trained: Mapping[int, Mapping[str, int]], config: RunConfig
+) -> Mapping[str, object]:
+    """Judge episodes; print what is wrong; return figures of the report."""
+    found = judge_episodes(lines, trained, config)
+    for key, texts in found.examples.items():
+        _say_found(key, texts)
+    return found.figures
 
 
 def _recoveries(

@@ -44,7 +44,8 @@ class Cable:
 
     def __init__(self) -> None:
         number = os.getpid() % 60_000
-        block = f"10.{198 + number // 30_000}.{number // 250 % 250}"
+        # Runs that start together have near ids, and need other addresses.
+        block = f"10.{198 + number // 250 % 50}.{number % 250}"
         self.near, self.far = f"{block}.1", f"{block}.2"
         self.namespace = f"chaos{number}"
         self.is_cut, self.delay_s = False, 0.0

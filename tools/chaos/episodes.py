@@ -1,18 +1,17 @@
-"""What is left of the episodes of a run under chaos: each was trained once, filtered, dropped
-with a name, or is pending; and each reward is one that the jar game gives for its turns.
+"""What is left of the episodes of a run under chaos: each of a group that ended has an outcome and
+was trained once with its group, and each reward is one that the jar game gives for its turns.
 
-Sources are the reward service's group log, its archive of samples, its ledger, and the dumps of
-train batches.
+Sources are the reward service's group log, its archive of samples, and the dumps of train batches.
+`verdict` has the account of the groups' prompts.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from sluice.types import PromptEnd
 from tools.chaos.verdict import TRAINED
 
 _ENDS = frozenset(end.value for end in PromptEnd)
+_DROPPED = "dropped_"  # what ends begin with that need no sample
 _CALL = re.compile(r"\{\"name\".*?\}\}")  # texts lack the special tokens around it
 _UNREADABLE = "[tool] Error: the call cannot be read: "  # the marks that it lacks are not in texts
 
@@ -42,20 +42,19 @@ class EpisodeFindings:
     examples: Mapping[str, Sequence[str]]
 
 
-def judge_episodes(dumps: Path, config: RunConfig, steps: Iterable[int]) -> EpisodeFindings:
+def judge_episodes(
+    lines: Sequence[Line], trained: Mapping[int, Mapping[str, int]], config: RunConfig
+) -> EpisodeFindings:
     """Judge the episodes of a run that has ended.
 
     Args:
-        dumps: of its train batches.
+        lines: of its group log.
+        trained: samples by prompt, of the steps in the final weights.
         config: of the run.
-        steps: whose batches are in the final weights.
     """
     run_dir, num_samples = Path(config.sluice.run_dir), config.actor_rollout_ref.rollout.n
-    lines = list(read_lines([run_dir / "groups.jsonl"]))
     archive = list(read_lines(archive_files(run_dir / FOLDER_NAME)))
-    trained = samples_by_step(dumps, steps)
-    rows = {f"row {at}": num_samples for at in lost_rows(run_dir / "reward" / "ledger.sqlite")}
-    lost = rows | lost_episodes(lines, trained, num_samples)
+    lost = lost_episodes(lines, trained, num_samples)
     doubled = doubled_episodes(lines, trained, num_samples)
     may_post, games = config.sluice.environment.agents, read_games(config.data.train_files)
     rewards = failure_rewards(lines, archive, games, may_post=may_post)
@@ -66,7 +65,7 @@ def judge_episodes(dumps: Path, config: RunConfig, steps: Iterable[int]) -> Epis
         "episodes_doubled": sum(doubled.values()),
         "failure_rewards": len(rewards),
         "groups_ended": dict(Counter(line["end"] for line in lines)),
-        "episodes_trained": sum(samples.total() for samples in trained.values()),
+        "episodes_trained": sum(sum(samples.values()) for samples in trained.values()),
         "episodes_replayed": sum("reward" in one for one in responses),
         "episodes_failed": dict(Counter(failures)),
     }
@@ -100,24 +99,6 @@ def read_lines(files: Iterable[Path]) -> Iterator[Line]:
                     yield found
 
 
-def samples_by_step(dumps: Path, steps: Iterable[int]) -> dict[int, Counter[str]]:
-    """Return how many samples of each prompt the dumps of these steps hold."""
-    return {
-        step: Counter(row["uid"] for row in read_lines([dumps / f"{step}.jsonl"])) for step in steps
-    }
-
-
-def lost_rows(ledger: Path) -> list[int]:
-    """Return positions of data-set rows that are neither ended nor pending, though a later one is
-    pending: rows are issued in order."""
-    with closing(sqlite3.connect(ledger)) as database:
-        (low_water,) = database.execute("SELECT low_water FROM ledger").fetchone()
-        ended = {at for (at,) in database.execute("SELECT position FROM ended_positions")}
-        found = database.execute("SELECT position FROM pending WHERE position IS NOT NULL")
-        pending = {at for (at,) in found}
-    return [at for at in range(low_water, max(pending, default=0)) if at not in ended | pending]
-
-
 def lost_episodes(
     lines: Iterable[Line], trained: Mapping[int, Mapping[str, int]], num_samples: int
 ) -> dict[str, int]:
@@ -125,7 +106,7 @@ def lost_episodes(
 
     Args:
         lines: of the group log.
-        trained: samples by prompt, of the steps in the final weights.
+        trained: samples by prompt (0: not known), of the steps in the final weights.
         num_samples: of each group.
     """
     lost = {}
@@ -133,10 +114,10 @@ def lost_episodes(
         name, end, graded = line["prompt_id"], line["end"], len(line["tokens"])
         if end not in _ENDS:
             lost[f"{name} ended as {end!r}"] = num_samples
-        elif 0 < graded < num_samples or (end == TRAINED and not graded):
+        elif graded != num_samples and (graded or not end.startswith(_DROPPED)):
             lost[f"{name} ({end}) has {graded} samples"] = num_samples - graded
-        rows = trained.get(line["step"] or 0, {}).get(name)
-        if end == TRAINED and rows is not None and rows < line["scored"]:
+        rows = trained.get(line["step"] or 0, {}).get(name, 0)
+        if end == TRAINED and 0 < rows < line["scored"]:
             lost[f"{name} was trained with {rows} of {line['scored']}"] = line["scored"] - rows
     return lost
 
@@ -144,22 +125,19 @@ def lost_episodes(
 def doubled_episodes(
     lines: Iterable[Line], trained: Mapping[int, Mapping[str, int]], num_samples: int
 ) -> dict[str, int]:
-    """Return prompts whose samples were trained twice, each with the number of samples; arguments
-    as of `lost_episodes`."""
+    """Return prompts of which a batch has more samples than have a score, each with how many more;
+    arguments as of `lost_episodes`."""
     scored = {
         (line["step"], line["prompt_id"]): int(line["scored"])
         for line in lines
         if line["end"] == TRAINED
     }
-    seen, doubled = dict[str, int](), dict[str, int]()
-    for step, samples in sorted(trained.items()):
-        for name, count in samples.items():
-            most = 0 if name in seen else scored.get((step, name), num_samples)
-            if count > most:
-                before = f" after step {seen[name]}" if name in seen else ""
-                doubled[f"{name} in step {step}{before}"] = count - most
-            seen[name] = step
-    return doubled
+    return {
+        f"{name} in step {step}": count - most
+        for step, samples in sorted(trained.items())
+        for name, count in samples.items()
+        if count > (most := scored.get((step, name), num_samples))
+    }
 
 
 def failure_rewards(
@@ -207,11 +185,13 @@ def _defect(
 
 
 def _is_played(turns: Sequence[Line], jars: Mapping[str, int]) -> bool:
-    """Return whether what the policy read is what the tool says."""
-    for turn in turns:
+    """Return whether what the policy read is what the tool says, in one conversation."""
+    if not turns or turns[0].get("parent") is not None or turns[0].get("read"):
+        return False
+    for turn in turns[1:]:
         parent = turn.get("parent")
         if parent is None:
-            continue
+            return False
         calls = [_looked(call, jars) for call in _CALL.findall(turns[parent]["text"])]
         # What the tool says to a call that it cannot make is its own.
         read = turn.get("read", "")

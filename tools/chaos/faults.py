@@ -11,6 +11,7 @@ import asyncio
 import math
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -62,7 +63,9 @@ WITHOUT_EPISODES = tuple(kind for kind in KINDS if kind not in PLAYED_BY.values(
 REPLICAS = 2  # of the launcher at the beginning
 # The supervisor gives a process up that dies six times in a row, with no life of two minutes.
 _MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
-_PARENT_FIELD = 1
+_STATE_FIELD, _PARENT_FIELD = 0, 1
+_ENDED = ("Z", "X")
+_DEATH_S, _DEATH_POLL_S = 1.0, 0.01
 _AFTER_SKIP_S = 1.0
 _DELAYS_S = (0.05, 0.3)
 _CORE = ("trainer", "reward")
@@ -159,6 +162,11 @@ class Injector:
     done: list[Injected] = field(default_factory=list)
     stopped: list[tuple[str, float, float]] = field(default_factory=list)
 
+    @property
+    def ledgers(self) -> Path:
+        """Return the folder of ledgers of reward services that were killed (`read_leases`)."""
+        return self.run.run_dir.parent / "ledgers"
+
     async def follow(self, schedule: Sequence[Fault]) -> None:
         """Inject all faults at their times; return when the last one is over."""
         began_s = time.monotonic()
@@ -219,13 +227,19 @@ class Injector:
         among = replicas if whom == "replica" else [processes[whom]] if whom in processes else []
         match action:
             case "kill" if whom == "all":
-                return _kill_all([processes[n] for n in _CORE if n in processes], replicas)
+                killed = _kill_all([processes[n] for n in _CORE if n in processes], replicas)
+                await self._keep_ledger(processes["reward"])
+                return killed
             case "kill" if whom in _CHILDREN:
                 return _kill(_chosen(fault, _children(processes.get("reward"), whom)))
             case "kill" if whom == "front":
                 return _kill(_chosen(fault, [self.front] if self.front else []))
             case "kill":
-                return _kill(_chosen(fault, [one for one in among if _is_mortal(one)]))
+                chosen = _chosen(fault, [one for one in among if _is_mortal(one)])
+                _kill(chosen)
+                if whom == "reward":
+                    await self._keep_ledger(chosen)
+                return chosen.name
             case "stop":
                 return self._stop(_chosen(fault, among), fault.seconds, tasks)
             case "partition" | "delay":
@@ -238,6 +252,19 @@ class Injector:
                 return leaving.name
             case _:
                 return await self.set_replicas(len(local) + (1 if action == "join" else -1))
+
+    async def _keep_ledger(self, reward: LaunchedProcess) -> None:
+        """Copy the ledger of a reward service that was killed, before the next one can change it:
+        it alone has the batch at the trainer, which gets no dump."""
+        killed_s = time.time()
+        while (fields := stat_fields(reward.pid)) and fields[_STATE_FIELD] not in _ENDED:
+            if time.time() > killed_s + _DEATH_S:
+                return
+            await asyncio.sleep(_DEATH_POLL_S)
+        kept = self.ledgers / f"{killed_s:.3f}"
+        kept.mkdir(parents=True)
+        for file in (self.run.run_dir / "reward").glob("ledger.sqlite*"):
+            shutil.copyfile(file, kept / file.name)
 
     def _stop(self, chosen: LaunchedProcess, seconds: float, tasks: asyncio.TaskGroup) -> str:
         os.kill(chosen.pid, signal.SIGSTOP)

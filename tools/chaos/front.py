@@ -51,8 +51,9 @@ class Front:
                     self._injector.front = None
             await asyncio.sleep(_PAUSE_S)
 
-    async def leases_left(self, observer: Observer, within_s: float) -> int:
-        """Kill it; return how many leases the reward service still counts after so many seconds."""
+    async def leases_left(self, observer: Observer, within_s: float) -> int | None:
+        """Kill it; return how many leases the reward service still counts after so many seconds,
+        None if it never answered meanwhile."""
         self._may_run.clear()
         if self._injector.front is not None:
             os.kill(self._injector.front.pid, signal.SIGKILL)
@@ -63,6 +64,7 @@ class Front:
                 seen_s, count = observer.leases
                 if count == 0 and seen_s > killed_s + 2 * _LOOK_S:
                     return 0
-            return observer.leases[1]
+            seen_s, count = observer.leases
+            return count if seen_s > killed_s + 2 * _LOOK_S else None
         finally:
             self._may_run.set()

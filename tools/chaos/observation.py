@@ -144,10 +144,9 @@ class Observer:
         request = reward_pb2.GetStatusRequest()
         if status := await _status(self._reward, reward_stub, "RewardService", request):
             self._note_waits("reward", status)
-            lost = status.statistics.get("reward/prompts_lost", 0.0)
-            self.most_lost = max(self.most_lost, abs(lost))
-            leases = status.statistics.get("reward/leases", 0.0)
-            self.leases = (time.monotonic(), int(leases))
+            statistics = dict(status.statistics)  # which has no number for a missing name
+            self.most_lost = max(self.most_lost, abs(statistics["reward/prompts_lost"]))
+            self.leases = (time.monotonic(), int(statistics["reward/leases"]))
 
     async def _query_trainer_and_fleet(self) -> None:
         request = trainer_pb2.GetStatusRequest()

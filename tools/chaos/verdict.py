@@ -1,7 +1,8 @@
 """What is left of a run under chaos: prompts, digests, waits, throughput.
 
 The dumps of train batches (`trainer.rollout_data_dir`) show what was trained: a step that is
-trained again replaces its dump. The ledger shows the reward service's own view.
+trained again replaces its dump. The ledger of a reward service that was killed shows the batch that
+got none. The last ledger and the group log show the reward service's own view.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import math
 import re
 import sqlite3
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from sluice.config.deadlines import generate_timeout_s, replica_wait_timeout_s
 from sluice.config.run import RunConfig
@@ -27,13 +32,18 @@ _BUCKETS = 3  # of a small model: one of weights, two that frame them
 _FULL_SHARE = 0.95
 
 
+ROW = "data-"
+"""What the ids of data-set rows begin with; the position follows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """Prompts of a step's batch, and when it was written (seconds since the epoch)."""
+    """A step's batch: its samples by prompt (0: not known), and when it was written (seconds since
+    the epoch)."""
 
     step: int
     written_s: float
-    prompt_ids: frozenset[str]
+    samples: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +56,24 @@ class TrainerRestart:
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """`ended` holds clients' prompts that ended: how, and in which step."""
+    """What the ledger holds.
+
+    Attributes:
+        pending: ids.
+        ended: clients' prompts that ended: how, and in which step.
+        low_water: positions of the data set below it have ended.
+        ended_above: those above that have.
+    """
 
     pending: frozenset[str]
     ended: Mapping[str, tuple[str, int | None]]
+    low_water: int = 0
+    ended_above: frozenset[int] = frozenset()
+
+    def has_ended(self, row: str) -> bool:
+        """Return whether a row of the data set has ended."""
+        position = int(row.removeprefix(ROW))
+        return position < self.low_water or position in self.ended_above
 
 
 def read_dumps(folder: Path) -> list[Dump]:
@@ -58,9 +82,24 @@ def read_dumps(folder: Path) -> list[Dump]:
     for file in folder.glob("[0-9]*.jsonl"):
         # Not splitlines: answers hold other characters that end lines.
         rows = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line]
-        ids = frozenset(row["uid"] for row in rows)
-        found.append(Dump(int(file.stem), file.stat().st_mtime, ids))
+        samples = Counter(row["uid"] for row in rows)
+        found.append(Dump(int(file.stem), file.stat().st_mtime, samples))
     return found
+
+
+def read_leases(folder: Path) -> list[Dump]:
+    """Read the batches at the trainer in ledgers of killed reward services, in order of time.
+
+    Args:
+        folder: of copies: ``<seconds since the epoch>/ledger.sqlite``.
+    """
+    found = []
+    for file in folder.glob("*/ledger.sqlite"):
+        with closing(sqlite3.connect(file)) as database:
+            for version, packed in database.execute("SELECT version, prompt_ids FROM lease"):
+                ids = msgspec.msgpack.decode(packed, type=list[str])
+                found.append(Dump(version + 1, float(file.parent.name), dict.fromkeys(ids, 0)))
+    return sorted(found, key=lambda one: one.written_s)
 
 
 def read_ledger(file: Path) -> LedgerView:
@@ -68,21 +107,26 @@ def read_ledger(file: Path) -> LedgerView:
     with closing(sqlite3.connect(file)) as database:
         pending = database.execute("SELECT prompt_id FROM pending").fetchall()
         ended = database.execute("SELECT prompt_id, prompt_end, step FROM ended").fetchall()
+        (low_water,) = database.execute("SELECT low_water FROM ledger").fetchone()
+        above = database.execute("SELECT position FROM ended_positions").fetchall()
     return LedgerView(
         frozenset(prompt_id for (prompt_id,) in pending),
         {prompt_id: (how, step) for prompt_id, how, step in ended},
+        low_water,
+        frozenset(position for (position,) in above),
     )
 
 
 def surviving_steps(
     dumps: Iterable[Dump], restarts: Sequence[TrainerRestart], last_step: int
-) -> dict[int, frozenset[str]]:
-    """Return prompts by step, of batches that are in the final weights.
+) -> dict[int, Mapping[str, int]]:
+    """Return samples by prompt by step, of batches that are in the final weights.
 
-    A batch is not if the trainer began again before its step after the dump was written.
+    A batch is not if the trainer began again before its step after the dump was written. Of two
+    batches of a step the later one in `dumps` counts.
     """
     return {
-        dump.step: dump.prompt_ids
+        dump.step: dump.samples
         for dump in dumps
         if dump.step <= last_step
         and not any(r.at_s > dump.written_s and r.step < dump.step for r in restarts)
@@ -94,6 +138,7 @@ def lost_prompts(
     ledger: LedgerView,
     accepted: Collection[str],
     last_step: int,
+    lines: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, str]:
     """Return the ids of lost prompts, each with what is wrong.
 
@@ -102,19 +147,50 @@ def lost_prompts(
         ledger: after the end.
         accepted: prompts that a client holds a receipt of.
         last_step: of the run.
+        lines: of the group log.
     """
     lost = {
         prompt_id: "accepted, and neither ended nor pending"
         for prompt_id in accepted
         if prompt_id not in ledger.ended and prompt_id not in ledger.pending
     }
-    for prompt_id, (how, step) in ledger.ended.items():
-        if how != TRAINED or step is None:
-            continue
-        # A step without a dump accuses no prompt.
-        if step > last_step or prompt_id not in surviving.get(step, (prompt_id,)):
+    for name in _skipped_rows(ledger):
+        lost[name] = "neither ended nor pending, and a later row is pending"
+    clients = [(name, step) for name, (how, step) in ledger.ended.items() if how == TRAINED]
+    for prompt_id, step in (*clients, *_trained_rows(surviving, ledger, lines)):
+        # A step without a batch accuses no prompt.
+        if step and (step > last_step or prompt_id not in surviving.get(step, (prompt_id,))):
             lost[prompt_id] = f"recorded as trained in step {step}, whose weights did not survive"
     return lost
+
+
+def _skipped_rows(ledger: LedgerView) -> list[str]:
+    """Return rows that nothing holds before one that is pending: rows are issued in order."""
+    pending = [int(one.removeprefix(ROW)) for one in ledger.pending if one.startswith(ROW)]
+    rows = (f"{ROW}{at}" for at in range(ledger.low_water, max(pending, default=0)))
+    return [row for row in rows if not ledger.has_ended(row) and row not in ledger.pending]
+
+
+def _trained_rows(
+    surviving: Mapping[int, Collection[str]],
+    ledger: LedgerView,
+    lines: Iterable[Mapping[str, Any]],
+) -> list[tuple[str, int | None]]:
+    """Return the last step of ended rows that no surviving batch holds and whose last end is that
+    they were trained. The ledger does not know it, and forgets a row's end with the trainer.
+
+    A killed reward service may leave out a later line of a row that a batch holds.
+    """
+    last = {line["prompt_id"]: line for line in lines}
+    held = set().union(*surviving.values())
+    return [
+        (name, line["step"])
+        for name, line in last.items()
+        if line["end"] == TRAINED
+        and name.startswith(ROW)
+        and name not in held
+        and ledger.has_ended(name)
+    ]
 
 
 def doubled_prompts(surviving: Mapping[int, Collection[str]], ledger: LedgerView) -> dict[str, str]:

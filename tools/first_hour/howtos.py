@@ -14,9 +14,11 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tools.commands import started
 from tools.phases import say
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +26,7 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"(?:#|//) ([\w-]+\.\w+)\b.*\n")
 _WRITTEN = {"yaml", "properties", "python", "bash", "javascript"}
 _EXIT_CODE = re.compile(r"# exit code (\d+)$")
-_WITHIN_S = 300.0
+_WITHIN_S, _LATE = 300.0, 124
 
 
 def tried_pages(folder: Path, user: Path, names: Collection[str] | None) -> Mapping[str, str]:
@@ -50,19 +52,19 @@ def tried_pages(folder: Path, user: Path, names: Collection[str] | None) -> Mapp
 def typed_command(
     command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Run a command to its end in a folder; return exit code and all output."""
-    ended = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **(environment or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_WITHIN_S,
-        check=False,
-    )
-    return ended.returncode, ended.stdout
+    """Run a command to its end in a folder; return exit code and all output.
+
+    One that takes too long is ended, and has the exit code of `timeout`.
+    """
+    late = ""
+    with tempfile.TemporaryDirectory(prefix="first-hour-") as name:
+        log = Path(name) / "output"
+        with started(command, log, environment, folder=folder) as process:
+            try:
+                code = process.wait(_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                code, late = _LATE, f"\nno end within {_WITHIN_S:g} s"
+        return code, log.read_text(encoding="utf-8", errors="replace") + late
 
 
 def _tried(page: Path, user: Path) -> str:

@@ -31,6 +31,7 @@ from tools.fuzz.traffic import Traffic
 from tools.launched_run import LOOPBACK, LaunchedRun, settings_file, training_run
 from tools.phases import say, tool_parser
 
+_WITHIN = aiohttp.ClientTimeout(total=15.0)  # of a request over HTTP
 _WARM_UP_SHARE, _ROUNDS, _START_S = 0.15, 20, 180.0
 
 
@@ -129,7 +130,7 @@ async def _front(client: AsyncClient, seed: int) -> AsyncIterator[FrontTraffic]:
     front = OpenAIFront(client, FrontSettings())
     async with (
         listening(front, LOOPBACK, 0) as port,
-        aiohttp.ClientSession(f"http://{LOOPBACK}:{port}") as session,
+        aiohttp.ClientSession(f"http://{LOOPBACK}:{port}", timeout=_WITHIN) as session,
     ):
         yield FrontTraffic(session, random.Random(seed))
 

@@ -16,7 +16,6 @@ from tools.fuzz.messages import corrupted, random_bytes
 from tools.fuzz.nasty_values import nasty_text
 
 CHAT, END = "/s/LEASE/v1/chat/completions", "/s/LEASE/end"
-_TIMEOUT = aiohttp.ClientTimeout(total=15.0)
 _CALL = {
     "id": "call_0",
     "type": "function",
@@ -58,15 +57,17 @@ class FrontAnswer:
 
     Args:
         path: of the request, without its lease.
-        status: of HTTP.
+        code: ``HTTP`` and the status, or what came in place of an answer.
         text: of the answer.
         sent: the body.
+        is_defect: no request may be answered so, whatever it holds.
     """
 
     path: str
-    status: int
+    code: str
     text: str
     sent: bytes
+    is_defect: bool
 
 
 class FrontTraffic:
@@ -81,15 +82,27 @@ class FrontTraffic:
         self._session, self._rng = session, rng
 
     async def send(self, leases: Sequence[str]) -> FrontAnswer:
-        """Send a request, as a rule for one of these leases."""
+        """Send a request, as a rule for one of these leases; an answer that does not come, or
+        breaks off, is one too."""
         rng = self._rng
         path = rng.choice((CHAT, CHAT, END))
         lease = rng.choice(leases) if leases and rng.random() < 0.8 else nasty_text(rng)[:200]
         name = quote(lease, safe="", errors="replace") or "fuzz"
         sent = self._body(path)
         target = path.replace("LEASE", name if name.strip(".") else "fuzz")
-        async with self._session.post(target, data=sent, timeout=_TIMEOUT) as answer:
-            return FrontAnswer(path, answer.status, await answer.text(), sent)
+        try:
+            async with self._session.post(target, data=sent) as answer:
+                text = await answer.text()
+        except TimeoutError:
+            return FrontAnswer(path, "HTTP late", "", sent, is_defect=False)
+        except aiohttp.ClientError as error:
+            is_broken = isinstance(
+                error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError
+            )
+            code = "HTTP disconnected" if is_broken else "HTTP unreadable"
+            return FrontAnswer(path, code, repr(error), sent, is_defect=is_broken)
+        code = f"HTTP {answer.status}"
+        return FrontAnswer(path, code, text, sent, is_defect=answer.status == 500)
 
     def _body(self, path: str) -> bytes:
         rng = self._rng

@@ -179,8 +179,7 @@ class Traffic:
 
     async def _make_at_front(self) -> None:
         answer = await self._front.send(self._leases)
-        code = f"HTTP {answer.status}"
-        self._note(answer.path, code, answer.text, answer.sent, is_defect=answer.status == 500)
+        self._note(answer.path, answer.code, answer.text, answer.sent, is_defect=answer.is_defect)
 
     async def _make(self, attack: _Attack) -> None:
         code, details = "OK", ""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from services.reward.episodes.lease_records import CommittedTurn
 from sluice.algorithm.episode_rules import Observation
 from sluice.errors import SluiceError
 from sluice.types import Answer, FinishReason, Prompt, Scored
@@ -35,6 +33,7 @@ class EpisodeTask:
         seed: the same for all samples of a prompt.
         timeout_s: seconds after which the environment may drop it.
         sample_index: within its group.
+        is_kept: whether a restarted service continues it, since its prompt starts again then.
     """
 
     episode_id: str
@@ -43,6 +42,7 @@ class EpisodeTask:
     seed: int
     timeout_s: float
     sample_index: int = 0
+    is_kept: bool = False
 
 
 class EpisodeDriver(Protocol):
@@ -65,28 +65,6 @@ class EpisodeDriver(Protocol):
 
     async def abandon(self) -> None:
         """Give the episode up, within `ABANDON_S`. Raise no error."""
-        ...
-
-
-@runtime_checkable
-class LeasedDriver(EpisodeDriver, Protocol):
-    """An episode that a program of the user works on. Its failures are the agent's."""
-
-    async def taken(self) -> None:
-        """Wait until a program has taken it; the episode's time begins then."""
-        ...
-
-    def seconds_left(self) -> float:
-        """Return the seconds until a sample that was taken expires."""
-        ...
-
-    def recalled(self) -> Sequence[CommittedTurn]:
-        """Return the turns of an earlier service. With any, the episode is open, and `step` for
-        the last one waits for what follows."""
-        ...
-
-    def commit(self, turn: CommittedTurn) -> None:
-        """Keep the turn whose answer `step` gets next."""
         ...
 
 

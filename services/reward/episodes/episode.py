@@ -12,21 +12,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from services.reward.episodes.drivers import (
     EpisodeDriver,
     EpisodeFailedError,
-    LeasedDriver,
     abandoned,
 )
-from services.reward.episodes.lease_records import CommittedTurn
+from services.reward.episodes.leases import LeasedEpisode
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import GroupFailedError, GroupRequest, TurnRequest
 from services.reward.generation.stream import CollectedSamples
+from services.reward.ledger.leases import CommittedTurn
 from sluice.algorithm.episode_rules import (
     Continued,
     EpisodeCounts,
@@ -157,7 +156,7 @@ class Episode:
         self._replica = ""
         self._num_recalled = 0
         self._phase = "opening"
-        self._leased = cast("LeasedDriver", driver) if _is_leased(type(driver)) else None
+        self._leased = driver if isinstance(driver, LeasedEpisode) else None
         self._failure = FailureKind.AGENT if self._leased else FailureKind.ENVIRONMENT
 
     async def run(self, first_turn: FirstTurn) -> Rollout:
@@ -423,11 +422,6 @@ class Episode:
                 raise
             progress.end()
             raise _GroupOverError from None
-
-
-@cache  # asking a protocol costs more than the rest of an episode's beginning
-def _is_leased(kind: type[EpisodeDriver]) -> bool:
-    return issubclass(kind, LeasedDriver)
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:

@@ -4,14 +4,16 @@ and posts its end.
 Consumes: episodes, from the loop; requests of programs. Produces: for the loop, observations that
 are whole conversations; for the programs, answers, after the loop has recorded them. Waits for:
 programs, within the group's rules until one has taken a sample, and within the episode's time from
-then on. On failure of a program: its sample fails. When the loop gives a sample up, its lease is
+then on; of a holder that promised calls, only until these have not come for so long. On failure of
+a program: its sample fails. When the loop gives a sample up, its lease is
 revoked: what its program asks then is refused.
 
-What a restart keeps: with a ledger that has a file, a lease and its deadline, the turns that its
-program may have seen, and its posted end, until its prompt ends or starts again. A restarted
-service answers requests from these turns. When the prompt starts, the sample continues from them,
-and needs no program if its end was posted. What was being sampled is sampled again, when the
-program repeats its request. Samples that nobody had leased are offered again.
+What a restart keeps of a sample that is trained, with a ledger that has a file: its lease, holder
+and deadline, the turns that its program may have seen, and its posted end, until its prompt ends or
+starts again. A restarted service answers requests from these turns. When the prompt starts, the
+sample continues from them, and needs no program if its end was posted. What was being sampled is
+sampled again, when the program repeats its request. Samples that nobody had leased are offered
+again.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
 
 from services.reward.episodes.drivers import EpisodeFailedError, EpisodeTask
-from services.reward.episodes.lease_records import (
+from services.reward.ledger.leases import (
     CommittedTurn,
+    KeptLeases,
     LeaseRecord,
-    LeaseStore,
     PostedEnd,
 )
 from sluice.algorithm.episode_rules import Observation
@@ -78,6 +81,23 @@ class _Asked:
             self.result.set_result(result)
 
 
+class LeaseHolder:
+    """Who has leased samples, and is heard of at least every so many seconds.
+
+    Args:
+        holder_id: secret.
+        keep_alive_s: seconds without a call after which it has left.
+    """
+
+    def __init__(self, holder_id: str, keep_alive_s: float) -> None:
+        self.holder_id, self.keep_alive_s = holder_id, keep_alive_s
+        self.heard()
+
+    def heard(self) -> None:
+        """Note a call."""
+        self.leaves_at_s = asyncio.get_running_loop().time() + self.keep_alive_s
+
+
 class LeasedEpisode:
     """A sample that a program works on; the loop's driver of it.
 
@@ -91,13 +111,14 @@ class LeasedEpisode:
     """
 
     def __init__(
-        self, desk: LeaseDesk, store: LeaseStore, record: LeaseRecord | None = None
+        self, desk: LeaseDesk, store: KeptLeases, record: LeaseRecord | None = None
     ) -> None:
         self._desk, self._store = desk, store
         self.lease_id = record.lease_id if record else secrets.token_urlsafe(_SECRET_BYTES)
         self._task: EpisodeTask | None = None
         self._expires_s = record.expires_s if record else 0.0
         self._is_kept = record is not None
+        self._holder: LeaseHolder | None = None
         self._is_taken, self._changed = asyncio.Event(), asyncio.Event()
         self._asked: dict[str, _Asked] = {}
         self._waiting: deque[_Asked] = deque()
@@ -111,6 +132,7 @@ class LeasedEpisode:
             self._restore(record)
 
     def _restore(self, record: LeaseRecord) -> None:
+        self._holder = self._desk.holder(record.holder, record.keep_alive_s)
         self._is_taken.set()
         self._end = record.end
         self._recalled = tuple(record.turns.values())
@@ -151,12 +173,20 @@ class LeasedEpisode:
         with waiting_for(_AGENT, "leasing a sample"):
             await self._is_taken.wait()
 
-    def take(self) -> None:
+    def heard(self) -> None:
+        """Note a call of its program."""
+        if self._holder is not None:
+            self._holder.heard()
+
+    def take(self, holder: LeaseHolder | None) -> None:
         """Begin the episode's time."""
+        self._holder = holder
         self._expires_s = time.time() + self.task.timeout_s
         prompt_id, index = self.task.prompt.prompt_id, self.task.sample_index
         record = LeaseRecord(self.lease_id, prompt_id, index, self._expires_s)
-        self._is_kept = self._store.taken(record)
+        if holder is not None:
+            record = replace(record, holder=holder.holder_id, keep_alive_s=holder.keep_alive_s)
+        self._is_kept = self.task.is_kept and self._store.taken(record)
         self._is_taken.set()
 
     async def open(self) -> Observation:
@@ -182,6 +212,7 @@ class LeasedEpisode:
 
     async def step(self, turn: int, answer: Answer, finish: FinishReason) -> Observation:
         """Answer the program; wait for its next request, or for its end."""
+        self.heard()  # sampling the answer took time, and its program could only wait
         if self._answering is not None and self._reply is not None:
             self._answering.answer(self._reply)
         asked = await self._next()
@@ -269,8 +300,20 @@ class LeasedEpisode:
         return None
 
     async def _change(self) -> None:
+        """Wait for a call of the program, as long as its holder is heard of."""
         self._changed.clear()
-        await self._changed.wait()
+        while True:
+            holder = self._holder
+            try:
+                async with asyncio.timeout_at(holder.leaves_at_s if holder else None):
+                    await self._changed.wait()
+                    return
+            except TimeoutError:
+                now = asyncio.get_running_loop().time()
+                if holder is not None and now >= holder.leaves_at_s:
+                    raise EpisodeFailedError(
+                        f"its runner left: it made no call for {holder.keep_alive_s:g} s"
+                    ) from None
 
 
 def _reply(committed: CommittedTurn, number: int) -> Reply:
@@ -291,12 +334,13 @@ class LeaseDesk:
         num_recalled_tokens: sampled by an earlier service, of samples that continue.
     """
 
-    def __init__(self, store: LeaseStore) -> None:
+    def __init__(self, store: KeptLeases) -> None:
         self._store = store
         self.num_recalled_tokens = 0
         self._is_closing = False
         self._offers: deque[LeasedEpisode] = deque()
         self._leases: dict[str, LeasedEpisode] = {}
+        self._holders = WeakValueDictionary[str, LeaseHolder]()  # their leases keep them
         self._ends: OrderedDict[str, PostedEnd] = OrderedDict()  # of the last ones that ended
         self._offered = asyncio.Event()
         self._to_continue: dict[tuple[str, int], LeasedEpisode] = {}
@@ -311,7 +355,8 @@ class LeaseDesk:
 
     def begin(self, task: EpisodeTask) -> LeasedEpisode:
         """Return the driver of an episode: a new one, or one that an earlier service left."""
-        earlier = self._to_continue.pop((task.prompt.prompt_id, task.sample_index), None)
+        sample = task.prompt.prompt_id, task.sample_index
+        earlier = self._to_continue.pop(sample, None) if task.is_kept else None
         episode = earlier or LeasedEpisode(self, self._store)
         episode.begin(task)
         return episode
@@ -332,25 +377,41 @@ class LeaseDesk:
         """Leases that have not ended."""
         return len(self._leases)
 
+    def holder(self, holder_id: str, keep_alive_s: float) -> LeaseHolder | None:
+        """Return who holds leases and is heard of now; ``None``: it promises no calls."""
+        if not holder_id or not keep_alive_s:
+            return None
+        found = self._holders.get(holder_id)
+        if found is None:
+            found = self._holders[holder_id] = LeaseHolder(holder_id, keep_alive_s)
+        found.keep_alive_s = keep_alive_s
+        found.heard()
+        return found
+
     def offer(self, episode: LeasedEpisode) -> None:
         """Let programs take a sample."""
         self._offers.append(episode)
         self._offered.set()
 
-    async def take(self, count: int, wait_s: float) -> list[LeasedEpisode]:
+    async def take(
+        self, count: int, wait_s: float, holder_id: str = "", keep_alive_s: float = 0.0
+    ) -> list[LeasedEpisode]:
         """Lease the samples that have waited longest.
 
         Args:
-            count: most samples.
+            count: most samples; with 0 the holder only shows that it lives.
             wait_s: most seconds to wait for the first one; then the list is empty.
+            holder_id: of the caller; see `LeaseHolder`.
+            keep_alive_s: its promise; 0: none.
 
         Raises:
             NotReadyError: the service ends.
         """
         self._check_open()
+        self.holder(holder_id, keep_alive_s)
         try:
             async with asyncio.timeout(wait_s):
-                while not self._offers:
+                while count and not self._offers:
                     self._offered.clear()
                     with waiting_for("reward loop", "offering samples"):
                         await self._offered.wait()
@@ -359,7 +420,7 @@ class LeaseDesk:
         taken = [self._offers.popleft() for _ in range(min(count, len(self._offers)))]
         for episode in taken:
             self._leases[episode.lease_id] = episode
-            episode.take()
+            episode.take(self.holder(holder_id, keep_alive_s))
         return taken
 
     async def chat(
@@ -413,7 +474,10 @@ class LeaseDesk:
 
     def _found(self, lease_id: str) -> LeasedEpisode | None:
         episode = self._leases.get(lease_id)
-        return None if episode is None or episode.has_lapsed else episode
+        if episode is None or episode.has_lapsed:
+            return None
+        episode.heard()
+        return episode
 
     def _check_open(self) -> None:
         if self._is_closing:

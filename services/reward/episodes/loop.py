@@ -22,6 +22,7 @@ from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import (
     GroupFailedError,
     GroupRequest,
+    Purpose,
     SampleCallback,
     TurnRequest,
     decisive_error,
@@ -138,6 +139,7 @@ class EpisodeGenerator:
             async with asyncio.TaskGroup() as tasks:
                 first = FirstTurns(tasks, self._dispatcher, request, batch, alone=self._are_leased)
                 seed = self._environment_seed(request)
+                is_kept = request.purpose is Purpose.TRAINING and not request.is_baseline
                 for index in request.sample_indexes:
                     task = EpisodeTask(
                         f"{batch}.{index}",
@@ -146,6 +148,7 @@ class EpisodeGenerator:
                         seed,
                         self._limits.timeout_s,
                         index,
+                        is_kept,
                     )
                     tasks.create_task(
                         _play(

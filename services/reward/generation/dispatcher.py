@@ -545,6 +545,7 @@ async def generate_group(
         sample_indexes=first_samples(1),
         sampling=for_prompt(greedy, request.prompt, label="greedy"),
         allows_missing=False,
+        is_baseline=True,
     )
     try:
         async with asyncio.TaskGroup() as tasks:

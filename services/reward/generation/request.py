@@ -204,7 +204,8 @@ class GroupRequest:
 
     With `allows_missing` the samples that no replica could generate are left out, unless none
     remains. A request for a `turn` ends without its missing samples instead of an error: the
-    episode decides.
+    episode decides. With `is_baseline` the sample is what others are compared with, and is not
+    trained.
     """
 
     prompt: Prompt
@@ -216,6 +217,7 @@ class GroupRequest:
     progress: GroupProgress = field(default_factory=GroupProgress, compare=False, repr=False)
     allows_missing: bool = False
     turn: TurnRequest | None = None
+    is_baseline: bool = False
 
     def __post_init__(self) -> None:
         indexes = self.sample_indexes

@@ -29,7 +29,7 @@ from services.reward.generation.request import (
 )
 from services.reward.grading.grader import Grader
 from services.reward.prompts.dataset import IssuedRow
-from services.reward.prompts.source import RowStream
+from services.reward.prompts.source import VALIDATION_ID_PREFIX, RowStream
 from services.reward.records.failures import FailureLog
 from services.reward.records.group_log import SampleDumps
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
@@ -245,7 +245,7 @@ class Validator:
         self, issued: IssuedRow, order: ValidationOrder, found: ValidationRun
     ) -> None:
         """Add the outcomes of one prompt."""
-        prompt = issued.prompt(f"validation-{issued.position}", issued.position)
+        prompt = issued.prompt(f"{VALIDATION_ID_PREFIX}{issued.position}", issued.position)
         progress = GroupProgress()
         self._open.add(progress)
         try:

@@ -5,27 +5,87 @@ prompt ends or its attempt is given up.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from services.reward.episodes.lease_records import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.writer import Statement
-from sluice.types import Answer, ChatMessage, FinishReason, Tool, Turn, VersionSpan
+from sluice.types import Answer, ChatMessage, FinishReason, TokenIds, Tool, Turn, VersionSpan
 
 _OF_SAMPLE = "prompt_id = ? AND sample_index = ?"
-_FORGET_TURNS = (
-    "DELETE FROM lease_turns WHERE lease_id IN (SELECT lease_id FROM sample_leases WHERE {})"
+_FORGET = (
+    "DELETE FROM lease_turns WHERE lease_id IN (SELECT lease_id FROM sample_leases WHERE {})",
+    "DELETE FROM lease_holders WHERE lease_id IN (SELECT lease_id FROM sample_leases WHERE {})",
+    "DELETE FROM sample_leases WHERE {}",
 )
-_FORGET = "DELETE FROM sample_leases WHERE {}"
 _TAKE = "INSERT INTO sample_leases VALUES (?, ?, ?, ?, NULL)"
+_HOLD = "INSERT INTO lease_holders VALUES (?, ?, ?)"
 _COMMIT = "INSERT INTO lease_turns VALUES (?, ?, ?, ?)"
 _END = "UPDATE sample_leases SET posted_end = ? WHERE lease_id = ?"
 _FORGET_LEFT = (
     "DELETE FROM sample_leases WHERE prompt_id NOT IN (SELECT prompt_id FROM pending)",
     "DELETE FROM lease_turns WHERE lease_id NOT IN (SELECT lease_id FROM sample_leases)",
+    "DELETE FROM lease_holders WHERE lease_id NOT IN (SELECT lease_id FROM sample_leases)",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class PostedEnd:
+    """How a program ended its sample.
+
+    Args:
+        reward: finite; ``None``: scorers grade the last answer.
+        failure: why the program failed; empty: it did not.
+    """
+
+    reward: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CommittedTurn:
+    """A turn that a program may have seen.
+
+    Args:
+        messages: that its request adds to the turn that it continues; of a root, all of them.
+        tools: that the policy could call.
+        turn: what was sampled.
+        num_read: tokens that the policy read.
+        prompt_token_ids: the prompt of its group, [prompt tokens].
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...]
+    turn: Turn
+    num_read: int
+    prompt_token_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeaseRecord:
+    """A leased sample.
+
+    Args:
+        lease_id: secret.
+        prompt_id: of its group.
+        sample_index: within its group.
+        expires_s: when the lease expires, seconds since 1970.
+        turns: by the digests of their requests, in the order of their calls.
+        end: ``None``: none was posted.
+        holder: who has leased it; empty: nobody in particular.
+        keep_alive_s: seconds without a call of the holder after which it fails; 0: it does not.
+    """
+
+    lease_id: str
+    prompt_id: str
+    sample_index: int
+    expires_s: float
+    turns: Mapping[str, CommittedTurn] = field(default_factory=dict)
+    end: PostedEnd | None = None
+    holder: str = ""
+    keep_alive_s: float = 0.0
 
 
 class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
@@ -47,13 +107,16 @@ class _LeaseBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptLeases:
-    """The leases of pending prompts; a `LeaseStore`.
+    """The leases of pending prompts.
 
     Args:
         write: hands one change to the file.
-        is_pending: returns whether a prompt is; leases of others, such as a validation's, are not
-            kept.
+        is_pending: returns whether a prompt is; leases of others are not kept.
         found: what the file holds.
+
+    Attributes:
+        found: what an earlier service left.
+        on_revoked: called with the id of a prompt whose leases are dropped.
     """
 
     def __init__(
@@ -63,7 +126,7 @@ class KeptLeases:
         found: Sequence[LeaseRecord] = (),
     ) -> None:
         self._write, self._is_pending = write, is_pending
-        self.found = found
+        self.found: Sequence[LeaseRecord] = found
         self.on_revoked: Callable[[str], None] = lambda _prompt_id: None
         self._prompts = {record.prompt_id for record in found}
 
@@ -74,7 +137,9 @@ class KeptLeases:
         self._prompts.add(record.prompt_id)
         sample = (record.prompt_id, record.sample_index)
         self._write(
-            *_forget(_OF_SAMPLE, sample), (_TAKE, (*sample, record.lease_id, record.expires_s))
+            *_forget(_OF_SAMPLE, sample),
+            (_TAKE, (*sample, record.lease_id, record.expires_s)),
+            (_HOLD, (record.lease_id, record.holder, record.keep_alive_s)),
         )
         return True
 
@@ -100,7 +165,7 @@ class KeptLeases:
 
 
 def _forget(which: str, values: tuple[object, ...]) -> list[Statement]:
-    return [(_FORGET_TURNS.format(which), values), (_FORGET.format(which), values)]
+    return [(each.format(which), values) for each in _FORGET]
 
 
 def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
@@ -116,7 +181,9 @@ def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
     for lease_id, digest, body in rows:
         turns.setdefault(lease_id, {})[digest] = decode_turn(body)
     leases = database.execute(
-        "SELECT prompt_id, sample_index, lease_id, expires_s, posted_end FROM sample_leases"
+        "SELECT prompt_id, sample_index, lease_id, expires_s, posted_end, "
+        "coalesce(holder, ''), coalesce(keep_alive_s, 0.0) "
+        "FROM sample_leases LEFT JOIN lease_holders USING (lease_id)"
     )
     return tuple(
         LeaseRecord(
@@ -126,8 +193,10 @@ def read_leases(database: sqlite3.Connection) -> tuple[LeaseRecord, ...]:
             expires_s,
             turns.get(lease_id, {}),
             None if end is None else msgspec.msgpack.decode(end, type=PostedEnd),
+            holder,
+            keep_alive_s,
         )
-        for prompt_id, sample_index, lease_id, expires_s, end in leases
+        for prompt_id, sample_index, lease_id, expires_s, end, holder, keep_alive_s in leases
     )
 
 

@@ -29,8 +29,7 @@ from typing import Self
 
 import msgspec
 
-from services.reward.episodes.lease_records import LeaseRecord
-from services.reward.ledger.leases import KeptLeases, read_leases
+from services.reward.ledger.leases import KeptLeases, LeaseRecord, read_leases
 from services.reward.ledger.schema import (
     EndedPrompt,
     LedgerContent,

@@ -20,9 +20,9 @@ from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
 APPLICATION_ID = 0x534C554C  # "SLUL"
-FORMAT = 3
-"""Format 2 had no leases of samples. Format 1 also held samples that were under way; they are
-dropped when the file is opened."""
+FORMAT = 4
+"""Format 3 had no holders of leases, and format 2 no leases of samples. Format 1 also held samples
+that were under way; they are dropped when the file is opened."""
 BUSY_TIMEOUT_S = 10.0
 
 _TABLES = """
@@ -82,6 +82,11 @@ CREATE TABLE IF NOT EXISTS sample_leases (
     expires_s REAL NOT NULL,
     posted_end BLOB,
     PRIMARY KEY (prompt_id, sample_index)
+);
+CREATE TABLE IF NOT EXISTS lease_holders (
+    lease_id TEXT PRIMARY KEY,
+    holder TEXT NOT NULL,
+    keep_alive_s REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS lease_turns (
     lease_id TEXT NOT NULL,

@@ -21,7 +21,8 @@ from sluice.errors import DataError
 from sluice.types import DataProgress, Prompt, PromptOrigin
 
 ROWS_PER_READ = 64
-DATASET_ID_PREFIX = "data-"
+DATASET_ID_PREFIX, VALIDATION_ID_PREFIX = "data-", "validation-"
+"""What the ids of the run's own prompts begin with."""
 
 
 class RowStream(Protocol):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from services.reward.group_table import EventKind, GroupEvent, PromptOutcome
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.ledger.schema import EndedPrompt, body_digest, encode_body
-from services.reward.prompts.source import DATASET_ID_PREFIX
+from services.reward.prompts.source import DATASET_ID_PREFIX, VALIDATION_ID_PREFIX
 from sluice.config.schema.limits import LimitsConfig
 from sluice.errors import DataError, ExhaustedError, InvalidRequestError, SluiceError
 from sluice.rpc.status import QUOTA_REFUSALS
@@ -272,11 +272,12 @@ def _check_fields(submission: Submission) -> None:
     size = len(submission.prompt_id.encode())
     if not 1 <= size <= MAX_ID_BYTES:
         raise InvalidRequestError(f"prompt_id: {size} bytes; use 1 to {MAX_ID_BYTES}")
-    if submission.prompt_id.startswith(DATASET_ID_PREFIX):
-        raise InvalidRequestError(
-            f"prompt_id '{submission.prompt_id}': '{DATASET_ID_PREFIX}…' names data-set rows; "
-            "choose another"
-        )
+    for prefix in (DATASET_ID_PREFIX, VALIDATION_ID_PREFIX):
+        if submission.prompt_id.startswith(prefix):
+            raise InvalidRequestError(
+                f"prompt_id '{submission.prompt_id}': '{prefix}…' names data-set rows; "
+                "choose another"
+            )
     if not submission.messages or not all(turn.role for turn in submission.messages):
         raise InvalidRequestError("messages: send at least one turn, each with a role")
     if not submission.data_source:

@@ -9,7 +9,17 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sluice.algorithm.episode_rules import environment_of
-from sluice.types import EpisodeEnd, Failed, FailureKind, Outcome, Prompt, Rollout, ToolCall, Turn
+from sluice.types import (
+    EpisodeEnd,
+    Failed,
+    FailureKind,
+    Outcome,
+    Prompt,
+    PromptOrigin,
+    Rollout,
+    ToolCall,
+    Turn,
+)
 
 MAX_ENVIRONMENTS = 32
 """Each has metrics of its own; the episodes of further ones count as `OTHER`'s."""
@@ -26,21 +36,21 @@ class EnvironmentNames:
     Args:
         only: the run's, for rows that name none.
         rows_choose: whether a row may name another one; else its name is for the run's.
+        by_default: whether rows that name none are played with an environment.
     """
 
     only: str = OTHER
     rows_choose: bool = True
+    by_default: bool = False
 
-    def of(self, prompt: Prompt) -> str:
-        """Return the name, at most 64 characters, all printable."""
-        chosen = environment_of(prompt.extra_info, by_default=True) if self.rows_choose else ""
-        name = (chosen or self.only)[:_MOST_NAME_CHARS]
-        return name if name.isprintable() else OTHER
-
-
-def is_episode(rollout: Rollout) -> bool:
-    """Return whether a sample was played with an environment."""
-    return rollout.end is not None or len(rollout.turns) > 1
+    def of(self, prompt: Prompt) -> str | None:
+        """Return the name, at most 64 characters, all printable, without a slash, which separates
+        the parts of metrics' names; ``None``: the samples of the row are one answer."""
+        chosen = environment_of(prompt.extra_info, by_default=self.by_default)
+        if chosen is None:
+            return None
+        name = (chosen if self.rows_choose and chosen else self.only)[:_MOST_NAME_CHARS]
+        return name.replace("/", "_") if name.isprintable() else OTHER
 
 
 def calls_of(turn: Turn) -> tuple[ToolCall, ...]:
@@ -88,32 +98,49 @@ class EpisodeStatistics:
         environments: EnvironmentNames = EnvironmentNames(),
     ) -> None:
         self._tool_names, self._names = tool_names, environments
-        self._known: set[str] = set()  # environments that have played, the first ones
+        self._known: set[str] = set()  # the first names, each counted apart
         self._means: dict[str, _Means] = {}  # by the beginning of their names
         self._counts = Counter[str]()
 
     def graded(self, prompt: Prompt, samples: Iterable[tuple[Rollout, Outcome]]) -> None:
         """Count graded samples of a prompt; those without an environment are left out."""
         for rollout, outcome in samples:
-            kind = outcome.kind if isinstance(outcome, Failed) else None
-            if not is_episode(rollout) and kind not in _OF_EPISODES:
-                continue
-            own = f"train/environments/{self._environment(prompt, rollout)}"
-            if kind is not None:
-                self._counts[f"{own}/failed/{kind}"] += 1
-            self._counts["train/episode_ends/failed"] += kind in _OF_EPISODES
-            if is_episode(rollout):
+            has_played = rollout.end is not None or len(rollout.turns) > 1
+            own = self._own(prompt, is_real=has_played)
+            if own is None:
+                return
+            if isinstance(outcome, Failed):
+                self._failed(own, outcome.kind, 1)
+            if has_played:
                 self._add(rollout, own)
 
-    def _environment(self, prompt: Prompt, rollout: Rollout) -> str:
-        """Return the name to count for: one that has played, since a client may send any."""
+    def not_generated(self, prompt: Prompt, kind: FailureKind, num_samples: int) -> None:
+        """Count the samples of a group that could not be generated."""
+        own = self._own(prompt, is_real=False)
+        if own is not None:
+            self._failed(own, kind, num_samples)
+
+    def _failed(self, own: str, kind: FailureKind, num_samples: int) -> None:
+        self._counts[f"{own}/failed/{kind}"] += num_samples
+        if kind in _OF_EPISODES:
+            self._counts["train/episode_ends/failed"] += num_samples
+
+    def _own(self, prompt: Prompt, *, is_real: bool) -> str | None:
+        """Return the beginning of an environment's metrics; ``None``: the row has none.
+
+        A client may send any name: only one that is real, or that a data-set row has, is counted
+        apart.
+        """
         name = self._names.of(prompt)
-        if name == self._names.only or name in self._known:
-            return name
-        if not is_episode(rollout) or len(self._known) >= MAX_ENVIRONMENTS - 1:
-            return OTHER
-        self._known.add(name)
-        return name
+        if name is None:
+            return None
+        if name != self._names.only and name not in self._known:
+            is_real = is_real or prompt.origin is PromptOrigin.DATASET
+            if is_real and len(self._known) < MAX_ENVIRONMENTS - 1:
+                self._known.add(name)
+            else:
+                name = OTHER
+        return f"train/environments/{name}"
 
     def _add(self, rollout: Rollout, own: str) -> None:
         turns, seconds = len(rollout.turns), seconds_of(rollout)

@@ -26,7 +26,6 @@ from services.reward.group_table import EndCause, EventKind, Group, GroupEnding,
 from services.reward.records.episode_counts import (
     EnvironmentNames,
     calls_of,
-    is_episode,
     seconds_of,
 )
 from sluice.algorithm.groups.filter import is_right
@@ -93,7 +92,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
         probability: with which it started, given what was known of its prompt.
         step: that trained it; null for others.
         instance: names the start of the service that its times are counted from.
-        environment: its name, where graded samples have one; else left out.
+        environment: its name, where the prompt has one; else left out.
         episodes: the graded samples, where they have an environment; else left out.
     """
 
@@ -206,12 +205,7 @@ class GroupLog:
             replicas=list(group.progress.replicas),
             most_chars=self._most_chars,
         )
-        return msgspec.structs.replace(sampled, environment=self._environment(group) or "")
-
-    def _environment(self, group: Group) -> str | None:
-        """Return its name; ``None``: no graded sample has one."""
-        rollouts = group.graded.group.rollouts if group.graded else ()
-        return self._names.of(group.prompt) if any(map(is_episode, rollouts)) else None
+        return msgspec.structs.replace(sampled, environment=self._names.of(group.prompt) or "")
 
     def close(self) -> None:
         """Write what waits. What a hanging disk does not take within `LAST_S` is lost."""
@@ -221,6 +215,7 @@ class GroupLog:
 
     def _line(self, group: Group, version: int, ending: GroupEnding) -> GroupLine:
         graded, generated_s = group.graded, group.generated_s
+        environment = self._names.of(group.prompt)
         scored = graded.scored if graded else ()
         has_tokens = graded is not None and graded.group.num_response_tokens > 0
         is_staged = group.admitted_as.first_samples < self._samples_per_group
@@ -241,8 +236,8 @@ class GroupLog:
             probability=group.attempt.probability,
             step=ending.step,
             instance_id=self._instance_id,
-            environment=self._environment(group) or msgspec.UNSET,
-            episodes=_episode_lines(graded.group.rollouts if graded else ()),
+            environment=environment or msgspec.UNSET,
+            episodes=_episode_lines(graded) if graded and environment else msgspec.UNSET,
         )
 
     def _since_start(self, at_s: float) -> float:
@@ -255,9 +250,7 @@ def waiting_bytes(samples_per_batch: int, most_chars: int) -> int:
     return max(MOST_WAITING_BYTES, 2 * samples_per_batch * most_chars)
 
 
-def _episode_lines(rollouts: Sequence[Rollout]) -> list[EpisodeLine] | msgspec.UnsetType:
-    if not any(map(is_episode, rollouts)):
-        return msgspec.UNSET
+def _episode_lines(graded: GradedGroup) -> list[EpisodeLine]:
     return [
         EpisodeLine(
             len(rollout.turns),
@@ -267,7 +260,7 @@ def _episode_lines(rollouts: Sequence[Rollout]) -> list[EpisodeLine] | msgspec.U
             dict(Counter(call.name for turn in rollout.turns for call in calls_of(turn))),
             seconds_of(rollout),
         )
-        for rollout in rollouts
+        for rollout in graded.group.rollouts
     ]
 
 

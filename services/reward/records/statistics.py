@@ -266,7 +266,9 @@ class GroupStatistics:
         totals, graded = self._totals, group.graded
         self._num_ended += 1
         if ending.failed is not None:
-            totals[f"reward/outcomes/{ending.failed.kind}"] += group.num_ungraded
+            kind, num_samples = ending.failed.kind, group.num_ungraded
+            totals[f"reward/outcomes/{kind}"] += num_samples
+            self._episodes.not_generated(group.prompt, kind, num_samples)
         if ending.cause is EndCause.QUARANTINE:
             totals["reward/prompts_quarantined"] += 1
             return

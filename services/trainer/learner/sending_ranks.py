@@ -218,16 +218,16 @@ class SendingRank(services.SendingRankServiceServicer):
         return RankSender(spec, self._number, plans, name, workers, self._device, self._keeps_base)
 
     def _begin(self, number: int, new: _Epoch) -> list[RankSender]:
-        """Note an epoch; return the senders of those that are over now, perhaps of this one."""
+        """Note an epoch, unless it is over; return the senders that are over now."""
         with self._lock:
-            if number in self._left:
-                return [new.sender]
             # A worker is in one group at a time: of its earlier ones, the call to leave was lost.
-            older = [
-                n for n, one in self._epochs.items() if n < number and one.workers & new.workers
+            rivals = [
+                n for n, one in self._epochs.items() if n == number or one.workers & new.workers
             ]
-            self._left.extend(older)
-            ended = [self._epochs.pop(n).sender for n in older]
+            if number in self._left or max(rivals, default=number) > number:
+                return [new.sender]
+            self._left.extend(n for n in rivals if n < number)
+            ended = [self._epochs.pop(n).sender for n in rivals]
             self._epochs[number] = new
             return ended
 

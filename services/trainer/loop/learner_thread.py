@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from services.trainer.learner.checkpoint import CheckpointStore
+    from services.trainer.learner.memory_peaks import MemoryPeaks
     from services.trainer.learner.rank_command import RankLeader
-    from services.trainer.learner.update.policy_update import MemoryPeaks
     from sluice.types import DataProgress, TrainBatch
 
 

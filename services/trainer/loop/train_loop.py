@@ -35,15 +35,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport, WeightPublisher
 from services.trainer.loop.accounting import RunAccountant, acknowledged_groups, settled_accounts
+from services.trainer.loop.announcer import PolicyAnnouncer
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, under_control
 from services.trainer.metrics.sinks import Reporter
@@ -57,7 +58,6 @@ from services.trainer.metrics.step_metrics import (
 )
 from sluice.algorithm.accounting import DATA_EXHAUSTED, ReplicaCounters
 from sluice.algorithm.publishing import held_for_validation
-from sluice.algorithm.routing import AnnouncedReplica
 from sluice.concurrency.waits import deadline
 from sluice.errors import DataExhaustedError, SluiceError
 from sluice.telemetry.tracing import (
@@ -103,52 +103,6 @@ class LoopSettings:
     terms: BatchTerms
     engines_sleep: bool = False
     """Engines share devices with the trainer and sleep while it trains."""
-
-
-CurrentProgress: TypeAlias = Callable[[], DataProgress | None]
-"""Returns the position in the data set, or None before the first batch of a new run."""
-
-
-class PolicyAnnouncer:
-    """The reward service's knowledge of the current version and its replicas.
-
-    A version is announced only after the batch that it was trained on is acknowledged, and never an
-    older version after a newer one.
-
-    Args:
-        progress: the position in the data set, with the batch in hand counted as trained; read for
-            each announcement. A restarted reward service continues there and samples no prompt of
-            that batch again; a service that did not restart ignores it.
-    """
-
-    def __init__(
-        self, reward: RewardClient, fleet: Fleet, state: RunState, progress: CurrentProgress
-    ) -> None:
-        self._reward = reward
-        self._fleet = fleet
-        self._state = state
-        self._progress = progress
-        self._one_at_a_time = asyncio.Lock()
-        self._last: tuple[int, tuple[AnnouncedReplica, ...]] | None = None
-
-    async def announce(self, *, after: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Announce a changed version or changed replicas; do nothing before the first version.
-
-        Args:
-            after: awaited first, while no other announcement can be made.
-        """
-        async with self._one_at_a_time:
-            if after is not None:
-                await after()
-            # Read under the lock: an announcement that had to wait reports the newest version.
-            version = self._state.version
-            if version is None:
-                return
-            current = (version, self._fleet.announced())
-            if current == self._last:
-                return
-            await self._reward.announce(*current, self._progress)
-            self._last = current
 
 
 class TrainLoop:

@@ -58,6 +58,13 @@ _ROUNDING = 1e-9
 
 DEFAULT_MIN_YIELD, DEFAULT_NUM_GROUPS = 0.005, 2000
 """The values of `algorithm.filter_groups.min_yield` and `min_yield_groups`."""
+
+_KEPT_OF_RATE, _KEPT_OF_LENGTH, _KEPT_OF_INTERVAL = 0.98, 0.98, 0.8
+KNOWN_LENGTHS = 65_536
+"""Prompts whose lengths a forecast remembers."""
+_VERSIONS_PASSED_BY = 2
+_STEPS_PER_OCTAVE, _LENGTH_STEPS = 8, 240  # up to 2^30 tokens
+
 REMEDY = (
     "choose prompts the policy solves sometimes, sample more (actor_rollout_ref.rollout.n), "
     "or lower min_yield (raise max_num_gen_batches if that was given)"
@@ -250,13 +257,6 @@ class YieldFloor:
             f"{self.num_groups} groups were kept, below "
             f"algorithm.filter_groups.min_yield = {self.min_yield:g}{summary}; {remedy}"
         )
-
-
-_KEPT_OF_RATE, _KEPT_OF_LENGTH, _KEPT_OF_INTERVAL = 0.98, 0.98, 0.8
-KNOWN_LENGTHS = 65_536
-"""Prompts whose lengths a forecast remembers."""
-_VERSIONS_PASSED_BY = 2
-_STEPS_PER_OCTAVE, _LENGTH_STEPS = 8, 240  # up to 2^30 tokens
 
 
 @dataclass(slots=True)

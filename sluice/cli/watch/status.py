@@ -26,6 +26,8 @@ from sluice.report.notices import low_yield
 from sluice.report.run_record import METRICS_NAME
 from sluice.service_contract import CONFIG_NAME
 
+_MOST_ROWS_A_SERVICE = 8
+
 
 def status(
     run: RunArgument = None,
@@ -108,9 +110,6 @@ def _show_why(run: Path, *, as_json: bool) -> bool:
     else:
         Console().print(wait_table(found))
     return True
-
-
-_MOST_ROWS_A_SERVICE = 8
 
 
 def wait_table(explanation: Explanation) -> RenderableType:

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.reward.episodes.lease_records import PostedEnd
 from services.reward.episodes.leases import LeaseDesk
+from services.reward.ledger.leases import PostedEnd
 from sluice.client.agent_program import (
     AgentFailedError,
     AgentProgram,
@@ -238,6 +238,35 @@ async def test_the_end_of_the_run_stops_programs_and_returns(tmp_path: Path) -> 
         ).run()
         group.cancel()
     assert any("for the reward service" in line for line in said)
+
+
+async def test_a_runner_shows_life_while_all_of_its_programs_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.client.agents._KEEP_ALIVE_S", 30.0)
+    monkeypatch.setattr("sluice.client.agents._SIGNS", 300)
+    shown = asyncio.Event()
+
+    class Counted:
+        async def take(self, count: int, wait_s: float, keep_alive_s: float) -> Any:
+            assert keep_alive_s == 30.0
+            if count == 0:
+                shown.set()
+            return await leases.take(count, wait_s, keep_alive_s)
+
+        end = property(lambda _self: leases.end)
+
+    async with leased(tmp_path, answers) as run, asyncio.TaskGroup() as tasks:
+        leases = run.client.leases()
+        working = tasks.create_task(runner_of(run, tmp_path, "hang", leases=Counted()).run())
+        group = tasks.create_task(run.generator.generate(group_request(2)))
+        async with asyncio.timeout(30):
+            while len(run.engine.prompts) < 2:
+                await asyncio.sleep(0.01)
+            shown.clear()
+            await shown.wait()
+        working.cancel()
+        group.cancel()
 
 
 async def test_an_end_is_posted_again_when_the_reward_service_was_away(

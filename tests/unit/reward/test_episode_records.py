@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from services.reward.generation.request import Purpose
 from services.reward.grading.grader import Grader
+from services.reward.group_table import GroupEnding
 from services.reward.records.episode_counts import (
     MAX_ENVIRONMENTS,
     EnvironmentNames,
@@ -16,6 +18,7 @@ from services.reward.records.episode_counts import (
     seconds_of,
 )
 from services.reward.records.group_log import GroupLog
+from services.reward.records.statistics import GroupStatistics
 from sluice.telemetry.metric_names import described
 from sluice.telemetry.samples import SampleArchive, sampled_group, transcript
 from sluice.types import (
@@ -26,6 +29,7 @@ from sluice.types import (
     GradedGroup,
     Prompt,
     PromptEnd,
+    PromptOrigin,
     Rollout,
     RolloutGroup,
 )
@@ -56,7 +60,7 @@ async def test_the_log_of_groups_and_the_archive_show_turns(tmp_path: Path) -> N
         2,
         samples=SampleArchive(tmp_path / "samples", 1 << 20),
         most_chars=2000,
-        environments=EnvironmentNames("jars"),
+        environments=EnvironmentNames("jars", by_default=True),
     )
     log.observe(group_ended(client_prompt(), graded=graded))
     log.close()
@@ -86,7 +90,7 @@ async def test_the_log_of_groups_and_the_archive_show_turns(tmp_path: Path) -> N
 
 async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Path) -> None:
     graded = await played(tmp_path)
-    counts = EpisodeStatistics({"look"})
+    counts = EpisodeStatistics({"look"}, EnvironmentNames(by_default=True))
     counts.graded(graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True))
     counts.graded(client_prompt(), [(rollout_of("", 2, 0, 1, 0), DOWN)])
     found = counts.take()
@@ -101,7 +105,7 @@ async def test_metrics_count_turns_ends_and_calls_of_offered_tools(tmp_path: Pat
 
 async def test_names_that_a_policy_makes_up_become_no_metrics(tmp_path: Path) -> None:
     graded = await played(tmp_path)
-    counts = EpisodeStatistics({"other"})
+    counts = EpisodeStatistics({"other"}, EnvironmentNames(by_default=True))
     counts.graded(graded.group.prompt, zip(graded.group.rollouts, graded.outcomes, strict=True))
     found = counts.take()
     assert "train/tool_calls/look" not in found
@@ -151,6 +155,37 @@ async def test_names_of_environments_that_clients_make_up_are_bounded(tmp_path: 
     assert not [name for name in names if name.startswith("never")]
 
 
+def test_an_environment_that_fails_before_its_first_end_is_counted_by_its_name() -> None:
+    counts = EpisodeStatistics(environments=EnvironmentNames("served"))
+    row = replace(named("jars"), origin=PromptOrigin.DATASET)
+    counts.graded(row, [(rollout_of("", 2, 0, 1, 0), Failed(FailureKind.ENGINE_ERROR, "lost"))])
+    counts.not_generated(row, FailureKind.ENVIRONMENT, 4)
+    counts.not_generated(named("made up"), FailureKind.AGENT, 2)
+    counts.not_generated(client_prompt(), FailureKind.ABORTED, 2)
+    found = counts.take()
+    assert {name: count for name, count in found.items() if "failed" in name} == {
+        "train/environments/jars/failed/engine_error": 1.0,
+        "train/environments/jars/failed/environment": 4.0,
+        "train/environments/other/failed/agent": 2.0,
+        "train/episode_ends/failed": 6.0,
+    }
+
+
+def test_a_group_that_could_not_be_generated_counts_for_its_environment() -> None:
+    counters = GroupStatistics(
+        dict.fromkeys(Purpose, 0),
+        round_size=4,
+        scorer_seconds=lambda: 0.0,
+        environments=EnvironmentNames("served"),
+    )
+    event = group_ended(replace(named("jars"), origin=PromptOrigin.DATASET))
+    event.group.num_ungraded = 4
+    event.group.ending = GroupEnding(PromptEnd.DROPPED_FAILED, "down", failed=DOWN)
+    counters.observe(event)
+    found = counters.close_interval((), 1)
+    assert found["train/environments/jars/failed/environment"] == 4.0
+
+
 @pytest.mark.parametrize(
     ("chosen", "rows_choose", "shown"),
     [
@@ -159,13 +194,15 @@ async def test_names_of_environments_that_clients_make_up_are_bounded(tmp_path: 
         ("tool_agent", True, "calc"),
         ("", True, "calc"),
         ("a\nb", True, "other"),
+        ("ends/done", True, "ends_done"),
+        ("single_turn_agent", True, None),
         ("x" * 500, True, "x" * 64),
     ],
 )
 def test_a_row_s_environment_has_a_short_printable_name(
-    chosen: str, shown: str, *, rows_choose: bool
+    chosen: str, shown: str | None, *, rows_choose: bool
 ) -> None:
-    assert EnvironmentNames("calc", rows_choose).of(named(chosen)) == shown
+    assert EnvironmentNames("calc", rows_choose, by_default=True).of(named(chosen)) == shown
 
 
 def test_a_single_answer_of_an_episode_shows_what_it_read_and_where_its_time_went() -> None:

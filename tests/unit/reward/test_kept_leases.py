@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward.episodes.lease_records import CommittedTurn, LeaseRecord, PostedEnd
-from services.reward.generation.request import GroupProgress
+from services.reward.generation.dispatcher import generate_group
+from services.reward.generation.request import GroupProgress, Purpose
+from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.ledger import PromptLedger
 from sluice.types import (
     Answer,
@@ -82,7 +83,8 @@ def plain(record: LeaseRecord) -> Any:
         for digest, one in record.turns.items()
     ]
     sample = (record.lease_id, record.prompt_id, record.sample_index)
-    return (*sample, record.expires_s, record.end, turns)
+    holder = (record.holder, record.keep_alive_s)
+    return (*sample, record.expires_s, record.end, *holder, turns)
 
 
 def opened(path: Path, *prompt_ids: str) -> PromptLedger:
@@ -107,7 +109,7 @@ def keep(ledger: PromptLedger, record: LeaseRecord) -> None:
 def test_a_ledger_opened_again_has_the_leases_with_their_turns_and_ends(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     records = [
-        LeaseRecord("new", "p0", 0, LATER),
+        LeaseRecord("new", "p0", 0, LATER, holder="runner", keep_alive_s=60.0),
         LeaseRecord("played", "p0", 1, LATER, TURNS),
         LeaseRecord("ended", "p1", 0, LATER, TURNS, PostedEnd(0.5)),
         LeaseRecord("failed", "p1", 1, LATER, {}, PostedEnd(None, "exit code 3")),
@@ -216,6 +218,52 @@ async def test_a_lease_continues_its_exact_tokens_and_a_sample_nobody_had_is_off
     assert progress.num_received == sum(one.num_tokens for one in found.rollouts)
 
 
+async def test_only_samples_that_are_trained_survive_and_no_other_continues_from_them(
+    tmp_path: Path,
+) -> None:
+    request = group_request(1)
+    validation = replace(request, purpose=Purpose.VALIDATION)
+    async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
+        trained = tasks.create_task(run.generator.generate(request))
+        (lease,) = await take(run, 1)
+        await chat(run, lease.lease_id, ASKED)
+        validated = tasks.create_task(run.generator.generate(validation))
+        (other,) = await take(run, 1)
+        await chat(run, other.lease_id, ASKED)
+        trained.cancel()
+        validated.cancel()
+    async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
+        validated = tasks.create_task(run.generator.generate(validation))
+        (other,) = await take(run, 1)
+        await play(run, other.lease_id, 0.0)
+        assert (await validated).rollouts[0].outcome == Scored(0.0, 0.0, {"acc": 0.0})
+        assert len(run.engine.prompts) == 2
+        trained = tasks.create_task(run.generator.generate(request))
+        await play(run, lease.lease_id, 1.0)
+        assert (await trained).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
+
+
+async def test_a_greedy_response_never_takes_the_place_of_a_sample(tmp_path: Path) -> None:
+    request = group_request(1)
+    greedy = replace(request.sampling, temperature=0.0)
+    rewards = []
+    async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generate_group(run.generator, request, greedy))
+        first, second = await take(run, 2)
+        await play(run, first.lease_id, 0.25)
+        await play(run, second.lease_id, 1.0)
+        rewards.append((await group).samples.rollouts[0].outcome)
+    async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generate_group(run.generator, request, greedy))
+        (again,) = await take(run, 1)
+        await play(run, again.lease_id, 0.5)
+        found = await group
+        rewards.append(found.samples.rollouts[0].outcome)
+        assert found.greedy is not None
+        assert found.greedy.rollouts[0].outcome == Scored(0.5, 0.5, {"acc": 0.5})
+    assert rewards[0] == rewards[1]
+
+
 async def test_a_request_that_waits_for_its_prompt_to_start_again_is_answered_then(
     tmp_path: Path,
 ) -> None:
@@ -259,6 +307,24 @@ async def test_a_lease_that_expired_meanwhile_fails_and_takes_nothing_more(tmp_p
         failed = failure_of((await generated(run, 1)).rollouts[0])
     assert failed.kind is FailureKind.AGENT
     assert "seconds had passed" in failed.detail
+
+
+async def test_after_a_restart_a_runner_has_its_time_again_and_its_samples_fail_without_it(
+    tmp_path: Path,
+) -> None:
+    async with service(tmp_path, 0) as run, dying(run, 2):
+        runner = run.client.leases()
+        lives, left = await runner.take(2, 5.0, keep_alive_s=60.0)
+    assert {lives.sample_index, left.sample_index} == {0, 1}
+    async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 2))
+        await play(run, lives.lease_id, 1.0)
+        assert not group.done()
+        run.desk.holder(runner.holder, 0.2)
+        found = await group
+    assert found.rollouts[lives.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
+    failed = failure_of(found.rollouts[left.sample_index])
+    assert (failed.kind, failed.detail[:15]) == (FailureKind.AGENT, "its runner left")
 
 
 async def test_a_prompt_that_ends_before_it_starts_again_revokes_its_leases(tmp_path: Path) -> None:

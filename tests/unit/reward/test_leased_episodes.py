@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.reward.episodes.lease_records import PostedEnd
+from services.reward.ledger.leases import PostedEnd
 from sluice.client.leases import LeasedSample
 from sluice.errors import InvalidRequestError, LeaseEndedError, NotFoundError
 from sluice.types import (
@@ -308,3 +308,35 @@ async def test_an_ended_lease_is_never_ended_otherwise(tmp_path: Path) -> None:
             run.desk.end(lease.lease_id, PostedEnd(None, "late"))
         await group
         await eventually(lambda: run.desk.num_leased == 0)
+
+
+async def test_samples_of_a_runner_that_left_fail_and_those_of_others_do_not(
+    tmp_path: Path,
+) -> None:
+    async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 3))
+        (other,) = await take(run, 1)
+        silent, asked = await run.client.leases().take(2, 5.0, keep_alive_s=0.5)
+        await chat(run, asked.lease_id, ASKED)
+        await eventually(lambda: run.desk.num_leased == 1)
+        with pytest.raises(NotFoundError):
+            await run.client.leases().end(silent.lease_id, reward_value=1.0)
+        await play(run, other.lease_id, 1.0)
+        found = await group
+    for lease in (silent, asked):
+        failed = failure_of(found.rollouts[lease.sample_index])
+        assert failed.kind is FailureKind.AGENT
+        assert failed.detail == "its runner left: it made no call for 0.5 s"
+    assert found.rollouts[other.sample_index].outcome == Scored(1.0, 1.0, {"acc": 1.0})
+
+
+async def test_a_runner_that_shows_life_keeps_its_samples(tmp_path: Path) -> None:
+    async with leased(tmp_path, jar_policy("C")) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 1))
+        runner = run.client.leases()
+        (lease,) = await runner.take(1, 5.0, keep_alive_s=2.0)
+        for _ in range(25):
+            await asyncio.sleep(0.1)
+            assert await runner.take(0, 1.0, keep_alive_s=2.0) == []
+        await play(run, lease.lease_id, 1.0)
+        assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})

@@ -65,6 +65,7 @@ def end(submissions: Submissions, ledger: PromptLedger, prompt_id: str) -> None:
         (submission(""), "use 1 to 128"),
         (submission("é" * 65), "130 bytes"),
         (submission("data-3"), "names data-set rows"),
+        (submission("validation-0"), "'validation-…' names data-set rows"),
         (submission("a", messages=()), "at least one turn"),
         (submission("a", messages=(ChatMessage("", "x"),)), "each with a role"),
         (submission("a", data_source=""), "data_source: empty"),

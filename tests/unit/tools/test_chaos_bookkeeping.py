@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from unittest import mock
 
+import msgspec
 import pytest
 
 from services.reward.ledger.schema import open_ledger_file
+from sluice.client.launcher import LaunchedProcess
+from tools.chaos.__main__ import _parse, unchecked
 from tools.chaos.faults import SINGLE, Injected, Injector, single_faults
 from tools.chaos.verdict import (
     Dump,
@@ -22,34 +29,40 @@ from tools.chaos.verdict import (
     doubled_prompts,
     lost_prompts,
     read_dumps,
+    read_leases,
     read_ledger,
     recovered_s,
     surviving_steps,
 )
+from tools.launched_run import LaunchedRun
 
 HONEST = {1: frozenset({"data-0", "data-1"}), 2: frozenset({"data-2", "witness-1"})}
 PENDING, ENDED = frozenset({"data-3", "witness-2"}), {"witness-1": ("trained", 2)}
 ACCEPTED = {"witness-1", "witness-2"}
 
 
+def view(pending: frozenset[str], ended: dict[str, tuple[str, int | None]]) -> LedgerView:
+    return LedgerView(pending, ended, low_water=3)
+
+
 @pytest.mark.parametrize(
     ("ledger", "surviving", "last_step", "lost"),
     [
-        pytest.param(LedgerView(PENDING, ENDED), HONEST, 2, set(), id="an honest run"),
+        pytest.param(view(PENDING, ENDED), HONEST, 2, set(), id="an honest run"),
         pytest.param(
-            *(LedgerView(frozenset({"data-3"}), ENDED), HONEST, 2, {"witness-2"}),
+            *(view(frozenset({"data-3"}), ENDED), HONEST, 2, {"witness-2"}),
             id="accepted, and neither ended nor pending",
         ),
         pytest.param(
-            *(LedgerView(PENDING, {"witness-1": ("trained", 3)}), HONEST, 2, {"witness-1"}),
+            *(view(PENDING, {"witness-1": ("trained", 3)}), HONEST, 2, {"witness-1"}),
             id="trained in weights that are gone",
         ),
         pytest.param(
-            *(LedgerView(PENDING, {"witness-1": ("trained", 1)}), HONEST, 2, {"witness-1"}),
+            *(view(PENDING, {"witness-1": ("trained", 1)}), HONEST, 2, {"witness-1"}),
             id="not in the batch of its step",
         ),
         pytest.param(
-            *(LedgerView(PENDING, {"witness-1": ("trained", 3)}), {1: HONEST[1]}, 3, set()),
+            *(view(PENDING, {"witness-1": ("trained", 3)}), {1: HONEST[1]}, 3, set()),
             id="a step without a dump accuses no prompt",
         ),
     ],
@@ -70,19 +83,21 @@ def test_a_prompt_in_two_surviving_steps_or_trained_and_pending_is_doubled() -> 
 def test_a_batch_whose_weights_died_with_the_trainer_does_not_count() -> None:
     """Steps 3 and 4 die, step 3 comes again with others; what was in step 4 may come again."""
     dumps = [
-        Dump(2, 10.0, frozenset({"a"})),
-        Dump(3, 30.0, frozenset({"b"})),
-        Dump(4, 12.0, frozenset({"c"})),
-        Dump(5, 31.0, frozenset({"c"})),
-        Dump(9, 32.0, frozenset({"z"})),
+        Dump(2, 10.0, {"a": 4}),
+        Dump(3, 30.0, {"b": 4}),
+        Dump(4, 12.0, {"c": 4}),
+        Dump(5, 31.0, {"c": 3}),
+        Dump(9, 32.0, {"z": 4}),
     ]
     kept = surviving_steps(dumps, [TrainerRestart(20.0, 2)], last_step=5)
-    assert kept == {2: {"a"}, 3: {"b"}, 5: {"c"}}
+    assert kept == {2: {"a": 4}, 3: {"b": 4}, 5: {"c": 3}}
 
 
 def test_ledger_and_dumps_are_read_as_the_reward_service_writes_them(tmp_path: Path) -> None:
     database = open_ledger_file(tmp_path / "ledger.sqlite")
     database.execute("INSERT INTO pending VALUES ('data-3', 3, 3, x'00')")
+    database.execute("UPDATE ledger SET low_water = 3")
+    database.execute("INSERT INTO ended_positions VALUES (5)")
     database.execute(
         "INSERT INTO ended (prompt_id, sequence, body, prompt_end, step, rewards, detail) "
         "VALUES ('witness-1', 1, x'00', 'trained', 2, x'00', '')"
@@ -99,8 +114,67 @@ def test_ledger_and_dumps_are_read_as_the_reward_service_writes_them(tmp_path: P
     (tmp_path / ".8.jsonl.partial").write_text("{")
 
     ledger = read_ledger(tmp_path / "ledger.sqlite")
-    assert ledger == LedgerView(frozenset({"data-3"}), {"witness-1": ("trained", 2)})
-    assert read_dumps(tmp_path) == [Dump(7, 50.0, frozenset({"data-0", "data-1"}))]
+    ended = {"witness-1": ("trained", 2)}
+    assert ledger == LedgerView(frozenset({"data-3"}), ended, 3, frozenset({5}))
+    assert read_dumps(tmp_path) == [Dump(7, 50.0, {"data-0": 2, "data-1": 1})]
+
+
+def test_the_ledger_of_a_killed_reward_service_shows_the_batch_that_got_no_dump(
+    tmp_path: Path,
+) -> None:
+    run = SimpleNamespace(run_dir=tmp_path / "run")
+    injector = Injector(cast("LaunchedRun", run), "no cable")
+    database = open_ledger_file(tmp_path / "run" / "reward" / "ledger.sqlite")
+    packed = msgspec.msgpack.encode(("data-1", "data-2"))
+    database.execute("INSERT INTO lease VALUES (1, 'batch', 6, ?)", (packed,))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        process.kill()
+        dead = LaunchedProcess("reward", process.pid, 0, is_draining=False)
+        asyncio.run(injector._keep_ledger(dead))
+    database.close()
+    (batch,) = read_leases(injector.ledgers)
+    assert (batch.step, batch.samples) == (7, {"data-1": 0, "data-2": 0})
+    assert surviving_steps([batch], [], 7) == {7: batch.samples}
+
+
+def row_line(name: str, step: int | None, end: str = "trained") -> dict[str, object]:
+    return {"prompt_id": name, "end": end, "step": step}
+
+
+ROWS = LedgerView(frozenset({"data-52"}), {}, 48, frozenset({48, 49}))
+AGAIN = {4: {"data-39": 4}, 5: {"data-48": 4, "data-49": 4}}
+
+
+@pytest.mark.parametrize(
+    ("lines", "ledger", "lost"),
+    [
+        pytest.param([("data-40", 5)], ROWS, {"data-40"}, id="lost with the trainer"),
+        pytest.param([("data-39", 4), ("data-48", 5)], ROWS, set(), id="in their batches"),
+        pytest.param([("data-48", 4)], ROWS, set(), id="its last line died with its service"),
+        pytest.param([("data-40", 3)], ROWS, set(), id="a step without a batch"),
+        pytest.param([("data-40", 6)], ROWS, {"data-40"}, id="a step that never came again"),
+        pytest.param([("data-40", None)], ROWS, set(), id="covered by a checkpoint"),
+        pytest.param([("data-52", 5)], ROWS, set(), id="pending again"),
+        pytest.param([("data-60", 5)], ROWS, set(), id="not yet issued again"),
+        pytest.param(
+            [("data-40", 5), ("data-40", None, "filtered_all_right")],
+            *(ROWS, set()),
+            id="filtered the next time",
+        ),
+    ],
+)
+def test_rows_that_were_lost_with_a_killed_trainer_are_found(
+    lines: list, ledger: LedgerView, lost: set[str]
+) -> None:
+    rows = LedgerView(ledger.pending | {"data-50", "data-51"}, {}, 48, ledger.ended_above)
+    found = lost_prompts(AGAIN, rows, (), 5, [row_line(*each) for each in lines])
+    assert set(found) == lost
+
+
+def test_a_row_before_a_pending_one_that_nothing_holds_is_lost() -> None:
+    pending = frozenset({"data-2", "data-5", "witness-9"})
+    ledger = LedgerView(pending, {}, 2, frozenset({3, 9}))  # 9 is of a trainer before
+    assert set(lost_prompts({}, ledger, (), 1)) == {"data-4"}
 
 
 def test_throughput_recovers_at_the_first_window_with_nearly_the_full_rate() -> None:
@@ -148,3 +222,49 @@ def test_a_single_fault_waits_for_the_recovery_from_the_one_before() -> None:
         asyncio.run(injector.follow_singly(kills, recover, until_s=time.monotonic() + 60.0))
     assert seen == 2 * ["fault", "recovering from kill_replica", "recovered"]
     assert [one.target for one in injector.done] == ["rollout-0", "rollout-0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--kinds kill_front", "--kinds kill_front"),
+        ("--kinds kill_environment --single", "--kinds kill_environment"),
+        ("--kinds leave --single", "--kinds leave"),
+        ("--episodes workers --kinds kill_front", "--kinds kill_front"),
+        ("--episodes leases --size tiny", "--size"),
+        ("--each 2", "--each"),
+        ("--single --interval 3", "--interval"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(
+    options: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _parse(options.split())
+    assert f"error: {why}" in capsys.readouterr().err
+
+
+KILLS = {"kill_environment": 1, "kill_replica": 1, "kill_reward": 1, "kill_trainer": 1}
+PLAYED = {"episodes_trained": 8, "episodes_replayed": 8, "leases_left": None}
+
+
+@pytest.mark.parametrize(
+    ("options", "report", "found"),
+    [
+        ("--episodes workers", {"faults": KILLS, **PLAYED}, ""),
+        ("--episodes workers", {"faults": KILLS, **PLAYED, "episodes_replayed": 0}, "replayed"),
+        ("--episodes workers", {"faults": KILLS, **PLAYED, "episodes_trained": 0}, "trained"),
+        ("--episodes workers", {"faults": {"kill_trainer": 9}, **PLAYED}, "kill_environment"),
+        ("--episodes leases --kinds kill_reward", {"faults": KILLS, **PLAYED}, "leases_left"),
+        ("--kinds kill_reward,join", {"faults": KILLS}, "join: 0 of 1"),
+        ("--single --kinds kill_reward --each 2", {"faults": KILLS}, "kill_reward: 1 of 2"),
+        ("", {"faults": {"join": 1}}, ""),
+        ("", {"faults": {}}, "no fault"),
+    ],
+)
+def test_zeros_of_a_run_that_checked_nothing_do_not_pass(
+    options: str, report: dict, found: str
+) -> None:
+    texts = unchecked(report, _parse(options.split()))
+    assert bool(texts) == bool(found)
+    assert found in "".join(texts)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from services.reward.ledger.schema import open_ledger_file
+from sluice.api.reward.v1.reward_pb2 import GetStatusResponse as RewardStatus
+from sluice.config.loading.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.launch.service_spec import with_ports
 from tools.chaos.episodes import (
     doubled_episodes,
     failure_rewards,
+    judge_episodes,
     lost_episodes,
-    lost_rows,
+    read_games,
     read_lines,
 )
+from tools.chaos.faults import Injector
+from tools.chaos.front import Front
+from tools.chaos.observation import Observer
 
 N = 2
 JARS = {"A": 3, "B": 4}
@@ -53,11 +68,14 @@ def played(text: str = "Answer: 7", reward: float = 1.0, **other: object) -> dic
         pytest.param([line("a"), line("b", "filtered_uniform", None)], {1: {"a": 2}}, 0, id="none"),
         pytest.param([line("a", "dropped_failed", None, tokens=[])], {}, 0, id="a failed group"),
         pytest.param([line("a")], {}, 0, id="a step without a dump accuses nothing"),
-        pytest.param([line("a")], {1: {"b": 2}}, 0, id="a step that was trained again"),
+        pytest.param([line("a")], {1: {"a": 0}}, 0, id="samples that nothing shows"),
         pytest.param([line("a", scored=1)], {1: {"a": 1}}, 0, id="trained without a failure"),
         pytest.param([line("a")], {1: {"a": 1}}, 1, id="left out of its batch"),
         pytest.param([line("a", tokens=[5], scored=1)], {}, 1, id="a sample without an outcome"),
         pytest.param([line("a", "gone", None)], {}, 2, id="an end without a name"),
+        pytest.param(
+            *([line("a", "filtered_uniform", None, tokens=[])], {}, 2), id="filtered, not graded"
+        ),
     ],
 )
 def test_lost_episodes_are_counted(lines: list, trained: dict, num_lost: int) -> None:
@@ -68,7 +86,6 @@ def test_lost_episodes_are_counted(lines: list, trained: dict, num_lost: int) ->
     ("trained", "num_doubled"),
     [
         pytest.param({1: {"a": 2}, 2: {"b": 2}}, 0, id="none"),
-        pytest.param({1: {"a": 2}, 2: {"a": 1}}, 1, id="in two steps"),
         pytest.param({1: {"c": 2}}, 1, id="more than have a score"),
         pytest.param({1: {"d": 3}}, 1, id="more than the group has, and its line died"),
     ],
@@ -92,6 +109,11 @@ def test_doubled_episodes_are_counted(trained: dict, num_doubled: int) -> None:
             played(turns=[{"text": call("A")}, {"text": "Answer: 7", "read": "", "parent": 0}]),
             "no game",
             id="a call without its result",
+        ),
+        pytest.param(
+            played(turns=[{"text": call("A")}, {"text": "Answer: 7", "read": "[tool] 999"}]),
+            "no game",
+            id="a result that a new root reads",
         ),
         pytest.param(
             played(
@@ -147,19 +169,85 @@ def test_a_group_with_more_scores_than_ends_has_the_reward_of_a_failure() -> Non
     assert failure_rewards([{**failed, "scored": 1}], [], {}, may_post=False) == []
 
 
-def test_a_row_before_a_pending_one_that_nothing_holds_is_lost(tmp_path: Path) -> None:
-    file = tmp_path / "ledger.sqlite"
-    database = open_ledger_file(file)
-    database.execute("UPDATE ledger SET low_water = 2")
-    database.execute("INSERT INTO ended_positions VALUES (3)")
-    database.execute("INSERT INTO ended_positions VALUES (9)")  # of a trainer before
-    database.execute("INSERT INTO pending VALUES ('data-2', 1, 2, x'00')")
-    database.execute("INSERT INTO pending VALUES ('data-5', 2, 5, x'00')")
-    database.close()
-    assert lost_rows(file) == [4]
-
-
 def test_half_a_line_of_a_killed_process_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"end": "trained"}\n{"end": "tr\n{"end": "skipped"}\n')
     found = list(read_lines([tmp_path / "a.jsonl", tmp_path / "missing.jsonl"]))
     assert [one["end"] for one in found] == ["trained", "skipped"]
+
+
+def run_folder(folder: Path, *, reward: float = 1.0) -> RunConfig:
+    """Return the configuration of a run whose archive has two games of a group."""
+    game = played(reward=reward)
+    archive = {**game, "responses": game["responses"] * N}
+    archive["responses"][1] = {"text": "", "failure": "environment: gone"}
+    (folder / "samples").mkdir()
+    (folder / "samples" / "00000001.jsonl").write_text(json.dumps(archive) + "\n")
+    row = {
+        "prompt": [{"role": "user", "content": "Add"}],
+        "reward_model": {"ground_truth": "7"},
+        "extra_info": {"jars": JARS},
+    }
+    pq.write_table(pa.Table.from_pylist([row]), folder / "train.parquet")
+    return load_config(
+        None,
+        [
+            f"sluice.run_dir={folder}",
+            f"data.train_files={folder / 'train.parquet'}",
+            f"actor_rollout_ref.rollout.n={N}",
+        ],
+    )
+
+
+FAILED = line("a", scored=1, episodes=[{"end": "done"}, {"end": None}])
+ZEROS = {"episodes_lost": 0, "episodes_doubled": 0, "failure_rewards": 0}
+
+
+@pytest.mark.parametrize(
+    ("lines", "trained", "reward", "faults"),
+    [
+        pytest.param([FAILED], 1, 1.0, {}, id="an honest run"),
+        pytest.param([{**FAILED, "tokens": [5]}], 1, 1.0, {"episodes_lost": 1}, id="lost"),
+        pytest.param([FAILED], 2, 1.0, {"episodes_doubled": 1}, id="doubled"),
+        pytest.param([FAILED], 1, 0.5, {"failure_rewards": 1}, id="wrongly rewarded"),
+    ],
+)
+def test_a_run_is_judged_by_its_folder(
+    tmp_path: Path, lines: list, trained: int, reward: float, faults: dict
+) -> None:
+    config = run_folder(tmp_path, reward=reward)
+    found = judge_episodes(lines, {1: {"a": trained}}, config)
+    assert {name: found.figures[name] for name in ZEROS} == {**ZEROS, **faults}
+    assert {name for name, texts in found.examples.items() if texts} == set(faults)
+    assert found.figures["groups_ended"] == {"trained": 1}
+    assert found.figures["episodes_trained"] == trained
+    assert found.figures["episodes_replayed"] == 1
+    assert found.figures["episodes_failed"] == {"environment": 1}
+    assert read_games(str(tmp_path / "train.parquet")) == {("Add", "7"): [JARS]}
+
+
+@pytest.mark.parametrize(
+    ("leases", "left"),
+    [
+        pytest.param((math.inf, 0), 0, id="none left"),
+        pytest.param((math.inf, 3), 3, id="some left"),
+        pytest.param((0.0, 0), None, id="nothing was seen after the kill"),
+    ],
+)
+def test_no_lease_is_left_only_if_the_reward_service_says_so_after_the_last_kill(
+    tmp_path: Path, leases: tuple, left: int | None
+) -> None:
+    injector = Injector(mock.Mock(), "no cable")
+    observer = cast("Observer", SimpleNamespace(leases=leases))
+    assert asyncio.run(Front(injector, tmp_path).leases_left(observer, 0.1)) == left
+
+
+async def test_the_statistics_of_another_service_are_no_zeros() -> None:
+    status = SimpleNamespace(
+        statistics={"reward/prompts_lost": 0.0}, wait_report=RewardStatus().wait_report
+    )
+    observer = Observer(with_ports(load_config(None, [])), Path())
+    with (
+        mock.patch("tools.chaos.observation._status", mock.AsyncMock(return_value=status)),
+        pytest.raises(KeyError, match="reward/leases"),
+    ):
+        await observer._query_reward()

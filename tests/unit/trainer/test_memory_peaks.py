@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.update.policy_update import MemoryPeaks
 from services.trainer.loop.learner_thread import LearnerThread
 from sluice.device.cpu import CpuDevice
 from sluice.device.protocol import PeakMemory

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from services.trainer.fleet.members import Fleet
+from services.trainer.loop.announcer import PolicyAnnouncer
 from services.trainer.loop.run_state import RunState
-from services.trainer.loop.train_loop import PolicyAnnouncer
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.errors import PeerError
 from sluice.types import DataProgress, ReplicaInfo

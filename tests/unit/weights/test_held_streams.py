@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, closing
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from sluice.weight_share import WHOLE, Cut, Holding, WeightShare
 from sluice.weights.digest import combined_digest
 from sluice.weights.holdings import check_holdings
 from sluice.weights.plan import tensor_specs
+from sluice.weights.rank_sender import JoinOrder
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import BroadcastReport, WeightSender
 from sluice.weights.share import common_cuts, cuts_within, overlapping, pack, part_name, part_shape
@@ -305,6 +306,33 @@ def test_a_rank_ends_an_older_epoch_of_the_same_workers_although_no_call_to_leav
     fleet.check(staged, 1)
 
 
+def _order(spec: TransferGroupSpec) -> JoinOrder:
+    return JoinOrder(spec, (WHOLE,), ({1: "one"},))
+
+
+def test_a_rank_refuses_an_epoch_older_than_one_of_the_same_workers(stack: ExitStack) -> None:
+    fleet = _Fleet(stack, {"one": (WHOLE,)})
+    fleet.freeze(1)
+    fleet.epoch = 6
+    older = dataclasses.replace(fleet.form()["one"], epoch=6)
+    with pytest.raises(WeightSyncError, match=r"trainer rank 1.*the epoch is over"):
+        fleet.others[0].join(_order(older), _NEVER)
+    _, staged = fleet.send(1)
+    fleet.check(staged, 1)
+
+
+def test_the_second_call_to_join_an_epoch_ends_the_first(stack: ExitStack) -> None:
+    fleet = _Fleet(stack, {"one": (WHOLE,)})
+    client = fleet.others[0]
+    order = _order(fleet.sender.form_group(1, ["one"], _SPECS)["one"])
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(client.join, order, _NEVER) for _ in range(2)]
+        first = next(as_completed(calls, _WAIT_S))
+        client.leave(1, "the test is over")
+        with pytest.raises(WeightSyncError, match="the epoch is over"):
+            first.result()
+
+
 def test_a_rank_sends_in_epochs_of_other_workers_at_the_same_time(stack: ExitStack) -> None:
     fleet = _Fleet(stack, {"one": (WHOLE,)})
     fleet.freeze(1)
@@ -342,6 +370,18 @@ def test_parts_overlap_if_an_element_is_in_two_of_them(parts: list[tuple[Cut, ..
     }
     found = overlapping(list(enumerate(parts)), _SHAPE)
     assert frozenset(found) in pairs or (not pairs and found == ())
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_hundreds_of_parts_that_lie_apart_in_one_dimension_are_not_compared(
+    dimension: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = mock.Mock(return_value=None)
+    monkeypatch.setattr("sluice.weights.share.common_cuts", compared)
+    # Two ranges each, as in a layer that joins two: between them lie ranges of other ranks.
+    parts = [(rank, (Cut(dimension, ((rank, 1), (256 + rank, 1))),)) for rank in range(256)]
+    assert overlapping(parts, (512, 512)) == ()
+    assert compared.call_count == 0
 
 
 @given(_some_cuts(_SHAPE), _some_cuts(_SHAPE))

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 LayerShape = tuple[int, int, int]
 """KV heads, key head dim, value head dim."""
 NAME = "sluice_slots"
+_MOST_MASKED = 1 << 27
+"""Most places of the mask by which new tokens see the prompt; a whole prompt needs no mask."""
 
 
 class SlotCache:
@@ -480,10 +482,6 @@ def register() -> None:
     """Make `NAME` known to transformers as an attention that needs no mask. Repeatable."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *_, **__: None)
-
-
-_MOST_MASKED = 1 << 27
-"""Most places of the mask by which new tokens see the prompt; a whole prompt needs no mask."""
 
 
 class KeptPrefixes:

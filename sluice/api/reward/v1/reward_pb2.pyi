@@ -1089,17 +1089,27 @@ class LeaseSamplesRequest(google.protobuf.message.Message):
 
     COUNT_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    HOLDER_FIELD_NUMBER: builtins.int
+    KEEP_ALIVE_S_FIELD_NUMBER: builtins.int
     count: builtins.int
-    """Most samples, 1 to 1024."""
+    """Most samples, at most 1024. 0: none, which only shows that the holder lives."""
     wait_s: builtins.float
     """Most seconds to wait for the first one, at most 60."""
+    holder: builtins.str
+    """Random id of the caller, who holds the leases; kept secret. Empty: the leases have no holder."""
+    keep_alive_s: builtins.float
+    """Seconds, at most 3600: without a LeaseSamples of the holder, or a Chat or EndEpisode for one of
+    its leases, in that time all its samples fail. 0: they have until they expire.
+    """
     def __init__(
         self,
         *,
         count: builtins.int = ...,
         wait_s: builtins.float = ...,
+        holder: builtins.str = ...,
+        keep_alive_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "holder", b"holder", "keep_alive_s", b"keep_alive_s", "wait_s", b"wait_s"]) -> None: ...
 
 global___LeaseSamplesRequest = LeaseSamplesRequest
 
