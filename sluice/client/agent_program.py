@@ -23,7 +23,7 @@ _KEPT_BYTES = 1 << 16
 _MOST_SAID = 400
 _MOST_BYTES = 2000
 """Of a failure; a run takes no more."""
-_LAST_OUTPUT_S, _GRACE_S = 1.0, 3.0
+_LAST_OUTPUT_S, _GRACE_S, _KILLED_S = 1.0, 3.0, 5.0
 
 
 class AgentFailedError(SluiceError):
@@ -66,8 +66,8 @@ def printed_reward(output: str) -> float | None:
         return None
     if not isinstance(found, dict):
         return None
-    if failure := found.get("failure"):
-        raise AgentFailedError(str(failure))
+    if (failure := found.get("failure")) is not None:  # an empty one, too, as where it is posted
+        raise AgentFailedError(str(failure) or "failed")
     reward = found.get("reward")
     if reward is None:
         return None
@@ -157,8 +157,10 @@ class AgentProgram:
                     with waiting_for("agent", "ending after SIGTERM"):
                         await self._protocol.exited.wait()
         self._signal(signal.SIGKILL)
-        with waiting_for("agent", "ending after SIGKILL"):
-            await self._protocol.exited.wait()
+        with suppress(TimeoutError):  # one that the system holds, such as in a lost file system
+            async with asyncio.timeout(_KILLED_S):
+                with waiting_for("agent", "ending after SIGKILL"):
+                    await self._protocol.exited.wait()
         self._is_stopped = True
         self._transport.close()  # a process that left the group may hold its pipes
 
@@ -177,17 +179,27 @@ class AgentProgram:
             for tail, stream in zip(tails, outputs, strict=True):
                 assert stream is not None
                 readers.append(tasks.create_task(tail.read(stream)))
-            with suppress(ConnectionError):  # a program need not read its task
-                stdin.write(task)
-                await stdin.drain()
-            stdin.close()
+            sending = tasks.create_task(_sent(stdin, task))
             await self._protocol.exited.wait()
+            sending.cancel()
             # What it started and left behind may hold its outputs open.
             await asyncio.wait(readers, timeout=_LAST_OUTPUT_S)
             for reader in readers:
                 reader.cancel()
         output, errors = (tail.kept.decode(errors="replace") for tail in tails)
         return output, errors
+
+
+async def _sent(stdin: asyncio.StreamWriter, task: bytes) -> None:
+    """Write the task, which a program need not read, and close its input."""
+    try:
+        with suppress(ConnectionError):
+            stdin.write(task)
+            await stdin.drain()
+        stdin.close()
+    finally:
+        if not stdin.is_closing():  # the program has ended; what it started may keep the pipe
+            stdin.transport.abort()
 
 
 class _Streams(asyncio.subprocess.SubprocessStreamProtocol):

@@ -116,8 +116,8 @@ class Environment(Protocol):
 class AuthorCalls:
     """Runs an author's methods: coroutines on the event loop, the others in threads.
 
-    A plain method that hangs keeps its thread. `longest_s` shows it, and who supervises the server
-    ends the process.
+    A plain method that hangs keeps its thread, or waits for one. `longest_s` shows it, and who
+    supervises the server ends the process.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +128,7 @@ class AuthorCalls:
 
     @property
     def longest_s(self) -> float:
-        """Seconds that the oldest running call has taken; 0 without one."""
+        """Seconds that the oldest call has taken, with its wait for a thread; 0 without one."""
         started = list(self._started.values())
         return self._clock() - min(started) if started else 0.0
 
@@ -141,18 +141,15 @@ class AuthorCalls:
         no memory left ends it: what has filled the memory cannot be known.
         """
         try:
-            if inspect.iscoroutinefunction(function):
-                with self.noted():
+            with self.noted():  # a call that waits for a thread, too: perhaps it gets none
+                if inspect.iscoroutinefunction(function):
                     return await function(*values, **named)
-            context = contextvars.copy_context()
-            call = partial(context.run, self._in_thread, partial(function, *values, **named))
-            returned = await self._threads.run(call)
-            if inspect.isawaitable(returned):
-                with self.noted():
-                    return await returned
+                context = contextvars.copy_context()
+                call = partial(context.run, _in_thread, partial(function, *values, **named))
+                returned = await self._threads.run(call)
+                return await returned if inspect.isawaitable(returned) else returned
         except SystemExit as error:
             raise RuntimeError(f"it called sys.exit({error.code})") from error
-        return returned
 
     async def required(
         self, what: str, function: Callable[..., object], *values: object, **named: object
@@ -173,34 +170,40 @@ class AuthorCalls:
         except Exception as error:
             raise defect(what, error) from error
 
-    def _in_thread(self, call: Callable[[], object]) -> object:
-        try:
-            with self.noted():
-                return call()
-        except SystemExit as error:  # before a future's waiter, which it would end
-            raise RuntimeError(f"it called sys.exit({error.code})") from error
-
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Count the block as a running call; without memory for it, end the process.
-
-        Here, since the task that made a call may be cancelled and never see the MemoryError.
-        """
+        """Count the block as a running call; without memory for it, end the process."""
         self._num_calls += 1
         number = self._num_calls
         self._started[number] = self._clock()
         try:
-            yield
-        except MemoryError:
-            if not _has_memory():
-                _end_for_memory()
-            raise
+            with _without_memory_ended():
+                yield
         finally:
             del self._started[number]
 
     def close(self) -> None:
         """Let running threads end with the process; no further call is made."""
         self._threads.close()
+
+
+def _in_thread(call: Callable[[], object]) -> object:
+    try:
+        # Here, since the task that made a call may be cancelled and never see the MemoryError.
+        with _without_memory_ended():
+            return call()
+    except SystemExit as error:  # before a future's waiter, which it would end
+        raise RuntimeError(f"it called sys.exit({error.code})") from error
+
+
+@contextmanager
+def _without_memory_ended() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        if not _has_memory():
+            _end_for_memory()
+        raise
 
 
 def _has_memory() -> bool:

@@ -10,8 +10,8 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 _PATIENCE_S = 0.005
 """A call that has waited this long gets another thread."""
@@ -38,26 +38,26 @@ class MethodThreads:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix="environment")
+        self._starts = SimpleQueue[asyncio.AbstractEventLoop | None]()
         self._lock = threading.Lock()  # of all that follows
         self._waiting: deque[_Call] = deque()
         self._ended: list[_Call] = []
-        self._num_threads = 0
-        self._is_watched = False  # of the event loop alone
+        self._num_threads = self._num_idle = 0  # those that make calls, and those that may
+        self._is_watched = self._is_closed = False  # of the event loop alone
 
     async def run(self, function: Callable[[], object]) -> object:
         """Return what the function returns, or raise what it raises.
 
         A cancelled call ends once its thread has left the function.
         """
+        if self._is_closed:
+            raise RuntimeError("the threads are closed")
         call, loop = _Call(function), asyncio.get_running_loop()
         with self._lock:
             self._waiting.append(call)
             is_idle = self._num_threads == 0
-            self._num_threads += is_idle
-        if is_idle:
-            self._threads.submit(self._work, loop)
-        elif not self._is_watched:
+        is_made = is_idle and self._add_thread(loop)
+        if not (is_made or self._is_watched):
             self._is_watched = True
             loop.call_later(_PATIENCE_S, self._look, loop, call)
         try:
@@ -71,16 +71,25 @@ class MethodThreads:
         return call.returned
 
     def close(self) -> None:
-        """Let running threads end with the process; no further call is made."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Let running threads end with the process; take no further call."""
+        with self._lock:
+            self._is_closed = True
+            num_idle, self._num_idle = self._num_idle, 0
+        for _ in range(num_idle):
+            self._starts.put(None)
 
-    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Make calls until none waits."""
+    def _serve(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        while loop is not None and self._work(loop):
+            loop = self._starts.get()
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Make calls until none waits; return whether the thread may be needed again."""
         while True:
             with self._lock:
                 if not self._waiting:
                     self._num_threads -= 1
-                    return
+                    self._num_idle += not self._is_closed
+                    return not self._is_closed
                 call = self._waiting.popleft()
             try:
                 call.returned = call.function()
@@ -93,7 +102,7 @@ class MethodThreads:
                 try:
                     loop.call_soon_threadsafe(self._deliver)
                 except RuntimeError:  # the loop has ended, and so has who waited
-                    return
+                    return False
             del call
 
     def _deliver(self) -> None:
@@ -110,12 +119,32 @@ class MethodThreads:
                 return
             num_more = 0
             if known in self._waiting:
-                num_more = min(self._num_threads, self._most - self._num_threads)
-            self._num_threads += num_more
+                num_more = min(max(1, self._num_threads), self._most - self._num_threads)
             newest = self._waiting[-1]
         for _ in range(num_more):
-            self._threads.submit(self._work, loop)
+            if not self._add_thread(loop):
+                break  # until the next look
         loop.call_later(_PATIENCE_S, self._look, loop, newest)
+
+    def _add_thread(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Start a thread, unless the system has none now."""
+        with self._lock:
+            self._num_threads += 1
+            has_idle = self._num_idle > 0
+            self._num_idle -= has_idle
+        if has_idle:
+            self._starts.put(loop)
+            return True
+        try:
+            # One that hangs need not hold the end of the process.
+            threading.Thread(
+                target=self._serve, args=(loop,), name="environment", daemon=True
+            ).start()
+        except RuntimeError:
+            with self._lock:
+                self._num_threads -= 1
+            return False
+        return True
 
     def _taken_back(self, call: _Call) -> bool:
         with self._lock:

@@ -125,12 +125,11 @@ async def test_what_cannot_be_sent_of_a_failure_fails_one_sample_and_not_the_com
     tmp_path: Path, end: str, detail: str
 ) -> None:
     async with leased(tmp_path, answers) as run:
-        group, said = await played(run, tmp_path, end, n=1)
+        group, _ = await played(run, tmp_path, end, n=1)
     failed = group.rollouts[0].outcome
     assert isinstance(failed, Failed)
     assert failed.kind is FailureKind.AGENT
     assert detail in failed.detail
-    assert detail in said
 
 
 AWAY = PeerError("reward", "a call", "it is away")
@@ -303,6 +302,26 @@ async def test_nothing_of_a_program_s_group_is_left(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_a_program_that_the_system_does_not_end_holds_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.client.agent_program._GRACE_S", 0.05)
+    monkeypatch.setattr("sluice.client.agent_program._KILLED_S", 0.05, raising=False)
+    program = await AgentProgram.start(["sleep", "1000"], {})
+    monkeypatch.setattr("sluice.client.agent_program.os.killpg", lambda *_: None)
+    async with asyncio.timeout(20):
+        await program.stop()
+    with pytest.raises(AgentFailedError, match="exit code -9"):  # Python's own kill
+        await program.result(b"", 20.0)
+
+
+async def test_a_program_that_ends_before_its_task_is_read_has_ended() -> None:
+    script = "exec 3<&0; sleep 1000 <&3 >/dev/null 2>&1 & exit 0"  # the pipe stays open
+    program = await AgentProgram.start(["bash", "-c", script], {})
+    assert await program.result(b"x" * (1 << 20), 20.0) is None
+    await program.stop()
+
+
 @pytest.mark.parametrize(
     ("output", "reward"),
     [
@@ -327,6 +346,7 @@ def test_only_the_last_line_holds_the_reward(output: str, reward: float | None) 
         '{"reward": 1' + "0" * 400 + "}",
         '{"reward": true}',
         '{"failure": "lost"}',
+        '{"failure": ""}',
     ],
 )
 def test_what_is_no_reward_is_a_failure(line: str) -> None:

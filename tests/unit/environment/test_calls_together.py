@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
@@ -352,6 +353,64 @@ async def test_methods_run_side_by_side_once_one_makes_others_wait() -> None:
 
     assert await together(threads.run(partial(meet, number)) for number in range(8)) == [*range(8)]
     threads.close()
+
+
+class Refusing:
+    """The start of threads, which the system refuses while `left` counts down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left, real = 0, threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if self.left:
+                self.left -= 1
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+
+
+async def test_a_first_thread_that_is_refused_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, refusing = MethodThreads(2), Refusing(monkeypatch)
+    refusing.left = 5
+    async with asyncio.timeout(20):
+        assert await threads.run(lambda: "made") == "made"
+        assert await threads.run(lambda: "again") == "again"
+    threads.close()
+
+
+async def test_calls_run_side_by_side_after_a_further_thread_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, refusing, go = MethodThreads(3), Refusing(monkeypatch), threading.Event()
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        for _ in range(2):
+            tasks.create_task(threads.run(partial(go.wait, 20)))
+            await asyncio.sleep(0.01)
+            refusing.left = 5
+        assert await threads.run(lambda: "made") == "made"
+        assert refusing.left == 0
+        go.set()
+    threads.close()
+
+
+async def test_a_call_that_gets_no_thread_counts_as_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, refusing = 0.0, Refusing(monkeypatch)
+    calls = AuthorCalls(lambda: now_s)
+    refusing.left = 1 << 30
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(calls.run(lambda: "made"))
+        await asyncio.sleep(0)
+        now_s = 9.0
+        assert calls.longest_s == 9.0
+        refusing.left = 0
+        assert await waiting == "made"
+    assert calls.longest_s == 0.0
+    calls.close()
 
 
 async def test_a_cancelled_method_that_waits_is_not_made(tmp_path: Path) -> None:
