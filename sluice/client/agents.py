@@ -42,7 +42,7 @@ _AWAY = (PeerError, DeadlineError, ExhaustedError)
 """What a reward service answers, or does not, that may soon answer otherwise."""
 
 
-class _Outcome(NamedTuple):
+class _ProgramEnd(NamedTuple):
     """How a program ended.
 
     Args:
@@ -56,7 +56,7 @@ class _Outcome(NamedTuple):
     is_stopped: bool = False
 
 
-_STOPPED = _Outcome(failure="sluice agents run was stopped", is_stopped=True)
+_STOPPED = _ProgramEnd(failure="sluice agents run was stopped", is_stopped=True)
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class AgentRunner:
             self._freed.set()
             self._count(outcome)
 
-    async def _outcome(self, lease: LeasedSample) -> _Outcome:
+    async def _outcome(self, lease: LeasedSample) -> _ProgramEnd:
         """Run a program for a sample, and post its end."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + lease.deadline_s
@@ -211,12 +211,12 @@ class AgentRunner:
         try:
             try:
                 program = await AgentProgram.start(self._arguments, self._variables(lease))
-                outcome = _Outcome(await program.result(task_line(lease), lease.deadline_s))
+                outcome = _ProgramEnd(await program.result(task_line(lease), lease.deadline_s))
                 await program.stop()  # what it has left behind need not wait for the post
             except AgentLateError as error:  # the run knows, since the lease has expired
-                return _Outcome(failure=str(error))
+                return _ProgramEnd(failure=str(error))
             except AgentFailedError as error:
-                outcome = _Outcome(failure=str(error))
+                outcome = _ProgramEnd(failure=str(error))
             return await self._posted(lease, outcome, ends_at)
         except asyncio.CancelledError:
             if program is not None:
@@ -228,7 +228,9 @@ class AgentRunner:
             if program is not None:
                 await program.stop()
 
-    async def _posted(self, lease: LeasedSample, outcome: _Outcome, ends_at: float) -> _Outcome:
+    async def _posted(
+        self, lease: LeasedSample, outcome: _ProgramEnd, ends_at: float
+    ) -> _ProgramEnd:
         """Post an end, again while the reward service is away; return what the run took of it."""
         try:
             async with asyncio.timeout_at(ends_at):
@@ -247,7 +249,7 @@ class AgentRunner:
         except (SluiceError, TimeoutError):
             return _STOPPED
 
-    def _count(self, outcome: _Outcome) -> None:
+    def _count(self, outcome: _ProgramEnd) -> None:
         if outcome.is_stopped:
             self.counts.stopped += 1
             return
