@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -63,8 +64,8 @@ class MethodThreads:
         try:
             await asyncio.wait([call.answered])
         except asyncio.CancelledError:
-            if not self._taken_back(call):  # the episode's next call must not overlap it
-                await asyncio.wait([call.answered])
+            if not self._taken_back(call):
+                await _until(call.answered)
             raise
         if call.error is not None:
             raise call.error
@@ -152,3 +153,11 @@ class MethodThreads:
                 return False
             self._waiting.remove(call)
             return True
+
+
+async def _until(answered: asyncio.Future[None]) -> None:
+    """Wait for a cancelled call, however often it is cancelled: the next one must not overlap it,
+    and it counts as running."""
+    while not answered.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([answered])
