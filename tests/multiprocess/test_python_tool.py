@@ -16,6 +16,10 @@ from tests.support.reward_process import own_children
 from tests.support.sandboxes import OWN_COMMAND, need_bubblewrap
 
 
+def _waits(request: pytest.FixtureRequest) -> bool:
+    return "come_back" in request.node.name
+
+
 @pytest.fixture(params=["bubblewrap", "command"])
 def tool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Python]:
     if request.param == "bubblewrap":
@@ -23,7 +27,8 @@ def tool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.delenv(VARIABLE, raising=False)
     else:
         monkeypatch.setenv(VARIABLE, as_variable(OWN_COMMAND)[VARIABLE])
-    monkeypatch.setattr(python_tool, "CALL_S", 2.0)
+    # Time enough for a Python that starts on busy cores, unless the test waits for its end.
+    monkeypatch.setattr(python_tool, "CALL_S", 2.0 if _waits(request) else 20.0)
     tool = Python()
     tool.reset(prompt="?", ground_truth="4")
     yield tool
