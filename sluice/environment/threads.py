@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -158,6 +157,8 @@ class MethodThreads:
 async def _until(answered: asyncio.Future[None]) -> None:
     """Wait for a cancelled call, however often it is cancelled: the next one must not overlap it,
     and it counts as running."""
-    while not answered.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([answered])
+    try:
+        await asyncio.wait([answered])
+    except asyncio.CancelledError:
+        await _until(answered)
+        raise
