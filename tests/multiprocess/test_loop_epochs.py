@@ -16,7 +16,7 @@ ROWS = 40
 
 @pytest.fixture(scope="module")
 def filtered(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """One epoch, of which filtering takes groups, with room for more steps than it can fill; one
+    """One epoch that loses groups to the filter, planned for more steps than it can fill; one
     row is too long."""
     folder = tmp_path_factory.mktemp("epochs")
     rows = pq.read_table(small_assets.config.parent / "train.parquet").slice(0, ROWS)
@@ -69,6 +69,6 @@ def test_the_accounts_hold_every_prompt_of_the_epoch_and_the_groups_without_a_ba
 
 def test_an_overlong_row_costs_itself_alone(filtered: Record) -> None:
     assert filtered.accounts["dropped_failed"] == 1
-    (told,) = [line for line in filtered.log("reward").splitlines() if "left out" in line]
-    assert f"short.parquet, row {ROWS}: prompt: " in told
-    assert "exceed data.max_prompt_length" in told
+    (reported,) = [line for line in filtered.log("reward").splitlines() if "left out" in line]
+    assert f"short.parquet, row {ROWS}: prompt: " in reported
+    assert "exceed data.max_prompt_length" in reported

@@ -125,7 +125,7 @@ def lost_episodes(
 def doubled_episodes(
     lines: Iterable[Line], trained: Mapping[int, Mapping[str, int]], num_samples: int
 ) -> dict[str, int]:
-    """Return prompts of which a batch has more samples than have a score, each with how many more;
+    """Return the prompts with more samples in a batch than have a score, each with how many more;
     arguments as of `lost_episodes`."""
     scored = {
         (line["step"], line["prompt_id"]): int(line["scored"])
