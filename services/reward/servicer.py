@@ -206,18 +206,18 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         async with self._leases().taking(
             request.count, request.wait_s, request.holder, request.keep_alive_s
         ) as taken:
+            # Before the wait, during which a group may be given up: its leases are refused later.
+            leases = [
+                lease_to_proto(
+                    episode.task.prompt,
+                    lease_id=episode.lease_id,
+                    sample_index=episode.task.sample_index,
+                    deadline_s=episode.task.timeout_s,
+                )
+                for episode in taken
+            ]
             await self._app.ledger.durable()
-            return reward.LeaseSamplesResponse(
-                leases=[
-                    lease_to_proto(
-                        episode.task.prompt,
-                        lease_id=episode.lease_id,
-                        sample_index=episode.task.sample_index,
-                        deadline_s=episode.task.timeout_s,
-                    )
-                    for episode in taken
-                ]
-            )
+        return reward.LeaseSamplesResponse(leases=leases)
 
     async def Chat(self, request: reward.ChatRequest, context: Context) -> reward.ChatResponse:
         """Answer the program that works on a sample."""

@@ -50,8 +50,11 @@ async def test_the_batch_in_hand_is_not_drawn_again_when_it_is_told_as_trained(
             # Still version 2, during step 3: as the trainer's announcer tells it.
             await service.announce(2, [replica], resume_from=in_hand.progress)
             await service.announce(3, [replica], resume_from=in_hand.progress)
-            after = await trained(service, replica, 4, 3)
-    assert positions([*before, in_hand, *after]) == list(range(6 * BATCH))
+            after = await trained(service, replica, 4, 4)
+    found = positions([*before, in_hand, *after])
+    assert len(set(found)) == len(found)
+    # A row may move to the next batch: what was sampled before version 3 has one slot, not two.
+    assert set(range(6 * BATCH)) <= set(found)
 
 
 async def test_a_trainer_that_dies_in_that_step_gets_its_prompts_again_after_its_resume(

@@ -159,6 +159,11 @@ class LeasedEpisode:
         return self._task
 
     @property
+    def is_played(self) -> bool:
+        """Whether a group plays it now."""
+        return self._task is not None
+
+    @property
     def posted_end(self) -> PostedEnd | None:
         """How its program ended it; ``None``: it has not."""
         return self._end
@@ -170,7 +175,7 @@ class LeasedEpisode:
     @property
     def has_lapsed(self) -> bool:
         """Whether it expired while no group played it."""
-        return self._task is None and self._end is None and time.time() >= self._expires_s
+        return not self.is_played and self._end is None and time.time() >= self._expires_s
 
     def seconds_left(self) -> float:
         """Return the seconds until a taken sample expires.
@@ -494,8 +499,10 @@ class LeaseDesk:
 
     def _give_back(self, taken: Sequence[LeasedEpisode]) -> None:
         for episode in reversed(taken):
-            if self._leases.pop(episode.lease_id, None) is not None:  # else its group was given up
-                episode.give_back()
+            if self._leases.pop(episode.lease_id, None) is None:  # its group was given up
+                continue
+            episode.give_back()
+            if episode.is_played:  # else it is offered when its group starts again
                 self._offers.appendleft(episode)
         self._offered.set()
 

@@ -149,6 +149,7 @@ class RunAccountant:
         self._has_restarted = has_restarted
         self._reward_has_restarted = False
         self._known_replicas: frozenset[str] | None = None
+        self._answered = set[str]()  # replicas whose counters came, at least once
         self._before_restart = 0.0
         # Keeps the answers of the reward service in order.
         self._reward_turn = asyncio.Lock()
@@ -241,7 +242,9 @@ class RunAccountant:
         A restarted trainer meets its replicas one by one, each with the tokens that it has sampled
         so far; a restarted reward service has lost the counts of them.
         """
-        known = frozenset(member.info.instance_id for member in self._fleet.members())
+        members = {member.info.instance_id for member in self._fleet.members()}
+        # Not one that has registered since the fleet was asked: its tokens are in no reading yet.
+        known = frozenset(self._answered & members)
         is_new = self._has_restarted and known != self._known_replicas
         self._known_replicas = known
         is_new, self._reward_has_restarted = is_new or self._reward_has_restarted, False
@@ -289,4 +292,5 @@ class RunAccountant:
         except SluiceError as error:
             logger.debug("a replica keeps the counters of its last heartbeat: %s", error)
             return False
+        self._answered.add(replica.instance_id)
         return True

@@ -7,7 +7,7 @@ import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from services.reward.generation.dispatcher import generate_group
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.ledger import PromptLedger
+from sluice.client.leases import LeasedSample
 from sluice.errors import DataError, DeadlineError, NotReadyError, SluiceError
 from sluice.types import (
     Answer,
@@ -438,10 +439,39 @@ async def test_a_sample_whose_lease_no_program_got_is_offered_again(
         assert (await group).rollouts[0].outcome == Scored(1.0, 1.0, {"acc": 1.0})
 
 
-async def lost(run: Leased) -> None:
-    """Take a sample whose response does not come."""
+async def lost(run: Leased) -> Sequence[LeasedSample]:
+    """Take a sample whose response may not come."""
     with suppress(SluiceError):
-        await run.client.leases().take(1, 5.0)
+        return await run.client.leases().take(1, 5.0)
+    return ()
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+async def test_a_group_given_up_while_its_lease_is_committed_fails_no_call_of_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_durable: bool
+) -> None:
+    committing, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def durable(_ledger: PromptLedger, _number: int | None = None) -> None:
+        committing.set()
+        await may_answer.wait()
+        if not is_durable:
+            raise DeadlineError("disk of the ledger", "committing changes", 30)
+
+    async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
+        group = tasks.create_task(generated(run, 1))
+        await eventually(lambda: run.desk.num_offered == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(PromptLedger, "durable", durable)
+            taking = tasks.create_task(lost(run))
+            await committing.wait()
+            group.cancel()
+            await asyncio.wait([group])
+            may_answer.set()
+            leases = await taking
+        assert len(leases) == is_durable
+        assert run.desk.num_offered == 0
+        assert await run.client.leases().take(1, 0.1) == []
 
 
 async def test_a_lease_whose_group_the_service_cancels_at_its_end_is_refused_only_for_now(

@@ -166,6 +166,30 @@ async def test_a_replica_that_finds_the_restarted_trainer_later_adds_to_what_was
     assert (named["tokens/before_restart"], named["tokens_residual"]) == (990, 0)
 
 
+async def test_a_replica_that_registers_while_counters_are_read_is_in_the_next_reading(
+    accounting: ScriptedCounters,
+) -> None:
+    num_asked = 0
+
+    async def ask_reward() -> Mapping[str, float]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:  # the fleet was asked between the two
+            accounting.register("a", load(1000))
+        return reported(pending=10.0)
+
+    accountant = RunAccountant(
+        accounting.fleet,
+        accounting.state,
+        ask_replica=accounting.ask_replica,
+        ask_reward=ask_reward,
+        has_restarted=True,
+    )
+    await accountant.take()
+    named = await accountant.take()
+    assert (named["tokens/before_restart"], named["tokens_residual"]) == (990, 0)
+
+
 async def test_tokens_of_replicas_that_a_restarted_trainer_never_met_belong_to_the_total(
     accounting: ScriptedCounters,
 ) -> None:
