@@ -331,7 +331,10 @@ def parse_chat(request: ChatRequest, bounds: Bounds) -> ParsedRequest:
 def parse_completion(request: CompletionRequest, bounds: Bounds) -> ParsedRequest:
     """Translate a completion request. Raise RefusedError, which names the field."""
     if (request.logprobs or 0) > 1:
-        detail = f"{request.logprobs}; only the sampled token's is known: send 0 or 1"
+        detail = (
+            f"{request.logprobs}; only the sampled token's and, of an echoed prompt, the most "
+            "probable one's are known: send 0 or 1"
+        )
         raise _refused("logprobs", detail)
     echo = bool(request.echo)
     if echo and request.stream:
@@ -461,7 +464,8 @@ def _max_tokens(request: _RequestFields, field: str, bounds: Bounds) -> int | No
     given: int | None = getattr(request, field)
     # Our own 0, as long as the context allows, is an error in the dialect.
     if given is not None and given < 1:
-        raise _refused(field, f"{given}; at least one token is sampled")
+        unless = ", unless echo is true" if isinstance(request, CompletionRequest) else ""
+        raise _refused(field, f"{given}; at least one token is sampled{unless}")
     if given is not None and bounds.max_tokens is not None and given > bounds.max_tokens:
         raise _refused(
             field,

@@ -200,5 +200,7 @@ def prompt_logprobs(logits: torch.Tensor, following: npt.NDArray[np.int64]) -> P
         total = exact.logsumexp(-1)
         top, top_ids = exact.max(-1)
         found.append((exact.gather(1, wanted)[:, 0] - total, top_ids, top - total))
-    logprobs, top_ids, top_logprobs = (torch.cat(column).cpu().numpy() for column in zip(*found))
+    logprobs, top_ids, top_logprobs = (
+        torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)
+    )
     return PromptLogprobs(logprobs, top_ids.astype(np.uint32), top_logprobs)

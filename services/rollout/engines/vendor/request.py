@@ -405,7 +405,7 @@ class RequestRun(EngineRun):
             self.stream.post(chunks)
 
     def _scored(self, index: int, sent: PromptLogprobs) -> SampleChunk:
-        """Return a chunk with the prompt's logprobs; tokens that are continued were sent with it."""
+        """Return a chunk with the prompt's logprobs, without those of continued tokens after it."""
         own = slice(self.request.prompt_token_ids.size - 1)
         found = PromptLogprobs(sent.logprobs[own], sent.top_token_ids[own], sent.top_logprobs[own])
         version = self._vendor.serving_version()
