@@ -322,12 +322,9 @@ def _with_texts(found: PromptLogprobs, prompt: TokenIds, decode: Decode) -> Scor
     texts = [growing.push((token,)) for token in prompt.tolist()]
     # Bytes at the end that are no text belong to the last token.
     texts[-1] += decode(prompt)[sum(map(len, texts)) :]
-    top = {
-        token: decode(np.array([token], np.uint32)) for token in set(found.top_token_ids.tolist())
-    }
-    return ScoredPrompt(
-        found, tuple(texts), tuple(top[token] for token in found.top_token_ids.tolist())
-    )
+    tops = found.top_token_ids.tolist()
+    text_of = {token: decode(np.array([token], np.uint32)) for token in set(tops)}
+    return ScoredPrompt(found, tuple(texts), tuple(text_of[token] for token in tops))
 
 
 async def _linger(ended: asyncio.Event, seconds: float) -> None:

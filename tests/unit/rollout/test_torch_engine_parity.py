@@ -108,7 +108,7 @@ async def test_logprobs_of_a_prompt_whose_logits_are_too_many_are_refused_with_t
     async with running_engine(tmp_path, model) as engine:
         await generate(engine, replace(request([5] * 9), with_prompt_logprobs=True))
         await generate(engine, request([5] * 10))
-        with pytest.raises(InvalidRequestError, match="10 tokens.* at most 9 .*name=vllm"):
+        with pytest.raises(InvalidRequestError, match=r"10 tokens.* at most 9 .*name=vllm"):
             await generate(engine, replace(request([5] * 10), with_prompt_logprobs=True))
 
 
