@@ -101,7 +101,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     """The quickstart's model behind `sluice serve-openai`, and rows to ask it."""
     folder = tmp_path_factory.mktemp("served")
     assets = await asyncio.to_thread(
-        prepare, folder / "assets", task="arithmetic", seed=0, progress=lambda _: None
+        prepare, folder / "assets", task="quickstart", seed=0, progress=lambda _: None
     )
     rows = make_rows(assets.val_file)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -292,7 +292,8 @@ async def test_lm_evals_completions_are_those_of_our_own_client(served: Served) 
 async def test_inspect_ais_accuracy_is_that_of_our_own_scorer(served: Served) -> None:
     logs = served.folder / "inspect"
     await served.run(
-        *("inspect_ai", "eval", str(TASKS / "inspect_sums.py"), "--model", "openai-api/sluice/policy"),
+        *("inspect_ai", "eval", str(TASKS / "inspect_sums.py")),
+        *("--model", "openai-api/sluice/policy"),
         *("--temperature", "0", "--max-tokens", str(MAX_TOKENS), "--log-dir", str(logs)),
         *("--log-format", "json", "--display", "none"),
         SLUICE_BASE_URL=served.url,
