@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -290,9 +291,10 @@ async def test_lm_evals_completions_are_those_of_our_own_client(served: Served) 
 
 
 async def test_inspect_ais_accuracy_is_that_of_our_own_scorer(served: Served) -> None:
-    logs = served.folder / "inspect"
+    # inspect-ai finds tasks below the current folder, and dataset files beside their task.
+    task, logs = shutil.copy(TASKS / "inspect_sums.py", served.folder), served.folder / "inspect"
     await served.run(
-        *("inspect_ai", "eval", str(TASKS / "inspect_sums.py")),
+        *("inspect_ai", "eval", Path(task).name),
         *("--model", "openai-api/sluice/policy"),
         *("--temperature", "0", "--max-tokens", str(MAX_TOKENS), "--log-dir", str(logs)),
         *("--log-format", "json", "--display", "none"),
