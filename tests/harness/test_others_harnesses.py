@@ -186,28 +186,44 @@ async def front(folder: Path, port: int) -> AsyncIterator[str]:
         await process.wait()
 
 
+Evaluated = dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]
+"""By task of lm-eval, its results, and what it logged of each row, in order."""
+
+
 async def lm_eval(
-    served: Served, task: str, model: str, path: str, *words: str, **arguments: object
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The results of an lm-eval task, and what it logged of each row, in order."""
-    output = served.folder / f"{task}-{model}"
+    served: Served, tasks: tuple[str, ...], model: str, path: str, *words: str, **more: object
+) -> Evaluated:
+    """Run tasks of lm-eval on chats rendered by the model's template."""
+    output = served.folder / model
     arguments = {
         "model": "policy",
         "base_url": f"{served.url}/{path}",
         "num_concurrent": 8,
         "max_length": MAX_MODEL_LEN,
-        **arguments,
+        **more,
     }
     await served.run(
-        *("lm_eval", "run", "--model", model, "--include_path", str(TASKS), "--tasks", task),
+        *("lm_eval", "run", "--model", model, "--include_path", str(TASKS), "--tasks", *tasks),
         *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),
-        *("--output_path", str(output), "--log_samples", *words),
+        *("--apply_chat_template", "--output_path", str(output), "--log_samples", *words),
     )
     (results,) = output.rglob("results_*.json")
-    (samples,) = output.rglob(f"samples_{task}_*.jsonl")
-    logged = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
-    found = json.loads(results.read_text(encoding="utf-8"))["results"][task]
-    return found, sorted(logged, key=lambda one: one["doc_id"])
+    by_task = json.loads(results.read_text(encoding="utf-8"))["results"]
+    evaluated: Evaluated = {}
+    for task in tasks:
+        (samples,) = output.rglob(f"samples_{task}_*.jsonl")
+        logged = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+        evaluated[task] = (by_task[task], sorted(logged, key=lambda one: one["doc_id"]))
+    return evaluated
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def by_completions(served: Served) -> Evaluated:
+    """Both tasks by /v1/completions, several prompts of token ids in a request."""
+    tasks = ("sums_choice", "sums_answer")
+    words = ("--batch_size", "4")
+    model, path = "local-completions", "completions"
+    return await lm_eval(served, tasks, model, path, *words, tokenizer=served.model)
 
 
 async def loglikelihood(client: AsyncClient, context: list[int], choice: list[int]) -> float:
@@ -218,23 +234,21 @@ async def loglikelihood(client: AsyncClient, context: list[int], choice: list[in
     return sum(scored.logprobs.logprobs[-len(choice) :].tolist())
 
 
-@pytest.mark.parametrize("batch", [1, 16])
 async def test_lm_evals_accuracy_by_log_likelihoods_is_that_of_our_own(
-    served: Served, batch: int
+    served: Served, by_completions: Evaluated
 ) -> None:
-    sizes = {"tokenizer": served.model, "batch_size": batch}
-    results, logged = await lm_eval(
-        served, "sums_choice", "local-completions", "completions", **sizes
-    )
+    results, logged = by_completions["sums_choice"]
     tokenizer = AutoTokenizer.from_pretrained(served.model)
     right = 0
     async with served.client() as client:
         for row, of_harness in zip(served.rows, logged, strict=True):
-            context = tokenizer(row["question"], add_special_tokens=False).input_ids
+            turns = [{"role": "user", "content": row["question"]}]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            # As the harness splits them: space at the end of a prompt belongs to the choices.
+            context = tokenizer(text.rstrip(), add_special_tokens=False).input_ids
             ours = []
             for choice in row["choices"]:
-                # The tokens of the whole text, as the harness splits them.
-                whole = tokenizer(row["question"] + choice, add_special_tokens=False).input_ids
+                whole = tokenizer(text + choice, add_special_tokens=False).input_ids
                 ours.append(await loglikelihood(client, context, whole[len(context) :]))
             theirs = [float(value) for ((value, _),) in of_harness["resps"]]
             assert theirs == pytest.approx(ours, abs=1e-4)
@@ -252,41 +266,33 @@ def accuracy(served: Served, responses: list[str]) -> float:
     return sum(map(float, scores)) / ROWS
 
 
-async def greedy(served: Served, *, chat: bool) -> list[str]:
+async def greedy(served: Served) -> list[str]:
     """Responses to the rows by our own client."""
     options = GenerateOptions(sampling=Sampling(temperature=0.0, max_tokens=MAX_TOKENS))
     async with served.client() as client, asyncio.TaskGroup() as tasks:
         questions = [row["question"] for row in served.rows]
         asked = [
-            tasks.create_task(
-                client.generate([ChatMessage("user", text)] if chat else text, options)
-            )
+            tasks.create_task(client.generate([ChatMessage("user", text)], options))
             for text in questions
         ]
     return [task.result().texts[0] for task in asked]
 
 
 async def test_lm_evals_accuracy_of_chats_is_that_of_our_own_scorer(served: Served) -> None:
-    results, logged = await lm_eval(
-        served,
-        "sums_answer",
-        "local-chat-completions",
-        "chat/completions",
-        "--apply_chat_template",
-    )
+    path = ("local-chat-completions", "chat/completions")
+    results, logged = (await lm_eval(served, ("sums_answer",), *path))["sums_answer"]
     responses = [one["resps"][0][0] for one in logged]
-    assert responses == await greedy(served, chat=True)
+    assert responses == await greedy(served)
     assert 0 < accuracy(served, responses) < 1
     assert results["exact_match,number"] - accuracy(served, responses) == 0
 
 
-async def test_lm_evals_completions_are_those_of_our_own_client(served: Served) -> None:
-    words = {"tokenizer": served.model, "batch_size": 4}
-    results, logged = await lm_eval(
-        served, "sums_answer", "local-completions", "completions", "--apply_chat_template", **words
-    )
+async def test_lm_evals_accuracy_of_completions_is_that_of_our_own_scorer(
+    served: Served, by_completions: Evaluated
+) -> None:
+    results, logged = by_completions["sums_answer"]
     responses = [one["resps"][0][0] for one in logged]
-    assert responses == await greedy(served, chat=True)
+    assert responses == await greedy(served)
     assert results["exact_match,number"] - accuracy(served, responses) == 0
 
 
@@ -306,6 +312,6 @@ async def test_inspect_ais_accuracy_is_that_of_our_own_scorer(served: Served) ->
     assert log["status"] == "success", log.get("error")
     logged = sorted(log["samples"], key=lambda one: int(one["id"]))
     responses = [one["output"]["choices"][0]["message"]["content"] for one in logged]
-    assert responses == await greedy(served, chat=True)
+    assert responses == await greedy(served)
     metrics = log["results"]["scores"][0]["metrics"]
     assert metrics["accuracy"]["value"] - accuracy(served, responses) == 0
