@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.embedded.engine import EmbeddedEngine
+from services.rollout.engines.vendor.checkpoint_names import check_files
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import (
@@ -24,6 +27,7 @@ from tests.support.causal_lms import (
     save_config,
     weights_of,
 )
+from tests.support.engine_contract_world import EXPERTS, save_contract_checkpoint
 
 _PROMPT = (5, 9, 23, 54)
 _PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)
@@ -64,9 +68,11 @@ async def test_samples_are_those_of_the_same_weights_from_a_trainer(tmp_path: Pa
 
 
 async def refused(folder: Path, error: type[Exception], message: str) -> None:
-    """The engine does not start, for this reason."""
+    """Neither this engine starts, nor those of vendors, for this reason."""
     with pytest.raises(error, match=message):
         await EmbeddedEngine(engine_settings(folder, serves_model_files=True)).start()
+    with pytest.raises(error, match=message):
+        check_files(folder, build_causal_lm(str(folder), torch.device("meta")))
 
 
 async def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -101,9 +107,30 @@ async def test_weights_that_no_file_names_are_missing(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    await refused(tmp_path, ConfigError, r"1 weights are missing .* first model\.norm\.weight")
+    await refused(tmp_path, ConfigError, r"1 weights.*, first model\.norm\.weight")
 
 
 async def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     save_config("llama", tmp_path)
-    await refused(tmp_path, ConfigError, r"model\.path='.*' cannot be loaded")
+    await refused(
+        tmp_path, ConfigError, r"model\.path='.*' (cannot be loaded|lacks \*\.safetensors)"
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "bloom", "qwen3_moe"])
+def test_complete_files_are_accepted_whatever_they_split_or_tie(
+    family: str, tmp_path: Path
+) -> None:
+    if family == "qwen3_moe":
+        save_contract_checkpoint(EXPERTS, tmp_path)
+    else:
+        saved(tmp_path, family)
+    check_files(tmp_path, build_causal_lm(str(tmp_path), torch.device("meta")))
+
+
+def test_files_with_names_that_transformers_does_not_write_are_the_vendors_to_judge(
+    tmp_path: Path,
+) -> None:
+    save_config("llama", tmp_path)
+    save_file({"old.norm": torch.ones(3)}, tmp_path / "model.safetensors")
+    check_files(tmp_path, build_causal_lm(str(tmp_path), torch.device("meta")))
