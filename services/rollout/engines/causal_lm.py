@@ -170,7 +170,9 @@ def read_weights(
         dtype=getattr(torch, dtype),
         trust_remote_code=trust_remote_code,
     ).state_dict()
-    return {name: state[name] for name in names}
+    # Not the memory of the files: they may change, and products of tensors that lie there, at odd
+    # addresses, are rounded differently.
+    return {name: state[name].clone() for name in names}
 
 
 def _family(model_type: str) -> Any:  # noqa: ANN401 - transformers' classes have no common type
