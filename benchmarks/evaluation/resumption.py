@@ -1,4 +1,4 @@
-"""An evaluation that is killed on its way, five times and each time elsewhere, and one that is not."""
+"""An evaluation that is killed five times on its way, and one that is not."""
 
 from __future__ import annotations
 

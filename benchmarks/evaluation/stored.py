@@ -42,9 +42,8 @@ class Evaluation:
         """Return what is stored so far, without a last line that is not complete."""
         files = sorted((self.output / "responses").glob("*.jsonl"))
         texts = [file.read_text(encoding="utf-8") for file in files]
-        return [
-            line for text in texts for line in text.splitlines(keepends=True) if line[-1] == "\n"
-        ]
+        # Not `splitlines`, which knows other ends of lines, and not the last part, which may be cut.
+        return [line for text in texts for line in text.split("\n")[:-1]]
 
     def prompts(self) -> dict[int, Mapping[str, Any]]:
         """Return the finished prompts by their positions."""
@@ -56,6 +55,11 @@ class Evaluation:
         results = json.loads((self.output / "results.json").read_text(encoding="utf-8"))
         (benchmark,) = results["benchmarks"].values()
         return dict(benchmark["metrics"])
+
+
+def held_out_file(folder: Path) -> Path:
+    """Return the held-out problems among the quickstart's files of a benchmark's folder."""
+    return folder / "assets" / "data" / "test.parquet"
 
 
 def responses(prompt: Mapping[str, Any]) -> list[str]:
