@@ -177,6 +177,11 @@ class RolloutServiceConfig(Section, frozen=True):
     drain_timeout_s: PositiveFloat = 10.0
     """Most seconds that running samples get to finish at shutdown."""
 
+    serves_model_files: bool = False
+    """Serve the weights of the model's files, as version 0, without a trainer. Only for an
+    evaluation; a trainer refuses it.
+    """
+
 
 ThenKey = Literal["leave_out", "drop_group"]
 ScoringActionKey = Literal["score_again", "generate_again", "leave_out", "drop_group"]
