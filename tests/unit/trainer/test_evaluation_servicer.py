@@ -44,7 +44,7 @@ async def test_a_replica_serves_once_it_reports_the_weights_of_files() -> None:
     assert await service.heartbeat("a", None) is MemberState.PENDING
     assert await service.heartbeat("a", 0) is MemberState.SERVING
     (announced,) = service.fleet.announced()
-    assert (announced.info.name, announced.version) == ("a", 0)
+    assert (announced.info.name, announced.policy_version) == ("a", 0)
 
 
 async def test_weights_that_a_trainer_sent_are_not_evaluated() -> None:
