@@ -15,6 +15,7 @@ _WIDTH, _HEIGHT = 600, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 34
 _NUM_TICKS, _MOST_MARKS = 4, 24
 _RADIUS, _CAP = 4, 5
+_LEAST_SPAN = 0.01  # of the vertical axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,9 @@ class _Scale:
         bounds = [
             one.value + sign * (one.standard_error or 0.0) for one in estimates for sign in (-1, 1)
         ]
-        low, high = min(bounds), max(bounds)
-        step = _step(max(high - low, 1e-3))
-        return cls(
-            min(places), max(places), math.floor(low / step) * step, math.ceil(high / step) * step
-        )
+        step = _step(max(max(bounds) - min(bounds), _LEAST_SPAN))
+        low, high = math.floor(min(bounds) / step), math.ceil(max(bounds) / step)
+        return cls(min(places), max(places), low * step, max(high, low + 1) * step)
 
     def ticks(self) -> list[float]:
         step = _step(self.high - self.low)
@@ -101,7 +100,7 @@ class _Scale:
 
 def _step(span: float) -> float:
     """Return 1, 2 or 5 times a power of ten, so that some ticks cover `span`."""
-    rough = (span or 1.0) / _NUM_TICKS
+    rough = span / _NUM_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
 

@@ -39,29 +39,32 @@ _FILTERS = {"all": "all", "changed": "changed", "wrong": "never right", "right":
 _TITLE = "Evaluation"
 
 
+def write_report(folder: Path) -> None:
+    """Write the page of one evaluation into its folder; errors as `write_page`."""
+    write_page(read_evaluations([folder]), folder / PAGE_NAME)
+
+
 def write_page(
-    folders: Sequence[Path],
+    evaluations: Sequence[Evaluation],
     file: Path,
     *,
     most_prompts: int = USUAL_PROMPTS,
     most_responses: int = USUAL_RESPONSES,
 ) -> None:
-    """Write the page of some evaluations. The same folders give the same bytes.
+    """Write the page of some evaluations. The same evaluations give the same bytes.
 
     Args:
-        folders: of evaluations; differences are from the first one.
+        evaluations: read before; differences are from the first one.
         file: the file to write; others see the former one or the new one.
         most_prompts: prompts of each benchmark with responses, those that differ most first.
         most_responses: of each prompt and evaluation.
 
     Raises:
-        DataError: a folder holds no evaluation, or one that is damaged.
+        DataError: a file of responses was damaged since.
         OSError: a file cannot be read or written.
     """
-    evaluations = read_evaluations(folders)
-    content = page_of(
-        evaluations, compared_benchmarks(evaluations), most_prompts, max(1, most_responses)
-    )
+    benchmarks = compared_benchmarks(evaluations)
+    content = page_of(evaluations, benchmarks, most_prompts, max(1, most_responses))
     draft = file.with_name(f".{file.name}.{os.getpid()}.draft")
     draft.write_text(content, encoding="utf-8")
     os.replace(draft, file)

@@ -14,7 +14,7 @@ from sluice.evaluation.statistics import is_correct
 from sluice.evaluation.stored_responses import StoredGrade, StoredPrompt, StoredSample
 from sluice.telemetry.samples import shortened_middle
 
-_MOST_CHARS, _EXCERPT_CHARS, _TRUTH_CHARS, _FAILURE_CHARS = 4000, 300, 400, 400
+_MOST_CHARS, _EXCERPT_CHARS, _TRUTH_CHARS, _FAILURE_CHARS, _VALUE_CHARS = 4000, 300, 400, 400, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _grade_text(grade: StoredGrade) -> str:
 
 
 def _value(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
+    return shortened_middle(value, _VALUE_CHARS) if isinstance(value, str) else f"{value:g}"
 
 
 def _is_right(sample: StoredSample) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 
 from sluice.errors import DataError
 from sluice.json_objects import DECODE_ERRORS
-from sluice.types import Scored
+from sluice.types import Failed, Outcome, Scored
 
 FOLDER_NAME = "responses"
 _SUFFIX = ".jsonl"
@@ -37,6 +37,16 @@ class StoredGrade(msgspec.Struct, frozen=True, omit_defaults=True):
     reward: float | None = None
     metrics: dict[str, float | str | None] = {}
     failure: str | None = None
+
+
+def grade_of(outcome: Outcome) -> StoredGrade:
+    """Return an outcome as it is stored: with verl's reward_extra_info, or with its failure."""
+    if isinstance(outcome, Failed):
+        return StoredGrade(failure=f"{outcome.kind}: {outcome.detail}")
+    metrics: dict[str, float | str | None] = {**outcome.metrics, _SCORE: outcome.score}
+    if outcome.prediction is not None:
+        metrics[_PREDICTION] = outcome.prediction
+    return StoredGrade(outcome.reward, metrics)
 
 
 class StoredSample(msgspec.Struct, frozen=True):
