@@ -24,10 +24,8 @@ from services.reward.grading.grader import Grader, overlong_shaping
 from services.reward.grading.pool import configured_scorer_pool
 from services.reward.groups.settings import outcome_policy
 from sluice.concurrency.process import end_with_supervisor, exit_status
-from sluice.config.derived import may_grade_itself
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.errors import ConfigError
 from sluice.evaluation.stored_responses import (
     StoredGrade,
     StoredPrompt,
@@ -57,16 +55,10 @@ async def regraded(folder: Path, config: RunConfig) -> None:
     """Grade all stored responses and replace their files.
 
     Raises:
-        ConfigError: an environment graded them, or what grades cannot be loaded.
+        ConfigError: what grades cannot be loaded.
         DataError: there are no responses, or a line of them is damaged.
         OSError: a file cannot be read or written.
     """
-    if may_grade_itself(config):
-        raise ConfigError(
-            "sluice.environment: an environment may have graded these responses, which nothing "
-            "else can; for scorers on each response's text give sluice.environment.path=null, "
-            "sluice.environment.addresses=[] or sluice.environment.agents=false"
-        )
     drafts: dict[Path, Path] = {}
     shaping = overlong_shaping(config.reward, config.data.max_response_length)
     try:
@@ -101,8 +93,9 @@ def _next(prompts: Iterator[StoredPrompt]) -> list[StoredPrompt]:
 
 
 async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
-    """Return the prompt with new grades; samples that were never generated stay as they are."""
-    prompt, chosen = _prompt(stored), [n for n, one in enumerate(stored.samples) if _is_whole(one)]
+    """Return the prompt with new grades, where scorers give any."""
+    chosen = [number for number, one in enumerate(stored.samples) if _is_for_scorers(one)]
+    prompt = _prompt(stored)
     rollouts = [_rollout(number, stored.samples[number]) for number in chosen]
     outcomes = await grader.outcomes(prompt, rollouts)
     samples = list(stored.samples)
@@ -119,8 +112,11 @@ async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
     return msgspec.structs.replace(stored, samples=samples)
 
 
-def _is_whole(sample: StoredSample) -> bool:
-    """Return whether there is a response: it was graded, or only its grading failed."""
+def _is_for_scorers(sample: StoredSample) -> bool:
+    """Return whether a scorer graded the response, or failed to; others were never generated, or
+    only their environment could grade them."""
+    if sample.is_graded_by_environment:
+        return False
     return sample.failure is None or sample.failure.startswith(_OF_SCORERS)
 
 
@@ -150,7 +146,7 @@ def _rollout(number: int, sample: StoredSample) -> Rollout:
         absent_logprobs(count),
         (VersionSpan(0, 0, count),) if count else (),
         finish,
-        sample.response,
+        sample.response if sample.last_turn is None else sample.last_turn,
     )
 
 

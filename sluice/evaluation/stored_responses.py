@@ -60,6 +60,8 @@ class StoredSample(msgspec.Struct, frozen=True):
         tokens: sampled.
         finish_reason: a `FinishReason`.
         turns: model calls.
+        last_turn: the text that scorers grade, of several turns; null: the response is.
+        is_graded_by_environment: no scorer has graded it.
         earlier: its grades before it was graded again, the oldest first.
     """
 
@@ -70,6 +72,8 @@ class StoredSample(msgspec.Struct, frozen=True):
     tokens: int = 0
     finish_reason: str = ""
     turns: int = 1
+    last_turn: str | None = None
+    is_graded_by_environment: bool = False
     earlier: list[StoredGrade] = []
 
     @property

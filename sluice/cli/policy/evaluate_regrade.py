@@ -45,8 +45,9 @@ def regrade(
     """Grade the stored responses of an evaluation again: nothing is sampled.
 
     The scorers are those of the evaluation's configuration, in processes with its limits; override
-    keys to try others. results.json and the page are written again. Each response keeps its
-    earlier grades, and the former results stay as results-1.json, results-2.json and so on.
+    keys to try others. What an environment graded stays as it is. results.json and the page are
+    written again. Each response keeps its earlier grades, and the former results stay as
+    results-1.json, results-2.json and so on.
 
     \b
     Examples:

@@ -104,10 +104,13 @@ async def test_damage_in_one_benchmark_changes_no_file(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in (folder / "responses").iterdir()} == before
 
 
-async def test_what_an_environment_may_have_graded_is_refused_with_the_way_out(
+async def test_what_an_environment_graded_stays_and_scorers_get_the_last_turn_of_others(
     tmp_path: Path,
 ) -> None:
-    folder = evaluation(tmp_path / "a", [prompt(0, [sample()])])
-    config = configured(tmp_path, HALF, "sluice.environment.path=jars.py")
-    with pytest.raises(ConfigError, match=r"give sluice\.environment\.path=null"):
-        await regraded(folder, config)
+    episode = sample("[user] long", turns=2, last_turn="12")
+    decided = sample("[user] long", acc=0.0, turns=2, is_graded_by_environment=True)
+    folder = evaluation(tmp_path / "a", [prompt(0, [episode, decided])])
+    await regraded(folder, configured(tmp_path, LENGTH))
+    found = stored(folder)[0].samples
+    assert [one.reward for one in found] == [2.0, -1.0]
+    assert found[1].earlier == []
