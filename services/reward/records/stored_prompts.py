@@ -103,10 +103,18 @@ def open_store(run_dir: Path, names: Sequence[str], files: PromptFiles) -> Promp
         run_dir: the evaluation's folder.
         names: of the benchmarks, one for each file.
         files: the validation set.
+
+    Raises:
+        DataError: a file has no rows.
     """
     starts: dict[str, int] = {}
     for block in files.blocks:
         starts.setdefault(block.path, block.start)
+    if len(starts) < len(names):
+        raise DataError(
+            f"sluice.evaluation.benchmarks = {', '.join(names)}: only {', '.join(starts)} have "
+            "rows; leave out the files without"
+        )
     folder = run_dir / FOLDER_NAME
     return PromptStore(
         [

@@ -121,7 +121,7 @@ def evaluate_model(order: EvaluationOrder, display: Display) -> EvaluationEnd:
     run = ReadRun(config, tree, (), f"evaluation of {order.model}")
     config = examined_to_start(run, display.console).config
     folder = Path(config.sluice.run_dir)
-    _claim(folder, config)
+    claim(folder, config)
     (folder / RESULTS_NAME).unlink(missing_ok=True)
     show_launcher_messages(display.console)
     end, view = asyncio.run(
@@ -235,7 +235,7 @@ def _model_folder(model: Path) -> Path:
     return source.huggingface
 
 
-def _claim(folder: Path, config: RunConfig) -> None:
+def claim(folder: Path, config: RunConfig) -> None:
     """Note what the responses in a folder come from; refuse a folder with those of another origin.
 
     Raises:
