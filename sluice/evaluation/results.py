@@ -21,6 +21,7 @@ from sluice.evaluation.statistics import (
 )
 from sluice.evaluation.stored_responses import StoredPrompt, read_responses, response_files
 from sluice.json_objects import DECODE_ERRORS
+from sluice.types import FinishReason
 
 RESULTS_NAME = "results.json"
 
@@ -35,6 +36,8 @@ class BenchmarkResults(msgspec.Struct, frozen=True):
         variable: what `mean` is of: ``acc``, or ``reward`` without it.
         mean: over the prompts; null if nothing was graded.
         pass_at_k: the unbiased estimate, by k.
+        response_tokens: mean of all samples.
+        cut_off: share of the samples that ended at the limit of their length.
     """
 
     prompts: int
@@ -43,6 +46,8 @@ class BenchmarkResults(msgspec.Struct, frozen=True):
     variable: str
     mean: Estimate | None
     pass_at_k: dict[int, Estimate]
+    response_tokens: float
+    cut_off: float
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -121,10 +126,16 @@ def prompt_scores(stored: Iterable[tuple[int, StoredPrompt]]) -> list[PromptScor
     for offset, prompt in stored:
         scores = tuple(one.scored for one in prompt.samples)
         graded = tuple(score for score in scores if score is not None)
-        num_failed = len(scores) - len(graded)
         found.append(
             PromptScores(
-                prompt.position, prompt.key, prompt.data_source, graded, num_failed, offset
+                position=prompt.position,
+                key=prompt.key,
+                data_source=prompt.data_source,
+                scores=graded,
+                num_failed=len(scores) - len(graded),
+                num_tokens=sum(one.tokens for one in prompt.samples),
+                num_cut=sum(one.finish_reason == FinishReason.LENGTH for one in prompt.samples),
+                offset=offset,
             )
         )
     return sorted(found, key=lambda one: one.position)
@@ -136,6 +147,7 @@ def benchmark_results(prompts: Sequence[PromptScores], samples_per_prompt: int) 
     num_failed = sum(one.num_failed for one in prompts)
     variable = mean_variable(graded)
     means = [mean for one in graded if (mean := prompt_mean(one, variable)) is not None]
+    num_samples = max(1, sum(one.num_samples for one in prompts))
     counts = {
         "val-aux/num_prompts": float(len(graded)),
         "val-aux/num_failed_samples": float(num_failed),
@@ -148,4 +160,6 @@ def benchmark_results(prompts: Sequence[PromptScores], samples_per_prompt: int) 
         variable=variable,
         mean=estimate(means),
         pass_at_k=pass_estimates(graded, samples_per_prompt),
+        response_tokens=sum(one.num_tokens for one in prompts) / num_samples,
+        cut_off=sum(one.num_cut for one in prompts) / num_samples,
     )

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from sluice.types import Scored
+
+KeyT = TypeVar("KeyT")
 
 ACCURACY, REWARD = "acc", "reward"
 CORRECT_FROM = 1.0
@@ -44,6 +47,8 @@ class PromptScores:
         data_source: of the prompt.
         scores: of the samples that were graded.
         num_failed: samples without a grade.
+        num_tokens: sampled for all of them.
+        num_cut: samples that ended at the limit of their length.
         offset: of its line in the file of responses, bytes.
     """
 
@@ -52,7 +57,14 @@ class PromptScores:
     data_source: str
     scores: tuple[Scored, ...]
     num_failed: int
+    num_tokens: int
+    num_cut: int
     offset: int
+
+    @property
+    def num_samples(self) -> int:
+        """All of them, graded or not."""
+        return len(self.scores) + self.num_failed
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
@@ -123,9 +135,7 @@ def prompt_mean(prompt: PromptScores, variable: str) -> float | None:
     return float(np.mean(values))
 
 
-def paired_difference(
-    before: Mapping[bytes, float], after: Mapping[bytes, float]
-) -> Estimate | None:
+def paired_difference(before: Mapping[KeyT, float], after: Mapping[KeyT, float]) -> Estimate | None:
     """Return the mean of `after` - `before` over the prompts that both have.
 
     Prompts differ more than checkpoints do. Differences within each prompt leave that out, so this

@@ -16,7 +16,7 @@ import msgspec
 
 from sluice.errors import DataError
 from sluice.json_objects import DECODE_ERRORS
-from sluice.types import Scored
+from sluice.types import Failed, Outcome, Scored
 
 FOLDER_NAME = "responses"
 _SUFFIX = ".jsonl"
@@ -39,6 +39,16 @@ class StoredGrade(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: str | None = None
 
 
+def grade_of(outcome: Outcome) -> StoredGrade:
+    """Return an outcome as it is stored: with verl's reward_extra_info, or with its failure."""
+    if isinstance(outcome, Failed):
+        return StoredGrade(failure=f"{outcome.kind}: {outcome.detail}")
+    metrics: dict[str, float | str | None] = {**outcome.metrics, _SCORE: outcome.score}
+    if outcome.prediction is not None:
+        metrics[_PREDICTION] = outcome.prediction
+    return StoredGrade(outcome.reward, metrics)
+
+
 class StoredSample(msgspec.Struct, frozen=True):
     """One response with its grade.
 
@@ -50,6 +60,8 @@ class StoredSample(msgspec.Struct, frozen=True):
         tokens: sampled.
         finish_reason: a `FinishReason`.
         turns: model calls.
+        last_turn: the text that scorers grade, of several turns; null: the response is.
+        is_graded_by_environment: no scorer has graded it.
         earlier: its grades before it was graded again, the oldest first.
     """
 
@@ -60,6 +72,8 @@ class StoredSample(msgspec.Struct, frozen=True):
     tokens: int = 0
     finish_reason: str = ""
     turns: int = 1
+    last_turn: str | None = None
+    is_graded_by_environment: bool = False
     earlier: list[StoredGrade] = []
 
     @property

@@ -22,10 +22,11 @@ from sluice.evaluation.stored_responses import (
     StoredMessage,
     StoredPrompt,
     StoredSample,
+    grade_of,
     read_responses,
 )
 from sluice.telemetry.samples import transcript
-from sluice.types import Failed, Outcome, Prompt, RolloutGroup, Scored
+from sluice.types import Outcome, Prompt, Rollout, RolloutGroup, Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +145,8 @@ def _line(
     prompt: Prompt, position: int, group: RolloutGroup | None, outcomes: Sequence[Outcome]
 ) -> bytes:
     rollouts = group.rollouts if group is not None else ()
-    samples = [
-        StoredSample(
-            response=_printable(transcript(rollout)),
-            tokens=rollout.num_tokens,
-            finish_reason=rollout.finish_reason.value,
-            turns=len(rollout.turns),
-            **_grade(outcome),
-        )
-        for rollout, outcome in zip(rollouts, outcomes, strict=False)
-    ]
-    samples += [StoredSample(response="", **_grade(one)) for one in outcomes[len(samples) :]]
+    samples = [_sample(one, outcome) for one, outcome in zip(rollouts, outcomes, strict=False)]
+    samples += [_graded(StoredSample(""), one) for one in outcomes[len(samples) :]]
     stored = StoredPrompt(
         position,
         prompt.data_source,
@@ -166,13 +158,24 @@ def _line(
     return msgspec.json.encode(stored, enc_hook=str) + b"\n"
 
 
-def _grade(outcome: Outcome) -> dict[str, object]:
-    if isinstance(outcome, Failed):
-        return {"failure": f"{outcome.kind.value}: {outcome.detail}"}
-    metrics = {**outcome.metrics, "score": outcome.score}
-    if outcome.prediction is not None:
-        metrics["pred"] = outcome.prediction
-    return {"reward": outcome.reward, "metrics": metrics}
+def _sample(rollout: Rollout, outcome: Outcome) -> StoredSample:
+    is_episode = len(rollout.turns) > 1
+    sample = StoredSample(
+        response=_printable(transcript(rollout)),
+        tokens=rollout.num_tokens,
+        finish_reason=rollout.finish_reason.value,
+        turns=len(rollout.turns),
+        last_turn=_printable(rollout.text) if is_episode else None,
+        is_graded_by_environment=rollout.outcome is not None,
+    )
+    return _graded(sample, outcome)
+
+
+def _graded(sample: StoredSample, outcome: Outcome) -> StoredSample:
+    grade = grade_of(outcome)
+    return msgspec.structs.replace(
+        sample, reward=grade.reward, metrics=grade.metrics, failure=grade.failure
+    )
 
 
 def _printable(text: str) -> str:

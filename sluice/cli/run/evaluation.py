@@ -32,6 +32,7 @@ from sluice.config.schema.service import (
 )
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import ConfigError
+from sluice.evaluation.page import PAGE_NAME, write_report
 from sluice.evaluation.results import RESULTS_NAME, Results, read_results
 from sluice.launch.plan import with_absolute_paths
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED
@@ -129,7 +130,9 @@ def evaluate_model(order: EvaluationOrder, display: Display) -> EvaluationEnd:
     print_failures(end, display.console, view.shown)
     seconds = duration_text(time.monotonic() - began_s)
     if end.exit_code == 0 and (folder / RESULTS_NAME).is_file():
-        print_line(display.console, f"evaluated in {seconds}; results: {folder / RESULTS_NAME}")
+        write_report(folder)
+        files = f"results: {folder / RESULTS_NAME}, page: {folder / PAGE_NAME}"
+        print_line(display.console, f"evaluated in {seconds}; {files}")
         return EvaluationEnd(0, read_results(folder))
     print_line(
         display.console,
