@@ -16,9 +16,11 @@ from sluice.cli.arguments import (
     RUNS,
     AsJson,
     RunOption,
+    complete_run,
     complete_setting,
     named_run,
 )
+from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
 from sluice.cli.run.evaluation import EvaluationOrder, default_output, evaluate_model
 from sluice.cli.run.up import Display, ShowLogs, display_of
 from sluice.cli.running_run import ask_run
@@ -30,7 +32,7 @@ from sluice.errors import ConfigError, NotReadyError
 from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130
-_MODEL_ONLY = "With --model:"
+_MODEL_ONLY = "With --model or --follow:"
 ResultT = TypeVar("ResultT")
 
 
@@ -60,6 +62,15 @@ _Wait = Annotated[
 _Model = Annotated[
     Path | None,
     typer.Option(help="Model or checkpoint to evaluate without a run.", show_default=False),
+]
+_Follow = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN",
+        help="Evaluate each checkpoint of this run as it appears.",
+        show_default=False,
+        autocompletion=complete_run,
+    ),
 ]
 _Benchmark = Annotated[
     str | None,
@@ -96,6 +107,7 @@ def evaluate(  # noqa: PLR0913 - options of the command
     temperature: _Temperature = None,
     wait: _Wait = 600.0,
     model: _Model = None,
+    follow: _Follow = None,
     benchmark: _Benchmark = None,
     data_dir: _DataDir = Path("data"),
     engine: _Engine = None,
@@ -112,22 +124,30 @@ def evaluate(  # noqa: PLR0913 - options of the command
     apply.
 
     With --model, replicas and a reward service start, sample and grade the benchmarks as a run's
-    validation does, and end. After a kill of any process the same command continues.
+    validation does, and end. After a kill of any process the same command continues. --follow does
+    so for each checkpoint of a run, with its settings, until the run has ended.
 
     \b
     Examples:
       sluice eval runs/quickstart -n 4 --temperature 0.7
       sluice eval --model models/mine --benchmark math-500,mine.parquet -n 4 --engine vllm
+      sluice eval --follow runs/mine --benchmark math-500 -n 4
     """
-    if model is None:
+    if model is None and follow is None:
         if benchmark is not None or output is not None or config is not None:
-            raise ConfigError("--benchmark, --output and --config need --model DIR; add it")
+            raise ConfigError(
+                "--benchmark, --output and --config need --model DIR or --follow RUN; add one"
+            )
         _evaluate_run(_run_of(arguments, run_option), n, temperature, wait, as_json=as_json)
         return
+    if model is not None and follow is not None:
+        raise ConfigError("--model and --follow both name what to evaluate; leave one out")
+    if output is None:
+        output = default_output(model) if follow is None else follow / EVALUATIONS_NAME
     order = EvaluationOrder(
-        model=model,
-        benchmarks=benchmark_files(benchmark or "", data_dir),
-        output=output or default_output(model),
+        model=model or Path(),
+        benchmarks={} if follow and not benchmark else benchmark_files(benchmark or "", data_dir),
+        output=output,
         config=config,
         overrides=arguments or [],
         samples_per_prompt=n,
@@ -135,7 +155,11 @@ def evaluate(  # noqa: PLR0913 - options of the command
         engine=None if engine is None else engine.value,
         replicas=replicas,
     )
-    _evaluate_files(order, display_of(logs=logs, quiet=False, as_json=as_json))
+    display = display_of(logs=logs, quiet=False, as_json=as_json)
+    if follow is not None:
+        follow_run(follow, order, display)
+    else:
+        _evaluate_files(order, display)
 
 
 def _run_of(arguments: list[str] | None, option: Path | None) -> Path:

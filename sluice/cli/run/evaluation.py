@@ -26,6 +26,7 @@ from sluice.config.schema.critic import CriticConfig
 from sluice.config.schema.data import file_list
 from sluice.config.schema.service import (
     AsynchronyConfig,
+    EndpointConfig,
     SamplingConfig,
     TrainerServiceConfig,
     WeightsConfig,
@@ -213,10 +214,27 @@ def evaluation_config(order: EvaluationOrder) -> RunConfig:
             rollout=replace(
                 service.rollout,
                 replicas=order.replicas or service.rollout.replicas,
+                endpoint=_free_ports(service.rollout.endpoint),
                 serves_model_files=True,
             ),
-            reward=replace(service.reward, ledger="memory", group_log=False),
+            reward=replace(
+                service.reward,
+                endpoint=_free_ports(service.reward.endpoint),
+                ledger="memory",
+                group_log=False,
+            ),
         ),
+    )
+
+
+def _free_ports(endpoint: EndpointConfig) -> EndpointConfig:
+    """Return the endpoint with ports of its own: the configuration may be that of a live run."""
+    return msgspec.structs.replace(
+        endpoint,
+        port=0,
+        advertise=None,
+        health_port=0,
+        metrics_port=None if endpoint.metrics_port is None else 0,
     )
 
 
