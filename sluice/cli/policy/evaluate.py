@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -133,21 +134,19 @@ def evaluate(  # noqa: PLR0913 - options of the command
       sluice eval --model models/mine --benchmark math-500,mine.parquet -n 4 --engine vllm
       sluice eval --follow runs/mine --benchmark math-500 -n 4
     """
-    if model is None and follow is None:
+    subject = model or follow
+    if subject is None:
         if benchmark is not None or output is not None or config is not None:
-            raise ConfigError(
-                "--benchmark, --output and --config need --model DIR or --follow RUN; add one"
-            )
+            raise ConfigError("--benchmark, --output and --config need --model or --follow")
         _evaluate_run(_run_of(arguments, run_option), n, temperature, wait, as_json=as_json)
         return
     if model is not None and follow is not None:
         raise ConfigError("--model and --follow both name what to evaluate; leave one out")
-    if output is None:
-        output = default_output(model) if follow is None else follow / EVALUATIONS_NAME
+    usual = follow / EVALUATIONS_NAME if follow else default_output(subject)
     order = EvaluationOrder(
-        model=model or Path(),
+        model=subject,
         benchmarks={} if follow and not benchmark else benchmark_files(benchmark or "", data_dir),
-        output=output,
+        output=output or usual,
         config=config,
         overrides=arguments or [],
         samples_per_prompt=n,
@@ -155,18 +154,17 @@ def evaluate(  # noqa: PLR0913 - options of the command
         engine=None if engine is None else engine.value,
         replicas=replicas,
     )
-    display = display_of(logs=logs, quiet=False, as_json=as_json)
-    if follow is not None:
-        follow_run(follow, order, display)
-    else:
-        _evaluate_files(order, display)
+    work = _evaluate_files if follow is None else partial(follow_run, follow)
+    work(order, display_of(logs=logs, quiet=False, as_json=as_json))
 
 
 def _run_of(arguments: list[str] | None, option: Path | None) -> Path:
     named, *more = arguments or [""]
     if more or "=" in named:
         stray = more[0] if more else named
-        raise ConfigError(f"{stray}: is for an evaluation without a run; add --model DIR")
+        raise ConfigError(
+            f"{stray}: is for an evaluation without a run; add --model DIR or --follow RUN"
+        )
     return named_run(Path(named) if named else None, option)
 
 

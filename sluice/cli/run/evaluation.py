@@ -28,6 +28,7 @@ from sluice.config.schema.service import (
     AsynchronyConfig,
     EndpointConfig,
     SamplingConfig,
+    SluiceConfig,
     TrainerServiceConfig,
     WeightsConfig,
 )
@@ -161,7 +162,7 @@ def evaluation_config(order: EvaluationOrder) -> RunConfig:
     """
     config = load_config(order.config, order.overrides)
     replace = msgspec.structs.replace
-    policy, service = config.actor_rollout_ref, config.sluice
+    policy = config.actor_rollout_ref
     rollout = policy.rollout
     sampling = rollout.val_kwargs
     num_samples = order.samples_per_prompt or sampling.n
@@ -200,29 +201,34 @@ def evaluation_config(order: EvaluationOrder) -> RunConfig:
         trainer=TrainerConfig(
             total_training_steps=1, device="cpu", test_freq=-1, save_freq=-1, logger=["jsonl"]
         ),
-        sluice=replace(
-            service,
-            run_dir=str(order.output),
-            evaluation=replace(service.evaluation, benchmarks=list(order.benchmarks)),
-            asynchrony=AsynchronyConfig(max_staleness=0),
-            sampling=SamplingConfig(),
-            weights=WeightsConfig(),
-            trainer=TrainerServiceConfig(
-                replica_wait_timeout_s=service.trainer.replica_wait_timeout_s,
-                batch_timeout_s=service.trainer.batch_timeout_s,
-            ),
-            rollout=replace(
-                service.rollout,
-                replicas=order.replicas or service.rollout.replicas,
-                endpoint=_free_ports(service.rollout.endpoint),
-                serves_model_files=True,
-            ),
-            reward=replace(
-                service.reward,
-                endpoint=_free_ports(service.reward.endpoint),
-                ledger="memory",
-                group_log=False,
-            ),
+        sluice=_services(config.sluice, order),
+    )
+
+
+def _services(service: SluiceConfig, order: EvaluationOrder) -> SluiceConfig:
+    replace = msgspec.structs.replace
+    return replace(
+        service,
+        run_dir=str(order.output),
+        evaluation=replace(service.evaluation, benchmarks=list(order.benchmarks)),
+        asynchrony=AsynchronyConfig(max_staleness=0),
+        sampling=SamplingConfig(),
+        weights=WeightsConfig(),
+        trainer=TrainerServiceConfig(
+            replica_wait_timeout_s=service.trainer.replica_wait_timeout_s,
+            batch_timeout_s=service.trainer.batch_timeout_s,
+        ),
+        rollout=replace(
+            service.rollout,
+            replicas=order.replicas or service.rollout.replicas,
+            endpoint=_free_ports(service.rollout.endpoint),
+            serves_model_files=True,
+        ),
+        reward=replace(
+            service.reward,
+            endpoint=_free_ports(service.reward.endpoint),
+            ledger="memory",
+            group_log=False,
         ),
     )
 

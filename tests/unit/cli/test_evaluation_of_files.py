@@ -114,4 +114,4 @@ def test_the_folder_has_the_models_name(model: str, output: str) -> None:
 def test_options_of_an_evaluation_without_a_run_need_a_model() -> None:
     shown = CliRunner().invoke(commands, ["eval", "runs/a", "--benchmark", "math-500"])
     assert isinstance(shown.exception, ConfigError)
-    assert "need --model DIR" in str(shown.exception)
+    assert "need --model or --follow" in str(shown.exception)
