@@ -28,7 +28,7 @@ from sluice.config.schema.service import (
     AsynchronyConfig,
     EndpointConfig,
     SamplingConfig,
-    SluiceConfig,
+    ServiceConfig,
     TrainerServiceConfig,
     WeightsConfig,
 )
@@ -205,7 +205,7 @@ def evaluation_config(order: EvaluationOrder) -> RunConfig:
     )
 
 
-def _services(service: SluiceConfig, order: EvaluationOrder) -> SluiceConfig:
+def _services(service: ServiceConfig, order: EvaluationOrder) -> ServiceConfig:
     replace = msgspec.structs.replace
     return replace(
         service,
