@@ -30,6 +30,7 @@ from sluice.client.run_monitor import RunMonitor, ValidationResult
 from sluice.concurrency.process import stop_on_signals
 from sluice.data.benchmarks import benchmark_files
 from sluice.errors import ConfigError, NotReadyError
+from sluice.evaluation.figures import estimate_text
 from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130
@@ -191,8 +192,13 @@ def _evaluate_files(order: EvaluationOrder, display: Display) -> None:
         print_json(msgspec.to_builtins(end.results, str_keys=True))
         return
     for name, found in end.results.benchmarks.items():
-        failed = f", {found.failed_samples} samples without a grade" if found.failed_samples else ""
-        typer.echo(f"{name}: {found.prompts} prompts{failed}")
+        parts = [f"{found.prompts} prompts", f"mean {found.variable} {estimate_text(found.mean)}"]
+        passes = max(found.pass_at_k, default=1)
+        if passes > 1:
+            parts.append(f"pass@{passes} {estimate_text(found.pass_at_k[passes])}")
+        if found.failed_samples:
+            parts.append(f"{found.failed_samples} samples without a grade")
+        typer.echo(f"{name}: {', '.join(parts)}")
         _print_metrics(found.metrics)
 
 
