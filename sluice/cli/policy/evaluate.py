@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -16,9 +17,11 @@ from sluice.cli.arguments import (
     RUNS,
     AsJson,
     RunOption,
+    complete_run,
     complete_setting,
     named_run,
 )
+from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
 from sluice.cli.run.evaluation import EvaluationOrder, default_output, evaluate_model
 from sluice.cli.run.up import Display, ShowLogs, display_of
 from sluice.cli.running_run import ask_run
@@ -27,10 +30,11 @@ from sluice.client.run_monitor import RunMonitor, ValidationResult
 from sluice.concurrency.process import stop_on_signals
 from sluice.data.benchmarks import benchmark_files
 from sluice.errors import ConfigError, NotReadyError
+from sluice.evaluation.figures import estimate_text
 from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130
-_MODEL_ONLY = "With --model:"
+_MODEL_ONLY = "With --model or --follow:"
 ResultT = TypeVar("ResultT")
 
 
@@ -60,6 +64,15 @@ _Wait = Annotated[
 _Model = Annotated[
     Path | None,
     typer.Option(help="Model or checkpoint to evaluate without a run.", show_default=False),
+]
+_Follow = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN",
+        help="Evaluate each checkpoint of this run as it appears.",
+        show_default=False,
+        autocompletion=complete_run,
+    ),
 ]
 _Benchmark = Annotated[
     str | None,
@@ -96,6 +109,7 @@ def evaluate(  # noqa: PLR0913 - options of the command
     temperature: _Temperature = None,
     wait: _Wait = 600.0,
     model: _Model = None,
+    follow: _Follow = None,
     benchmark: _Benchmark = None,
     data_dir: _DataDir = Path("data"),
     engine: _Engine = None,
@@ -112,22 +126,28 @@ def evaluate(  # noqa: PLR0913 - options of the command
     apply.
 
     With --model, replicas and a reward service start, sample and grade the benchmarks as a run's
-    validation does, and end. After a kill of any process the same command continues.
+    validation does, and end. After a kill of any process the same command continues. --follow does
+    so for each checkpoint of a run, with its settings, until the run has ended.
 
     \b
     Examples:
       sluice eval runs/quickstart -n 4 --temperature 0.7
       sluice eval --model models/mine --benchmark math-500,mine.parquet -n 4 --engine vllm
+      sluice eval --follow runs/mine --benchmark math-500 -n 4
     """
-    if model is None:
+    subject = model or follow
+    if subject is None:
         if benchmark is not None or output is not None or config is not None:
-            raise ConfigError("--benchmark, --output and --config need --model DIR; add it")
+            raise ConfigError("--benchmark, --output and --config need --model or --follow")
         _evaluate_run(_run_of(arguments, run_option), n, temperature, wait, as_json=as_json)
         return
+    if model is not None and follow is not None:
+        raise ConfigError("--model and --follow both name what to evaluate; leave one out")
+    usual = follow / EVALUATIONS_NAME if follow else default_output(subject)
     order = EvaluationOrder(
-        model=model,
-        benchmarks=benchmark_files(benchmark or "", data_dir),
-        output=output or default_output(model),
+        model=subject,
+        benchmarks={} if follow and not benchmark else benchmark_files(benchmark or "", data_dir),
+        output=output or usual,
         config=config,
         overrides=arguments or [],
         samples_per_prompt=n,
@@ -135,14 +155,17 @@ def evaluate(  # noqa: PLR0913 - options of the command
         engine=None if engine is None else engine.value,
         replicas=replicas,
     )
-    _evaluate_files(order, display_of(logs=logs, quiet=False, as_json=as_json))
+    work = _evaluate_files if follow is None else partial(follow_run, follow)
+    work(order, display_of(logs=logs, quiet=False, as_json=as_json))
 
 
 def _run_of(arguments: list[str] | None, option: Path | None) -> Path:
     named, *more = arguments or [""]
     if more or "=" in named:
         stray = more[0] if more else named
-        raise ConfigError(f"{stray}: is for an evaluation without a run; add --model DIR")
+        raise ConfigError(
+            f"{stray}: is for an evaluation without a run; add --model DIR or --follow RUN"
+        )
     return named_run(Path(named) if named else None, option)
 
 
@@ -169,8 +192,13 @@ def _evaluate_files(order: EvaluationOrder, display: Display) -> None:
         print_json(msgspec.to_builtins(end.results, str_keys=True))
         return
     for name, found in end.results.benchmarks.items():
-        failed = f", {found.failed_samples} samples without a grade" if found.failed_samples else ""
-        typer.echo(f"{name}: {found.prompts} prompts{failed}")
+        parts = [f"{found.prompts} prompts", f"mean {found.variable} {estimate_text(found.mean)}"]
+        passes = max(found.pass_at_k, default=1)
+        if passes > 1:
+            parts.append(f"pass@{passes} {estimate_text(found.pass_at_k[passes])}")
+        if found.failed_samples:
+            parts.append(f"{found.failed_samples} samples without a grade")
+        typer.echo(f"{name}: {', '.join(parts)}")
         _print_metrics(found.metrics)
 
 

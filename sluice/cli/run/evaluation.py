@@ -26,7 +26,9 @@ from sluice.config.schema.critic import CriticConfig
 from sluice.config.schema.data import file_list
 from sluice.config.schema.service import (
     AsynchronyConfig,
+    EndpointConfig,
     SamplingConfig,
+    ServiceConfig,
     TrainerServiceConfig,
     WeightsConfig,
 )
@@ -160,7 +162,7 @@ def evaluation_config(order: EvaluationOrder) -> RunConfig:
     """
     config = load_config(order.config, order.overrides)
     replace = msgspec.structs.replace
-    policy, service = config.actor_rollout_ref, config.sluice
+    policy = config.actor_rollout_ref
     rollout = policy.rollout
     sampling = rollout.val_kwargs
     num_samples = order.samples_per_prompt or sampling.n
@@ -199,24 +201,46 @@ def evaluation_config(order: EvaluationOrder) -> RunConfig:
         trainer=TrainerConfig(
             total_training_steps=1, device="cpu", test_freq=-1, save_freq=-1, logger=["jsonl"]
         ),
-        sluice=replace(
-            service,
-            run_dir=str(order.output),
-            evaluation=replace(service.evaluation, benchmarks=list(order.benchmarks)),
-            asynchrony=AsynchronyConfig(max_staleness=0),
-            sampling=SamplingConfig(),
-            weights=WeightsConfig(),
-            trainer=TrainerServiceConfig(
-                replica_wait_timeout_s=service.trainer.replica_wait_timeout_s,
-                batch_timeout_s=service.trainer.batch_timeout_s,
-            ),
-            rollout=replace(
-                service.rollout,
-                replicas=order.replicas or service.rollout.replicas,
-                serves_model_files=True,
-            ),
-            reward=replace(service.reward, ledger="memory", group_log=False),
+        sluice=_services(config.sluice, order),
+    )
+
+
+def _services(service: ServiceConfig, order: EvaluationOrder) -> ServiceConfig:
+    replace = msgspec.structs.replace
+    return replace(
+        service,
+        run_dir=str(order.output),
+        evaluation=replace(service.evaluation, benchmarks=list(order.benchmarks)),
+        asynchrony=AsynchronyConfig(max_staleness=0),
+        sampling=SamplingConfig(),
+        weights=WeightsConfig(),
+        trainer=TrainerServiceConfig(
+            replica_wait_timeout_s=service.trainer.replica_wait_timeout_s,
+            batch_timeout_s=service.trainer.batch_timeout_s,
         ),
+        rollout=replace(
+            service.rollout,
+            replicas=order.replicas or service.rollout.replicas,
+            endpoint=_free_ports(service.rollout.endpoint),
+            serves_model_files=True,
+        ),
+        reward=replace(
+            service.reward,
+            endpoint=_free_ports(service.reward.endpoint),
+            ledger="memory",
+            group_log=False,
+        ),
+    )
+
+
+def _free_ports(endpoint: EndpointConfig) -> EndpointConfig:
+    """Return the endpoint with ports of its own: the configuration may be that of a live run."""
+    return msgspec.structs.replace(
+        endpoint,
+        port=0,
+        advertise=None,
+        health_port=0,
+        metrics_port=None if endpoint.metrics_port is None else 0,
     )
 
 

@@ -58,6 +58,15 @@ def test_scorers_lengths_sampling_and_environment_are_the_runs_and_training_is_g
     assert relation_problems(config) == []
 
 
+def test_the_ports_of_a_live_run_are_left_to_it(order: EvaluationOrder) -> None:
+    ports = "{port: 7001, health_port: 7002, metrics_port: 7003}"
+    text = f"sluice: {{reward: {{endpoint: {ports}}}, rollout: {{endpoint: {ports}}}}}"
+    (order.output.parent / "run.yaml").write_text(text, encoding="utf-8")
+    service = evaluation_config(order).sluice
+    for endpoint in (service.reward.endpoint, service.rollout.endpoint):
+        assert (endpoint.port, endpoint.health_port, endpoint.metrics_port) == (0, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("samples", "temperature", "expected"),
     [(None, None, 0.0), (4, None, 1.0), (4, 0.6, 0.6), (1, None, 0.0), (4, 0.0, 0.0)],
@@ -105,4 +114,4 @@ def test_the_folder_has_the_models_name(model: str, output: str) -> None:
 def test_options_of_an_evaluation_without_a_run_need_a_model() -> None:
     shown = CliRunner().invoke(commands, ["eval", "runs/a", "--benchmark", "math-500"])
     assert isinstance(shown.exception, ConfigError)
-    assert "need --model DIR" in str(shown.exception)
+    assert "need --model or --follow" in str(shown.exception)

@@ -32,7 +32,9 @@ def test_names_are_prepared_files_and_paths_are_files(tmp_path: Path) -> None:
         ("", "names none; give one or more"),
     ],
 )
-def test_what_is_not_there_is_named_with_the_remedy(tmp_path: Path, wanted: str, message: str) -> None:
+def test_what_is_not_there_is_named_with_the_remedy(
+    tmp_path: Path, wanted: str, message: str
+) -> None:
     with pytest.raises(DataError) as refusal:
         benchmark_files(wanted, tmp_path)
     assert message in str(refusal.value)
