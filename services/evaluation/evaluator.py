@@ -77,9 +77,7 @@ class Evaluator:
 
     async def _validate(self, began_s: float) -> None:
         await self._announcer.announce()
-        report = await self._reward.evaluate(VERSION, 0, lambda: self._fleet.totals()[0])
-        for name, value in report.metrics.items():
-            logger.info("%s: %.6g", name, value)
+        await self._reward.evaluate(VERSION, 0, lambda: self._fleet.totals()[0])
         await asyncio.to_thread(self._write, time.monotonic() - began_s)
 
     def _write(self, seconds: float) -> None:
