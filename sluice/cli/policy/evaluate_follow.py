@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import typer
 
+from sluice.cli.policy.kept_checkpoints import KeptCheckpoints
 from sluice.cli.run.evaluation import EvaluationEnd, EvaluationOrder, evaluate_model
 from sluice.cli.run.up import Display
 from sluice.cli.running_run import is_active
@@ -21,7 +21,7 @@ from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.errors import DataError, SluiceError
-from sluice.evaluation.comparison import compared_benchmarks, read_evaluations
+from sluice.evaluation.comparison import Evaluation, compared_benchmarks, read_evaluations
 from sluice.evaluation.figures import estimate_text
 from sluice.evaluation.page import PAGE_NAME, write_page
 from sluice.evaluation.results import RESULTS_NAME
@@ -30,9 +30,7 @@ from sluice.service_contract import CONFIG_NAME
 
 EVALUATIONS_NAME = "evaluations"
 """In a run's folder: a folder for each evaluated checkpoint."""
-_LOOK_EVERY_S = 5.0
-_CHECKPOINT = re.compile(r"global_step_(\d+)")
-_POLICY = "actor"
+_LOOK_EVERY_S = 2.0
 EvaluateModel = Callable[[EvaluationOrder, Display], EvaluationEnd]
 
 
@@ -68,69 +66,72 @@ def follow_run(
         benchmarks=order.benchmarks or _validation_files(location.config),
         config=order.config or location.run_dir / CONFIG_NAME,
     )
-    checkpoints = Path(checkpoint_folder(location.config))
-    print_line(display.console, f"following {checkpoints}; evaluations: {order.output}")
+    folder = Path(checkpoint_folder(location.config))
+    checkpoints = KeptCheckpoints(folder, order.output, RESULTS_NAME)
+    print_line(display.console, f"following {folder}; evaluations: {order.output}")
     try:
-        _evaluate_all(location.run_dir, checkpoints, order, display, evaluate, look_every_s)
+        with checkpoints.watching(look_every_s):
+            while True:
+                is_running = asyncio.run(is_active(location.run_dir))
+                checkpoints.look()  # after that: the run's last save comes before its end
+                if waiting := checkpoints.waiting():
+                    _evaluate_checkpoint(checkpoints, waiting[0], order, display, evaluate)
+                elif is_running:
+                    time.sleep(look_every_s)
+                else:
+                    break
     except KeyboardInterrupt:
         print_line(display.console, "stopped; the same command continues")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    if not _evaluated(order.output):
-        raise DataError(
-            f"{checkpoints}: the run has ended without a checkpoint; set trainer.save_freq"
-        )
+    if not checkpoints.evaluated():
+        raise DataError(f"{folder}: the run has ended without a checkpoint; set trainer.save_freq")
     print_line(display.console, f"the run has ended; page: {order.output / PAGE_NAME}")
 
 
-def _evaluate_all(
-    run_dir: Path,
-    checkpoints: Path,
+def _evaluate_checkpoint(
+    checkpoints: KeptCheckpoints,
+    step: int,
     order: EvaluationOrder,
     display: Display,
     evaluate: EvaluateModel,
-    look_every_s: float,
 ) -> None:
-    while True:
-        is_running = asyncio.run(is_active(run_dir))  # first: its last save comes before
-        waiting = _unevaluated(checkpoints, order.output)
-        for step in waiting[:1]:
-            _evaluate_checkpoint(checkpoints, step, order, display, evaluate)
-        if not waiting and not is_running:
-            break
-        if not waiting:
-            time.sleep(look_every_s)
-
-
-def _evaluate_checkpoint(
-    checkpoints: Path, step: int, order: EvaluationOrder, display: Display, evaluate: EvaluateModel
-) -> None:
-    folder, output = checkpoints / _name(step), order.output / _name(step)
+    output = checkpoints.evaluation(step)
     print_line(display.console, f"checkpoint of step {step}")
     end = None
     try:
-        end = evaluate(replace(order, model=folder, output=output), display)
+        end = evaluate(replace(order, model=checkpoints.model(step), output=output), display)
     except SluiceError:
-        if (folder / _POLICY).is_dir():
+        if checkpoints.is_there(step):
             raise
     if end is None or end.results is None:
-        if end is None or not (folder / _POLICY).is_dir():
+        if end is None or not checkpoints.is_there(step):
+            folder = checkpoints.checkpoint(step)
             text = f"{folder} was deleted meanwhile; raise trainer.max_actor_ckpt_to_keep"
             print_line(display.console, text)
             return
         raise typer.Exit(end.exit_code)
+    checkpoints.release(step)
     if display.as_json:
         results = msgspec.to_builtins(end.results, str_keys=True)
         print_json({"step": step, "folder": str(output), "results": results})
-    evaluations = read_evaluations([order.output / _name(one) for one in _evaluated(order.output)])
+    evaluations = read_evaluations([checkpoints.evaluation(one) for one in checkpoints.evaluated()])
     write_page(evaluations, order.output / PAGE_NAME)
+    _print_progress(step, output, evaluations, display)
+
+
+def _print_progress(
+    step: int, output: Path, evaluations: Sequence[Evaluation], display: Display
+) -> None:
+    """Print the means of the newest evaluation, and what has changed since the first one."""
     number = [one.folder for one in evaluations].index(output)
     for benchmark in compared_benchmarks(evaluations):
-        if (found := benchmark.results[number]) is not None:
-            text = f"step {step}, {benchmark.name}: mean {benchmark.variable} "
-            text += estimate_text(found.mean)
-            if (change := benchmark.differences[number]) is not None:
-                text += f", {estimate_text(change, signed=True)} since {evaluations[0].label}"
-            print_line(display.console, text)
+        if (found := benchmark.results[number]) is None:
+            continue
+        text = f"step {step}, {benchmark.name}: mean {benchmark.variable} "
+        text += estimate_text(found.mean)
+        if (change := benchmark.differences[number]) is not None:
+            text += f", {estimate_text(change, signed=True)} since {evaluations[0].label}"
+        print_line(display.console, text)
 
 
 def _validation_files(config: RunConfig) -> Mapping[str, Path]:
@@ -138,23 +139,3 @@ def _validation_files(config: RunConfig) -> Mapping[str, Path]:
     if not files:
         raise DataError("data.val_files: the run has none; give --benchmark")
     return {file.stem: file for file in files}
-
-
-def _unevaluated(checkpoints: Path, output: Path) -> list[int]:
-    """Return the steps of the policies without results, in order."""
-    done = set(_evaluated(output))
-    return [step for step in _steps(checkpoints, _POLICY) if step not in done]
-
-
-def _evaluated(output: Path) -> list[int]:
-    return _steps(output, RESULTS_NAME)
-
-
-def _steps(folder: Path, content: str) -> list[int]:
-    """Return N of each folder ``global_step_N`` with this content, in order."""
-    found = ((_CHECKPOINT.fullmatch(path.parent.name)) for path in folder.glob(f"*/{content}"))
-    return sorted(int(match[1]) for match in found if match)
-
-
-def _name(step: int) -> str:
-    return f"global_step_{step}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import typer
 from rich.console import Console
 
 from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
+from sluice.cli.policy.kept_checkpoints import KeptCheckpoints
 from sluice.cli.run.evaluation import EvaluationEnd, EvaluationOrder
 from sluice.cli.run.up import Display
 from sluice.errors import CheckpointError, DataError
@@ -32,13 +35,17 @@ class Run:
         text = f"data: {{val_files: {rows}}}\nsluice: {{run_dir: {folder}, {ports}}}\n"
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
-    def save(self, step: int) -> None:
-        (self.checkpoints / f"global_step_{step}" / "actor").mkdir(parents=True)
+    def save(self, step: int, *, with_weights: bool = False) -> Path:
+        model = self.checkpoints / f"global_step_{step}" / "actor" / "huggingface"
+        model.mkdir(parents=True)
+        if with_weights:
+            (model / "model.safetensors").write_text(str(step), encoding="utf-8")
+        return model
 
     def follow(self) -> list[str]:
         """Follow it; return the evaluated checkpoints."""
         order = EvaluationOrder(Path(), {}, self.folder / EVALUATIONS_NAME)
-        follow_run(self.folder, order, DISPLAY, self.evaluate, look_every_s=0.0)
+        follow_run(self.folder, order, DISPLAY, self.evaluate, look_every_s=0.001)
         return [one.model.name for one in self.orders]
 
     def evaluate(self, order: EvaluationOrder, _: Display) -> EvaluationEnd:
@@ -104,6 +111,65 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_left_out(
     run.save(1)
     run.save(2)
     assert run.follow() == ["global_step_2"]
+
+
+def test_a_checkpoint_that_the_run_deletes_before_its_turn_is_evaluated_all_the_same(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, weights = run.evaluate, list[str]()
+
+    def evaluate(order: EvaluationOrder, display: Display) -> EvaluationEnd:
+        shutil.rmtree(run.checkpoints, ignore_errors=True)  # all of them, at the first one
+        weights.append((order.model / "model.safetensors").read_text(encoding="utf-8"))
+        return usual(order, display)
+
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    run.save(1, with_weights=True)
+    run.save(2, with_weights=True)
+    run.follow()
+    assert weights == ["1", "2"]
+    assert not list(run.folder.glob("evaluations/*/model")), "kept longer than needed"
+
+
+def test_a_checkpoint_is_kept_while_another_one_is_evaluated(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = run.evaluate
+    kept = run.folder / EVALUATIONS_NAME / "global_step_2" / "model" / "model.safetensors"
+
+    def evaluate(order: EvaluationOrder, display: Display) -> EvaluationEnd:
+        if order.output.name == "global_step_1":
+            model = run.save(2, with_weights=True)
+            while not kept.exists():
+                time.sleep(0.001)
+            shutil.rmtree(model.parent.parent)
+        return usual(order, display)
+
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    run.save(1)
+    run.follow()
+    assert [one.output.name for one in run.orders] == ["global_step_1", "global_step_2"]
+
+
+def test_a_kept_model_takes_no_space_where_files_can_be_linked(run: Run) -> None:
+    model = run.save(1, with_weights=True)
+    KeptCheckpoints(run.checkpoints, run.folder / "out", "results.json").look()
+    kept = run.folder / "out" / "global_step_1" / "model"
+    assert (kept / "model.safetensors").samefile(model / "model.safetensors")
+
+
+def test_a_model_is_copied_to_another_file_system(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", refuse)
+    model = run.save(1, with_weights=True)
+    kept = KeptCheckpoints(run.checkpoints, run.folder / "out", "results.json")
+    kept.look()
+    assert (kept.model(1) / "model.safetensors").read_text(encoding="utf-8") == "1"
+    assert kept.model(1) != model
 
 
 def test_an_evaluation_that_fails_ends_with_its_exit_code(
