@@ -42,7 +42,7 @@ class Evaluation:
         """Return what is stored so far, without a last line that is not complete."""
         files = sorted((self.output / "responses").glob("*.jsonl"))
         texts = [file.read_text(encoding="utf-8") for file in files]
-        # Not `splitlines`, which knows other ends of lines, and not the last part, which may be cut.
+        # `splitlines` knows other ends of lines; the last part may be cut.
         return [line for text in texts for line in text.split("\n")[:-1]]
 
     def prompts(self) -> dict[int, Mapping[str, Any]]:
