@@ -21,20 +21,25 @@ class Evaluation:
     Attributes:
         model: folder of the model.
         benchmark: parquet file.
+        config: file with the quickstart's settings.
         output: folder of the results.
         samples: of each prompt.
+        settings: further ones.
     """
 
     model: Path
     benchmark: Path
+    config: Path
     output: Path
     samples: int = 1
+    settings: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         """Return the command; the same one resumes."""
         command = [*SLUICE, "eval", "--model", str(self.model), "--benchmark", str(self.benchmark)]
         command += ["-n", str(self.samples), "--temperature", "0", "--engine", "torch"]
-        command += ["--replicas", "2", "--output", str(self.output)]
+        command += ["--replicas", "2", "--config", str(self.config)]
+        command += ["--output", str(self.output), *self.settings]
         print_line(" ".join(command[2:]))
         return command
 
