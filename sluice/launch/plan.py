@@ -104,7 +104,8 @@ def this_machine(config: RunConfig, environment: Mapping[str, str] = os.environ)
     is_embedded = config.actor_rollout_ref.rollout.name == "torch"
     if has_devices or not is_embedded or not sys.platform.startswith("linux"):
         return ThisMachine()
-    imports, threads = _OF_REPLICAS, config.sluice.rollout.torch_threads
+    imports: tuple[str, ...] = _OF_REPLICAS
+    threads = config.sluice.rollout.torch_threads
     if not config.sluice.evaluation.benchmarks:
         imports, threads = (*_OF_TRAINER, *imports), config.sluice.trainer.torch_threads
     return ForkingMachine(_FORKED, imports, threads)
