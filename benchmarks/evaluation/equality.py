@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.evaluation.held_run import while_held
+from benchmarks.evaluation.held_run import run_folder, while_held
 from benchmarks.evaluation.stored import (
     SLUICE,
     Evaluation,
@@ -21,6 +21,7 @@ from benchmarks.evaluation.stored import (
     responses,
 )
 from benchmarks.reporting import ROOT, print_line
+from sluice.service_contract import CONFIG_NAME
 
 KEYS = ("responses_differ", "metrics_difference", "first_sample_s")
 MOST: Mapping[str, float] = {
@@ -58,7 +59,7 @@ def measure(folder: Path) -> Mapping[str, Any]:
 def _alone(folder: Path, model: Path, name: str) -> Evaluation:
     output = folder / name
     shutil.rmtree(output, ignore_errors=True)
-    return Evaluation(model, held_out_file(folder), output)
+    return Evaluation(model, held_out_file(folder), run_folder(folder) / CONFIG_NAME, output)
 
 
 def _evaluated_in_run(run_dir: Path) -> dict[str, float]:

@@ -30,6 +30,11 @@ _SETTINGS = (
 )
 
 
+def run_folder(folder: Path) -> Path:
+    """Return the folder of the run, in that of the benchmark."""
+    return folder / "run"
+
+
 def while_held(folder: Path, look: Callable[[Path, Path, int], None]) -> None:
     """Train some steps, pause, save a checkpoint, and look at the run; then end it.
 
@@ -37,7 +42,7 @@ def while_held(folder: Path, look: Callable[[Path, Path, int], None]) -> None:
         folder: of the run and of the quickstart's files, which are made once.
         look: called with the run's folder, the model of the checkpoint, and the step.
     """
-    run_dir = folder / "run"
+    run_dir = run_folder(folder)
     empty_run_folder(run_dir, folder / "assets", "quickstart", 0)
     command = [*SLUICE, "quickstart", "--run-dir", str(run_dir), "--quiet", *_SETTINGS]
     command.append(f"trainer.validation_data_dir={run_dir / 'validation'}")

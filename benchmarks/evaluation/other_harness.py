@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 from benchmarks.evaluation.held_run import while_held
 from benchmarks.evaluation.stored import SLUICE, Evaluation, held_out_file
 from benchmarks.reporting import ROOT, print_line
+from sluice.config.loading.loader import load_config
+from sluice.service_contract import CONFIG_NAME
 
 KEYS = ("lm_eval_difference",)
 MOST: Mapping[str, float] = {"lm_eval_difference": 0.0}
@@ -30,7 +32,7 @@ test_split: test
 output_type: generate_until
 doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["</answer>"], max_gen_toks: 96, temperature: 0.0}}
+generation_kwargs: {{until: ["</answer>"], max_gen_toks: {tokens}, temperature: 0.0}}
 filter_list:
   - name: number
     filter:
@@ -55,10 +57,10 @@ def measure(folder: Path, python: str | None) -> Mapping[str, Any]:
     def look(run_dir: Path, model: Path, _step: int) -> None:
         harness = folder / "lm-eval"
         shutil.rmtree(harness, ignore_errors=True)
-        benchmark = _write_rows(folder, harness)
+        benchmark = _write_rows(folder, run_dir, harness)
         with _served(run_dir) as url:
             theirs = _accuracy_of_lm_eval(program, harness, url)
-        alone = Evaluation(model, benchmark, harness / "ours")
+        alone = Evaluation(model, benchmark, run_dir / CONFIG_NAME, harness / "ours")
         subprocess.run(alone.command(), cwd=ROOT, check=True)
         right = [bool(p["samples"][0]["metrics"]["acc"]) for p in alone.prompts().values()]
         print_line(f"lm-eval {theirs}, sluice eval {sum(right)} of {len(right)}")
@@ -68,7 +70,7 @@ def measure(folder: Path, python: str | None) -> Mapping[str, Any]:
     return found
 
 
-def _write_rows(folder: Path, harness: Path) -> Path:
+def _write_rows(folder: Path, run_dir: Path, harness: Path) -> Path:
     """Write the same rows for lm-eval and for ours; return our file."""
     harness.mkdir(parents=True)
     table = pq.read_table(held_out_file(folder)).slice(0, _ROWS)
@@ -78,7 +80,8 @@ def _write_rows(folder: Path, harness: Path) -> Path:
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (harness / "rows.jsonl").write_text(lines, encoding="utf-8")
-    task = _TASK_FILE.format(task=_TASK, rows=harness / "rows.jsonl")
+    tokens = load_config(run_dir / CONFIG_NAME).data.max_response_length
+    task = _TASK_FILE.format(task=_TASK, rows=harness / "rows.jsonl", tokens=tokens)
     (harness / "task.yaml").write_text(task, encoding="utf-8")
     pq.write_table(table, harness / "rows.parquet")
     return harness / "rows.parquet"

@@ -21,20 +21,25 @@ class Evaluation:
     Attributes:
         model: folder of the model.
         benchmark: parquet file.
+        config: file with the quickstart's settings.
         output: folder of the results.
         samples: of each prompt.
+        settings: further ones.
     """
 
     model: Path
     benchmark: Path
+    config: Path
     output: Path
     samples: int = 1
+    settings: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         """Return the command; the same one resumes."""
         command = [*SLUICE, "eval", "--model", str(self.model), "--benchmark", str(self.benchmark)]
         command += ["-n", str(self.samples), "--temperature", "0", "--engine", "torch"]
-        command += ["--replicas", "2", "--output", str(self.output)]
+        command += ["--replicas", "2", "--config", str(self.config)]
+        command += ["--output", str(self.output), *self.settings]
         print_line(" ".join(command[2:]))
         return command
 
@@ -42,7 +47,7 @@ class Evaluation:
         """Return what is stored so far, without a last line that is not complete."""
         files = sorted((self.output / "responses").glob("*.jsonl"))
         texts = [file.read_text(encoding="utf-8") for file in files]
-        # Not `splitlines`, which knows other ends of lines, and not the last part, which may be cut.
+        # `splitlines` knows other ends of lines; the last part may be cut.
         return [line for text in texts for line in text.split("\n")[:-1]]
 
     def prompts(self) -> dict[int, Mapping[str, Any]]:

@@ -16,7 +16,7 @@ import pytest
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.small_run import WAIT_S, Assets, LiveRun, processes_naming, run_to_end
 
-PROMPTS, SAMPLES = 120, 4
+PROMPTS, SAMPLES = 60, 4
 SLOWLY = "reward.custom_reward_function.name=slowly"
 """So that a kill comes before the end."""
 

@@ -13,6 +13,9 @@ from sluice.cli.watch.progress import duration_text
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.errors import SluiceError
 
+# It ends first, or a kill is over in seconds.
+_NOT_ANSWERING = "the process evaluation is ending, or starts again"
+
 
 class EvaluationView(LiveView):
     """The view of one evaluation, until the caller cancels it."""
@@ -41,7 +44,7 @@ class EvaluationView(LiveView):
         try:
             snapshot = await monitor.snapshot()
         except SluiceError:
-            return self._starting_line()
+            return self._starting_line() if self._first is None else _NOT_ANSWERING
         done, total = snapshot.validation
         if self._first is None and total:
             self._first = time.monotonic(), done

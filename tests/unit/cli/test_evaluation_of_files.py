@@ -18,6 +18,7 @@ from sluice.cli.run.evaluation import (
 )
 from sluice.config.rules.checks import relation_problems
 from sluice.errors import ConfigError
+from sluice.launch.service_spec import local_services, with_ports
 
 RUN = """
 data: {train_files: train.parquet, train_batch_size: 512, max_response_length: 4096}
@@ -115,3 +116,24 @@ def test_options_of_an_evaluation_without_a_run_need_a_model() -> None:
     shown = CliRunner().invoke(commands, ["eval", "runs/a", "--benchmark", "math-500"])
     assert isinstance(shown.exception, ConfigError)
     assert "need --model or --follow" in str(shown.exception)
+
+
+def test_the_replicas_have_all_devices_and_no_trainer_starts(
+    order: EvaluationOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    order = replace(
+        order,
+        replicas=2,
+        engine="vllm",
+        overrides=["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+    )
+    specs = local_services(with_ports(evaluation_config(order)), order.output / "config.yaml")
+    assert {spec.name: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs} == {
+        "reward": None,
+        "evaluation": None,
+        "rollout-0": "0,1",
+        "rollout-1": "2,3",
+    }
+    assert [spec.name for spec in specs if spec.ends_run] == ["evaluation"]
+    assert all(spec.restarts.max_restarts for spec in specs)
