@@ -51,7 +51,7 @@ _PROMPTS_AT_ONCE = 64
 _OF_SCORERS = (FailureKind.UNSCORABLE, FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH)
 
 
-async def regraded(folder: Path, config: RunConfig) -> None:
+async def regrade_all(folder: Path, config: RunConfig) -> None:
     """Grade all stored responses and replace their files.
 
     Raises:
@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> None:
     given = parser.parse_args(argv)
     end_with_supervisor()
     config = load_config(given.folder / CONFIG_NAME, given.overrides)
-    asyncio.run(regraded(given.folder, config))
+    asyncio.run(regrade_all(given.folder, config))
 
 
 if __name__ == "__main__":

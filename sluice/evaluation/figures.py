@@ -43,7 +43,7 @@ def estimates_figure(
         return joined()
     scale = _Scale.of([place for place, _ in points], [one for _, one in points])
     values = scale.ticks()
-    drawn = [
+    shapes = [
         *(_grid_line(scale, value) for value in values),
         *_mark_texts(scale, marks),
         element(
@@ -58,7 +58,7 @@ def estimates_figure(
     ]
     summary = f"{caption} of {len(series)} evaluations; the tables have all values"
     picture = element(
-        "svg", *drawn, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=summary
+        "svg", *shapes, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=summary
     )
     return element(
         "figure", element("figcaption", caption), picture, _legend(series), class_="chart"

@@ -223,14 +223,14 @@ def _figures(evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark) ->
         "evaluation",
     )
     # The first one, and the newest.
-    drawn = found if len(found) <= _MOST_LINES else [found[0], *found[1 - _MOST_LINES :]]
+    chosen = found if len(found) <= _MOST_LINES else [found[0], *found[1 - _MOST_LINES :]]
     lines = [
         Series(
             evaluations[place - 1].label,
             STYLES[index],
             {log2(k): each for k, each in one.pass_at_k.items()},
         )
-        for index, (place, one) in enumerate(drawn)
+        for index, (place, one) in enumerate(chosen)
         if len(one.pass_at_k) > 1
     ]
     sizes = sorted({k for _, one in found for k in one.pass_at_k})

@@ -23,8 +23,8 @@ from sluice.config.schema.data import file_list
 from sluice.errors import DataError, SluiceError
 from sluice.evaluation.comparison import Evaluation, compared_benchmarks, read_evaluations
 from sluice.evaluation.figures import estimate_text
-from sluice.evaluation.page import PAGE_NAME, write_page
-from sluice.evaluation.results import RESULTS_NAME
+from sluice.evaluation.page import PAGE_NAME, write_page, write_report
+from sluice.evaluation.results import RESULTS_NAME, write_results
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED
 from sluice.service_contract import CONFIG_NAME
 
@@ -110,10 +110,18 @@ def _evaluate_checkpoint(
             print_line(display.console, text)
             return
         raise typer.Exit(end.exit_code)
+    results = write_results(
+        output,
+        model=str(checkpoints.checkpoint(step)),  # the kept one goes
+        sampling=end.results.sampling,
+        samples_per_prompt=end.results.samples_per_prompt,
+        seconds=end.results.seconds,
+    )
+    write_report(output)
     checkpoints.release(step)
     if display.as_json:
-        results = msgspec.to_builtins(end.results, str_keys=True)
-        print_json({"step": step, "folder": str(output), "results": results})
+        numbers = msgspec.to_builtins(results, str_keys=True)
+        print_json({"step": step, "folder": str(output), "results": numbers})
     evaluations = read_evaluations([checkpoints.evaluation(one) for one in checkpoints.evaluated()])
     write_page(evaluations, order.output / PAGE_NAME)
     _print_progress(step, output, evaluations, display)

@@ -79,7 +79,7 @@ def test_regrading_writes_results_and_page_and_keeps_the_former_ones(tmp_path: P
     assert "before: reward 1" in (folder / "report.html").read_text()
 
 
-def test_an_evaluation_that_has_not_ended_is_not_regraded(tmp_path: Path) -> None:
+def test_an_evaluation_that_has_not_ended_is_not_graded_again(tmp_path: Path) -> None:
     store(tmp_path, [graded(0, 1.0)])
     (tmp_path / CONFIG_NAME).write_text("")
     code, text = invoke("regrade", str(tmp_path))

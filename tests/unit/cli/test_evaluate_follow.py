@@ -128,6 +128,8 @@ def test_a_checkpoint_that_the_run_deletes_before_its_turn_is_evaluated_all_the_
     run.save(2, with_weights=True)
     run.follow()
     assert weights == ["1", "2"]
+    results = read_results(run.folder / EVALUATIONS_NAME / "global_step_2")
+    assert results.model == str(run.checkpoints / "global_step_2")
     assert not list(run.folder.glob("evaluations/*/model")), "kept longer than needed"
 
 

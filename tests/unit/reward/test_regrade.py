@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.regrade import regraded
+from services.reward.regrade import regrade_all
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, DataError
@@ -42,7 +42,7 @@ async def test_new_grades_take_the_place_of_earlier_ones_which_stay_beside_them(
 ) -> None:
     folder = evaluation(tmp_path / "a", [prompt(0, [sample("12345", acc=0.0), sample("1")])])
     (before,) = stored(folder)
-    await regraded(folder, configured(tmp_path, LENGTH))
+    await regrade_all(folder, configured(tmp_path, LENGTH))
     (after,) = stored(folder)
     assert [one.reward for one in after.samples] == [5.0, 1.0]
     assert after.samples[0].metrics == {"score": 5.0, "acc": 1.0, "pred": "12345"}
@@ -50,7 +50,7 @@ async def test_new_grades_take_the_place_of_earlier_ones_which_stay_beside_them(
         [StoredGrade(one.reward, one.metrics)] for one in before.samples
     ]
     assert after.key == before.key
-    await regraded(folder, configured(tmp_path, HALF))
+    await regrade_all(folder, configured(tmp_path, HALF))
     assert [one.reward for one in stored(folder)[0].samples[0].earlier] == [-1.0, 5.0]
 
 
@@ -58,7 +58,7 @@ async def test_only_responses_that_exist_are_graded(tmp_path: Path) -> None:
     lost = sample("", acc=None, failure="engine_error: no replica")
     late = sample("123", acc=None, failure="scorer_timeout: no answer")
     folder = evaluation(tmp_path / "a", [prompt(0, [lost, late, sample("die"), sample("1")])])
-    await regraded(folder, configured(tmp_path, LENGTH))
+    await regrade_all(folder, configured(tmp_path, LENGTH))
     found = stored(folder)[0].samples
     assert found[0].failure == "engine_error: no replica"
     assert found[0].earlier == []
@@ -71,7 +71,7 @@ async def test_only_responses_that_exist_are_graded(tmp_path: Path) -> None:
 
 async def test_a_long_response_gets_the_penalty_of_training(tmp_path: Path) -> None:
     folder = evaluation(tmp_path / "a", [prompt(0, [sample("123", tokens=15)])])
-    await regraded(
+    await regrade_all(
         folder,
         configured(
             tmp_path,
@@ -91,7 +91,7 @@ async def test_a_scorer_that_cannot_be_loaded_changes_nothing(tmp_path: Path) ->
     folder = evaluation(tmp_path / "a", [prompt(0, [sample()])])
     before = {path.name: path.read_bytes() for path in (folder / "responses").iterdir()}
     with pytest.raises(ConfigError, match=r"grade\.py"):
-        await regraded(folder, configured(tmp_path, "raise ValueError('no')"))
+        await regrade_all(folder, configured(tmp_path, "raise ValueError('no')"))
     assert {path.name: path.read_bytes() for path in (folder / "responses").iterdir()} == before
 
 
@@ -100,7 +100,7 @@ async def test_damage_in_one_benchmark_changes_no_file(tmp_path: Path) -> None:
     (folder / "responses" / "other.jsonl").write_bytes(b"{}\n")
     before = {path.name: path.read_bytes() for path in (folder / "responses").iterdir()}
     with pytest.raises(DataError, match=r"other\.jsonl, line 1"):
-        await regraded(folder, configured(tmp_path, HALF))
+        await regrade_all(folder, configured(tmp_path, HALF))
     assert {path.name: path.read_bytes() for path in (folder / "responses").iterdir()} == before
 
 
@@ -110,7 +110,7 @@ async def test_what_an_environment_graded_stays_and_scorers_get_the_last_turn_of
     episode = sample("[user] long", turns=2, last_turn="12")
     decided = sample("[user] long", acc=0.0, turns=2, is_graded_by_environment=True)
     folder = evaluation(tmp_path / "a", [prompt(0, [episode, decided])])
-    await regraded(folder, configured(tmp_path, LENGTH))
+    await regrade_all(folder, configured(tmp_path, LENGTH))
     found = stored(folder)[0].samples
     assert [one.reward for one in found] == [2.0, -1.0]
     assert found[1].earlier == []
