@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.evaluation.stored import Evaluation, differing, largest_difference, responses
 from benchmarks.reporting import ROOT, print_line
+from sluice.cli.run.quickstart import asset_settings
 from sluice.cli.running_run import is_active, launched_processes
 from sluice.quickstart.prepare import prepare
 
@@ -40,10 +41,7 @@ def measure(folder: Path) -> Mapping[str, Any]:
                 ROOT / "sluice" / "quickstart" / "quickstart.yaml",
                 folder / name,
                 _SAMPLES,
-                (
-                    f"data.max_prompt_length={assets.task.max_prompt_tokens}",
-                    f"data.max_response_length={assets.task.max_response_tokens}",
-                ),
+                tuple(asset_settings(assets, folder / name, 0)),
             )
         )
     whole, killed = evaluations
