@@ -80,7 +80,7 @@ def _write_rows(folder: Path, run_dir: Path, harness: Path) -> Path:
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (harness / "rows.jsonl").write_text(lines, encoding="utf-8")
-    tokens = load_config(run_dir / CONFIG_NAME).data.max_response_length
+    tokens = load_config(run_dir / CONFIG_NAME, []).data.max_response_length
     task = _TASK_FILE.format(task=_TASK, rows=harness / "rows.jsonl", tokens=tokens)
     (harness / "task.yaml").write_text(task, encoding="utf-8")
     pq.write_table(table, harness / "rows.parquet")
