@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.reward.generation.request import (
@@ -32,7 +32,12 @@ from services.reward.prompts.dataset import IssuedRow
 from services.reward.prompts.source import VALIDATION_ID_PREFIX, RowStream
 from services.reward.records.failures import FailureLog
 from services.reward.records.group_log import SampleDumps
-from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
+from sluice.algorithm.validation_metrics import (
+    ValidationPrompt,
+    means,
+    prompt_values,
+    standard_errors,
+)
 from sluice.concurrency.waits import deadline
 from sluice.errors import InvalidRequestError, NotReadyError, SluiceError, ValidationFailedError
 from sluice.telemetry.samples import DumpedSample
@@ -96,11 +101,12 @@ class ValidationExample:
 
 @dataclass(frozen=True, slots=True)
 class FinishedValidation:
-    """Metrics by verl's names, and response tokens generated for them."""
+    """Metrics by verl's names, with standard errors, and response tokens generated for them."""
 
     metrics: dict[str, float]
     examples: list[ValidationExample]
     num_generated_tokens: int
+    standard_errors: dict[str, float] = field(default_factory=dict)
 
 
 class ValidationRun:
@@ -139,10 +145,12 @@ class ValidationRun:
             "val-aux/num_prompts": float(len(scored)),
             "val-aux/num_failed_samples": float(num_failed),
         }
+        values = prompt_values(scored)
         return FinishedValidation(
-            validation_metrics(scored) | counts,
+            means(values) | counts,
             [self._examples[position] for position in sorted(self._examples)],
             sum(p.num_response_tokens for p in prompts),
+            standard_errors(values),
         )
 
 

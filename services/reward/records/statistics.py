@@ -62,7 +62,8 @@ class TokenUse(StrEnum):
     that were generated again;
     ``preempted``: of groups that were preempted when a batch was full
     (`sluice.algorithm.groups.staleness`);
-    ``taken_over``: of groups that another trainer made start again.
+    ``taken_over``: of groups that another trainer made start again;
+    ``rolled_back``: of groups that start again because their policy was given up.
     """
 
     TRAINED = "trained"
@@ -75,6 +76,7 @@ class TokenUse(StrEnum):
     ABORTED = "aborted"
     SURPLUS = "surplus"
     TAKEN_OVER = "taken_over"
+    ROLLED_BACK = "rolled_back"
     VALIDATION = "evaluation"
 
 
@@ -93,10 +95,17 @@ _USE_BY_REASON = {
     CancelReason.NO_SLOT: TokenUse.STALE,
     CancelReason.PREEMPTED: TokenUse.PREEMPTED,
     CancelReason.TAKEN_OVER: TokenUse.TAKEN_OVER,
+    CancelReason.ROLLED_BACK: TokenUse.ROLLED_BACK,
 }
 """A group that is too old is not requeued: its prompt ends."""
 
-_DISCARDED = (TokenUse.STALE, TokenUse.PREEMPTED, TokenUse.FAILED, TokenUse.TAKEN_OVER)
+_DISCARDED = (
+    TokenUse.STALE,
+    TokenUse.PREEMPTED,
+    TokenUse.FAILED,
+    TokenUse.TAKEN_OVER,
+    TokenUse.ROLLED_BACK,
+)
 
 
 def batch_content_metrics(

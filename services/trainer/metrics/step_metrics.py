@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sluice.algorithm.batch_metrics import throughput_metrics
 from sluice.device.cpu import used_memory_bytes
@@ -24,11 +24,12 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """Validation numbers of one version."""
+    """Validation numbers of one version, with standard errors of the metrics over prompts."""
 
     metrics: Mapping[str, float]
     examples: tuple[Example, ...]
     generated_tokens: int
+    standard_errors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

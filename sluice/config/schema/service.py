@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from sluice.config.schema.environment import EnvironmentConfig
+from sluice.config.schema.guards import GuardsConfig
 from sluice.config.schema.limits import LimitsConfig
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.config.schema.section import (
@@ -394,6 +395,7 @@ class ServiceConfig(Section, frozen=True):
     telemetry: TelemetryConfig = TelemetryConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    guards: GuardsConfig = GuardsConfig()
     max_message_mb: Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)] | None = None
     """Largest gRPC message, MiB; none: 64, or what a sample or a batch's outline needs, if more."""
 
