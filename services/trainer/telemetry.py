@@ -129,6 +129,7 @@ def _run(state: RunState) -> Iterator[InstrumentReading]:
         yield reading("sluice_trainer_phase", float(phase is state.phase), phase)
         yield reading("sluice_trainer_seconds_total", spent.get(phase, 0.0), phase)
     yield reading("sluice_trainer_present_phase_seconds", state.phase_seconds)
+    yield reading("sluice_trainer_guard_hold", float(bool(state.hold_reason)))
     yield reading("sluice_trainer_wall_seconds_total", process_age_s())
 
 

@@ -226,6 +226,7 @@ class PromptLedger:
             self.num_acknowledged,
             self.trainer,
             dict(self.all_strikes),
+            dict(self._rollbacks),
         )
 
     def next_sequence(self) -> int:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from statistics import fmean
 
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.group_table import (
@@ -30,6 +31,7 @@ from services.reward.group_table import (
     outcome_counts,
 )
 from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
+from sluice.algorithm.batch_metrics import repetition_share
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,9 @@ _DISCARDED = (
 )
 
 
+_REPETITION_GROUPS = 64
+
+
 def batch_content_metrics(
     groups: Sequence[TrainGroup], version: int, *, num_generated_tokens: float
 ) -> dict[str, float]:
@@ -131,7 +136,15 @@ def batch_content_metrics(
         "training/off_policy/trajectory_staleness/mean": mean,
         "training/off_policy/trajectory_staleness/max": largest,
         "training/off_policy/trajectory_staleness/min": float(min(staleness, default=0)),
+        **_repetition(groups),
     }
+
+
+def _repetition(groups: Sequence[TrainGroup]) -> dict[str, float]:
+    """Return the mean over some responses: all of them would hold up the event loop."""
+    shown = [group.rollouts[0] for group in groups[:_REPETITION_GROUPS] if group.rollouts]
+    shares = [repetition_share(turn.token_ids) for one in shown for turn in one.turns]
+    return {"train/repetition_share": fmean(shares)} if shares else {}
 
 
 def uses_of_group(

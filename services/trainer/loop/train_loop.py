@@ -165,7 +165,7 @@ class TrainLoop:
                 self._wait_for_replicas(), RunPhase.WAITING_FOR_REPLICAS, self._is_stopped
             )
             watcher = None if self._is_stopped() else await self._begin(tasks)
-            while not (self._settings.val_only or await self._is_over()):
+            while not (self._settings.val_only or await self._is_over(tasks)):
                 step = self._state.step + 1
                 with StepTrace(step) as trace:
                     await self._step(tasks, step, trace)
@@ -186,10 +186,10 @@ class TrainLoop:
             await self._start_validation(tasks, self._state.step)
         return tasks.create_task(self._watch_fleet(), name="fleet")
 
-    async def _is_over(self) -> bool:
+    async def _is_over(self, tasks: asyncio.TaskGroup) -> bool:
         """Return whether no step follows. While the run is paused, wait and save on request."""
         while not self._state.is_over:
-            await self._obey_guards()
+            await self._obey_guards(tasks)
             if not self._state.is_paused:
                 break
             await self._await_delivery()
@@ -200,7 +200,7 @@ class TrainLoop:
             await self._state.control_call()
         return self._state.is_over
 
-    async def _obey_guards(self) -> None:
+    async def _obey_guards(self, tasks: asyncio.TaskGroup) -> None:
         """Hold, stop or roll back the run if a rule is broken."""
         if not self._guards.is_due:
             return
@@ -214,9 +214,9 @@ class TrainLoop:
             case GuardAction.STOP:
                 self._state.stop(verdict.reason)
             case GuardAction.ROLLBACK:
-                await self._roll_back(verdict)
+                await self._roll_back(tasks, verdict)
 
-    async def _roll_back(self, verdict: Verdict) -> None:
+    async def _roll_back(self, tasks: asyncio.TaskGroup, verdict: Verdict) -> None:
         """Make the weights of a checkpoint the next version; the data set continues.
 
         The version is saved first, and the record of the guards before that: a trainer that dies on
@@ -236,6 +236,9 @@ class TrainLoop:
         await self._deliver(version)
         await self._announcer.announce(rolled_back_to=restored)
         logger.warning("version %d has the weights of step %d again", version, restored)
+        self._reporter.rolled_back(version, self._guards.row(version))
+        if self._settings.validates:
+            await self._start_validation(tasks, version)
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
         began_s, fleet_began = time.monotonic(), self._fleet.counters()
