@@ -144,11 +144,13 @@ class GuardRecord:
         signals: by name of the metric, in the order of steps.
         rollbacks: in order.
         counts_after: signals of later steps can break a rule.
+        saved: steps whose checkpoints are this run's; an earlier run may have left others.
     """
 
     signals: Mapping[str, tuple[Signal, ...]] = field(default_factory=dict)
     rollbacks: tuple[Rollback, ...] = ()
     counts_after: int = -1
+    saved: tuple[int, ...] = ()
 
     def until(self, step: int) -> GuardRecord:
         """Return the record of a run that resumes from a checkpoint of `step`."""
@@ -159,6 +161,7 @@ class GuardRecord:
             },
             tuple(one for one in self.rollbacks if one.version <= step),
             min(self.counts_after, step),
+            tuple(one for one in self.saved if one <= step),
         )
 
     @property

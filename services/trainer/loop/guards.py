@@ -103,6 +103,12 @@ class RunGuards:
         best = self._best(saved, self._keep.top)
         return best if validating is None else (*best, validating)
 
+    def saved(self, step: int) -> None:
+        """Note that this run has a checkpoint of `step`."""
+        own = dict.fromkeys((*self._record.saved, step))
+        self._record = replace(self._record, saved=tuple(own))
+        self._write()
+
     def validating(self, step: int) -> None:
         """Note that the weights after `step` are being validated."""
         self._validating = step
@@ -179,7 +185,8 @@ class RunGuards:
         return f"the best checkpoint has {self._kept_name}: {found[-1].text}" if found else ""
 
     def _best(self, saved: Collection[int], top: int) -> tuple[int, ...]:
-        return best_steps(self._kept_signals(), self._keep.better, saved, top)
+        own = set(self._record.saved).intersection(saved)
+        return best_steps(self._kept_signals(), self._keep.better, own, top)
 
     @property
     def _kept_name(self) -> str:

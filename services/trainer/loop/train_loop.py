@@ -484,6 +484,7 @@ class TrainLoop:
         with TRACER.span(SpanName.SAVE):
             path = await self._learner.save(step, self._progress or DataProgress(0))
         self._saved_step = step
+        self._guards.saved(step)
         if self._state.is_save_wanted:
             await self._learner.saved()
         self._state.answer_saves(step, path)

@@ -153,9 +153,9 @@ def test_a_missing_metric_and_one_that_is_not_finite_are_no_values() -> None:
 
 
 def test_a_resumed_run_knows_what_was_before_its_checkpoint() -> None:
-    full = GuardRecord(record(0.9, 0.1).signals, (Rollback(11, 0, 0.5),), counts_after=10)
+    full = GuardRecord(record(0.9, 0.1).signals, (Rollback(11, 0, 0.5),), 10, (0, 10, 11))
     assert full.until(11) == full
-    assert full.until(5) == GuardRecord(record(0.9).signals, (), counts_after=5)
+    assert full.until(5) == GuardRecord(record(0.9).signals, (), 5, (0,))
 
 
 def test_steps_in_the_weights_leave_out_rolled_back_batches_and_the_rollbacks() -> None:

@@ -121,10 +121,13 @@ def report(value: float) -> ValidationReport:
 
 def test_the_best_checkpoint_and_the_one_being_validated_are_protected(tmp_path: Path) -> None:
     found = noted(tmp_path)
-    found.validated(1, report(0.9))
-    found.validated(2, report(0.5))
+    for step, accuracy in enumerate((0.95, 0.9, 0.5)):
+        found.validated(step, report(accuracy))
+    found.saved(1)
+    found.saved(2)
     found.validating(3)
-    assert set(found.protected({1, 2, 3})) == {1, 3}
+    # That of step 0 is an earlier run's.
+    assert set(found.protected({0, 1, 2, 3})) == {1, 3}
 
 
 def test_a_restarted_run_finds_rule_rollbacks_and_rate_as_they_were(tmp_path: Path) -> None:
