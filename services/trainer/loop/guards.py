@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,22 +131,24 @@ class RunGuards:
     @property
     def is_due(self) -> bool:
         """Return whether a rule is broken that the run has not obeyed."""
-        return not (self._state.hold_reason or self._has_held) and any(
+        return not (self._state.is_paused or self._has_held) and any(
             judgement.state is RuleState.BROKEN for _, judgement in self.judgements()
         )
 
-    def verdict(self, saved: Collection[int]) -> Verdict | None:
-        """Return what a broken rule demands now; ``None``: nothing, or a user has to resume first.
+    def verdict(self, saved: Callable[[], Collection[int]]) -> Verdict | None:
+        """Return what a broken rule demands now; ``None``: nothing, or the run is paused anyway.
 
         Args:
-            saved: steps of the checkpoints on disk.
+            saved: returns the steps of the checkpoints on disk.
         """
-        if self._state.hold_reason:
+        if self._state.is_paused:  # and its holder may need this version
             return None
         if self._has_held:  # a user has resumed: what was seen so far is settled
             self._has_held = False
             self._settle()
-        best = self._best(saved, 1)
+        if not self.is_due:
+            return None
+        best = self._best(saved(), 1)
         verdict = decide(self.rules, self._record, best[0] if best else None)
         self._has_held = verdict is not None and verdict.action is GuardAction.HOLD
         return verdict

@@ -202,9 +202,7 @@ class TrainLoop:
 
     async def _obey_guards(self, tasks: asyncio.TaskGroup) -> None:
         """Hold, stop or roll back the run if a rule is broken."""
-        if not self._guards.is_due:
-            return
-        verdict = self._guards.verdict(self._learner.saved_steps())
+        verdict = self._guards.verdict(self._learner.saved_steps)
         if verdict is None:
             return
         logger.warning("%s", verdict.reason)

@@ -83,7 +83,8 @@ def test_a_rollback_multiplies_the_scheduled_learning_rate(
     tmp_path: Path, model_folder: Path
 ) -> None:
     learner = make_learner(model_folder)
-    before = learner.train_step(make_batch(), 1)["actor/lr"]
+    before = learner.train_step(make_batch(), 2)["actor/lr"]
+    assert before > 0
     learner.save(tmp_path / "actor")
     learner.load(tmp_path / "actor", 0.25)
     assert learner.train_step(make_batch(), 2)["actor/lr"] == pytest.approx(0.25 * before)

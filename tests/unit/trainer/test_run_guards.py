@@ -77,6 +77,34 @@ async def test_a_rule_holds_the_run_with_its_reason_until_the_operator_resumes(
     assert "train 6" in world.events
 
 
+async def test_a_resumed_run_is_held_again_by_a_new_collapse_only(world: World) -> None:
+    world.accuracy_of = collapses_at(2, 4)
+    reasons = list[str]()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop(guards=guards("hold"), **EVERY_STEP)))
+        for _ in range(2):
+            await until(lambda: bool(world.state.hold_reason) and world.state.phase == "paused")
+            reasons.append(world.state.hold_reason)
+            world.state.resume()
+    assert ["at step 2" in reasons[0], "at step 4" in reasons[1]] == [True, True]
+
+
+async def test_a_run_that_another_holder_pauses_is_rolled_back_after_the_pause(
+    world: World,
+) -> None:
+    world.accuracy_of = collapses_at(3, 4)
+    world.holds["evaluate 3"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop(guards=guards("rollback"), **EVERY_STEP)))
+        await until(lambda: "evaluate 3" in world.events)
+        world.state.pause(holder="sluice eval")
+        world.holds.pop("evaluate 3").set()
+        await until(lambda: world.state.phase == "paused")
+        assert "load 2 at rate 0.5" not in world.events
+        world.state.resume("sluice eval")
+    assert "load 2 at rate 0.5" in world.events
+
+
 async def test_a_target_ends_the_run_as_at_its_last_step(world: World) -> None:
     world.accuracy_of = lambda version: (0.1 * version, 0.01)
     await run(world.loop(guards=guards("stop", target=0.3), **EVERY_STEP))
