@@ -430,6 +430,7 @@ class GroupLoop:
             lost = self.batches.void_lease()
         for group in [*lost, *self._groups.in_state(GroupState.KEPT)]:
             self._requeue(group, CancelReason.ROLLED_BACK)
+        self.batches.begin_again()
         self._ledger.note_rollback(version, restored)
 
     async def _end_what_runs(self, why: CancelReason) -> None:

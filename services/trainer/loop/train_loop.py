@@ -62,7 +62,7 @@ from sluice.algorithm.accounting import DATA_EXHAUSTED, ReplicaCounters
 from sluice.algorithm.guards import GuardAction, Verdict
 from sluice.algorithm.publishing import held_for_validation
 from sluice.concurrency.waits import deadline
-from sluice.errors import DataExhaustedError, SluiceError
+from sluice.errors import BatchUnfillableError, DataExhaustedError, SluiceError
 from sluice.telemetry.tracing import TRACER, SpanName
 from sluice.types import DataProgress, TrainBatch
 
@@ -241,7 +241,7 @@ class TrainLoop:
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
         began_s, fleet_began = time.monotonic(), self._fleet.counters()
         with TRACER.span(SpanName.TAKE_BATCH):
-            batch = await self._next_batch(step)
+            batch = await self._next_batch(tasks, step)
         if batch is None:
             return
         trace.takes(batch)
@@ -301,8 +301,9 @@ class TrainLoop:
         """Keep newcomers from being seeded beside training, where they share its devices."""
         return self._devices if self._settings.engines_sleep else nullcontext()
 
-    async def _next_batch(self, step: int) -> TrainBatch | None:
-        """Return the batch of `step`; None if a control call or the end of the data came first."""
+    async def _next_batch(self, tasks: asyncio.TaskGroup, step: int) -> TrainBatch | None:
+        """Return the batch of `step`; None if a control call, a guard or the end of the data came
+        first."""
         batch = None
         try:
             batch = await self._under_control(
@@ -316,7 +317,21 @@ class TrainLoop:
             logger.info("no batch for step %d: %s", step, ended.exceptions[0])
             self._data_exhausted = True
             self._state.stop(f"the data set has ended after {self._state.step} steps")
+        except* BatchUnfillableError:
+            if not await self._has_collapsed(tasks):
+                raise
         return batch
+
+    async def _has_collapsed(self, tasks: asyncio.TaskGroup) -> bool:
+        """Return whether a guard acts on the policy that cannot fill a batch.
+
+        Its next validation would come with a later step, and there will be none.
+        """
+        if self._guards.rules and self._settings.validates:
+            if self._state.step > self._validated_step:
+                await self._start_validation(tasks, self._state.step)
+            await self._await_validation()
+        return self._guards.is_due
 
     async def _take_samples(self, batch: TrainBatch, step: int) -> str:
         check_batch(batch, self._settings.terms, step)

@@ -13,7 +13,7 @@ from services.trainer.loop.run_state import RunState
 from services.trainer.metrics.step_metrics import ValidationReport
 from sluice.algorithm.guards import GuardRecord, Rollback
 from sluice.config.schema.guards import GuardRuleConfig, GuardsConfig
-from sluice.errors import ConfigError, PeerError
+from sluice.errors import BatchUnfillableError, ConfigError, PeerError
 from sluice.types import DataProgress
 from tests.support.loop_world import ACCURACY, World, run, until
 
@@ -103,6 +103,23 @@ async def test_a_run_that_another_holder_pauses_is_rolled_back_after_the_pause(
         assert "load 2 at rate 0.5" not in world.events
         world.state.resume("sluice eval")
     assert "load 2 at rate 0.5" in world.events
+
+
+async def test_a_policy_that_fills_no_batch_is_validated_and_rolled_back(world: World) -> None:
+    world.accuracy_of = collapses_at(3)
+    world.faults["take 4"] = BatchUnfillableError("hardly a group is kept")
+    await run(world.loop(guards=guards("rollback"), **{**EVERY_STEP, "test_freq": 2}))
+    begin = world.events.index("take 4")
+    found = [event for event in world.events[begin:] if event.split()[0] in {"evaluate", "load"}]
+    assert found[:2] == ["evaluate 3", "load 2 at rate 0.5"]
+    assert world.state.step == 6
+
+
+async def test_a_healthy_policy_that_fills_no_batch_ends_the_run(world: World) -> None:
+    world.faults["take 4"] = BatchUnfillableError("hardly a group is kept")
+    with pytest.raises(ExceptionGroup) as caught:
+        await run(world.loop(guards=guards("rollback"), **EVERY_STEP))
+    assert caught.group_contains(BatchUnfillableError)
 
 
 async def test_a_target_ends_the_run_as_at_its_last_step(world: World) -> None:
