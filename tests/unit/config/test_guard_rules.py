@@ -62,7 +62,7 @@ def test_checkpoints_are_compared_by_a_metric_of_validations() -> None:
     ("rule", "said"),
     [
         ("action: rollbak", r"rules\[0\].*'rollbak'.*`action`"),
-        ("action: hold, limt: 0.5", r"rules\[0\].*unknown field `limt`.*its keys are action, "),
+        ("action: hold, bound: 0.5", r"rules\[0\].*unknown field `bound`.*its keys are action, "),
         ("action: hold, times: 0", r"rules\[0\].*>= 1.*`times`"),
     ],
 )
