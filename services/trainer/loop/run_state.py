@@ -54,6 +54,7 @@ class RunState:
 
     Attributes:
         hold_reason: why a guard pauses the run; empty: none does.
+        num_rollbacks: steps that trained no batch, since the process started.
         judgements: returns the rules of the guards and their state.
     """
 
@@ -69,6 +70,7 @@ class RunState:
         self.saves_at_end = False
         self.no_validation = asyncio.Event()
         self.hold_reason = ""
+        self.num_rollbacks = 0
         self.judgements: Callable[[], Sequence[tuple[GuardRule, Judgement]]] = tuple
         self._accounts: Mapping[str, float] = {}
         self._accounts_taken_s = time.monotonic()
@@ -167,6 +169,7 @@ class RunState:
     def restore(self, version: int) -> None:
         """Count a step that trained no batch: its version has the weights of a checkpoint."""
         self.step = version
+        self.num_rollbacks += 1
 
     def stop(self, reason: str, *, skips_validation: bool = False, saves: bool = False) -> None:
         """End the run after the current step; at once if it waits or is paused.
