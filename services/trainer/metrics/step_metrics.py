@@ -1,35 +1,15 @@
-"""Metrics of one step by verl's names, and what a validation reports."""
+"""Metrics of one step by verl's names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sluice.algorithm.batch_metrics import throughput_metrics
 from sluice.device.cpu import used_memory_bytes
 from sluice.types import TrainBatch
 
 _WAIT_GROUPS = "timing_s/wait_groups"
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One validation response for readers."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """Validation numbers of one version, with standard errors of the metrics over prompts."""
-
-    metrics: Mapping[str, float]
-    examples: tuple[Example, ...]
-    generated_tokens: int
-    standard_errors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
