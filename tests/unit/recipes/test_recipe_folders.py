@@ -134,6 +134,24 @@ def test_the_wheel_has_every_file_of_a_recipe(recipe: Recipe) -> None:
         assert any(file.match(pattern) for pattern in patterns), file
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "dapo-qwen3-32b-npu", "--tiny", "--on", "ray"), "takes one machine"),
+        (("run", "dapo-qwen3-32b-npu", "--tiny", "trainer.nnode=2"), "unknown key"),
+        (("show", "dapo-qwen3-32b-npu", "--tiny", "--config"), "contradict each other"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(commands, ["recipe", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
 def recipe_at(folder: Path, run: str = "", tiny: str | None = None) -> Recipe:
     folder.mkdir()
     (folder / "run.yaml").write_text(run, encoding="utf-8")
