@@ -4,7 +4,9 @@
 def boxed_letters(text):
     """Return the letters A to G of the last box, sorted, each once; without a box, none."""
     _, box, rest = text.rpartition("\\boxed{")
-    content = rest.partition("}")[0] if box else ""
+    content, end, _ = rest.partition("}")
+    if not (box and end):
+        return ""
     return "".join(letter for letter in "ABCDEFG" if letter in content)
 
 

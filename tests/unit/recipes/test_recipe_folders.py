@@ -26,13 +26,22 @@ from tests.support.source_tree import ROOT
 LAUNCHES = ROOT / "tests" / "data" / "launches"
 # The list of keys of a recipe's document.
 DOCUMENTS = {
+    "adpo-4x4090": "adpo-4x4090",
+    "dapo-qwen3-vl-30b-npu": "dapo-qwen3-vl-30b-fsdp2-npu",
+    "dianjin-qwen3-8b-npu": "dapo-qwen3-8b-dianjin-npu",
+    "grpo-8xa100": "grpo-8xa100",
     "dapo-qwen3-235b": "dapo-qwen3-235b-megatron",
     "dapo-qwen3-32b-npu": "dapo-qwen3-32b-fsdp2-npu",
     "grpo-qwen2.5-7b": "grpo-qwen2.5-7b-megatron-kl",
     "grpo-qwen2.5-7b-kl": "grpo-qwen2.5-7b-megatron-kl",
 }
 # What is of this machine, and not of the document.
-PLACES = ("data.train_files", "actor_rollout_ref.model.path", "trainer.default_local_dir")
+PLACES = (
+    "data.train_files",
+    "actor_rollout_ref.model.path",
+    "reward.custom_reward_function.path",
+    "trainer.default_local_dir",
+)
 # A run in small has other sizes, but not another algorithm.
 ALGORITHM = (
     "algorithm.",
