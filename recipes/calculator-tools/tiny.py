@@ -58,11 +58,11 @@ def lessons(stream):
 def make(folder: Path, seed: int) -> None:
     problems = Path(__file__).with_name("problems.py")
     data = folder / "data"
-    subprocess.run([sys.executable, problems, data], check=True)
+    subprocess.run([sys.executable, problems, data], check=True, stdout=subprocess.DEVNULL)
     for split in ("train", "test"):
         rows = read_json(data / f"calculator-{split}.jsonl")
         pq.write_table(rows, data / f"{split}.parquet", row_group_size=1024)
-    taught = make_taught_model(
+    make_taught_model(
         folder / "model",
         lambda purpose: lessons(f"{seed}/{purpose}"),
         seed,
@@ -70,4 +70,3 @@ def make(folder: Path, seed: int) -> None:
         special_tokens=(CALL, END_CALL),
         chat_template=TOOL_CHAT_TEMPLATE,
     )
-    print(taught)

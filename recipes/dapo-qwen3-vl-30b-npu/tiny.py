@@ -162,7 +162,11 @@ def make(folder: Path, seed: int) -> None:
         write_published(published, f"{seed}/{split}", number)
         command = ["data", "prepare", "geo3k", "--input", published, "--output", data]
         command += ["--split", split]
-        subprocess.run([sys.executable, "-m", "sluice.cli.main", *command], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "sluice.cli.main", *command],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         (data / f"geo3k-{split}.parquet").replace(data / f"{split}.parquet")
     samples = islice(problems(f"{seed}/tokenizer"), 500)
     texts = (user_text(problem) + solution(problem, answer) for _, problem, answer in samples)
@@ -173,5 +177,5 @@ def make(folder: Path, seed: int) -> None:
     model.config.save_pretrained(model_dir)
     stream = dialogues(f"{seed}/warm-start", tokenizer, load_image_prompts(model_dir))
     with one_torch_thread():
-        print(warm_start_on_pictures(model, stream, SETTINGS, lambda *_: None))
+        warm_start_on_pictures(model, stream, SETTINGS, lambda *_: None)
     save_model(model, model_dir)

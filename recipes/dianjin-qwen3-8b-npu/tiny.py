@@ -70,10 +70,9 @@ def make(folder: Path, seed: int) -> None:
     ]
     published.write_text(json.dumps(items, ensure_ascii=False), encoding="utf-8")
     prepare = Path(__file__).with_name("prepare.py")
-    subprocess.run([sys.executable, prepare, published, folder / "data"], check=True)
+    subprocess.run(
+        [sys.executable, prepare, published, folder / "data"], check=True, stdout=subprocess.DEVNULL
+    )
     for split in ("train", "test"):
         (folder / "data" / f"cflue-{split}.parquet").replace(folder / "data" / f"{split}.parquet")
-    taught = make_taught_model(
-        folder / "model", lambda purpose: lessons(f"{seed}/{purpose}"), seed, SIZES
-    )
-    print(taught)
+    make_taught_model(folder / "model", lambda purpose: lessons(f"{seed}/{purpose}"), seed, SIZES)

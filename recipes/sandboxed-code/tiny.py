@@ -85,7 +85,4 @@ def make(folder: Path, seed: int) -> None:
         rows = [row_of(one, index, split) for index, one in enumerate(asked)]
         file = folder / "data" / f"{split}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=1024)
-    taught = make_taught_model(
-        folder / "model", lambda purpose: lessons(f"{seed}/{purpose}"), seed, SIZES
-    )
-    print(taught)
+    make_taught_model(folder / "model", lambda purpose: lessons(f"{seed}/{purpose}"), seed, SIZES)
