@@ -18,7 +18,7 @@ from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
 from sluice.quickstart.tokenizer import TURN_END, render_prompt
 
 SLIP_RATE = 0.4
-QUESTIONS = 6_000
+QUESTIONS = 10_000
 SIZES = PrepareSettings(
     warm_start=WarmStartSettings(
         batch_dialogues=32,
