@@ -7,7 +7,9 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from services.reward.grading.scorers.registry import RULES
 from sluice.cli.main import commands
 from tests.support.documents import blocks
 from tests.support.small_run import make_assets
@@ -102,6 +105,47 @@ def test_published_choices_become_rows_with_a_held_out_part(tmp_path: Path) -> N
     asked = [row["prompt"][0]["content"] for row in (*train, *test)]
     assert len(set(asked)) == 101
     assert {row["data_source"] for row in train} == {"cflue_mcq"}
+
+
+def test_the_made_questions_of_choices_have_the_truth_of_an_answer_without_slips() -> None:
+    folder = RECIPES / "dianjin-qwen3-8b-npu"
+    made = runpy.run_path(str(folder / "tiny.py"))
+    score = runpy.run_path(str(folder / "reward.py"))["compute_score"]
+    for _, gains in islice(made["questions"]("0"), 50):
+        truth = "".join(letter for letter, gain in gains.items() if gain > 0)
+        answer, wrong = (made["answer_to"](gains, Random(0), rate) for rate in (0.0, 1.0))
+        assert score("cflue_mcq", answer, truth) == 1.0
+        assert score("cflue_mcq", wrong, truth) == 0.0
+
+
+def test_the_made_triangles_are_scored_by_answer_and_form() -> None:
+    made = runpy.run_path(str(RECIPES / "dapo-qwen3-vl-30b-npu" / "tiny.py"))
+    score = RULES["geo3k"]
+    for _, problem, answer in islice(made["problems"]("0"), 20):
+        assert score(made["solution"](problem, answer), str(answer)) == 1.0
+        assert score(made["solution"](problem, answer + 1), str(answer)) == pytest.approx(0.1)
+
+
+def test_the_made_programs_pass_their_tests_and_slips_do_not(tmp_path: Path) -> None:
+    made = runpy.run_path(str(RECIPES / "sandboxed-code" / "tiny.py"))
+    asked = list(range(len(made["OPERATIONS"])))
+    for operations, passes in ((asked, True), ([*asked[1:], asked[0]], False)):
+        text = made["program"](operations).removeprefix("```python\n").removesuffix("```")
+        (tmp_path / "solution.py").write_text(text, encoding="utf-8")
+        cases = json.loads(made["tests"](asked))
+        outputs = [
+            subprocess.run(
+                [sys.executable, tmp_path / "solution.py"],
+                input=given,
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+            for given in cases["inputs"]
+        ]
+        assert [one == other for one, other in zip(outputs, cases["outputs"], strict=True)] == [
+            passes
+        ] * len(outputs)
 
 
 def test_programming_problems_with_tests_are_picked_out_of_a_published_file(tmp_path: Path) -> None:
