@@ -96,7 +96,8 @@ class SamplingContract:
         self, world: ContractWorld
     ) -> None:
         await world.serve(world.first)
-        wanted = request(PROMPTS[1], samples=2, max_tokens=8)
+        # Greedy: a continued sample need not draw the numbers of a whole one.
+        wanted = request(PROMPTS[1], samples=2, max_tokens=8, temperature=0.0)
         whole = await generate(world.engine, wanted)
         partials = tuple(
             PartialSample(i, np.array(tokens[:3], np.uint32)) for i, (tokens, _) in whole.items()

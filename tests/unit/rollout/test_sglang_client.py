@@ -12,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.engines.sampling import plan_sampling, sample_keys, sample_tokens, uniforms
-from services.rollout.engines.sglang.client import read_delta, sampling_parameters
+from services.rollout.engines.sglang.client import (
+    read_delta,
+    read_prompt_logprobs,
+    sampling_parameters,
+)
 from services.rollout.engines.sglang.held_tokens import EVERY_TOKEN, TokenHold, held_samples
 from services.rollout.engines.sglang.sampler import sample_rows, stream_seed, uniform_rows
 from services.rollout.engines.vendor.request import SamplingChoice
@@ -183,3 +187,18 @@ def test_rows_are_sampled_and_scored_as_by_the_embedded_engine(
         expected = sample_tokens(logits, plan, at)
         torch.testing.assert_close(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1])
+
+
+def test_the_prompts_logprobs_are_those_of_its_own_and_the_most_probable_tokens() -> None:
+    output = _output(
+        [4],
+        1,
+        input_token_logprobs=[(None, 3, None), (-2.0, 9, None), (-0.25, 5, None)],
+        input_top_logprobs=[None, [(-0.5, 4, None)], [(-0.25, 5, None)]],
+    )
+    found = read_prompt_logprobs(output)
+    assert found.logprobs.tolist() == [-2.0, -0.25]
+    assert found.top_token_ids.tolist() == [4, 5]
+    assert found.top_logprobs.tolist() == [-0.5, -0.25]
+    alone = _output([4], 1, input_token_logprobs=[(None, 3, None)], input_top_logprobs=[None])
+    assert read_prompt_logprobs(alone).logprobs.size == 0

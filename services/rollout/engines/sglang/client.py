@@ -103,7 +103,7 @@ def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
     )
 
 
-def _prompt_logprobs(output: Mapping[str, Any]) -> PromptLogprobs:
+def read_prompt_logprobs(output: Mapping[str, Any]) -> PromptLogprobs:
     """Return the logprobs of the prompt of the first output of a sample."""
     reported = output["meta_info"]
     # The first token has none.
@@ -269,7 +269,7 @@ class SglangClient:
                 async for output in outputs:
                     delta = read_delta(request_id, output, known)
                     if choice.prompt_logprobs and not known:
-                        delta = replace(delta, prompt_logprobs=_prompt_logprobs(output))
+                        delta = replace(delta, prompt_logprobs=read_prompt_logprobs(output))
                     known += len(delta.token_ids)
                     yield delta
         except EngineError:
