@@ -29,6 +29,7 @@ from sluice.cli.run.init import init
 from sluice.cli.run.prepare import prepare
 from sluice.cli.run.quickstart import quickstart
 from sluice.cli.run.recipe import recipe_commands
+from sluice.cli.run.resume import resume
 from sluice.cli.run.scale import scale
 from sluice.cli.run.stop import stop
 from sluice.cli.run.up import train, up
@@ -96,7 +97,7 @@ _PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
         "compare": compare,
         "report": report,
     },
-    "Change a run": {"scale": scale, "submit": submit, "stop": stop},
+    "Change a run": {"scale": scale, "submit": submit, "resume": resume, "stop": stop},
     "Use the policy": {
         "generate": generate,
         "score": score,
