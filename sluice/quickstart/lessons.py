@@ -9,9 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sluice.quickstart.settings import PrepareProgress, PrepareSettings
 from sluice.quickstart.tokenizer import CHAT_TEMPLATE, save_tokenizer, train_on_texts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from sluice.quickstart.model import WarmStartRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,6 @@ def make_taught_model(
     # Imported here, because present files need no torch.
     from sluice.quickstart.model import (
         MAX_POSITIONS,
-        WarmStartRow,
         make_model,
         one_torch_thread,
         save_model,
@@ -81,20 +86,11 @@ def make_taught_model(
     tokenizer = train_on_texts(texts, special_tokens)
     progress(PrepareProgress("data", 1, 1))
 
-    def row(lesson: Lesson) -> WarmStartRow:
-        ids: list[int] = []
-        is_answer: list[bool] = []
-        for segment in lesson.segments:
-            found = tokenizer.encode(segment.text).ids
-            ids += found
-            is_answer += [segment.is_answer] * len(found)
-        return WarmStartRow(ids, is_answer, lesson.entropy)
-
     def report(step: int, total: int, loss: float) -> None:
         progress(PrepareProgress("warm-start", step, total, loss))
 
     model = make_model(tokenizer, seed)
-    rows = map(row, lessons("warm-start"))
+    rows = (_row(tokenizer, lesson) for lesson in lessons("warm-start"))
     with one_torch_thread():
         result = warm_start_on_rows(model, rows, sizes.warm_start, report)
     shutil.rmtree(directory, ignore_errors=True)
@@ -109,3 +105,15 @@ def make_taught_model(
         warm_start_steps=result.num_steps,
         warm_start_excess_loss=result.excess_loss,
     )
+
+
+def _row(tokenizer: Tokenizer, lesson: Lesson) -> WarmStartRow:
+    from sluice.quickstart.model import WarmStartRow
+
+    ids: list[int] = []
+    is_answer: list[bool] = []
+    for segment in lesson.segments:
+        found = tokenizer.encode(segment.text).ids
+        ids += found
+        is_answer += [segment.is_answer] * len(found)
+    return WarmStartRow(ids, is_answer, lesson.entropy)
