@@ -9,7 +9,7 @@ from dataclasses import replace
 from msgspec import UNSET, structs
 
 from sluice.algorithm.episode_rules import SINGLE_TURN, TOOL_AGENT
-from sluice.config.derived import uses_critic
+from sluice.config.derived import is_bypassed, uses_critic
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 from sluice.config.sources import source_configs, source_groups, source_shares
@@ -98,7 +98,12 @@ def _run_problems(config: RunConfig) -> Iterator[Problem]:
         message = f"with {KEY}: the penalty has one weight for all rewards of a batch"
         remedy = "use the divergence in the loss: use_kl_loss and kl_loss_coef of each source"
         yield Problem("algorithm.use_kl_in_reward", True, message, remedy)
-    for name, one in source_configs(config).items():
+    configs = source_configs(config)
+    if len({is_bypassed(one) for one in configs.values()}) > 1:
+        names = ", ".join(name for name, one in configs.items() if is_bypassed(one))
+        message = f"has the loss bypass_mode in {names} alone: it needs other old logprobs"
+        yield Problem(KEY, UNSET, message, "choose it for all sources, or for none")
+    for name, one in configs.items():
         if uses_critic(one) != uses_critic(config):
             yield Problem(
                 f"{KEY}.{name}.adv_estimator",
