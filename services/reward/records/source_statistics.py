@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from sluice.algorithm.sources import source_metric
 from sluice.types import PromptEnd, TrainGroup
@@ -37,9 +37,9 @@ class SourceStatistics:
         if end in _NAME_BY_END:
             self._add(source, _NAME_BY_END[end])
 
-    def assigned(self, source: str, tokens: Mapping[str, int]) -> None:
+    def assigned(self, source: str, tokens: Iterable[tuple[str, int]]) -> None:
         """Count tokens by their use."""
-        for use, number in tokens.items():
+        for use, number in tokens:
             self._add(source, f"tokens/{use}", number)
 
     def totals(self) -> dict[str, float]:

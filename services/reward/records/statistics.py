@@ -306,7 +306,7 @@ class GroupStatistics:
 
     def _assign(self, use: TokenUse, group: Group, graded: GradedGroup | None) -> None:
         uses = uses_of_group(use, group.progress, graded)
-        self._sources.assigned(group.prompt.source, uses)
+        self._sources.assigned(group.prompt.source, uses.items())
         for found, num_tokens in uses.items():
             self._totals[f"reward/tokens/{found}"] += num_tokens
 

@@ -19,6 +19,7 @@ from sluice.algorithm.sources import share_error
 from sluice.config.run import RunConfig
 from sluice.errors import DataError
 from sluice.types import TrainBatch
+from tests.support.metric_rows import without_row
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_app import ScriptedClient, publish, running_app, submit, train
 
@@ -98,6 +99,7 @@ async def test_tokens_and_groups_are_counted_by_source(tmp_path: Path) -> None:
         of_sources = sum(totals.get(f"reward/sources/{name}/tokens/{use}", 0.0) for name in SHARES)
         assert of_sources == totals[f"reward/tokens/{use}"]
     assert totals["reward/sources/slow/tokens/trained"] == 3 * 2 * 2 * 8
+    assert without_row({*statistics, *totals}) == []
 
 
 async def test_a_restart_continues_each_source_at_its_position(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.sources import SourceConfig
 from sluice.errors import PeerError
 from sluice.types import TrainBatch
+from tests.support.metric_rows import without_row
 from tests.support.threaded_ranks import on_ranks
 from tests.support.tiny_policy import make_batch, make_config, save_model, uniform
 
@@ -77,6 +78,7 @@ def test_sources_with_equal_settings_train_as_one(model_folder: Path) -> None:
         assert of_both[name] == pytest.approx(metrics[name], abs=1e-6)
     parts = sum(of_both[f"sources/{name}/actor/pg_loss"] for name in ("math", "code"))
     assert parts == pytest.approx(of_both["actor/pg_loss"], abs=1e-6)
+    assert without_row(set(of_both)) == []
 
 
 @pytest.mark.parametrize(("silent", "loss"), [(CODE, "gspo"), (MATH, "gpg")])
