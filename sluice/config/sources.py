@@ -13,6 +13,7 @@ from msgspec import structs
 
 from sluice.algorithm.sources import groups_by_share
 from sluice.config.run import RunConfig
+from sluice.config.schema.data import file_list
 from sluice.config.schema.section import Section
 from sluice.config.schema.sources import SourceConfig
 
@@ -31,6 +32,12 @@ def source_configs(config: RunConfig) -> dict[str, RunConfig]:
     if not sources:
         return {ONLY_SOURCE: config}
     return {name: _of_source(config, source) for name, source in sources.items()}
+
+
+def train_files(config: RunConfig) -> list[str]:
+    """Return the training files of all sources."""
+    configs = source_configs(config).values()
+    return [name for one in configs for name in file_list(one.data.train_files)]
 
 
 def source_shares(config: RunConfig) -> dict[str, float]:
