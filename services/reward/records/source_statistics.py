@@ -61,9 +61,9 @@ class SourceStatistics:
         found: dict[str, float] = {}
         for source, counts in self._counts.items():
             own = [group for group in groups if group.source == source]
-            growth = counts - self._before[source]
+            before = self._before[source]
             values = {
-                **{name: float(number) for name, number in growth.items()},
+                **{name: float(number - before[name]) for name, number in counts.items()},
                 **_of_batch(own, version),
                 "groups": float(len(own)),
                 "share": len(own) / max(len(groups), 1),
