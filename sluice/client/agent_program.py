@@ -163,6 +163,9 @@ class AgentProgram:
                     await self._protocol.exited.wait()
         self._is_stopped = True
         self._transport.close()  # a process that left the group may hold its pipes
+        stdin = self._protocol.stdin
+        if stdin is not None and stdin.transport.get_write_buffer_size():  # nobody will read it
+            stdin.transport.abort()
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
