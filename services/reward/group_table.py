@@ -526,9 +526,8 @@ class GroupTable:
         for group in self:
             group.num_preemptions = 0
 
-    def _age(self, group: Group, graded: GradedGroup) -> None:
-        ages = self.of(group).ages
-        ages.keep(group.prompt_id, graded.oldest_version, group.prompt.sequence)
+    def _age(self, group: Group, kept: GradedGroup) -> None:
+        self.of(group).ages.keep(group.prompt_id, kept.oldest_version, group.prompt.sequence)
 
     def _check_source(self, prompt: Prompt) -> None:
         if prompt.source not in self.of_source:
@@ -558,8 +557,7 @@ class GroupTable:
         before, group.state = group.state, after
         if before is after:
             return before
-        of_source = self.of(group)
-        of_source.counts[before] -= 1
+        (of_source := self.of(group)).counts[before] -= 1
         if after is not GroupState.ENDED:
             of_source.counts[after] += 1
         if before in IN_FLIGHT and after not in IN_FLIGHT:

@@ -17,7 +17,7 @@ from sluice.config.schema.data import file_list
 from sluice.config.schema.section import Section
 from sluice.config.schema.sources import SourceConfig
 
-SectionT = TypeVar("SectionT", bound=Section)
+NodeT = TypeVar("NodeT", bound=Section)
 
 ONLY_SOURCE = ""
 """The name of the source of a run without `sluice.sources`."""
@@ -84,7 +84,7 @@ def _of_source(config: RunConfig, source: SourceConfig) -> RunConfig:
     )
 
 
-def _over(section: SectionT, **values: object) -> SectionT:
+def _over(section: NodeT, **values: object) -> NodeT:
     """Return the section with those values that are not null."""
     given = {name: value for name, value in values.items() if value is not None}
     return structs.replace(section, **given)
