@@ -88,6 +88,7 @@ def check_announcement(request: reward.AnnouncePolicyRequest) -> None:
     check_replicas(request.replicas)
     _check_progress(request.resume_from, "resume_from.")
     for name, progress in request.resume_from.sources.items():
+        check_name("resume_from.sources", name)
         _check_progress(progress, f"resume_from.sources['{name}'].")
 
 

@@ -68,6 +68,20 @@ async def test_a_source_ten_times_slower_keeps_its_share(tmp_path: Path, stalene
         assert parts([batch]) == {"fast": 6, "slow": 2}
 
 
+async def test_a_batch_that_is_filled_on_average_has_the_shares(tmp_path: Path) -> None:
+    """At staleness 0 each source preempts its own groups that a full part leaves over."""
+    run = config(tmp_path, staleness=0)
+    sampling = msgspec.structs.replace(run.sluice.sampling, on_policy_fill="expected")
+    run = msgspec.structs.replace(
+        run, sluice=msgspec.structs.replace(run.sluice, sampling=sampling)
+    )
+    for name in SHARES:  # every second group is all right
+        contents = [f"{name} answer={i} right={1 + i % 2}" for i in range(20)]
+        write_prompts(tmp_path / f"{name}.parquet", prompt_rows(contents))
+    found = await batches(run, 5, ScriptedClient(before_sample=at_own_speed))
+    assert share_error(parts(found), SHARES) == 0.0
+
+
 async def test_each_mini_batch_has_the_sources_in_their_shares(tmp_path: Path) -> None:
     (batch,) = await batches(config(tmp_path), 1, ScriptedClient())
     sources = [group.source for group in batch.groups]
