@@ -67,7 +67,7 @@ async def _idle_and_mb(folder: Path, peer: PeerProcess, tool_s: float) -> tuple[
         _Announced(ReplicaInfo(f"rollout-{number}", "one", address, _SLOTS))
         for number, address in enumerate(addresses)
     ]
-    async with reward_process(_config(folder, tool_s)) as service:
+    async with reward_process(_config(folder, tool_s), has_own_memory=True) as service:
         await service.announce(0, replicas)
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(_train(service, peer, replicas))

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 # the service's event loop, which needs it to let the next request in.
 _GATHER_S = 0.005
 _GATHER_MOST_S = 0.1
+_MOST_PROMPT_LOGITS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +294,17 @@ class EmbeddedEngine(InboxEngine[EmbeddedCore]):
         """Build the model without weights. Raises ConfigError for a path that holds no model."""
         core = await self._build(EmbeddedCore.build(self._settings))
         self._open_inbox(core.loop.weights.places)
+
+    def _admit(self, request: GenerationRequest) -> None:
+        super()._admit(request)
+        longest = _MOST_PROMPT_LOGITS // self.vocab_size
+        if request.with_prompt_logprobs and request.prompt_token_ids.size > longest:
+            raise InvalidRequestError(
+                f"request {request.request_id}: logprobs of a prompt of "
+                f"{request.prompt_token_ids.size} tokens; the torch engine holds all their logits "
+                f"at once, of at most {longest} tokens of this model: send a shorter prompt, or "
+                "serve with actor_rollout_ref.rollout.name=vllm"
+            )
 
     async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:
         if not request.images:
