@@ -21,7 +21,7 @@ from services.reward.generation.request import (
 )
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import RULES, check_routes, scorer_for
-from services.reward.group_table import GroupTable, prompts_lost
+from services.reward.group_table import GroupTable
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.loop import GroupAdmission, GroupLoop, LoopParts
 from services.reward.groups.run import GroupRun
@@ -52,6 +52,7 @@ from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
 from services.reward.records.failures import FailureLog, YieldGuard
 from services.reward.records.group_log import GroupLog, sample_dumps, waiting_bytes
+from services.reward.records.prompt_audit import prompts_lost
 from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
 from services.reward.source_groups import GroupState
