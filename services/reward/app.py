@@ -54,6 +54,7 @@ from services.reward.records.failures import FailureLog, YieldGuard
 from services.reward.records.group_log import GroupLog, sample_dumps, waiting_bytes
 from services.reward.records.prompt_audit import prompts_lost
 from services.reward.records.statistics import GroupStatistics
+from services.reward.records.stored_prompts import PromptStore, open_store
 from services.reward.records.traces import PromptTraces, trace_key
 from services.reward.source_groups import GroupState
 from sluice.algorithm.groups.filter import GroupNeeds
@@ -335,6 +336,7 @@ class RewardApp:
             lambda: self.groups.policy_version,
             on_tokens=self.counters.validated,
             failures=self.failures,
+            store=_prompt_store(config, validation),
         )
 
     def _observe(self, log: GroupLog | None) -> None:
@@ -375,6 +377,7 @@ class RewardApp:
             "reward/validation_prompts": float(self.validation.num_prompts),
             "reward/validation_prompts_done": float(self.validation.num_prompts_done),
             "reward/prompts_lost": float(lost),
+            "reward/rollbacks": float(self.ledger.num_rollbacks),
             "reward/leases": float(self.leases.num_leased if self.leases else 0),
         }
 
@@ -450,6 +453,13 @@ def _no_clients(_data_source: str) -> None:
         "this run takes its prompts from sluice.sources alone: a client's prompt would be of none "
         "of them; submit prompts to a run without sluice.sources"
     )
+
+
+def _prompt_store(config: RunConfig, validation: PromptFiles | None) -> PromptStore | None:
+    names = config.sluice.evaluation.benchmarks
+    if not names or validation is None:
+        return None
+    return open_store(Path(config.sluice.run_dir), names, validation)
 
 
 def _strategy(

@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 
 from services.trainer.fleet.members import Fleet, FleetMember
-from services.trainer.loop.run_state import RunPhase, RunState
-from services.trainer.telemetry import phase_waits
+from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.bounds import check_fields
@@ -100,6 +99,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             metrics=dict(state.last_metrics),
             accounts=dict(state.accounts),
             wait_report=present_waits_to_proto(phase_waits(state)),
+            hold_reason=state.hold_reason,
+            guards=[
+                trainer.GuardStatus(rule=rule.text, state=found.state, detail=found.detail)
+                for rule, found in state.judgements()
+            ],
         )
 
     async def WatchSteps(
@@ -135,7 +139,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Resume(
         self, request: trainer.ResumeRequest, context: Context
     ) -> trainer.ResumeResponse:
-        """End one holder's pause."""
+        """End one holder's pause; the operator also ends the guards'."""
         check_fields(request)
         self._state.resume(request.holder)
         return trainer.ResumeResponse(step=self._state.step)

@@ -230,7 +230,12 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Build the model without weights. Raises ConfigError for a path that holds no model."""
+        """Build the model, without weights or with those of its files.
+
+        Raises:
+            CheckpointError: a file of weights that it is to serve is missing or damaged.
+            ConfigError: the path holds no model.
+        """
         ...
 
     async def stop(self) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
-from services.trainer.metrics.step_metrics import Example, ValidationReport
+from services.trainer.metrics.validation import Example, ValidationReport
 from sluice.concurrency.threads import BoundedWriter
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
@@ -341,6 +341,10 @@ class Reporter:
     def validation_failed(self, step: int, seconds: float) -> None:
         """Record that the version after `step` could not be validated."""
         self.step(step, {VALIDATION_FAILED: 1.0, "timing_s/testing": seconds})
+
+    def rolled_back(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Record that `version` has the weights of an earlier one; `metrics` are the guards'."""
+        self.step(version, metrics)
 
     def accounts(self, accounts: Mapping[str, float]) -> None:
         """Record how the run's prompts and tokens ended."""

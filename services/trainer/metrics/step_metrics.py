@@ -1,4 +1,4 @@
-"""Metrics of one step by verl's names, and what a validation reports."""
+"""Metrics of one step by verl's names."""
 
 from __future__ import annotations
 
@@ -10,25 +10,6 @@ from sluice.device.cpu import used_memory_bytes
 from sluice.types import TrainBatch
 
 _WAIT_GROUPS = "timing_s/wait_groups"
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One validation response for readers."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """Validation numbers of one version."""
-
-    metrics: Mapping[str, float]
-    examples: tuple[Example, ...]
-    generated_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

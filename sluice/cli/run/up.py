@@ -8,7 +8,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -115,13 +115,13 @@ def up(  # noqa: PLR0913 - options of the command
       sluice up run.yaml data.train_batch_size=32 --logs
       sluice up run.yaml --on ray --resources rollout=NPU:8
     """
-    ray = _ray_options(on, ray_address, resources, old_capacity_timeout or capacity_timeout)
+    ray = ray_options(on, ray_address, resources, old_capacity_timeout or capacity_timeout)
     display = display_of(logs=logs, quiet=quiet, as_json=as_json)
     configured = split_arguments(arguments, trust_script=trust_script)
-    _run(configured, display, log_level, ray)
+    run_configured(configured, display, log_level, ray)
 
 
-def _ray_options(
+def ray_options(
     on: str, address: str, resources: list[str] | None, patience_s: float
 ) -> RayOptions | None:
     """Return how a run uses a Ray cluster; ``None``: it starts on this machine."""
@@ -163,12 +163,13 @@ def train(  # noqa: PLR0913 - options of the command
       sluice train --script run_qwen2-7b.sh actor_rollout_ref.rollout.name=torch
       sluice train --script run_qwen3-32b.sh --on ray
     """
-    ray = _ray_options(on, ray_address, resources, capacity_timeout)
+    ray = ray_options(on, ray_address, resources, capacity_timeout)
     if script is None:
         configured = split_arguments(arguments, trust_script=trust_script)
     else:
         configured = None, script_settings(script, arguments or [], trusted=trust_script)
-    _run(configured, display_of(logs=logs, quiet=quiet, as_json=as_json), log_level, ray)
+    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
+    run_configured(configured, display, log_level, ray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +193,23 @@ def display_of(*, logs: bool, quiet: bool, as_json: bool) -> Display:
     return Display(Console(stderr=as_json), detail, as_json)
 
 
-def _run(
+def run_configured(
     configured: tuple[Path | None, list[str]],
     display: Display,
     log_level: str | None,
     ray: RayOptions | None = None,
-) -> None:
+) -> NoReturn:
+    """Check a run, start it and follow it to its end; exit with its code.
+
+    Args:
+        configured: YAML file, or a file of overrides, and overrides.
+        display: where and how to show it.
+        log_level: of the services' log files; ``None``: as configured.
+        ray: the cluster to start it on; ``None``: this machine.
+
+    Raises:
+        ConfigError: of `checked_run` and `start_run`.
+    """
     file, overrides = configured
     if log_level is not None:
         overrides = [*overrides, f"sluice.log_level={log_level}"]
@@ -234,9 +246,9 @@ def start_run(
             "`python -m services.trainer` with torchrun on each machine"
         )
     run_dir = Path(config.sluice.run_dir).absolute()
-    _show_launcher_messages(display.console)
+    show_launcher_messages(display.console)
     started_s = time.monotonic()
-    end, view = asyncio.run(_start(config, run_dir / CONFIG_NAME, display, ray))
+    end, view = asyncio.run(start_processes(config, run_dir / CONFIG_NAME, display, ray))
     ended_s = time.monotonic()
     seconds = RunSeconds(ended_s - (began_s or started_s), ended_s - started_s)
     end_run(
@@ -251,9 +263,28 @@ def start_run(
     return end
 
 
-async def _start(
-    config: RunConfig, config_file: Path, display: Display, ray: RayOptions | None
+async def start_processes(
+    config: RunConfig,
+    config_file: Path,
+    display: Display,
+    ray: RayOptions | None = None,
+    view: type[LiveView] = LiveView,
 ) -> tuple[RunEnd, LiveView]:
+    """Start and follow the processes of a configuration until all have ended.
+
+    Args:
+        config: of the run.
+        config_file: where to write it, in the run's folder.
+        display: where and how to show the run.
+        ray: the cluster to start it on; ``None``: this machine.
+        view: what shows it.
+
+    Returns:
+        how the processes ended, and the view that showed them.
+
+    Raises:
+        ConfigError: see `start_run`.
+    """
     await _refuse_beside_another(config_file.parent)
     # A run with these files has reached its end.
     for name in (ACCOUNTS_NAME, SUMMARY_NAME):
@@ -262,10 +293,10 @@ async def _start(
     if ray is None:
         config = with_ports(config)
         write_config(config, config_file)
-        return await _supervise(local_plan(config, config_file), display)
+        return await _supervise(local_plan(config, config_file), display, view)
     print_line(display.console, "placing the run on the Ray cluster")
     async with ray_plan(config, config_file, ray) as plan:
-        return await _supervise(plan, display)
+        return await _supervise(plan, display, view)
 
 
 async def _refuse_beside_another(run_dir: Path) -> None:
@@ -287,19 +318,21 @@ async def _save_and_end(monitor: RunMonitor) -> bool:
     return True
 
 
-def _show_launcher_messages(console: Console) -> None:
+def show_launcher_messages(console: Console) -> None:
+    """Print what the launcher logs."""
     handler = ConsoleHandler(console)
     for shown in (logging.getLogger("sluice.launch"), logger):
         shown.handlers[:] = [handler]
         shown.setLevel(logging.INFO)
 
 
-async def _supervise(plan: LaunchPlan, display: Display) -> tuple[RunEnd, LiveView]:
-    """Run the processes; return how they ended, and the view that showed them."""
+async def _supervise(
+    plan: LaunchPlan, display: Display, shown_by: type[LiveView]
+) -> tuple[RunEnd, LiveView]:
     service = plan.config.sluice
     run_dir = Path(service.run_dir)
     names = tuple(spec.name for spec in plan.specs)
-    view = LiveView(display.console, plan.config, names, detail=display.detail)
+    view = shown_by(display.console, plan.config, names, detail=display.detail)
     supervisor = Supervisor(
         plan.specs,
         run_dir / "logs",

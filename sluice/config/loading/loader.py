@@ -20,6 +20,7 @@ from sluice.config.problems import Problem, raise_problems, shown
 from sluice.config.run import (
     RunConfig,
     defaults,
+    element_section,
     expectation,
     field_types,
     value_at,
@@ -220,6 +221,10 @@ def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator
 
 
 def _type_problems(written: str, value: object, annotation: object) -> Iterator[Problem]:
+    element = element_section(annotation)
+    if element is not None and isinstance(value, list):
+        yield from _element_problems(written, value, element)
+        return
     inner = value_section(annotation)
     if inner is not None and isinstance(value, Mapping):
         for name, fields in value.items():
@@ -247,6 +252,18 @@ def _section_problems(written: str, fields: object, section: type[Section]) -> I
     for field in msgspec.structs.fields(section):
         if field.required and field.name not in fields:
             yield Problem(f"{written}.{field.name}", msgspec.UNSET, "is not set", "set it")
+
+
+def _element_problems(
+    written: str, values: list[object], section: type[Section]
+) -> Iterator[Problem]:
+    """Yield what is wrong in a list of mappings, by the number of the element."""
+    for number, value in enumerate(values):
+        try:
+            msgspec.convert(value, section)
+        except msgspec.ValidationError as error:
+            keys = f"its keys are {', '.join(field_types(section))}"
+            yield Problem(f"{written}[{number}]", value, f": {error}".replace(" `$.", " `"), keys)
 
 
 def _hint(value: object, annotation: object) -> str:

@@ -22,6 +22,7 @@ from sluice.config.rules.algorithm import algorithm_problems, correction_problem
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.environment import environment_problems
 from sluice.config.rules.files import file_problems
+from sluice.config.rules.guards import guard_problems
 from sluice.config.rules.model import (
     REPLAY_KEY,
     context_problems,
@@ -103,6 +104,7 @@ def all_problems(
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
     found += named("algorithm", algorithm_problems(config))
     found += named("environment", environment_problems(config))
+    found += named("guards", guard_problems(config))
     found += named("stragglers", straggler_problems(config))
     found += named("sampling-strategy", strategy_problems(config))
     found += correction_problems(config)
@@ -179,6 +181,14 @@ def group_capacity_problems(config: RunConfig) -> Iterator[Problem]:
                 f"sluice.rollout.max_queued = {waiting} waiting",
                 "raise one of these",
             )
+
+
+def training_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield settings of an evaluation, which a trainer refuses."""
+    key = "sluice.rollout.serves_model_files"
+    if config.sluice.rollout.serves_model_files:
+        reads = ": replicas that read their weights from files are for an evaluation, not a trainer"
+        yield Problem(key, True, reads, overrides=(f"{key}=false",))
 
 
 def _group_sizes(config: RunConfig) -> tuple[tuple[str, int], ...]:
