@@ -108,6 +108,8 @@ class Prompt:
     seed is derived from `position` for a data-set prompt and from `sequence` for a client's.
     `place` is the file and row it was read from, for messages; empty for a client's. `images` are
     encoded files (PNG, JPEG or WebP), one for each ``<image>`` in the messages, in their order.
+    `source` is the one of `sluice.sources` that it belongs to, whose rows `position` counts; empty
+    in a run without them.
     """
 
     prompt_id: str
@@ -120,6 +122,7 @@ class Prompt:
     extra_info: Mapping[str, object] = field(default_factory=dict)
     place: str = ""
     images: tuple[bytes, ...] = ()
+    source: str = ""
 
 
 class FinishReason(StrEnum):
@@ -597,7 +600,7 @@ class TrainGroup:
 
     On a trainer rank, tokens of samples that other ranks train are absent (`is_absent`), and so is
     a prompt without a sample here. `prompt_routing` has experts of the prompt's tokens where the
-    first sample with any is absent.
+    first sample with any is absent. `source` is the prompt's (`Prompt.source`).
     """
 
     prompt_id: str
@@ -609,6 +612,7 @@ class TrainGroup:
     images: tuple[bytes, ...] = ()  # encoded files, in the order of their tokens in the prompt
     traceparent: str = ""  # of the prompt's span; empty where it is not recorded
     prompt_routing: RoutedExperts | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,11 +620,16 @@ class DataProgress:
     """The progress of the data-set stream.
 
     Every position below `low_water` ended; `ended_above` are positions >= `low_water` that ended
-    too. Resuming issues all others.
+    too. Resuming issues all others. With several sources `sources` has the progress of each.
     """
 
     low_water: int
     ended_above: tuple[int, ...] = ()
+    sources: Mapping[str, DataProgress] = field(default_factory=dict)
+
+    def of(self, source: str) -> DataProgress:
+        """Return the progress of one source; an empty name is that of a run without sources."""
+        return self.sources.get(source, DataProgress(0)) if source else self
 
 
 @dataclass(frozen=True, slots=True, eq=False)

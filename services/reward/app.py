@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from services.reward.generation.request import (
 )
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import RULES, check_routes, scorer_for
-from services.reward.group_table import GroupState, GroupTable, prompts_lost
+from services.reward.group_table import GroupTable
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.loop import GroupAdmission, GroupLoop, LoopParts
 from services.reward.groups.run import GroupRun
@@ -36,6 +36,7 @@ from services.reward.groups.settings import (
     sampling_rules,
     straggler_rules,
 )
+from services.reward.groups.sources import TrainingSource, TrainingSources
 from services.reward.groups.validation import Validator
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.dataset import (
@@ -51,9 +52,11 @@ from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
 from services.reward.records.failures import FailureLog, YieldGuard
 from services.reward.records.group_log import GroupLog, sample_dumps, waiting_bytes
+from services.reward.records.prompt_audit import prompts_lost
 from services.reward.records.statistics import GroupStatistics
 from services.reward.records.stored_prompts import PromptStore, open_store
 from services.reward.records.traces import PromptTraces, trace_key
+from services.reward.source_groups import GroupState
 from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.admission import KNOWN_LENGTHS
@@ -67,9 +70,15 @@ from sluice.config.derived import (
     prompt_images,
 )
 from sluice.config.run import RunConfig
+from sluice.config.sources import (
+    follows_yield,
+    source_configs,
+    source_groups,
+    source_shares,
+)
 from sluice.data.known_sources import PROGRAM_TESTS
 from sluice.data.prompt_files import PromptFiles
-from sluice.errors import NotReadyError
+from sluice.errors import DataError, NotReadyError
 from sluice.sandbox.choice import backend_of
 from sluice.telemetry.samples import FOLDER_NAME, SampleArchive, mib
 from sluice.telemetry.tracing import TRACER
@@ -82,6 +91,8 @@ MEMORY_FILE = Path("reward") / "prompt_memory.sqlite"
 LOG_FILE = Path("groups.jsonl")
 LEDGER_FILE = Path("reward") / "ledger.sqlite"
 QUARANTINE_FILE = Path("reward") / "quarantine.jsonl"
+_ENDLESS = 2**31
+"""Passes over the rows of one of several sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +142,9 @@ def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
         most_chars=most_chars,
         most_bytes=waiting_bytes(config.data.train_batch_size * num_samples, most_chars),
         environments=environment_names(config),
+        samples_of_source={
+            name: one.actor_rollout_ref.rollout.n for name, one in source_configs(config).items()
+        },
     )
 
 
@@ -140,11 +154,27 @@ def _uses_memory(config: RunConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
-    """Checked data sets; ``None``: not configured. `images` are limits; ``None``: none are read."""
+    """Checked data sets; ``None``: not configured. `images` are limits; ``None``: none are read.
+    `sources` are the training sets of several sources, by name.
+    """
 
     training: PromptFiles | None
     validation: PromptFiles | None
     images: ImageLimits | None = None
+    sources: Mapping[str, PromptFiles | None] = field(default_factory=dict)
+
+    def stream(self, name: str, config: RunConfig) -> Callable[[DataProgress], PromptStream] | None:
+        """Return what opens the rows of a source at a progress; ``None``: it has no files.
+
+        Args:
+            name: of the source; empty in a run without several.
+            config: the source's.
+        """
+        files = self.sources[name] if name else self.training
+        if files is None:
+            return None
+        epochs = _ENDLESS if name else config.trainer.total_epochs
+        return partial(training_stream, files, config.data, total_epochs=epochs, images=self.images)
 
 
 class RewardApp:
@@ -172,31 +202,23 @@ class RewardApp:
         drivers: EpisodeDrivers | None = None,
     ) -> None:
         files = files or RunFiles()
-        open_stream: Callable[[DataProgress], PromptStream] | None = None
-        if sets.training is not None:
-            open_stream = partial(
-                training_stream,
-                sets.training,
-                config.data,
-                total_epochs=config.trainer.total_epochs,
-                images=sets.images,
-            )
         check_data_source = _data_source_check(config)
-        rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
-        settings = _settings(config, rows)
-        self.dataset_rows = rows
         self.ledger = files.ledger
-        self.strategy = _strategy(config, files.memory)
-        rules = settings.rules
-        ages = GroupAges(rules.batch_size, rules.max_staleness, rules.on_stale)
+        configs, num_groups = source_configs(config), source_groups(config)
+        rules = _batch_rules(config)
+        ages = {
+            name: GroupAges(number, rules.max_staleness, rules.on_stale)
+            for name, number in num_groups.items()
+        }
         self.groups = GroupTable(self.ledger, ages)
-        self.source = PromptSource(
-            self.groups,
-            open_stream,
-            check_data_source,
-            self.strategy.forecast,
-            self.strategy.num_in_line,
+        self.sources = TrainingSources(
+            [
+                _training_source(name, config, configs[name], sets, self.groups, files.memory)
+                for name in configs
+            ]
         )
+        rows = [one.settings.epoch_rows for one in self.sources]
+        self.dataset_rows = 0 if len(rows) > 1 else rows[0]  # several have no common epoch
         self._issue_pending()
         max_strikes = config.sluice.reward.outcomes.max_strikes
         self.quarantine = Quarantine(self.ledger, max_strikes, files.quarantine)
@@ -207,15 +229,14 @@ class RewardApp:
         self._build_generation(config, client, capacity, drivers)
         self.counters = GroupStatistics(
             self.dispatcher.num_received,
-            round_size=round_size(self.strategy.rules),
+            round_size=round_size(sampling_rules(config)),
             scorer_seconds=lambda: scorers.busy_seconds,
             tool_names=self.tool_names,
             environments=environment_names(config),
+            sources=list(config.sluice.sources),
         )
         self.failures = FailureLog()
-        group_filter = config.algorithm.filter_groups
-        self.guard = YieldGuard(group_filter.min_yield, group_filter.min_yield_groups)
-        self._build_loop(settings, files.memory, capacity)
+        self._build_loop(rules, files.memory, capacity)
         self._build_clients(config, sets, scorers, check_data_source)
         self._observe(files.log)
 
@@ -223,9 +244,9 @@ class RewardApp:
         """Issue what the ledger of an earlier service holds before anything else."""
         for group in self.groups.in_order():
             if group.state is GroupState.WAITING:
-                self.source.put(group.prompt)
-        if self.source.num_waiting:
-            logger.info("%d prompts of an earlier service wait again", self.source.num_waiting)
+                self.sources.of(group).prompts.put(group.prompt)
+        if num_waiting := self.sources.num_waiting:
+            logger.info("%d prompts of an earlier service wait again", num_waiting)
 
     def _build_generation(
         self,
@@ -256,29 +277,24 @@ class RewardApp:
             self.generator, self.tool_names = episodes, episodes.tool_names
 
     def _build_loop(
-        self, settings: GroupSettings, memory: PromptMemoryStore | None, capacity: ChangeSignal
+        self, rules: BatchRules, memory: PromptMemoryStore | None, capacity: ChangeSignal
     ) -> None:
         changes = ChangeSignal(then=capacity)
         batches = TrainBatches(
             groups=self.groups,
             ledger=self.ledger,
-            source=self.source,
-            strategy=self.strategy,
+            sources=self.sources,
             statistics=self.counters,
-            guard=self.guard,
-            rules=settings.rules,
+            rules=rules,
             changes=changes,
         )
-        parts = LoopParts(
-            settings, self.groups, batches, self.source, self.queue, self.strategy, memory
-        )
+        parts = LoopParts(rules, self.groups, batches, self.sources, self.queue, memory)
         runs = GroupRun(
-            settings=settings,
+            sources=self.sources,
             groups=self.groups,
             generator=self.generator,
             grader=self.grader,
             quarantine=self.quarantine,
-            strategy=self.strategy,
             batches=batches,
         )
         self.loop = GroupLoop(
@@ -304,7 +320,7 @@ class RewardApp:
         self.submissions = Submissions(
             self.ledger,
             self.loop.submit,
-            check_data_source,
+            _no_clients if config.sluice.sources else check_data_source,
             config.sluice.reward.max_client_pending,
             limits,
         )
@@ -325,7 +341,8 @@ class RewardApp:
 
     def _observe(self, log: GroupLog | None) -> None:
         """Publish the events of groups. Observers that write nothing are left out."""
-        self.groups.observe(self.guard.observe)
+        for source in self.sources:
+            self.groups.observe(source.guard.observe)
         self.groups.observe(self.counters.observe)
         self.groups.observe(self.failures.observe)
         if TRACER.is_on:
@@ -344,13 +361,14 @@ class RewardApp:
         trainer has put them.
         """
         pending = sum(group.progress.num_received for group in self.groups)
-        lost = prompts_lost(self.ledger, self.groups, self.source.num_waiting)
+        lost = prompts_lost(self.ledger, self.groups, self.sources.num_waiting)
         totals = self.counters.totals()
         if self.leases is not None:
             totals["reward/tokens/aborted"] -= self.leases.num_recalled_tokens
+        gauges = [one.statistics() for one in self.sources]
         return {
             **totals,
-            **self.strategy.statistics(),
+            **{name: value for found in gauges for name, value in found.items()},
             "reward/tokens/pending": float(pending + self.validation.num_pending_tokens),
             "reward/samples_scored_again": float(self.grader.num_scored_again),
             "reward/quarantine": float(len(self.quarantine)),
@@ -375,7 +393,65 @@ def open_prompt_sets(config: RunConfig) -> PromptSets:
     """Check the data sets' columns; `DataError` names file, column and remedy."""
     images = prompt_images(config)
     return PromptSets(
-        training_files(config.data, images), validation_files(config.data, images), images
+        training_files(config.data, images),
+        validation_files(config.data, images),
+        images,
+        {
+            name: training_files(one.data, images, f"sluice.sources.{name}.files")
+            for name, one in source_configs(config).items()
+            if name
+        },
+    )
+
+
+def _training_source(
+    name: str,
+    run: RunConfig,
+    config: RunConfig,
+    sets: PromptSets,
+    groups: GroupTable,
+    memory: PromptMemoryStore | None,
+) -> TrainingSource:
+    """Build one source.
+
+    Args:
+        name: empty in a run without several.
+        run: the run's configuration.
+        config: the source's.
+        sets: rows.
+        groups: all groups.
+        memory: of earlier attempts.
+    """
+    of_source, given = groups.of_source[name], run.sluice.sources.get(name)
+    open_stream = sets.stream(name, config)
+    num_rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
+    strategy = _strategy(config, of_source.ages.batch_size, memory)
+    prompts = PromptSource(
+        groups,
+        open_stream,
+        _data_source_check(run),
+        strategy.forecast,
+        strategy.num_in_line,
+        name,
+        given.environment if given else None,
+    )
+    floor = run.algorithm.filter_groups
+    return TrainingSource(
+        name,
+        share=source_shares(run)[name],
+        follows_yield=name in follows_yield(run),
+        settings=_settings(config, num_rows),
+        prompts=prompts,
+        strategy=strategy,
+        groups=of_source,
+        guard=YieldGuard(floor.min_yield, floor.min_yield_groups, name),
+    )
+
+
+def _no_clients(_data_source: str) -> None:
+    raise DataError(
+        "this run takes its prompts from sluice.sources alone: a client's prompt would be of none "
+        "of them; submit prompts to a run without sluice.sources"
     )
 
 
@@ -386,8 +462,10 @@ def _prompt_store(config: RunConfig, validation: PromptFiles | None) -> PromptSt
     return open_store(Path(config.sluice.run_dir), names, validation)
 
 
-def _strategy(config: RunConfig, memory: PromptMemoryStore | None) -> SamplingStrategy:
-    strategy = SamplingStrategy(sampling_rules(config))
+def _strategy(
+    config: RunConfig, num_groups: int, memory: PromptMemoryStore | None
+) -> SamplingStrategy:
+    strategy = SamplingStrategy(replace(sampling_rules(config), train_batch_size=num_groups))
     for key, mean_tokens in memory.lengths(KNOWN_LENGTHS) if memory else ():
         strategy.forecast.remember(key, mean_tokens)
     return strategy
@@ -400,9 +478,13 @@ def _traces(config: RunConfig, ledger: PromptLedger) -> PromptTraces:
     return PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
 
 
-def _settings(config: RunConfig, epoch_rows: int) -> GroupSettings:
+def _batch_rules(config: RunConfig) -> BatchRules:
     asynchrony = config.sluice.asynchrony
-    rules = BatchRules(config.data.train_batch_size, asynchrony.max_staleness, asynchrony.on_stale)
+    return BatchRules(config.data.train_batch_size, asynchrony.max_staleness, asynchrony.on_stale)
+
+
+def _settings(config: RunConfig, epoch_rows: int) -> GroupSettings:
+    rules = _batch_rules(config)
     rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     sampling = training_sampling(rollout, config.data.max_response_length)
     choice = sampling_rules(config)

@@ -39,23 +39,14 @@ from enum import StrEnum
 
 from services.reward.generation.request import GroupProgress
 from services.reward.ledger.ledger import PromptLedger
+from services.reward.source_groups import IN_FLIGHT, GroupState, SourceGroups
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.attempt import Attempt
+from sluice.errors import DataError
 from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout, Scored
 
 SCORED = "scored"
 NOT_ADMITTED = Attempt("", -1, None, 0)
-
-
-class GroupState(StrEnum):
-    """Where a group is."""
-
-    WAITING = "waiting"
-    GENERATING = "generating"
-    GRADING = "grading"
-    KEPT = "kept"
-    LEASED = "leased"
-    ENDED = "ended"
 
 
 class EventKind(StrEnum):
@@ -75,7 +66,6 @@ class EventKind(StrEnum):
 
 
 PENDING_STATES = tuple(state for state in GroupState if state is not GroupState.ENDED)
-IN_FLIGHT = frozenset({GroupState.GENERATING, GroupState.GRADING})
 _HOLDS_SAMPLES = IN_FLIGHT | {GroupState.KEPT, GroupState.LEASED}
 
 TRANSITIONS: Mapping[EventKind, tuple[frozenset[GroupState], frozenset[GroupState]]] = {
@@ -287,27 +277,30 @@ class GroupTable:
 
     Args:
         ledger: the durable part; its pending prompts wait, or are leased.
-        ages: for the staleness rules.
+        ages: for the staleness rules, by source.
 
     Attributes, written by this class alone, except `policy_version`:
-        counts: groups by state.
+        of_source: the groups of each source.
         policy_version: the version announced; ``None`` before the first, and while a trainer takes
             over.
-        num_sure: groups in flight that count as kept.
-        num_reserved: groups in flight with a reserved slot.
         num_unrequested: sequences that groups in flight have not requested yet.
+
+    Raises:
+        DataError: the ledger holds prompts of a source that the run does not have.
     """
 
-    def __init__(self, ledger: PromptLedger, ages: GroupAges) -> None:
+    def __init__(self, ledger: PromptLedger, ages: Mapping[str, GroupAges]) -> None:
         self._ledger = ledger
         self._observers: list[Observer] = []
+        self.of_source = {name: SourceGroups(one) for name, one in ages.items()}
         self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
         for prompt_id in ledger.leased_ids():
             self._groups[prompt_id].state = GroupState.LEASED
-        self.counts = Counter(group.state for group in self._groups.values())
-        self.ages = ages
+        for group in self._groups.values():
+            self._check_source(group.prompt)
+            self.of(group).counts[group.state] += 1
         self.policy_version: int | None = None
-        self.num_sure = self.num_reserved = self.num_unrequested = 0
+        self.num_unrequested = 0
 
     def observe(self, observer: Observer) -> None:
         """Add an observer; it hears of the groups that are pending now, the oldest first."""
@@ -330,15 +323,24 @@ class GroupTable:
         """Return the group of a pending prompt; ``None`` if it is not pending."""
         return self._groups.get(prompt_id)
 
+    def of(self, group: Group) -> SourceGroups:
+        """Return the groups of a group's source."""
+        return self.of_source[group.prompt.source]
+
+    @property
+    def counts(self) -> Counter[GroupState]:
+        """Groups of all sources, by state."""
+        return sum((one.counts for one in self.of_source.values()), Counter())
+
     @property
     def num_in_flight(self) -> int:
-        """Groups being generated or graded."""
-        return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
+        """Groups of all sources being generated or graded."""
+        return sum(one.num_in_flight for one in self.of_source.values())
 
     @property
     def num_kept(self) -> int:
-        """Groups that wait for a train batch."""
-        return self.counts[GroupState.KEPT]
+        """Groups of all sources that wait for a train batch."""
+        return sum(one.num_kept for one in self.of_source.values())
 
     def in_state(self, *states: GroupState) -> list[Group]:
         """Return the groups in these states."""
@@ -389,9 +391,10 @@ class GroupTable:
         self.num_unrequested += num_sequences
         if reserves_slot:
             group.has_reservation = group.is_sure = True
-            self.num_sure += 1
-            self.num_reserved += 1
-            self.ages.reserve(group.prompt_id, group.version)
+            of_source = self.of(group)
+            of_source.num_sure += 1
+            of_source.num_reserved += 1
+            of_source.ages.reserve(group.prompt_id, group.version)
         self._publish(GroupEvent(EventKind.ADMITTED, group, before))
 
     def set_oldest_version(self, group: Group, version: int | None) -> None:
@@ -405,9 +408,9 @@ class GroupTable:
         group.num_unrequested = 0
         group.oldest_version = version
         if version is None:
-            self.ages.pauses(group.prompt_id)
+            self.of(group).ages.pauses(group.prompt_id)
         else:
-            self.ages.runs(group.prompt_id, version)
+            self.of(group).ages.runs(group.prompt_id, version)
 
     def generated(self, group: Group, num_greedy_tokens: int = 0) -> None:
         """Note that the samples of a request have come, and the greedy response if there is one."""
@@ -438,7 +441,7 @@ class GroupTable:
         before = self._move(group, EventKind.CONTINUED, GroupState.GENERATING)
         group.num_requests += 1
         is_sure = is_sure or group.has_reservation
-        self.num_sure += is_sure - group.is_sure
+        self.of(group).num_sure += is_sure - group.is_sure
         group.is_sure = is_sure
         group.progress.num_replaced += sum(sample.num_tokens for sample in replaced)
         event = EventKind.CONTINUED
@@ -449,7 +452,7 @@ class GroupTable:
         before = self._move(group, EventKind.KEPT, GroupState.KEPT)
         group.graded = graded
         group.num_preemptions = 0
-        self.ages.keep(group.prompt_id, graded.oldest_version, group.prompt.sequence)
+        self._age(group, graded)
         self._publish(GroupEvent(EventKind.KEPT, group, before))
 
     def lease(self, batch_id: str, version: int, groups: Sequence[Group]) -> None:
@@ -476,7 +479,7 @@ class GroupTable:
         for group in groups:
             if group.graded is not None:
                 before = self._move(group, EventKind.RETURNED, GroupState.KEPT)
-                self.ages.keep(group.prompt_id, group.graded.oldest_version, group.prompt.sequence)
+                self._age(group, group.graded)
                 self._publish(GroupEvent(EventKind.RETURNED, group, before))
         return [group for group in groups if group.graded is None]
 
@@ -524,9 +527,21 @@ class GroupTable:
         for group in self:
             group.num_preemptions = 0
 
+    def _age(self, group: Group, kept: GradedGroup) -> None:
+        self.of(group).ages.keep(group.prompt_id, kept.oldest_version, group.prompt.sequence)
+
+    def _check_source(self, prompt: Prompt) -> None:
+        if prompt.source not in self.of_source:
+            known = ", ".join(repr(name) for name in self.of_source if name) or "none"
+            raise DataError(
+                f"the ledger holds prompt '{prompt.prompt_id}' of the source '{prompt.source}', "
+                f"and sluice.sources has {known}; keep the names of sources within a run, or "
+                "choose another sluice.run_dir"
+            )
+
     def _add(self, prompt: Prompt) -> Group:
         group = self._groups[prompt.prompt_id] = Group(prompt)
-        self.counts[GroupState.WAITING] += 1
+        self.of(group).counts[GroupState.WAITING] += 1
         self._publish(GroupEvent(EventKind.ACCEPTED, group, GroupState.WAITING))
         return group
 
@@ -543,18 +558,18 @@ class GroupTable:
         before, group.state = group.state, after
         if before is after:
             return before
-        self.counts[before] -= 1
+        (of_source := self.of(group)).counts[before] -= 1
         if after is not GroupState.ENDED:
-            self.counts[after] += 1
+            of_source.counts[after] += 1
         if before in IN_FLIGHT and after not in IN_FLIGHT:
             self.num_unrequested -= group.num_unrequested
-            self.num_sure -= group.is_sure
-            self.num_reserved -= group.has_reservation
+            of_source.num_sure -= group.is_sure
+            of_source.num_reserved -= group.has_reservation
             group.num_unrequested = 0
             group.is_sure = group.has_reservation = False
-            self.ages.left(group.prompt_id)
+            of_source.ages.left(group.prompt_id)
         elif before is GroupState.KEPT:
-            self.ages.remove(group.prompt_id)
+            of_source.ages.remove(group.prompt_id)
         return before
 
     def _publish(self, event: GroupEvent) -> None:
@@ -566,21 +581,3 @@ def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
     """Count samples by how they ended: ``scored`` or a `FailureKind`; without those that are 0."""
     names = (SCORED if isinstance(each, Scored) else each.kind.value for each in outcomes)
     return dict(Counter(names))
-
-
-def prompts_lost(ledger: PromptLedger, groups: GroupTable, num_waiting: int) -> int:
-    """Count prompts that no event explains or that nothing holds; 0 unless there is a defect.
-
-    The ledger's counts alone add up by construction. So its pending prompts are compared with two
-    independent things: the events (accepted, ended), and what must hold a group in its state: the
-    source of prompts, a task, the samples, the lease. The result is a sum of differences.
-    """
-    unexplained = ledger.num_submitted - sum(ledger.by_end.values()) - ledger.num_pending
-    untracked = ledger.num_pending - len(groups)
-    found = Counter(group.state for group in groups)
-    leased = set(ledger.leased_ids())
-    unheld = max(0, found[GroupState.WAITING] - num_waiting)
-    unheld += sum(group.task is None for group in groups.in_state(*IN_FLIGHT))
-    unheld += sum(group.graded is None for group in groups.in_state(GroupState.KEPT))
-    unheld += sum(group.prompt_id not in leased for group in groups.in_state(GroupState.LEASED))
-    return abs(unexplained) + abs(untracked) + unheld

@@ -81,6 +81,7 @@ from sluice.config.derived import (
 from sluice.config.loading.yaml_text import flat_settings
 from sluice.config.rules.sampling import sampling_notice
 from sluice.config.run import RunConfig
+from sluice.config.sources import source_configs
 from sluice.device.select import transfer_device
 from sluice.rpc.client import ChannelPool, open_channel, reward_stub
 from sluice.rpc.credentials import Credentials, service_credentials
@@ -385,6 +386,18 @@ def _publisher(
     )
 
 
+def _batch_terms(config: RunConfig) -> BatchTerms:
+    return BatchTerms(
+        config.data.train_batch_size,
+        config.actor_rollout_ref.rollout.n,
+        config.sluice.asynchrony.max_staleness,
+        whole_groups=needs_whole_groups(config),
+        with_baselines=needs_greedy_baseline(config),
+        least_share=config.sluice.reward.outcomes.min_share,
+        sources={name: _batch_terms(one) for name, one in source_configs(config).items() if name},
+    )
+
+
 def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
     trainer, service = config.trainer, config.sluice.trainer
     return LoopSettings(
@@ -398,13 +411,6 @@ def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
         examples=max(_NUM_EXAMPLES, config.trainer.log_val_generations),
         overlaps=overlaps_transfers(config),
         scale=RunScale(world_size(config), dataset_rows),
-        terms=BatchTerms(
-            config.data.train_batch_size,
-            config.actor_rollout_ref.rollout.n,
-            config.sluice.asynchrony.max_staleness,
-            whole_groups=needs_whole_groups(config),
-            with_baselines=needs_greedy_baseline(config),
-            least_share=config.sluice.reward.outcomes.min_share,
-        ),
+        terms=_batch_terms(config),
         engines_sleep=sleeps_while_training(config),
     )

@@ -123,7 +123,7 @@ def _pairs(
 ) -> list[tuple[PromptRow, str]]:
     """Return rows, each with the response to grade."""
     rows = []
-    if file_names(config.data, TRAIN_KEY):
+    if file_names(config, TRAIN_KEY):
         rows = opened_rows(config, TRAIN_KEY)[1][:count]
     if responses is not None:
         return list(_given(responses, rows, count))

@@ -46,12 +46,20 @@ def score_from_proto(message: common.Score) -> Scored:
 
 def progress_to_proto(progress: DataProgress) -> common.DataProgress:
     """Encode data progress."""
-    return common.DataProgress(low_water=progress.low_water, ended_above=progress.ended_above)
+    return common.DataProgress(
+        low_water=progress.low_water,
+        ended_above=progress.ended_above,
+        sources={name: progress_to_proto(one) for name, one in progress.sources.items()},
+    )
 
 
 def progress_from_proto(message: common.DataProgress) -> DataProgress:
     """Decode data progress."""
-    return DataProgress(message.low_water, tuple(message.ended_above))
+    sources = {
+        name: DataProgress(one.low_water, tuple(one.ended_above))
+        for name, one in message.sources.items()
+    }
+    return DataProgress(message.low_water, tuple(message.ended_above), sources)
 
 
 def extra_info_of(struct: Struct, field: str, max_bytes: int) -> dict[str, Any]:
@@ -78,14 +86,20 @@ def check_announcement(request: reward.AnnouncePolicyRequest) -> None:
     """Check trainer, version, replicas, and the position in the data set."""
     check_fields(request)
     check_replicas(request.replicas)
-    progress = request.resume_from
-    check_fields(progress, "resume_from.")
+    _check_progress(request.resume_from, "resume_from.")
+    for name, progress in request.resume_from.sources.items():
+        check_name("resume_from.sources", name)
+        _check_progress(progress, f"resume_from.sources['{name}'].")
+
+
+def _check_progress(progress: common.DataProgress, field: str) -> None:
+    check_fields(progress, field)
     # Rising positions need no sorting, and none occurs twice.
     before = progress.low_water - 1
     for position in progress.ended_above:
         if not before < position <= MAX_NUMBER:
             raise InvalidRequestError(
-                f"resume_from.ended_above: {position} after {before}; send rising positions from "
+                f"{field}ended_above: {position} after {before}; send rising positions from "
                 "low_water on"
             )
         before = position

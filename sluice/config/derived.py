@@ -14,6 +14,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.config.schema.data import DataConfig
+from sluice.config.sources import source_configs
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 from sluice.vision.vision_shape import reads_images
 
@@ -55,8 +56,12 @@ def world_size(config: RunConfig) -> int:
 
 
 def rows_per_batch(config: RunConfig) -> int:
-    """Return the samples in one train batch: prompts times responses per prompt."""
-    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    """Return the samples in one train batch: prompts times responses per prompt.
+
+    Of several sources it takes the most responses.
+    """
+    most = max(one.actor_rollout_ref.rollout.n for one in source_configs(config).values())
+    return config.data.train_batch_size * most
 
 
 def max_row_tokens(data: DataConfig) -> int:
@@ -206,7 +211,8 @@ def uses_critic(config: RunConfig) -> bool:
 
 def uses_reference(config: RunConfig) -> bool:
     """Return whether a term measures the divergence from the policy of step 0."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    in_loss = any(o.actor_rollout_ref.actor.use_kl_loss for o in source_configs(config).values())
+    return config.algorithm.use_kl_in_reward or in_loss
 
 
 def may_grade_itself(config: RunConfig) -> bool:

@@ -66,6 +66,11 @@ def is_free_form(annotation: object) -> bool:
     return get_origin(bare_type(annotation)) is dict
 
 
+def value_section(annotation: object) -> type[Section] | None:
+    """Return the section that each value of a mapping holds; `None` for other types."""
+    return section_type(get_args(annotation)[1]) if is_free_form(annotation) else None
+
+
 def expectation(annotation: object) -> str:
     """Return which values a type takes, for example ``an integer >= 1 or null``."""
     origin, arguments = get_origin(annotation), get_args(annotation)

@@ -31,7 +31,7 @@ def check_data(examined: Examined) -> Iterator[Finding]:
     config = examined.config
     rows: dict[str, list[PromptRow]] = {}
     for key in (TRAIN_KEY, VAL_KEY):
-        files = file_names(config.data, key)
+        files = file_names(config, key)
         if not files:
             is_training = key == TRAIN_KEY
             consequence = "only clients' prompts are trained on" if is_training else "no validation"

@@ -135,7 +135,7 @@ def _rows(examined: Examined) -> list[PromptRow]:
         ungraded.add(PROGRAM_TESTS)
     is_custom = reward.custom_reward_function.path is not None
     for key in (TRAIN_KEY, VAL_KEY):
-        if not file_names(config.data, key):
+        if not file_names(config, key):
             continue
         try:
             for row in examined.first_rows(key)[1]:

@@ -48,7 +48,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """
     for key in _PATHS:
         config = _with_absolute(config, key.split("."))
-    return config
+    sources = {
+        name: _with_absolute(source, ["files"]) for name, source in config.sluice.sources.items()
+    }
+    service = msgspec.structs.replace(config.sluice, sources=sources)
+    return msgspec.structs.replace(config, sluice=service)
 
 
 def _with_absolute(section: PartT, names: Sequence[str]) -> PartT:

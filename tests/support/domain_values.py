@@ -83,10 +83,18 @@ def routed_experts(draw: st.DrawFn, least_tokens: int) -> RoutedExperts:
 def train_groups(draw: st.DrawFn) -> TrainGroup:
     samples = tuple(draw(st.lists(rollouts(), max_size=3)))
     grades = draw(st.lists(scores, min_size=len(samples), max_size=len(samples)))
-    return TrainGroup(draw(names), draw(token_ids), samples, tuple(grades), draw(words))
+    return TrainGroup(
+        draw(names), draw(token_ids), samples, tuple(grades), draw(words), source=draw(words)
+    )
 
 
-progresses = st.builds(DataProgress, int64, st.lists(int64, max_size=4).map(tuple))
+_progresses = st.builds(DataProgress, int64, st.lists(int64, max_size=4).map(tuple))
+progresses = st.builds(
+    DataProgress,
+    int64,
+    st.lists(int64, max_size=4).map(tuple),
+    st.dictionaries(names, _progresses, max_size=2),
+)
 train_batches = st.builds(
     TrainBatch,
     batch_id=names,

@@ -375,6 +375,8 @@ def for_prompt(sampling: SamplingParams, prompt: Prompt, *, label: str) -> Sampl
     on its number in the order of issue.
     """
     number = prompt.sequence if prompt.position is None else prompt.position
+    if prompt.source:  # rows of several sources have the same positions
+        label = f"{label}/{prompt.source}"
     text = f"{sampling.seed}/{label}/{prompt.origin}/{number}"
     digest = blake2b(text.encode(), digest_size=_SEED_BYTES).digest()
     return replace(sampling, seed=int.from_bytes(digest, "little") & _SEED_MASK)

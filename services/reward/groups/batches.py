@@ -27,14 +27,16 @@ from collections.abc import Callable, Collection
 from functools import partial
 from uuid import uuid4
 
-from services.reward.group_table import CancelReason, Group, GroupEnding, GroupState, GroupTable
+from services.reward.group_table import CancelReason, Group, GroupEnding, GroupTable
 from services.reward.groups.settings import BatchRules
+from services.reward.groups.sources import TrainingSource, TrainingSources
 from services.reward.ledger.ledger import PromptLedger, not_leased
-from services.reward.prompts.source import PromptSource
-from services.reward.records.failures import YieldGuard
 from services.reward.records.statistics import GroupStatistics
+from services.reward.source_groups import GroupState
+from sluice.algorithm.groups.staleness import BatchDecision, GroupAges
 from sluice.algorithm.sampling.admission import kept_upper_bound
-from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
+from sluice.algorithm.sampling.strategy import LoopLoad
+from sluice.algorithm.sources import interleaved, source_metric
 from sluice.concurrency.waits import ChangeSignal, deadline
 from sluice.errors import BatchUnfillableError, DeadlineError, SluiceError
 from sluice.types import GradedGroup, PromptEnd, Scored, TrainBatch, TrainGroup
@@ -52,10 +54,9 @@ class TrainBatches:
     Args:
         groups: all groups.
         ledger: holds the open lease.
-        source: knows whether more prompts can come, and takes those that wait again.
-        strategy: decides whether kept groups may be taken.
+        sources: know whether more prompts can come, take those that wait again, decide whether
+            kept groups may be taken, and know whether the yield is hopeless.
         statistics: of a batch.
-        guard: knows whether the yield is hopeless.
         rules: batch size and staleness.
         changes: notified at every change that may complete a batch.
 
@@ -72,21 +73,19 @@ class TrainBatches:
         *,
         groups: GroupTable,
         ledger: PromptLedger,
-        source: PromptSource,
-        strategy: SamplingStrategy,
+        sources: TrainingSources,
         statistics: GroupStatistics,
-        guard: YieldGuard,
         rules: BatchRules,
         changes: ChangeSignal,
     ) -> None:
         self._groups = groups
         self._ledger = ledger
-        self._source = source
-        self._strategy = strategy
+        self._sources = sources
         self._statistics = statistics
-        self._guard = guard
         self._rules = rules
         self._changes = changes
+        # All sources have the same strategy; only its numbers differ.
+        strategy = next(iter(sources)).strategy
         self._carries_over = not strategy.discards_surplus
         self._preempts = strategy.preempts
         self._num_asking = 0
@@ -104,17 +103,20 @@ class TrainBatches:
     @property
     def num_in_training(self) -> int:
         """Groups of leased batches whose trained version is not announced yet."""
-        return max(0, self._next_version() - (self._groups.policy_version or 0)) * (
-            self._rules.batch_size
-        )
+        return self._num_batches_in_training * self._rules.batch_size
 
-    def load(self, capacity: int) -> LoopLoad:
-        """Return the loop as the strategy sees it, where the fleet could take `capacity` groups."""
-        groups = self._groups
+    @property
+    def _num_batches_in_training(self) -> int:
+        return max(0, self._next_version() - (self._groups.policy_version or 0))
+
+    def load(self, source: TrainingSource, capacity: int) -> LoopLoad:
+        """Return the loop as the strategy of a source sees it, where the fleet could take
+        `capacity` groups."""
+        groups = source.groups
         return LoopLoad(
             num_in_flight=groups.num_in_flight,
             num_kept=groups.num_kept,
-            num_in_training=self.num_in_training,
+            num_in_training=self._num_batches_in_training * source.num_groups,
             capacity=capacity,
             num_sure=groups.num_sure,
         )
@@ -192,7 +194,8 @@ class TrainBatches:
 
     def begin_again(self) -> None:
         """Form batches again, if the policy that is given up could fill none."""
-        self._guard.begin_again()
+        for source in self._sources:
+            source.guard.begin_again()
         if isinstance(self.error, BatchUnfillableError):
             self.error = None
 
@@ -213,16 +216,18 @@ class TrainBatches:
         announced = self._groups.policy_version
         if announced is not None:
             next_version = max(announced, self._next_version())
-            self._cancel(self._groups.ages.without_slot(next_version), next_version)
+            for source in self._sources:
+                ages = source.groups.ages
+                self._cancel(ages, ages.without_slot(next_version), next_version)
 
-    def _cancel(self, without_slot: Collection[str], next_version: int) -> None:
+    def _cancel(self, ages: GroupAges, without_slot: Collection[str], next_version: int) -> None:
         if not self._carries_over:  # no kept group waits for a later batch, so none needs a slot
             return
         for prompt_id in without_slot:
             reason = CancelReason.NO_SLOT
             if self._preempts:  # where batches preempt, a late group is preempted, never dropped
                 reason = CancelReason.PREEMPTED
-            elif self._groups.ages.drops(prompt_id, next_version):
+            elif ages.drops(prompt_id, next_version):
                 reason = CancelReason.TOO_OLD
             self._groups[prompt_id].cancel(reason)
 
@@ -254,34 +259,45 @@ class TrainBatches:
         if lost := self.void_lease():
             for group in lost:
                 self._groups.requeue(group, CancelReason.TAKEN_OVER)
-                self._source.put(group.prompt)
+                self._sources.of(group).prompts.put(group.prompt)
             self._changes.notify()
         return None
 
     def _formed(self, version: int) -> TrainBatch | None:
-        """Form the batch for `version` if the rules allow it; end what they drop."""
-        groups, source = self._groups, self._source
-        decision = groups.ages.decide(
-            version, partial(kept_upper_bound, estimate=self._strategy.estimate)
+        """Form the batch for `version` if the rules of every source allow it; end what they drop.
+
+        A source that lacks groups keeps the others waiting: without it they would get its share.
+        """
+        decisions = [(source, self._decided(source, version)) for source in self._sources]
+        if all(self._is_ready(source, decision) for source, decision in decisions):
+            chosen = interleaved([decision.chosen for _, decision in decisions])
+            return self._lease([self._groups[prompt_id] for prompt_id in chosen], version)
+        for source, decision in decisions:
+            if decision.num_missing:
+                source.guard.check_yield()
+                if source.is_drained:
+                    raise source.guard.exhausted(source.groups.num_kept, source.num_groups)
+        return None
+
+    def _decided(self, source: TrainingSource, version: int) -> BatchDecision:
+        """Return which groups of a source the batch takes; end and cancel what has no slot."""
+        groups, ages = self._groups, source.groups.ages
+        decision = ages.decide(
+            version, partial(kept_upper_bound, estimate=source.strategy.estimate)
         )
         for prompt_id in decision.dropped:
             group = groups[prompt_id]
             assert group.graded is not None
             detail = f"oldest token of version {group.graded.oldest_version}, batch of {version}"
             groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
-        self._cancel(decision.without_slot, version)
+        self._cancel(ages, decision.without_slot, version)
+        return decision
+
+    def _is_ready(self, source: TrainingSource, decision: BatchDecision) -> bool:
         # The last wave may have too few prompts to count as complete. Its groups are trained anyway
         # if they fill a batch.
-        is_last = source.is_exhausted and not groups.num_in_flight
-        if decision.chosen and (
-            self._was_voided or is_last or self._strategy.may_form(self.load(0))
-        ):
-            return self._lease([groups[prompt_id] for prompt_id in decision.chosen], version)
-        if decision.num_missing:
-            self._guard.check_yield()
-            if is_last:
-                raise self._guard.exhausted(groups.num_kept, self._rules.batch_size)
-        return None
+        is_free = self._was_voided or source.is_drained
+        return bool(decision.chosen) and (is_free or source.strategy.may_form(self.load(source, 0)))
 
     def _lease(self, chosen: list[Group], version: int) -> TrainBatch:
         """Lease the chosen groups; end the others if the strategy carries none over."""
@@ -295,15 +311,12 @@ class TrainBatches:
         train_groups = tuple(_train_group(group.graded) for group in chosen if group.graded)
         # The trainer saves this progress with the weights that the batch makes, so the batch's own
         # rows count as ended although they are only leased.
-        positions = [group.prompt.position for group in chosen]
-        progress = self._ledger.progress(at for at in positions if at is not None)
+        prompts = [group.prompt for group in chosen]
+        progress = self._ledger.progress(
+            (one.source, one.position) for one in prompts if one.position is not None
+        )
         self._groups.lease(batch_id, version, chosen)
-        self._strategy.batch_formed()
-        gauges = self._strategy.statistics()
-        if self._rules.max_staleness == 0 and not self._preempts:
-            # This estimate depends on the order in which groups end, so on timing. Exact filling
-            # does not use it; without it the metrics of such a run repeat.
-            del gauges["sampling/yield"]
+        gauges = self._gauges()
         self._batch = TrainBatch(
             batch_id,
             version,
@@ -318,8 +331,20 @@ class TrainBatches:
         )
         self._was_voided = False
         self._asked = (-1, 0.0)  # another call for this step is for another batch
+        self._sources.share_out()
         self._changes.notify()
         return self._batch
+
+    def _gauges(self) -> dict[str, float]:
+        gauges: dict[str, float] = {}
+        for source in self._sources:
+            source.strategy.batch_formed()
+            gauges |= source.statistics()
+            if self._rules.max_staleness == 0 and not self._preempts:
+                # This estimate depends on the order in which groups end, so on timing. Exact
+                # filling does not use it; without it the metrics of such a run repeat.
+                del gauges[source_metric(source.name, "sampling/yield")]
+        return gauges
 
 
 def _train_group(graded: GradedGroup) -> TrainGroup:
@@ -337,4 +362,5 @@ def _train_group(graded: GradedGroup) -> TrainGroup:
         data_source=graded.group.prompt.data_source,
         baseline_reward=graded.baseline_reward,
         images=graded.group.prompt.images,
+        source=graded.group.prompt.source,
     )

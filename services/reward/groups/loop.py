@@ -28,35 +28,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import prompt_key
-from services.reward.group_table import (
-    CancelReason,
-    EndCause,
-    Group,
-    GroupEnding,
-    GroupState,
-    GroupTable,
-)
+from services.reward.group_table import CancelReason, EndCause, Group, GroupEnding, GroupTable
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.run import GroupRun
-from services.reward.groups.settings import GroupSettings
+from services.reward.groups.settings import BatchRules
+from services.reward.groups.sources import TrainingSource, TrainingSources
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
-from services.reward.prompts.source import PromptSource
 from services.reward.records.traces import PromptTraces
+from services.reward.source_groups import GroupState
 from sluice.algorithm.groups.staleness import reserves_slot
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.admission import groups_with_capacity
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.coverage_guard import Side
-from sluice.algorithm.sampling.strategy import SamplingStrategy
+from sluice.algorithm.sources import SourceLoad, source_to_start
 from sluice.concurrency.waits import ChangeSignal, Waiting, deadline
 from sluice.errors import DataError, SluiceError
 from sluice.telemetry.tracing import TRACER
@@ -97,12 +91,11 @@ class LoopFacts:
 class LoopParts:
     """What the loop and its admission share."""
 
-    settings: GroupSettings
+    rules: BatchRules
     groups: GroupTable
     batches: TrainBatches
-    source: PromptSource
+    sources: TrainingSources  # which groups start, and how many
     queue: ReplicaQueue  # the fleet and its capacity
-    strategy: SamplingStrategy  # decides how many groups start, and which; learns from their ends
     memory: PromptMemoryStore | None  # of earlier attempts; ``None`` for strategies without one
 
 
@@ -122,19 +115,13 @@ class GroupAdmission:
     def __init__(self, parts: LoopParts, quarantine: Quarantine) -> None:
         self._groups = parts.groups
         self._batches = parts.batches
-        self._strategy = parts.strategy
-        self._source = parts.source
+        self._sources = parts.sources
         self._queue = parts.queue
         self._memory = parts.memory
         self._quarantine = quarantine
-        settings = parts.settings
         # Needed at every start, so computed once.
-        self._max_staleness = settings.rules.max_staleness
-        self._first_sequences = settings.first_sequences(
-            settings.probe_samples or settings.samples_per_group
-        )
-        self._epoch_rows = settings.epoch_rows
-        self._num_skipped = 0  # in a row
+        self._max_staleness = parts.rules.max_staleness
+        self._first_sequences = {one.name: one.first_sequences for one in parts.sources}
 
     async def admit(self, start: Callable[[Group, Attempt], None]) -> None:
         """Start as many groups as may start, while there are prompts.
@@ -143,58 +130,83 @@ class GroupAdmission:
             BatchUnfillableError: the strategy gives up.
             DataError: the data set or the memory of prompts cannot be read.
         """
-        source = self._source
-        while self.num_to_start() > 0:
-            prompt = await source.next_prompt(self._groups.policy_version or 0, time.monotonic())
+        without_prompt: set[str] = set()
+        while (source := self._source_to_start(without_prompt)) is not None:
+            version = self._groups.policy_version or 0
+            prompt = await source.prompts.next_prompt(version, time.monotonic())
             if prompt is None:
+                without_prompt.add(source.name)
+            elif not await self._admitted(source, prompt, start):
                 return
-            group = self._groups[prompt.prompt_id]
-            if (reason := self._quarantine.reason(prompt)) is not None:
-                ending = GroupEnding(PromptEnd.DROPPED_FAILED, reason, cause=EndCause.QUARANTINE)
-                self._groups.end(group, ending)
-                continue
-            try:
-                with source.in_hand():
-                    attempt = await self._decided(prompt)
-            except SluiceError:
-                source.put(prompt)
-                raise
-            if attempt is None:  # things changed while the data set or the memory was read
-                source.put(prompt)
-                return
-            if attempt.is_skipped:
-                self._num_skipped += 1
-                self._strategy.skipped(attempt)
-                self._groups.end(group, GroupEnding(PromptEnd.SKIPPED, why_skipped(attempt)))
-            else:
-                self._num_skipped = 0
-                start(group, attempt)
 
-    def num_to_start(self) -> int:
-        """Count the groups that may start now, by the strategy and the fleet's capacity."""
+    async def _admitted(
+        self, source: TrainingSource, prompt: Prompt, start: Callable[[Group, Attempt], None]
+    ) -> bool:
+        """Start or end a prompt's group; ``False``: it waits, since no group may start any more."""
+        group = self._groups[prompt.prompt_id]
+        if (reason := self._quarantine.reason(prompt)) is not None:
+            ending = GroupEnding(PromptEnd.DROPPED_FAILED, reason, cause=EndCause.QUARANTINE)
+            self._groups.end(group, ending)
+            return True
+        try:
+            with source.prompts.in_hand():
+                attempt = await self._decided(source, prompt)
+        except SluiceError:
+            source.prompts.put(prompt)
+            raise
+        if attempt is None:  # things changed while the data set or the memory was read
+            source.prompts.put(prompt)
+            return False
+        if attempt.is_skipped:
+            source.num_skipped += 1
+            source.strategy.skipped(attempt)
+            self._groups.end(group, GroupEnding(PromptEnd.SKIPPED, why_skipped(attempt)))
+        else:
+            source.num_skipped = 0
+            start(group, attempt)
+        return True
+
+    def _source_to_start(self, without_prompt: Collection[str]) -> TrainingSource | None:
+        """Return the source whose group starts next; ``None``: none may, or none has a prompt."""
         version = self._groups.policy_version
         if version is None:
-            return 0
+            return None
+        loads = {
+            one.name: self._load(one, version)
+            for one in self._sources
+            if one.name not in without_prompt
+        }
+        name = source_to_start(loads)
+        return None if name is None else self._sources[name]
+
+    def _load(self, source: TrainingSource, version: int) -> SourceLoad:
+        """Return the groups of a source that may start now, by its strategy and the capacity of the
+        fleet, and how far it has filled its part of the batches."""
         # Replicas that serve an older version than this could only add groups that are too old.
         lowest = version - self._max_staleness
-        free = self._queue.num_free_sequences(lowest, self._first_sequences)
+        first_sequences = self._first_sequences[source.name]
+        free = self._queue.num_free_sequences(lowest, first_sequences)
         capacity = groups_with_capacity(
             free - self._groups.num_unrequested,  # those wait for a replica, or are about to
-            first_sequences=self._first_sequences,
+            first_sequences=first_sequences,
             is_idle=not self._groups.num_in_flight,
         )
-        return self._strategy.num_to_start(self._batches.load(capacity))
+        load, strategy = self._batches.load(source, capacity), source.strategy
+        return SourceLoad(
+            load, source.num_groups, strategy.estimate.mean, strategy.num_to_start(load)
+        )
 
-    async def _decided(self, prompt: Prompt) -> Attempt | None:
+    async def _decided(self, source: TrainingSource, prompt: Prompt) -> Attempt | None:
         """Return the strategy's decision about a prompt; ``None``: no group may start any more."""
         key, history = prompt_key(prompt), None
         is_client = prompt.origin is PromptOrigin.CLIENT
-        if self._memory is not None and not is_client and self._num_skipped < self._epoch_rows:
+        may_skip = not is_client and source.num_skipped < source.settings.epoch_rows
+        if self._memory is not None and may_skip:
             history = await asyncio.to_thread(self._memory.read, key)
         version = self._groups.policy_version
-        if version is None or not self.num_to_start():
+        if version is None or not self._load(source, version).num_to_start:
             return None
-        return self._strategy.attempt(key, prompt.sequence, history, version)
+        return source.strategy.attempt(key, prompt.sequence, history, version)
 
 
 def why_skipped(attempt: Attempt) -> str:
@@ -234,13 +246,12 @@ class GroupLoop:
         changes: ChangeSignal,
         capacity: ChangeSignal,
     ) -> None:
-        self._settings = parts.settings
+        self._batch_size = parts.rules.batch_size
         self._ledger = ledger
         self._groups = parts.groups
-        self._source = parts.source
+        self._sources = parts.sources
         self._queue = parts.queue
         self._dispatcher = dispatcher
-        self._strategy = parts.strategy
         self._memory = parts.memory
         self._admission = admission
         self._runs = runs
@@ -265,9 +276,9 @@ class GroupLoop:
                 try:
                     if self.batches.error is None:
                         await self._admission.admit(start)
-                    if self._source.is_exhausted and not self._was_exhausted:
+                    if self._sources.is_exhausted and not self._was_exhausted:
                         self._changes.notify()  # no batch may come any more
-                    self._was_exhausted = self._source.is_exhausted
+                    self._was_exhausted = self._sources.is_exhausted
                 except SluiceError as error:
                     self.batches.fail(error)
                 self.awaited()
@@ -276,7 +287,7 @@ class GroupLoop:
     def submit(self, prompt: Prompt) -> None:
         """Accept a client's prompt; raise `InvalidRequestError` if its id was used before."""
         self._groups.accept(prompt)
-        self._source.put(prompt)
+        self._sources[prompt.source].prompts.put(prompt)
         self._changes.notify()
 
     async def announce(
@@ -305,7 +316,8 @@ class GroupLoop:
                 await self._roll_back(version, rolled_back_to)
             self.batches.settle_recovered(version)
             if version != self._learned_version:
-                self._strategy.forecast.announced(time.monotonic())
+                for source in self._sources:
+                    source.strategy.forecast.announced(time.monotonic())
                 await self._learn()
             self._learned_version = self._groups.policy_version = version
         await self._dispatcher.announce(replicas)
@@ -314,7 +326,7 @@ class GroupLoop:
 
     def awaited(self) -> list[tuple[Blocker, float]]:
         """Return what the loop waits for, each with the seconds so far; the nearest cause first."""
-        lease, source, counts = self._ledger.open_lease, self._source, self._groups.counts
+        lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
         facts = LoopFacts(
             is_announced=self._groups.policy_version is not None,
             num_replicas=len(self._queue.replicas),
@@ -323,10 +335,10 @@ class GroupLoop:
             num_generating=counts[GroupState.GENERATING],
             num_grading=counts[GroupState.GRADING],
             num_kept=counts[GroupState.KEPT],
-            batch_size=self._settings.rules.batch_size,
+            batch_size=self._batch_size,
             num_in_training=self.batches.num_in_training,
-            has_dataset=source.has_dataset,
-            is_exhausted=source.is_exhausted,
+            has_dataset=sources.has_dataset,
+            is_exhausted=sources.is_exhausted,
         )
         now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
         since = self._awaited_since = {wait.key: before.get(wait.key, now) for wait in found}
@@ -334,7 +346,7 @@ class GroupLoop:
 
     async def _learn(self) -> None:
         """Update the memory of prompts from ended groups, before another version starts."""
-        attempts = self._strategy.new_version()
+        attempts = [each for one in self._sources for each in one.strategy.new_version()]
         if self._memory is None or not attempts or not self._memory_is_writable:
             return
         try:
@@ -344,11 +356,12 @@ class GroupLoop:
             self._memory_is_writable = False
 
     def _start(self, tasks: asyncio.TaskGroup, group: Group, attempt: Attempt) -> None:
-        self._strategy.started(attempt)
-        reserves = self._strategy.preempts and reserves_slot(
-            group.num_preemptions, self._groups.num_reserved, self._settings.rules.batch_size
+        source = self._sources.of(group)
+        source.strategy.started(attempt)
+        reserves = source.strategy.preempts and reserves_slot(
+            group.num_preemptions, source.groups.num_reserved, source.num_groups
         )
-        num_sequences = self._settings.first_sequences(attempt.first_samples)
+        num_sequences = source.settings.first_sequences(attempt.first_samples)
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
         if reserves:  # its slot may have been the last for a running group
             self.batches.cancel_without_slot()
@@ -383,7 +396,7 @@ class GroupLoop:
             detail = f"its oldest token is of version {group.oldest_version}, too old to be trained"
             self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
             return
-        self._strategy.restarted(group.admitted_as)
+        self._sources.of(group).strategy.restarted(group.admitted_as)
         self._requeue(group, group.cancel_reason or CancelReason.TAKEN_OVER)
 
     async def _take_over(
@@ -395,25 +408,32 @@ class GroupLoop:
         """
         ledger = self._ledger
         if trainer == ledger.trainer:
-            self._source.start_data(ledger.restart_data(ledger.progress()))
+            self._start_data(ledger.progress())
             self._trainer = trainer
             return
         await self._end_what_runs(CancelReason.TAKEN_OVER)
         if self._trainer is None:  # the trainer knows the data position of an earlier service
             self._groups.forget_data()
-            self._source.forget_data()
+            for source in self._sources:
+                source.prompts.forget_data()
         self._give_back_kept(resume_from)
         prompts = await ledger.trained_after(version)
         if prompts:
             logger.warning("%d clients' prompts of later steps are issued again", len(prompts))
         self._groups.reissue(prompts)
         for prompt in prompts:
-            self._source.put(prompt)
+            self._sources[prompt.source].prompts.put(prompt)
         # In all other cases the trainer sends no position, and the data set continues where it is.
         if self._trainer is None or resume_from is not None or version == 0:
-            self._source.start_data(ledger.restart_data(resume_from or DataProgress(0)))
+            self._start_data(resume_from or DataProgress(0))
         ledger.begin_trainer(trainer, version)
         self._trainer = trainer
+
+    def _start_data(self, ended: DataProgress) -> None:
+        """Let every source continue behind the rows that ended, or are pending."""
+        progress = self._ledger.restart_data(ended)
+        for source in self._sources:
+            source.prompts.start_data(progress.of(source.name))
 
     async def _roll_back(self, version: int, restored: int) -> None:
         """Drop everything that policies after `restored` have sampled; its prompts start again.
@@ -446,28 +466,30 @@ class GroupLoop:
             if tasks:
                 await asyncio.wait(tasks)
         self._groups.forget_preemptions()
-        self._strategy.batch_formed()  # the waves of the present batch no longer count
+        for source in self._sources:  # the waves of the present batch no longer count
+            source.strategy.batch_formed()
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
         """Requeue kept and leased prompts, except those the resumed policy was trained on."""
         lost = self.batches.void_lease()
         kept = self._groups.in_state(GroupState.KEPT)
         for group in sorted([*lost, *kept], key=lambda group: group.prompt.sequence):
-            if resume_from is not None and _covers(resume_from, group.prompt.position):
+            if resume_from is not None and _covers(resume_from, group.prompt):
                 self._groups.end(group, GroupEnding(PromptEnd.TRAINED))
             else:
                 self._requeue(group, CancelReason.TAKEN_OVER)
 
     def _requeue(self, group: Group, why: CancelReason) -> None:
         self._groups.requeue(group, why)
-        self._source.put(group.prompt)
+        self._sources.of(group).prompts.put(group.prompt)
 
     def _reason(self) -> str:
         waits = [f"{w.peer}: {w.phase} (for {seconds:.1f} s)" for w, seconds in self.awaited()]
         return "; ".join(waits) or "nothing"
 
 
-def _covers(progress: DataProgress, position: int | None) -> bool:
+def _covers(resumed: DataProgress, prompt: Prompt) -> bool:
+    position, progress = prompt.position, resumed.of(prompt.source)
     ended_above = progress.ended_above
     return position is not None and (position < progress.low_water or position in ended_above)
 

@@ -40,7 +40,7 @@ from services.reward.generation.request import (
 from services.reward.grading.grader import Grader
 from services.reward.group_table import EndCause, Group, GroupEnding, GroupTable
 from services.reward.groups.batches import TrainBatches
-from services.reward.groups.settings import GroupSettings
+from services.reward.groups.sources import TrainingSources
 from services.reward.prompts.quarantine import Quarantine
 from sluice.algorithm.groups.filter import (
     FilterDecision,
@@ -51,7 +51,6 @@ from sluice.algorithm.groups.filter import (
     samples_differ,
     striking,
 )
-from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.errors import SluiceError
 from sluice.telemetry.tracing import TRACER, Key, SpanName
 from sluice.types import (
@@ -75,12 +74,12 @@ class GroupRun:
     """Runs groups, each in the task of its caller.
 
     Args:
-        settings: of groups.
+        sources: settings of groups, and strategies that decide about the rest of a group and learn
+            from its end.
         groups: all groups.
         generator: generates samples.
         grader: grades them.
         quarantine: counts strikes.
-        strategy: decides about the rest of a group, and learns from its end.
         batches: cancels groups that have no slot any more, and fails with errors that every group
             would meet.
     """
@@ -88,22 +87,21 @@ class GroupRun:
     def __init__(
         self,
         *,
-        settings: GroupSettings,
+        sources: TrainingSources,
         groups: GroupTable,
         generator: SampleGenerator,
         grader: Grader,
         quarantine: Quarantine,
-        strategy: SamplingStrategy,
         batches: TrainBatches,
     ) -> None:
-        self._settings = settings
+        self._sources = sources
         self._groups = groups
         self._generator = generator
         self._grader = grader
         self._quarantine = quarantine
-        self._strategy = strategy
         self._batches = batches
-        self._metric = settings.filter_metric
+        # The filter is the same in all sources.
+        self._metric = next(iter(sources)).settings.filter_metric
         self._is_warned = False
 
     async def run(self, group: Group) -> None:
@@ -165,10 +163,11 @@ class GroupRun:
 
     async def _graded_and_filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
         """Return the graded samples and the filter's decision, perhaps after the probes alone."""
-        num_samples, first = self._settings.samples_per_group, group.attempt.first_samples
+        settings = self._sources.of(group).settings
+        num_samples, first = settings.samples_per_group, group.attempt.first_samples
         new = range(num_samples)
         if first >= num_samples:
-            graded = await self._sampled_and_graded(group, new, self._settings.greedy)
+            graded = await self._sampled_and_graded(group, new, settings.greedy)
         else:
             graded, rest = await self._staged(group, range(first))
             if rest is None:
@@ -179,11 +178,11 @@ class GroupRun:
                 # If the group is over, no replica gets this request: its samples return aborted.
                 self._groups.continued(group, is_sure=samples_differ(graded.scored, self._metric))
                 new = range(first, num_samples)
-                rest = await self._sampled_and_graded(group, new, self._settings.greedy)
+                rest = await self._sampled_and_graded(group, new, settings.greedy)
             graded = joined(graded, rest)
         graded = await self._regenerated(group, graded, new)
         with TRACER.span(SpanName.FILTER) as span:
-            decision = filter_group(graded, metric=self._metric, needs=self._settings.needs)
+            decision = filter_group(graded, metric=self._metric, needs=settings.needs)
             span.set({Key.PROMPT_END: decision.end.value if decision.end else "none"})
         return graded, decision
 
@@ -191,6 +190,7 @@ class GroupRun:
         """Return the first samples and, if two of them differed before all had come, the rest."""
         watch = ProbeWatch(self._grader, group.prompt, self._metric)
         name, rest = f"prompt {group.prompt.prompt_id}", None
+        settings = self._sources.of(group).settings
         try:
             async with asyncio.TaskGroup() as tasks:
                 probes = tasks.create_task(
@@ -202,8 +202,8 @@ class GroupRun:
                     differ.cancel()
                 else:
                     self._groups.continued(group, is_sure=True)
-                    others = range(indexes.stop, self._settings.samples_per_group)
-                    generating = self._sampled_and_graded(group, others, self._settings.greedy)
+                    others = range(indexes.stop, settings.samples_per_group)
+                    generating = self._sampled_and_graded(group, others, settings.greedy)
                     rest = tasks.create_task(generating, name=f"{name}, rest")
         except ExceptionGroup as errors:
             raise decisive_error(errors) from errors
@@ -223,17 +223,18 @@ class GroupRun:
 
         The strategy does not decide about a group that has used its time or its tokens.
         """
+        source = self._sources.of(group)
         with TRACER.span(SpanName.FILTER) as span:
-            decision = filter_probes(probes, metric=self._metric, needs=self._settings.needs)
+            decision = filter_probes(probes, metric=self._metric, needs=source.settings.needs)
             span.set({Key.PROMPT_END: decision.end.value if decision and decision.end else "none"})
         if decision is None:
             return None
-        after = f"after {len(probes.outcomes)} of {self._settings.samples_per_group} samples"
+        after = f"after {len(probes.outcomes)} of {source.settings.samples_per_group} samples"
         if decision.end is PromptEnd.DROPPED_FAILED:
             return FilterDecision(decision.end, f"{decision.detail} ({after})")
         if group.progress.check(asyncio.get_running_loop().time()):
             return FilterDecision(decision.end, after)
-        continued = self._strategy.after_probes(
+        continued = source.strategy.after_probes(
             group.attempt,
             num_right=_num_right(probes),
             num_scored=len(probes.scored),
@@ -265,7 +266,7 @@ class GroupRun:
             graded: all of its samples so far.
             new: indexes of the samples that no earlier call has generated again.
         """
-        policy, done = self._settings.needs.policy, 0
+        policy, done = self._sources.of(group).settings.needs.policy, 0
         while True:
             done += 1
             again = policy.to_repeat(graded.outcomes, done, OutcomeAction.GENERATE_AGAIN)
@@ -289,16 +290,16 @@ class GroupRun:
         regeneration: int = 0,
         on_sample: SampleCallback | None = None,
     ) -> GeneratedGroup:
-        version = self._groups.policy_version or 0
+        version, settings = self._groups.policy_version or 0, self._sources.of(group).settings
         label = f"train, regeneration {regeneration}" if regeneration else "train"
         request = GroupRequest(
             group.prompt,
             tuple(indexes),
-            for_prompt(self._settings.sampling, group.prompt, label=label),
+            for_prompt(settings.sampling, group.prompt, label=label),
             Purpose.TRAINING,
-            lowest_version=version - self._settings.rules.max_staleness,
+            lowest_version=version - settings.rules.max_staleness,
             progress=group.progress,
-            allows_missing=not self._settings.needs.whole_groups,
+            allows_missing=not settings.needs.whole_groups,
         )
         group.num_ungraded += request.num_samples + (greedy is not None)
         with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
@@ -324,7 +325,7 @@ class GroupRun:
         rollouts, num_right = graded.group.rollouts, _num_right(graded)
         if kept and num_right in (0, len(graded.scored)):
             self._warn_of_partial_credit(group.prompt)
-        self._strategy.ended(
+        self._sources.of(group).strategy.ended(
             group.attempt,
             num_right=num_right,
             num_scored=len(graded.scored),
@@ -336,7 +337,7 @@ class GroupRun:
 
     def _warn_of_partial_credit(self, prompt: Prompt) -> None:
         """Warn once: with partial credit a pass rate means nothing."""
-        name = self._strategy.rules.strategy
+        name = self._sources[prompt.source].strategy.rules.strategy
         if self._is_warned or not (name.uses_probes or name.uses_memory):
             return
         self._is_warned = True

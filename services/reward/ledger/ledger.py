@@ -30,6 +30,7 @@ from typing import Self
 import msgspec
 
 from services.reward.ledger.leases import KeptLeases, LeaseRecord, read_leases
+from services.reward.ledger.positions import SourcePositions
 from services.reward.ledger.schema import (
     EndedPrompt,
     LedgerContent,
@@ -69,10 +70,6 @@ _REMEMBER = (
     "SELECT prompt_id, sequence, body, ?, ?, ?, ? FROM pending WHERE prompt_id = ?"
 )
 _FORGET = "DELETE FROM ended WHERE prompt_id = ?"
-_END_POSITION = "INSERT OR IGNORE INTO ended_positions VALUES (?)"
-_FORGET_POSITIONS = "DELETE FROM ended_positions"
-_LOW_WATER = "UPDATE ledger SET low_water = ?"
-_BELOW = "DELETE FROM ended_positions WHERE position < ?"
 _LEASE = "INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?)"
 _FORGET_LEASE = "DELETE FROM lease"
 _ACKNOWLEDGE = "INSERT INTO acknowledged (batch_id) VALUES (?)"
@@ -150,8 +147,7 @@ class PromptLedger:
         self._ended: OrderedDict[str, EndedPrompt] = OrderedDict(content.ended)
         self._by_end: Counter[PromptEnd] = Counter(content.by_end)
         self.num_submitted = sum(self._by_end.values()) + len(self._prompts)
-        self._low_water = content.progress.low_water
-        self._ended_above: set[int] = set(content.progress.ended_above)
+        self._positions = SourcePositions(content.progress)
         self._acknowledged: OrderedDict[str, None] = OrderedDict.fromkeys(content.acknowledged)
         self.num_acknowledged = content.num_acknowledged
         self.trainer = content.trainer
@@ -293,7 +289,7 @@ class PromptLedger:
         prompt = self._remove(prompt_id)
         self.leases.revoke(prompt_id)
         self._by_end[end] += 1
-        low_water = self._low_water
+        statements: list[Statement] = []
         ended = EndedPrompt(
             prompt.sequence, b"", end, step, tuple(rewards), detail[:MAX_DETAIL_CHARS]
         )
@@ -303,13 +299,17 @@ class PromptLedger:
             if len(self._ended) > self._max_ended_ids:
                 forgotten, _ = self._ended.popitem(last=False)
         elif prompt.position is not None:
-            self._end_position(prompt.position)
+            statements = self._positions.end(prompt.source, prompt.position)
         if self._writer is not None:
-            self._write_end(prompt, ended, forgotten, low_water)
+            self._write_end(prompt, ended, forgotten, statements)
         return prompt
 
     def _write_end(
-        self, prompt: Prompt, ended: EndedPrompt, forgotten: str | None, low_water: int
+        self,
+        prompt: Prompt,
+        ended: EndedPrompt,
+        forgotten: str | None,
+        of_position: Sequence[Statement],
     ) -> None:
         """Write a prompt's end.
 
@@ -317,7 +317,7 @@ class PromptLedger:
             prompt: the prompt that ended.
             ended: how it ended.
             forgotten: an earlier ended prompt, which the ledger forgets because of this one.
-            low_water: of the data set before.
+            of_position: what writes the end of its row.
         """
         prompt_id, is_client = prompt.prompt_id, prompt.origin is PromptOrigin.CLIENT
         statements: list[Statement] = [(_LEAVE, (prompt_id,)), (_COUNT_END, (ended.end.value,))]
@@ -327,10 +327,7 @@ class PromptLedger:
             statements.insert(0, (_REMEMBER, outcome))
         if forgotten is not None:
             statements += [(_FORGET, (forgotten,)), (_FORGET_IMAGES, (forgotten,))]
-        if self._low_water != low_water:
-            statements += [(_LOW_WATER, (self._low_water,)), (_BELOW, (self._low_water,))]
-        elif prompt.position is not None and prompt.position > low_water:
-            statements.append((_END_POSITION, (prompt.position,)))
+        statements += of_position
         if prompt.images and not (is_client and ended.end is PromptEnd.TRAINED):
             statements.append((_FORGET_IMAGES, (prompt_id,)))
         self._write(*statements)
@@ -354,14 +351,9 @@ class PromptLedger:
 
     # ----------------------------------------------------------------------------------- data set
 
-    def progress(self, also_ended: Iterable[int] = ()) -> DataProgress:
-        """Return which data-set positions ended, `also_ended` included."""
-        ended = self._ended_above | set(also_ended)
-        low_water = self._low_water
-        while low_water in ended:
-            ended.discard(low_water)
-            low_water += 1
-        return DataProgress(low_water, tuple(sorted(ended)))
+    def progress(self, also_ended: Iterable[tuple[str, int]] = ()) -> DataProgress:
+        """Return which data-set positions ended, `also_ended` (source, position) included."""
+        return self._positions.progress(also_ended)
 
     def restart_data(self, progress: DataProgress) -> DataProgress:
         """Take `progress` for what ended so far, as after a trainer's resume.
@@ -369,15 +361,10 @@ class PromptLedger:
         Returns:
             where the data set continues: past ended positions and positions pending here.
         """
-        self._low_water = progress.low_water
-        self._ended_above = set(progress.ended_above)
-        self._write(
-            (_FORGET_POSITIONS, ()),
-            (_LOW_WATER, (progress.low_water,)),
-            *((_END_POSITION, (position,)) for position in progress.ended_above),
-        )
-        pending = {p.position for p in self._prompts.values() if p.position is not None}
-        return self.progress(also_ended=pending)
+        self._positions = SourcePositions(progress)
+        self._write(*self._positions.rewritten())
+        pending = [(p.source, p.position) for p in self._prompts.values() if p.position is not None]
+        return self.progress(pending)
 
     def forget_data(self) -> None:
         """Forget the data-set prompts that are pending: their rows are issued again."""
@@ -502,13 +489,6 @@ class PromptLedger:
         self.num_clients_pending -= prompt.origin is PromptOrigin.CLIENT
         self.client_image_bytes -= _client_image_bytes(prompt)
         return prompt
-
-    def _end_position(self, position: int) -> None:
-        if position >= self._low_water:
-            self._ended_above.add(position)
-        while self._low_water in self._ended_above:
-            self._ended_above.discard(self._low_water)
-            self._low_water += 1
 
     def _body(self, prompt: Prompt) -> bytes | None:
         """Encode a prompt; ``None``: a row has no encoding.

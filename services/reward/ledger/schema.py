@@ -20,9 +20,9 @@ from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
 APPLICATION_ID = 0x534C554C  # "SLUL"
-FORMAT = 5
+FORMAT = 6
 """Formats 3 and 4 held leases of samples in other forms, and format 1 samples that were under way:
-they are dropped when the file is opened. Format 2 had no leases of samples."""
+they are dropped when the file is opened. Format 2 had no leases of samples, format 5 no sources."""
 BUSY_TIMEOUT_S = 10.0
 
 _TABLES = """
@@ -75,6 +75,15 @@ CREATE TABLE IF NOT EXISTS images (
     image BLOB NOT NULL,
     PRIMARY KEY (prompt_id, place)
 );
+CREATE TABLE IF NOT EXISTS source_progress (
+    source TEXT PRIMARY KEY,
+    low_water INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ended_source_positions (
+    source TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    PRIMARY KEY (source, position)
+) WITHOUT ROWID;
 DROP TABLE IF EXISTS sample_leases;
 CREATE TABLE sample_leases (
     prompt_id TEXT NOT NULL,
@@ -213,6 +222,12 @@ class _BodyWithImages(_Body, frozen=True, array_like=True):
     images: tuple[bytes, ...] = ()
 
 
+class _BodyWithSource(_BodyWithImages, frozen=True, array_like=True):
+    """The content of a prompt of one of several sources."""
+
+    source: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class EndedPrompt:
     """A client's prompt that ended: the `digest` of its content, and its outcome."""
@@ -266,10 +281,11 @@ def encode_body(prompt: Prompt) -> bytes:
     turns = tuple((turn.role, turn.content) for turn in prompt.messages)
     fields = (turns, prompt.data_source, prompt.ground_truth, prompt.extra_info, prompt.place)
     digests = tuple(body_digest(image) for image in prompt.images)
+    body = _BodyWithImages(*fields, digests) if digests else _Body(*fields)
+    if prompt.source:
+        body = _BodyWithSource(*fields, digests, prompt.source)
     try:
-        return msgspec.msgpack.encode(
-            _BodyWithImages(*fields, digests) if digests else _Body(*fields)
-        )
+        return msgspec.msgpack.encode(body)
     except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise InvalidRequestError(
             f"prompt '{prompt.prompt_id}': extra_info cannot be kept ({error}); send texts, "
@@ -290,7 +306,7 @@ def decode_prompt(
         msgspec.MsgspecError: the bytes are no body.
         ValueError: the images are others.
     """
-    found = msgspec.msgpack.decode(body, type=_BodyWithImages)
+    found = msgspec.msgpack.decode(body, type=_BodyWithSource)
     if found.images != tuple(body_digest(image) for image in images):
         raise ValueError(f"prompt '{prompt_id}': its images are not those that were written")
     return Prompt(
@@ -304,6 +320,7 @@ def decode_prompt(
         extra_info=found.extra_info,
         place=found.place,
         images=images,
+        source=found.source,
     )
 
 
@@ -329,7 +346,9 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
         _pending(database),
         _ended(database),
         {PromptEnd(name): count for name, count in by_end},
-        DataProgress(low_water, tuple(position for (position,) in above)),
+        DataProgress(
+            low_water, tuple(position for (position,) in above), _source_progress(database)
+        ),
         _lease(database),
         tuple(batch_id for (batch_id,) in acknowledged),
         num_acknowledged,
@@ -337,6 +356,18 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
         dict(database.execute("SELECT key, strikes FROM strikes ORDER BY number").fetchall()),
         dict(database.execute("SELECT version, restored FROM rollbacks").fetchall()),
     )
+
+
+def _source_progress(database: sqlite3.Connection) -> dict[str, DataProgress]:
+    rows = database.execute("SELECT source, position FROM ended_source_positions ORDER BY 1, 2")
+    above: dict[str, list[int]] = {}
+    for source, position in rows:
+        above.setdefault(source, []).append(position)
+    low_waters = dict(database.execute("SELECT source, low_water FROM source_progress").fetchall())
+    return {
+        source: DataProgress(low_waters.get(source, 0), tuple(above.get(source, ())))
+        for source in sorted({*above, *low_waters})
+    }
 
 
 def read_trained_after(database: sqlite3.Connection, step: int) -> tuple[Prompt, ...]:

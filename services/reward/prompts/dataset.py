@@ -179,13 +179,16 @@ class _Cutter:
         return pieces
 
 
-def training_files(data: DataConfig, images: ImageLimits | None = None) -> PromptFiles | None:
+def training_files(
+    data: DataConfig, images: ImageLimits | None = None, key: str = "data.train_files"
+) -> PromptFiles | None:
     """Return the checked training files; ``None`` if all prompts come from clients.
 
-    Without `images`, rows with images are refused. With ``data.deduplicate``, read all rows once
-    and leave out those whose messages and ground truth came before.
+    `key` is where they are configured. Without `images`, rows with images are refused. With
+    ``data.deduplicate``, read all rows once and leave out those whose messages and ground truth
+    came before.
     """
-    files = _files(data, data.train_files, "data.train_files", images)
+    files = _files(data, data.train_files, key, images)
     return without_duplicates(files) if files is not None and data.deduplicate else files
 
 

@@ -10,12 +10,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from services.reward.generation.request import prompt_key
 from services.reward.group_table import GroupTable
 from services.reward.prompts.dataset import IssuedRow
+from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.algorithm.sampling.admission import AdmissionOrder, FinishForecast
 from sluice.errors import DataError
 from sluice.types import DataProgress, Prompt, PromptOrigin
@@ -42,6 +44,8 @@ class PromptSource:
         check_data_source: raises `DataError` if no scorer knows a row's data source.
         forecast: how long groups take.
         num_in_line: rows that compete for the next start; 1 keeps the data set's order.
+        name: of the source; empty in a run without several.
+        environment: what plays rows that do not name one; ``None``: what the run says.
     """
 
     def __init__(
@@ -51,7 +55,10 @@ class PromptSource:
         check_data_source: Callable[[str], None],
         forecast: FinishForecast,
         num_in_line: int = 1,
+        name: str = "",
+        environment: str | None = None,
     ) -> None:
+        self._name, self._environment = name, environment
         self._groups, self._open_stream = groups, open_stream
         self._check_data_source = check_data_source
         self._forecast, self._num_in_line = forecast, num_in_line
@@ -147,8 +154,15 @@ class PromptSource:
             self._check_data_source(row.data_source)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
-        prompt = issued.prompt(
-            f"{DATASET_ID_PREFIX}{issued.position}", self._groups.next_sequence()
-        )
+        prefix = f"{DATASET_ID_PREFIX}{self._name}-" if self._name else DATASET_ID_PREFIX
+        prompt = issued.prompt(f"{prefix}{issued.position}", self._groups.next_sequence())
+        if self._name:
+            prompt = self._of_source(prompt)
         self._groups.accept(prompt)
         return prompt
+
+    def _of_source(self, prompt: Prompt) -> Prompt:
+        extra_info = prompt.extra_info
+        if self._environment is not None:
+            extra_info = {AGENT_NAME: self._environment, **extra_info}
+        return replace(prompt, source=self._name, extra_info=extra_info)

@@ -136,9 +136,11 @@ class YieldGuard:
     Args:
         min_yield: least share of kept groups; 0: no bound.
         num_groups: how many of the last groups the share is taken over.
+        source: whose groups it watches; empty in a run without several.
     """
 
-    def __init__(self, min_yield: float, num_groups: int) -> None:
+    def __init__(self, min_yield: float, num_groups: int, source: str = "") -> None:
+        self._source = source
         self._floor, self._last = YieldFloor(min_yield, num_groups), LastGroups()
         self._ends: deque[str] = deque(maxlen=num_groups)  # how the same groups ended
         self._last_failure = ""
@@ -151,6 +153,8 @@ class YieldGuard:
     def observe(self, event: GroupEvent) -> None:
         """Count a group that was kept, filtered or failed. A prompt that is too long or in
         quarantine shows nothing about the yield of the others."""
+        if event.group.prompt.source != self._source:
+            return
         if event.kind is EventKind.KEPT:
             self.ended(None, "")
         ending = event.group.ending
@@ -223,6 +227,8 @@ class YieldGuard:
         """Return the error for a data set that ended before the batch was full."""
         if self._num_left_out and not self._ends:
             remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"
+        elif self._source:  # it begins again after its end, so no row of it is left at all
+            remedy = f"give rows that can be read in sluice.sources.{self._source}.files"
         else:
             remedy = (
                 "raise trainer.total_epochs, give more rows in data.train_files, or lower "
@@ -241,7 +247,8 @@ class YieldGuard:
             left_out = f"; {self._num_left_out} left out as too long, last: {self._last_left_out}"
         if self._num_quarantined:
             left_out += f"; {self._num_quarantined} in quarantine (reward/quarantine.jsonl)"
-        return f" (last {len(self._ends)} groups: {counts or 'none'}{left_out}{failure})"
+        of = f" of the source '{self._source}'" if self._source else ""
+        return f" (last {len(self._ends)} groups{of}: {counts or 'none'}{left_out}{failure})"
 
 
 def _remedy(detail: str) -> str:

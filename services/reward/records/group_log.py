@@ -15,10 +15,11 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -93,6 +94,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
         step: that trained it; null for others.
         instance: names the start of the service that its times are counted from.
         environment: its name, where the prompt has one; else left out.
+        source: of several sources, its name; else left out.
         episodes: the graded samples, where they have an environment; else left out.
     """
 
@@ -113,6 +115,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     instance_id: str
     environment: str | msgspec.UnsetType = msgspec.UNSET
+    source: str | msgspec.UnsetType = msgspec.UNSET
     episodes: list[EpisodeLine] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -130,6 +133,7 @@ class GroupLog:
         most_chars: of each prompt and response in the archive.
         most_bytes: of texts that wait for the archive.
         environments: name them.
+        samples_of_source: n of each of several sources.
     """
 
     def __init__(
@@ -142,7 +146,9 @@ class GroupLog:
         most_chars: int = 1,
         most_bytes: int = MOST_WAITING_BYTES,
         environments: EnvironmentNames = EnvironmentNames(),  # noqa: B008  it is frozen
+        samples_of_source: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        self._samples_of_source = samples_of_source
         self._samples_per_group, self._clock, self._start = samples_per_group, clock, clock()
         self._most_chars, self._names = most_chars, environments
         self._instance_id = uuid.uuid4().hex[:_ID_LENGTH]
@@ -218,7 +224,8 @@ class GroupLog:
         environment = self._names.of(group.prompt)
         scored = graded.scored if graded else ()
         has_tokens = graded is not None and graded.group.num_response_tokens > 0
-        is_staged = group.admitted_as.first_samples < self._samples_per_group
+        whole = self._samples_of_source.get(group.prompt.source, self._samples_per_group)
+        is_staged = group.admitted_as.first_samples < whole
         return GroupLine(
             prompt_id=group.prompt_id,
             key=group.attempt.key,
@@ -237,6 +244,7 @@ class GroupLog:
             step=ending.step,
             instance_id=self._instance_id,
             environment=environment or msgspec.UNSET,
+            source=group.prompt.source or msgspec.UNSET,
             episodes=_episode_lines(graded) if graded and environment else msgspec.UNSET,
         )
 

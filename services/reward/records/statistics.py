@@ -27,10 +27,11 @@ from services.reward.group_table import (
     Group,
     GroupEnding,
     GroupEvent,
-    GroupState,
     outcome_counts,
 )
 from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
+from services.reward.records.source_statistics import SourceStatistics
+from services.reward.source_groups import GroupState
 from sluice.algorithm.batch_metrics import repetition_share
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
 
@@ -209,6 +210,7 @@ class GroupStatistics:
         scorer_seconds: seconds the scorers have worked so far.
         tool_names: of the tools that environments have offered so far.
         environments: name them.
+        sources: names of several sources.
 
     Attributes:
         on_batch: called with a batch that is formed, its version and the seconds it took to fill.
@@ -222,6 +224,7 @@ class GroupStatistics:
         scorer_seconds: Callable[[], float],
         tool_names: Collection[str] = (),
         environments: EnvironmentNames = EnvironmentNames(),  # noqa: B008  it is frozen
+        sources: Collection[str] = (),
     ) -> None:
         self._received = received
         self._round_size = round_size
@@ -231,6 +234,7 @@ class GroupStatistics:
         # Of the interval since the last batch, and the counters at its start.
         self._ends: Counter[PromptEnd] = Counter()
         self._episodes = EpisodeStatistics(tool_names, environments)
+        self._sources = SourceStatistics(sources)
         self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
         self._before = self.totals()
         self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] | None = None
@@ -247,6 +251,7 @@ class GroupStatistics:
                 self._totals["reward/samples_generated_again"] += event.num_replaced
             case EventKind.KEPT:
                 self._totals["reward/groups_kept"] += 1
+                self._sources.kept(event.group.prompt.source)
             case EventKind.REQUEUED:
                 assert event.why is not None
                 self._requeued(event.group, event.why)
@@ -271,7 +276,7 @@ class GroupStatistics:
         and the end of the service requeue all groups, and every full batch may preempt some.
         """
         use, progress = _USE_BY_REASON[why], group.progress
-        self._assign(use, progress, None)
+        self._assign(use, group, None)
         self._totals[f"reward/discarded_tokens/{use}"] += progress.num_received
         self._totals["reward/groups_restarted"] += 1
         if use is TokenUse.STALE:
@@ -296,14 +301,15 @@ class GroupStatistics:
             return
         if ending.cause is EndCause.OVERLONG:
             totals["reward/prompts_overlong"] += 1
-            self._assign(TokenUse.FAILED, group.progress, None)
+            self._assign(TokenUse.FAILED, group, None)
             return
         self._ends[ending.end] += 1
+        self._sources.ended(group.prompt.source, ending.end)
         if ending.end is PromptEnd.SKIPPED:
             totals["reward/prompts_skipped"] += 1
             return
         use = USE_BY_END[ending.end]
-        self._assign(use, group.progress, graded)
+        self._assign(use, group, graded)
         if use in _DISCARDED:
             totals[f"reward/discarded_tokens/{use}"] += group.progress.num_received
         if use in _DISCARDED and use is not TokenUse.FAILED:  # `FailureLog` counts failures
@@ -320,8 +326,10 @@ class GroupStatistics:
         if before is GroupState.KEPT and ending.end is not PromptEnd.TRAINED:
             totals["reward/surplus_discarded"] += 1
 
-    def _assign(self, use: TokenUse, progress: GroupProgress, graded: GradedGroup | None) -> None:
-        for found, num_tokens in uses_of_group(use, progress, graded).items():
+    def _assign(self, use: TokenUse, group: Group, graded: GradedGroup | None) -> None:
+        uses = uses_of_group(use, group.progress, graded)
+        self._sources.assigned(group.prompt.source, uses.items())
+        for found, num_tokens in uses.items():
             self._totals[f"reward/tokens/{found}"] += num_tokens
 
     def acknowledged(self, num_groups: int) -> None:
@@ -350,6 +358,7 @@ class GroupStatistics:
             "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
             **self._episodes.take(),
+            **self._sources.close_interval(groups, version),
             "timing_s/batch_fill": batch_fill_s,
             "timing_s/reward": scorer_seconds - self._scorer_seconds_before,
             "perf/reward_rss_mb": _peak_memory_mb(),
@@ -374,6 +383,7 @@ class GroupStatistics:
         """
         return {
             **{name: float(count) for name, count in self._totals.items()},
+            **self._sources.totals(),
             "reward/tokens/received": float(sum(self._received.values())),
             "reward/generated_tokens": float(self._received[Purpose.TRAINING]),
         }

@@ -327,9 +327,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         data = _read_data(folder)
         step, files = int(data["step"]), dict(data["files"])
-        progress = DataProgress(
-            int(data["progress"]["low_water"]), tuple(map(int, data["progress"]["ended_above"]))
-        )
+        progress = _progress_of(data["progress"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _refuse_verl(folder)
         raise CheckpointError(
@@ -401,6 +399,21 @@ def _unlist(folder: Path, roles: frozenset[str]) -> None:
     _sync(folder)
 
 
+def _progress_of(values: dict[str, Any]) -> DataProgress:
+    sources = {name: _progress_of(one) for name, one in values.get("sources", {}).items()}
+    return DataProgress(int(values["low_water"]), tuple(map(int, values["ended_above"])), sources)
+
+
+def _progress_values(progress: DataProgress) -> dict[str, object]:
+    values: dict[str, object] = {
+        "low_water": progress.low_water,
+        "ended_above": list(progress.ended_above),
+    }
+    if progress.sources:
+        values["sources"] = {n: _progress_values(one) for n, one in progress.sources.items()}
+    return values
+
+
 def _write_data(folder: Path, step: int, progress: DataProgress) -> None:
     files = {
         file.relative_to(folder).as_posix(): file.stat().st_size
@@ -409,10 +422,7 @@ def _write_data(folder: Path, step: int, progress: DataProgress) -> None:
     }
     data = {
         "step": step,
-        "progress": {
-            "low_water": progress.low_water,
-            "ended_above": list(progress.ended_above),
-        },
+        "progress": _progress_values(progress),
         "files": files,
     }
     (folder / DATA_FILE).write_text(json.dumps(data, indent=1), encoding="utf-8")

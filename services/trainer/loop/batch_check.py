@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from sluice.algorithm.groups.filter import LEAST_SHARE, fewest_samples
 from sluice.errors import PeerError
@@ -24,6 +24,7 @@ class BatchTerms:
         with_baselines: every group has the reward of a greedy response.
         least_share: share of a group's samples that it has at least
             (``sluice.reward.outcomes.min_share``).
+        sources: the terms of the groups of each of several sources, by name.
     """
 
     num_groups: int
@@ -32,6 +33,13 @@ class BatchTerms:
     whole_groups: bool = False
     with_baselines: bool = False
     least_share: float = LEAST_SHARE
+    sources: Mapping[str, BatchTerms] = field(default_factory=dict)
+
+    def of(self, group: TrainGroup) -> BatchTerms | None:
+        """Return the terms of a group; ``None``: the run has no such source."""
+        if not self.sources and not group.source:
+            return self
+        return self.sources.get(group.source)
 
     @property
     def fewest_samples(self) -> int:
@@ -83,7 +91,14 @@ def _problems(batch: TrainBatch, terms: BatchTerms, version: int) -> Iterator[st
             yield from (f"{sample}: {problem}" for problem in problems)
 
 
-def _group_problems(group: TrainGroup, terms: BatchTerms) -> Iterator[str]:
+def _group_problems(group: TrainGroup, of_run: BatchTerms) -> Iterator[str]:
+    terms = of_run.of(group)
+    if terms is None:
+        yield (
+            f"it is of the source '{group.source}', which sluice.sources does not have; run the "
+            "reward service with the same configuration"
+        )
+        return
     num_samples = len(group.rollouts)
     if not terms.fewest_samples <= num_samples <= terms.samples_per_group:
         yield f"{num_samples} samples, expected {terms.fewest_samples}..{terms.samples_per_group}"

@@ -65,14 +65,14 @@ class GroupAges:
     Some running groups have a reserved slot, from before they hold tokens until they end.
 
     Args:
-        batch_size: B >= 1, groups in a batch.
+        batch_size: B >= 1, groups in a batch; of one of several sources its part of a batch.
         max_staleness: S >= 0.
         on_stale: ``wait`` until running groups that would be too old for the next batch end, or
             ``drop`` them.
     """
 
     def __init__(self, batch_size: int, max_staleness: int, on_stale: OnStale) -> None:
-        self._batch_size, self._max_staleness = batch_size, max_staleness
+        self.batch_size, self._max_staleness = batch_size, max_staleness
         self._on_stale: OnStale = on_stale
         self._kept = _ByVersion()
         self._running = _ByVersion()
@@ -127,12 +127,12 @@ class GroupAges:
         dropped = _older_than(kept, oldest_allowed)
         without_slot = self.without_slot(version)
         eligible = sorted(v for v in kept if oldest_allowed <= v <= version)
-        num_missing = max(0, self._batch_size - sum(len(kept[v]) for v in eligible))
+        num_missing = max(0, self.batch_size - sum(len(kept[v]) for v in eligible))
         if num_missing:
             return BatchDecision((), dropped, (), without_slot, num_missing)
         needed: list[int] = []  # versions of the oldest groups, as many as fill the batch
         num_groups = 0
-        while num_groups < self._batch_size:
+        while num_groups < self.batch_size:
             needed.append(eligible[len(needed)])
             num_groups += len(kept[needed[-1]])
         if self._on_stale == "wait":
@@ -142,7 +142,7 @@ class GroupAges:
         chosen: list[str] = []
         for oldest_version in needed:
             chosen += sorted(kept[oldest_version], key=kept[oldest_version].__getitem__)
-        return BatchDecision(tuple(chosen[: self._batch_size]), dropped, (), without_slot, 0)
+        return BatchDecision(tuple(chosen[: self.batch_size]), dropped, (), without_slot, 0)
 
     def without_slot(self, next_version: int) -> tuple[str, ...]:
         """Return the running groups that would have no batch slot in time if they were kept.
@@ -182,7 +182,7 @@ class GroupAges:
         # `version - oldest_allowed + 1` of them. Once those are full, `version` has no slot left.
         for version in sorted(v for v in {*kept, *running, *reserved} if v >= oldest_allowed):
             filled += len(kept.get(version, ())) + len(reserved.get(version, ()))
-            if filled >= (version - oldest_allowed + 1) * self._batch_size:
+            if filled >= (version - oldest_allowed + 1) * self.batch_size:
                 first = version + 1
         return first
 
@@ -206,7 +206,7 @@ class GroupAges:
         for start_version in range(oldest_allowed + 1, newest_chosen):
             # All kept groups this old are chosen, since a younger one is: only running ones remain.
             older = sorted(v for v in alive if v <= start_version)
-            num_slots = (start_version - oldest_allowed) * self._batch_size
+            num_slots = (start_version - oldest_allowed) * self.batch_size
             if kept_bound(sum(alive[v] for v in older)) > num_slots:
                 waiting_for = older
         return tuple(waiting_for)

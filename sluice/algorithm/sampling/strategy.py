@@ -141,6 +141,11 @@ class SamplingStrategy:
         self.estimate = YieldEstimate()
         self.forecast = FinishForecast(rules.max_staleness)
 
+    def resize(self, train_batch_size: int) -> None:
+        """Fill batches of another size from here on: a source's share of a batch has changed."""
+        self.rules = replace(self.rules, train_batch_size=train_batch_size)
+        self._num_ahead = self.rules.num_ahead
+
     @property
     def num_in_line(self) -> int:
         """Prompts that are weighed against each other for the next start (`pacing`); 1: none.

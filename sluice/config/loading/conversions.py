@@ -92,6 +92,18 @@ def _keep_all(value: object) -> object:
     return None if type(value) is int and value <= 0 else value
 
 
+def _homes(sources: object) -> object:
+    """Expand the files of each source."""
+    if not isinstance(sources, dict):
+        return sources
+    return {
+        name: {**one, "files": _home(one["files"])}
+        if isinstance(one, dict) and "files" in one
+        else one
+        for name, one in sources.items()
+    }
+
+
 def _home(value: object) -> object:
     if isinstance(value, list):
         return [_home(item) for item in value]
@@ -112,6 +124,7 @@ WORDS: dict[str, Callable[[object], object]] = {
     "trainer.resume_from_path": _home,
     "data.train_files": _home,
     "data.val_files": _home,
+    "sluice.sources": _homes,
     "actor_rollout_ref.model.path": _home,
     "critic.model.path": _home,
     "actor_rollout_ref.model.lora_adapter_path": _home,

@@ -24,6 +24,7 @@ from sluice.config.run import (
     expectation,
     field_types,
     value_at,
+    value_section,
 )
 from sluice.config.schema.section import Section
 from sluice.errors import ConfigError
@@ -216,15 +217,41 @@ def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator
         if refusal:
             yield Problem(written, value, f"is refused: {refusal}")
             return
-    element = element_section(found.annotation)
+    yield from _type_problems(written, value, found.annotation)
+
+
+def _type_problems(written: str, value: object, annotation: object) -> Iterator[Problem]:
+    element = element_section(annotation)
     if element is not None and isinstance(value, list):
         yield from _element_problems(written, value, element)
         return
+    inner = value_section(annotation)
+    if inner is not None and isinstance(value, Mapping):
+        for name, fields in value.items():
+            yield from _section_problems(f"{written}.{name}", fields, inner)
+        return
     try:
-        msgspec.convert(value, found.annotation)
+        msgspec.convert(value, annotation)
     except msgspec.ValidationError:
-        message = f": expected {expectation(found.annotation)}"
-        yield Problem(written, value, message, _hint(value, found.annotation))
+        message = f": expected {expectation(annotation)}"
+        yield Problem(written, value, message, _hint(value, annotation))
+
+
+def _section_problems(written: str, fields: object, section: type[Section]) -> Iterator[Problem]:
+    """Yield what is wrong in a section that a user named."""
+    known = field_types(section)
+    if not isinstance(fields, Mapping):
+        yield Problem(written, fields, ": expected keys below it", f"known: {', '.join(known)}")
+        return
+    for name, value in fields.items():
+        if name in known:
+            yield from _type_problems(f"{written}.{name}", value, known[name])
+        else:
+            remedy = f"known: {', '.join(known)}"
+            yield Problem(f"{written}.{name}", value, "is no key of sluice", remedy)
+    for field in msgspec.structs.fields(section):
+        if field.required and field.name not in fields:
+            yield Problem(f"{written}.{field.name}", msgspec.UNSET, "is not set", "set it")
 
 
 def _element_problems(

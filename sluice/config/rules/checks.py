@@ -32,6 +32,7 @@ from sluice.config.rules.model import (
     shape_problems,
 )
 from sluice.config.rules.sampling import straggler_problems, strategy_problems
+from sluice.config.rules.sources import source_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.config.schema.rollout import ENGINES
@@ -107,6 +108,7 @@ def all_problems(
     found += named("stragglers", straggler_problems(config))
     found += named("sampling-strategy", strategy_problems(config))
     found += correction_problems(config)
+    found += named("sources", source_problems(config, relation_problems))
     if files:
         found += named("files", file_problems(config))
     return found

@@ -23,6 +23,11 @@ def file_problems(config: RunConfig) -> list[Problem]:
         *_length_problems(config),
         *_data_problems("data.train_files", config.data.train_files),
         *_data_problems("data.val_files", config.data.val_files),
+        *(
+            problem
+            for name, source in config.sluice.sources.items()
+            for problem in _data_problems(f"sluice.sources.{name}.files", source.files)
+        ),
         *_reward_problems(config),
         *_environment_problems(config),
         *_resume_problems(config),
@@ -50,7 +55,8 @@ def model_problems(path: str, key: str = MODEL_KEY) -> Iterator[Problem]:
 
 
 def _length_problems(config: RunConfig) -> Iterator[Problem]:
-    if config.data.train_files is None and config.trainer.total_training_steps is None:
+    has_files = config.data.train_files is not None or config.sluice.sources
+    if not has_files and config.trainer.total_training_steps is None:
         yield Problem(
             "trainer.total_training_steps",
             None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from sluice.config.schema.environment import EnvironmentConfig
@@ -20,6 +21,7 @@ from sluice.config.schema.section import (
     Share,
 )
 from sluice.config.schema.security import SecurityConfig
+from sluice.config.schema.sources import SourceConfig
 
 MOST_MESSAGE_MB = 2047  # a protobuf ends below 2 GiB
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -390,6 +392,11 @@ class ServiceConfig(Section, frozen=True):
 
     asynchrony: AsynchronyConfig = AsynchronyConfig()
     sampling: SamplingConfig = SamplingConfig()
+    sources: dict[str, SourceConfig] = msgspec.field(default_factory=dict)
+    """Several sources of prompts in place of data.train_files, by name: each with files, a share of
+    every batch, and settings of its own.
+    """
+
     rollout: RolloutServiceConfig = RolloutServiceConfig()
     reward: RewardServiceConfig = RewardServiceConfig()
     trainer: TrainerServiceConfig = TrainerServiceConfig()

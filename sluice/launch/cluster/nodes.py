@@ -57,12 +57,18 @@ def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
         if config.critic.model.path:
             yield "critic.model.path", config.critic.model.path
     if kind == "reward":
-        for key in ("train_files", "val_files"):
-            for number, file in enumerate(file_list(getattr(config.data, key))):
-                yield f"data.{key}[{number}]", file
+        yield from _prompt_files(config)
         path = config.reward.custom_reward_function.path
         if path and not path.startswith(_PACKAGE):
             yield "reward.custom_reward_function.path", path.removeprefix(_FILE)
+
+
+def _prompt_files(config: RunConfig) -> Iterator[tuple[str, str]]:
+    files = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    files |= {f"sluice.sources.{name}.files": o.files for name, o in config.sluice.sources.items()}
+    for key, given in files.items():
+        for number, file in enumerate(file_list(given)):
+            yield f"{key}[{number}]", file
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,18 @@ REFUSED: list[tuple[Check, Any, str]] = [
         )
         for low, above in ((-1, []), (HUGE, []), (5, [4]), (5, [7, 7]), (5, [9, 8]))
     ),
+    *(
+        (
+            reward_rules.check_announcement,
+            announce(resume_from=common.DataProgress(sources={name: one})),
+            "resume_from.sources",
+        )
+        for name, one in (
+            ("math", common.DataProgress(low_water=-1)),
+            ("math", common.DataProgress(low_water=5, ended_above=[4])),
+            ("\x1b[2J", common.DataProgress()),
+        )
+    ),
     *((check_fields, reward.TakeBatchRequest(step=s), "step") for s in (0, -1, HUGE)),
     (check_fields, reward.TakeBatchRequest(step=1, policy_version=-1), "policy_version"),
     (check_fields, reward.AcknowledgeBatchRequest(step=1), "batch_id"),

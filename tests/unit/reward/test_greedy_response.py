@@ -19,7 +19,7 @@ from services.reward.generation.request import (
     Purpose,
     SampleCallback,
 )
-from services.reward.group_table import GroupState
+from services.reward.source_groups import GroupState
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, EngineError
 from sluice.types import ChatMessage, Prompt, PromptOrigin, Rollout, RolloutGroup, SamplingParams
@@ -179,8 +179,8 @@ async def test_a_kept_group_is_as_old_as_its_oldest_response_the_greedy_one_incl
         client.versions["a"] = 1  # the samples' tokens are all of version 1
         gate.set()
         await settled(lambda: app.groups.num_kept == 2)
-        assert len(app.groups.ages.decide(1).chosen) == 2
-        assert len(app.groups.ages.decide(2).dropped) == 2
+        assert len(app.groups.of_source[""].ages.decide(1).chosen) == 2
+        assert len(app.groups.of_source[""].ages.decide(2).dropped) == 2
 
 
 async def hang(_name: str, _request: GroupRequest, _index: int) -> None:

@@ -12,8 +12,8 @@ import pytest
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
-from services.reward.group_table import GroupState
 from services.reward.groups.run import joined
+from services.reward.source_groups import GroupState
 from sluice.algorithm.groups.filter import GroupNeeds, filter_probes
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, InvalidRequestError
@@ -71,7 +71,7 @@ def config(
 
 def stop_all(app: RewardApp) -> None:
     """No group with uniform probes goes on."""
-    app.strategy.after_probes = lambda *_, **__: None  # type: ignore[method-assign]
+    app.sources[""].strategy.after_probes = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def group_of(*outcomes: Outcome, first_index: int = 0, greedy: int = 0) -> GradedGroup:

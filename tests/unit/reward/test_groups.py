@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.group_table import (
-    IN_FLIGHT,
     PENDING_STATES,
     TRANSITIONS,
     CancelReason,
@@ -19,12 +18,12 @@ from services.reward.group_table import (
     Group,
     GroupEnding,
     GroupEvent,
-    GroupState,
     GroupTable,
     IllegalTransitionError,
-    prompts_lost,
 )
 from services.reward.ledger.ledger import PromptLedger
+from services.reward.records.prompt_audit import prompts_lost
+from services.reward.source_groups import IN_FLIGHT, GroupState
 from sluice.algorithm.groups.staleness import RESERVE_AFTER, GroupAges, reserves_slot
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.errors import InvalidRequestError
@@ -41,7 +40,7 @@ class World:
     def __init__(self, batch_size: int = 1, max_staleness: int = 1) -> None:
         self.ledger = PromptLedger()
         self.ages = GroupAges(batch_size, max_staleness, "wait")
-        self.groups = GroupTable(self.ledger, self.ages)
+        self.groups = GroupTable(self.ledger, {"": self.ages})
         self.groups.policy_version = 5
         self.heard: list[EventKind] = []
         self.groups.observe(self.hear)
@@ -137,7 +136,7 @@ def test_counts_follow_the_groups_whatever_happens(steps: list[tuple[int, EventK
     }
     running = [group for group in groups if group.state in IN_FLIGHT]
     assert world.groups.num_in_flight == len(running)
-    assert world.groups.num_sure == sum(group.is_sure for group in running)
+    assert world.groups.of_source[""].num_sure == sum(group.is_sure for group in running)
     assert world.groups.num_unrequested == sum(group.num_unrequested for group in running)
     assert len(world.groups) == world.ledger.num_pending
 
@@ -167,7 +166,7 @@ def test_pending_prompts_of_an_earlier_service_wait_or_are_leased() -> None:
         first.keep(first.start(name, 5))
     first.groups.lease("batch", 5, [first.groups["leased"]])
     ledger = PromptLedger(content=first.ledger.content)
-    again = GroupTable(ledger, first.ages)
+    again = GroupTable(ledger, {"": first.ages})
     assert {group.prompt_id: group.state for group in again} == {
         "leased": GroupState.LEASED,
         "kept": GroupState.WAITING,
@@ -244,13 +243,10 @@ def test_a_reserved_slot_counts_before_the_group_holds_tokens_and_after_its_prob
     world.groups.set_oldest_version(reserved, None)  # its replica is gone
     assert world.ages.without_slot(5) == ("other",)
     world.groups.continued(reserved, is_sure=False)
-    assert (world.groups.num_sure, world.groups.num_reserved) == (1, 1)
+    counts = world.groups.of_source[""]
+    assert (counts.num_sure, counts.num_reserved) == (1, 1)
     world.groups.end(reserved, GroupEnding(PromptEnd.DROPPED_FAILED))
-    assert (world.groups.num_sure, world.groups.num_reserved, world.ages.without_slot(5)) == (
-        0,
-        0,
-        (),
-    )
+    assert (counts.num_sure, counts.num_reserved, world.ages.without_slot(5)) == (0, 0, ())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.reward.generation.request import GenerateEvent, GroupRequest
-from services.reward.group_table import GroupState
+from services.reward.source_groups import GroupState
 from sluice.algorithm.groups.staleness import RESERVE_AFTER
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
@@ -89,7 +89,7 @@ async def test_what_a_full_batch_does_not_need_is_drawn_anew_by_the_next_policy(
     slow = SlowPrompt()
     client = ScriptedClient(before_sample=slow)
     async with running_app(config(), client) as app:
-        app.strategy.estimate = TWO_THIRDS
+        app.sources[""].strategy.estimate = TWO_THIRDS
         submit(app, [MIXED] * 4)
         await publish(app, client, 0)
         first = await train(app, client, 1)
@@ -111,7 +111,7 @@ async def test_a_prompt_that_was_preempted_too_often_is_waited_for() -> None:
     slow = SlowPrompt()
     client = ScriptedClient(before_sample=slow)
     async with running_app(config(), client) as app:
-        app.strategy.estimate = TWO_THIRDS
+        app.sources[""].strategy.estimate = TWO_THIRDS
         submit(app, [MIXED] * (2 * RESERVE_AFTER + 3))
         await publish(app, client, 0)
         for step in range(1, RESERVE_AFTER + 1):
@@ -128,7 +128,7 @@ async def test_a_claim_that_comes_to_nothing_gives_its_place_to_another() -> Non
     slow = SlowPrompt()
     client = ScriptedClient(before_sample=slow)
     async with running_app(config(), client) as app:
-        app.strategy.estimate = TWO_THIRDS
+        app.sources[""].strategy.estimate = TWO_THIRDS
         submit(app, [WRONG, *[MIXED] * (2 * RESERVE_AFTER + 2)])
         await publish(app, client, 0)
         for step in range(1, RESERVE_AFTER + 1):
@@ -145,7 +145,7 @@ async def test_a_group_that_begins_when_its_batch_has_gone_is_drawn_anew_and_not
 ) -> None:
     client = LateClient("p2")
     async with running_app(config(asynchrony={"on_stale": on_stale}), client) as app:
-        app.strategy.estimate = TWO_THIRDS
+        app.sources[""].strategy.estimate = TWO_THIRDS
         submit(app, [MIXED] * 4)
         await publish(app, client, 0)
         batch = await app.loop.batches.take(1, 0, 5)
@@ -169,7 +169,7 @@ async def test_a_reservation_in_the_middle_of_a_batch_preempts_a_group_that_runs
 
     client = LateClient("p3", before_sample=held)
     async with running_app(config(), client) as app:
-        app.strategy.estimate = TWO_THIRDS
+        app.sources[""].strategy.estimate = TWO_THIRDS
         submit(app, [WRONG, *[MIXED] * 5])
         app.groups["p3"].num_preemptions = RESERVE_AFTER
         await publish(app, client, 0)
@@ -190,7 +190,7 @@ async def test_an_exact_batch_draws_nothing_in_vain_and_waits() -> None:
     slow = SlowPrompt()
     client = ScriptedClient(before_sample=slow)
     async with running_app(config(on_policy_fill="exact"), client) as app:
-        app.strategy.estimate = TWO_THIRDS
+        app.sources[""].strategy.estimate = TWO_THIRDS
         submit(app, [MIXED] * 4)
         await publish(app, client, 0)
         await settled(lambda: app.groups.num_kept == 1)

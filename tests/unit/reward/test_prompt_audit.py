@@ -8,7 +8,7 @@ import msgspec
 
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
-from services.reward.group_table import GroupState
+from services.reward.source_groups import GroupState
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
@@ -71,9 +71,9 @@ async def test_a_prompt_that_nobody_will_issue_or_run_is_reported() -> None:
     client.before_sample = hold
     async with running_app(config(), client) as app:
         submit(app, ["answer=1 right=1"] * 2)
-        await settled(lambda: app.source.num_waiting == 2)
+        await settled(lambda: app.sources[""].prompts.num_waiting == 2)
         assert lost(app) == 0
-        assert await app.source.next_prompt(0, 0.0) is not None
+        assert await app.sources[""].prompts.next_prompt(0, 0.0) is not None
         assert lost(app) == 1
         await app.loop.announce("trainer", 0, [replica("a")], None)
         await settled(lambda: app.groups.num_in_flight == 1)

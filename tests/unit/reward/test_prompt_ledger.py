@@ -71,7 +71,7 @@ def test_a_batchs_progress_counts_its_own_prompts_as_ended() -> None:
     for position in range(4):
         prompt(ledger, position)
     ledger.end("data-1", PromptEnd.FILTERED_ALL_WRONG)
-    assert ledger.progress([0, 3]) == DataProgress(2, (3,))
+    assert ledger.progress([("", 0), ("", 3)]) == DataProgress(2, (3,))
     assert ledger.progress() == DataProgress(0, (1,))
 
 

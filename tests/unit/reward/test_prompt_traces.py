@@ -139,7 +139,7 @@ def test_a_service_that_starts_anew_goes_on_with_the_traces_of_its_prompts(
             with PromptLedger(tmp_path / "ledger.sqlite") as ledger:
                 is_first = ledger.prompt("p") is None
                 traces = PromptTraces(trace_key(tmp_path, is_first=is_first))
-                groups = GroupTable(ledger, GroupAges(1, 0, "wait"))
+                groups = GroupTable(ledger, {"": GroupAges(1, 0, "wait")})
                 groups.observe(traces.observe)
                 if is_first:
                     groups.accept(prompt)

@@ -264,7 +264,7 @@ def unreadable_body(path: Path) -> None:
         (of_another_program, "a database of another program.*move it away"),
         (
             newer,
-            "format 7, and this version of sluice reads 1 to 5; use the version that",
+            "format 7, and this version of sluice reads 1 to 6; use the version that",
         ),
         (no_database, "the ledger cannot be used: file is not a database"),
         (unreadable_body, "the ledger cannot be used"),

@@ -13,7 +13,7 @@ import pytest
 
 from services.reward.app import RewardApp
 from services.reward.generation.request import GenerateEvent, GroupRequest
-from services.reward.group_table import GroupState
+from services.reward.source_groups import GroupState
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError
@@ -77,7 +77,7 @@ async def test_no_kept_group_is_lost_to_the_bound_when_more_run_than_have_a_plac
     gates = Gates(("p3", 1), ("p4", 1), ("p5", 1))
     client = ScriptedClient(before_sample=gates)
     async with running_app(config(on_stale=on_stale), client) as app:
-        app.strategy.estimate = RECKLESS
+        app.sources[""].strategy.estimate = RECKLESS
         submit(app, [MIXED] * 6)
         await publish(app, client, 0)
         await settled(lambda: len(client.calls) == 6)
@@ -97,7 +97,7 @@ async def test_places_that_the_leased_batch_has_taken_count_no_more() -> None:
     gates = Gates(("p2", 1), ("p3", 1), ("p4", 1))
     client = ScriptedClient(before_sample=gates)
     async with running_app(config(), client) as app:
-        app.strategy.estimate = RECKLESS
+        app.sources[""].strategy.estimate = RECKLESS
         submit(app, [MIXED] * 5)
         await publish(app, client, 0)
         leased = await app.loop.batches.take(1, 0, 5)
@@ -136,7 +136,7 @@ class LateStart(ScriptedClient):
 async def test_a_group_that_starts_after_its_place_was_taken_starts_again() -> None:
     client = LateStart("p4")
     async with running_app(config(), client) as app:
-        app.strategy.estimate = RECKLESS
+        app.sources[""].strategy.estimate = RECKLESS
         submit(app, [MIXED] * 5)
         await publish(app, client, 0)
         await settled(lambda: app.groups.num_kept == 4)
@@ -152,7 +152,7 @@ async def test_tokens_drawn_in_vain_are_booked_as_stale() -> None:
     gates = Gates(("p3", 1), ("p4", 1), ("p5", 0))
     client = ScriptedClient(before_sample=gates)
     async with running_app(config(), client) as app:
-        app.strategy.estimate = RECKLESS
+        app.sources[""].strategy.estimate = RECKLESS
         submit(app, [MIXED] * 6)
         await publish(app, client, 0)
         await settled(lambda: len(client.calls) == 6)
@@ -192,7 +192,7 @@ async def test_a_batch_waits_for_as_many_running_groups_as_are_likely_to_be_kept
         await settled(lambda: app.groups.num_kept == 2)
         with pytest.raises(DeadlineError):  # were all three kept, one would find no place
             await app.loop.batches.take(3, 2, 0.05)
-        app.strategy.estimate = RECKLESS
+        app.sources[""].strategy.estimate = RECKLESS
         assert ids(await app.loop.batches.take(3, 2, 5)) == ["p3", "p4"]
 
 
@@ -210,7 +210,7 @@ async def test_whatever_the_order_of_events_every_kept_group_is_trained_in_time(
         await publish(app, client, 0)
         steps = 0
         while app.ledger.num_pending >= 2 * (max_staleness + 2):
-            app.strategy.estimate = RECKLESS
+            app.sources[""].strategy.estimate = RECKLESS
             batch = await app.loop.batches.take(steps + 1, steps, 5)
             await turns(rng.randrange(60))
             app.loop.batches.acknowledge(batch.batch_id, steps + 1)

@@ -82,7 +82,7 @@ async def test_no_strategy_is_asked_whether_a_group_that_is_over_goes_on(
 ) -> None:
     client, asked = ScriptedClient(), []
     async with running_app(config(), client) as app:
-        app.strategy.after_probes = lambda *a, **_: asked.append(a)  # type: ignore[method-assign]
+        app.sources[""].strategy.after_probes = lambda *a, **_: asked.append(a)  # type: ignore[method-assign]
         outcome = await outcome_of(app, "answer=1 right=4")
     assert (outcome.end, outcome.detail) == (
         PromptEnd.FILTERED_ALL_RIGHT,

@@ -227,6 +227,12 @@ def test_progress_is_readable_json(tmp_path: Path) -> None:
     assert data["progress"] == {"low_water": 7, "ended_above": [9, 12]}
 
 
+def test_the_progress_of_each_source_is_found_again(tmp_path: Path) -> None:
+    progress = DataProgress(0, (), {"math": DataProgress(12, (14,)), "code": DataProgress(4)})
+    CheckpointStore(tmp_path).save(2, write_actor, progress)
+    assert latest(CheckpointStore(tmp_path)).progress == progress
+
+
 def test_what_another_version_notes_beside_it_is_passed_over(tmp_path: Path) -> None:
     folder = save(CheckpointStore(tmp_path), 3)
     expected = latest(CheckpointStore(tmp_path))

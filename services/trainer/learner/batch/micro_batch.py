@@ -362,6 +362,7 @@ class MicroBatch:
     images: PackedImages | None = None
     own: torch.Tensor | None = None  # int64 [n], indices of labels; None: all
     routing: PackedRouting | None = None  # None: no row came with experts
+    source: str = ""  # of all rows, where a run has several
 
     @property
     def num_rows(self) -> int:
@@ -376,6 +377,7 @@ def build_micro_batch(
     images: Mapping[int, ImagePrompt] = MappingProxyType({}),
     share: SequenceShare | None = None,
     pad_to: int = 1,
+    source: str = "",
 ) -> MicroBatch | None:
     """Pack the plan's rows; ``None`` if none of them holds a token.
 
@@ -386,6 +388,7 @@ def build_micro_batch(
         images: images of prompts, by `TrainingRow.group`.
         share: this rank's part of the sequence; None: all of it.
         pad_to: T becomes a multiple of it by tokens 0, whose results nothing reads.
+        source: of the plan's rows.
     """
     # Rows without trained tokens count as rows, but have no tokens to pack.
     pieces = place(rows, plan.pieces)
@@ -424,6 +427,7 @@ def build_micro_batch(
         images=pack_images(prompt_images, num_tokens, device, share),
         own=own,
         routing=_pack_routing(pieces, num_tokens, share),
+        source=source,
     )
 
 

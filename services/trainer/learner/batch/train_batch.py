@@ -44,6 +44,17 @@ class BatchTable:
     baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
     turn_rewards: Tensor | None = None  # float32 [rows, W], each at its turn's last token
 
+    def rows(self, chosen: Tensor) -> BatchTable:
+        """Return the table of some rows, int64 indexes."""
+        turns = self.turn_rewards
+        return BatchTable(
+            self.rewards[chosen],
+            self.group_index[chosen],
+            self.mask[chosen],
+            self.baselines[chosen],
+            None if turns is None else turns[chosen],
+        )
+
 
 def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
     """Return the batch as a table."""
@@ -329,16 +340,23 @@ def _mini_batch(
     missing = [rows[index].number for index in own if is_absent(rows[index].token_ids)]
     assert not missing, f"samples {missing} are another rank's"
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
-    plans = plan(
-        [row.size for row in rows],
-        own,
-        token_budget=cut.token_budget,
-        rows_per_micro=cut.rows_per_micro,
-    )
-    images = _images(groups, rows, plans, image_prompts)
+    of_sources: dict[str, list[int]] = {}
+    for index in own:  # each source has its loss, so a pass has rows of one
+        of_sources.setdefault(groups[rows[index].group].source, []).append(index)
+    plans = [
+        (source, planned)
+        for source, indices in of_sources.items()
+        for planned in plan(
+            [row.size for row in rows],
+            indices,
+            token_budget=cut.token_budget,
+            rows_per_micro=cut.rows_per_micro,
+        )
+    ]
+    images = _images(groups, rows, [planned for _, planned in plans], image_prompts)
     micro_batches = (
-        build_micro_batch(rows, planned, device, images, parallel.share, cut.pad_to)
-        for planned in plans
+        build_micro_batch(rows, planned, device, images, parallel.share, cut.pad_to, source)
+        for source, planned in plans
     )
     # Counts of all rows: the loss must not depend on which rank computes or skips a row.
     return MiniBatch(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from services.trainer.learner.batch.train_batch import BatchTable
+from services.trainer.learner.batch.train_batch import BatchTable, reward_components
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.gdpo import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs
 from sluice.algorithm.advantages.rewards import KlController, last_token_rewards, penalize_rewards
 from sluice.algorithm.registry import batch_estimator
+from sluice.algorithm.sources import source_metric
+from sluice.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,10 +30,15 @@ class PassTables:
     importance_weights: Tensor | None = None
     kept: Tensor | None = None  # bool, false at rejected tokens
 
+    def rows(self, chosen: Tensor) -> PassTables:
+        """Return the tables of some rows, int64 indexes."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return PassTables(**{n: None if v is None else v[chosen] for n, v in given.items()})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdvantageEstimate:
-    """Advantages and returns of a batch, [rows, W] each.
+    """Advantages, returns and rewards of a batch, [rows, W] each.
 
     `mask` is true at the tokens that the estimator read. `metrics` have verl's names. `controller`
     is the KL controller for the next batch.
@@ -39,6 +46,7 @@ class AdvantageEstimate:
 
     advantages: Tensor
     returns: Tensor
+    rewards: Tensor
     mask: Tensor
     metrics: Mapping[str, float]
     controller: KlController
@@ -102,7 +110,63 @@ def token_advantages(
     metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)
     if components:
         metrics |= gdpo_metrics(inputs)
-    return AdvantageEstimate(found.advantages, found.returns, mask, metrics, controller)
+    return AdvantageEstimate(found.advantages, found.returns, rewards, mask, metrics, controller)
+
+
+def estimate_by_source(
+    batch: TrainBatch,
+    table: BatchTable,
+    passed: PassTables,
+    settings: UpdateSettings,
+    controller: KlController,
+) -> AdvantageEstimate:
+    """Run the estimator of each source on its rows alone; see `token_advantages`."""
+    device = table.mask.device
+    of_rows = [group.source for group in batch.groups for _ in group.rollouts]
+    parts: dict[str, tuple[Tensor, AdvantageEstimate]] = {}
+    for source, own in settings.sources.items():
+        rows = torch.tensor([i for i, name in enumerate(of_rows) if name == source], device=device)
+        if not rows.numel():
+            continue
+        # Other estimators read no components, and their samples may have none.
+        keys = own.config.algorithm.gdpo_reward_keys if own.estimator == "gdpo" else None
+        groups = tuple(group for group in batch.groups if group.source == source)
+        components = reward_components(replace(batch, groups=groups), keys or (), device)
+        found = token_advantages(table.rows(rows), passed.rows(rows), components, own, controller)
+        parts[source] = rows, found
+    return _joined(parts, table, controller)
+
+
+def _joined(
+    parts: Mapping[str, tuple[Tensor, AdvantageEstimate]],
+    table: BatchTable,
+    controller: KlController,
+) -> AdvantageEstimate:
+    """Return the estimate of a whole batch from those of its sources.
+
+    Args:
+        parts: by source: its rows, int64 indexes, and its estimate.
+        table: the whole batch.
+        controller: the weight of a penalty.
+    """
+
+    def whole(of: Callable[[AdvantageEstimate], Tensor]) -> Tensor:
+        found = torch.zeros(table.mask.shape, device=table.mask.device)
+        for rows, part in parts.values():
+            found[rows] = of(part).float()
+        return found
+
+    advantages, returns = whole(lambda one: one.advantages), whole(lambda one: one.returns)
+    rewards, mask = whole(lambda one: one.rewards), whole(lambda one: one.mask) > 0
+    of_sources = {
+        source_metric(source, name): value
+        for source, (_, part) in parts.items()
+        for name, value in part.metrics.items()
+    }
+    metrics = _metrics(rewards, advantages, returns, table.mask, mask)
+    return AdvantageEstimate(
+        advantages, returns, rewards, mask, {**metrics, **of_sources}, controller
+    )
 
 
 def zero_advantage_rows(advantages: Tensor, parallel: DataParallel) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from sluice.algorithm.rollout_correction.statistics import (
     statistics_from_vector,
     statistics_to_vector,
 )
+from sluice.algorithm.sources import source_metric
 from sluice.algorithm.token_statistics import TokenStatistics
 
 LOSSES = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "actor/loss")
@@ -212,9 +214,17 @@ class UpdateSums:
         means: names of the means that the policy loss reports. They are known before the first
             loss, so that all ranks gather equally long vectors, even a rank without rows.
         corrections: empty statistics with the names that rollout correction reports.
+        sources: means of the loss of each of several sources, by its name. They get sums of their
+            own, of losses and entropy.
     """
 
-    def __init__(self, means: Sequence[str], corrections: Statistics) -> None:
+    def __init__(
+        self,
+        means: Sequence[str],
+        corrections: Statistics,
+        sources: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        self._of_sources = {name: UpdateSums(own, {}) for name, own in sources.items()}
         self._names = tuple(sorted(means))
         self._sums = dict.fromkeys((*self._names, *LOSSES), 0.0)
         self._counts = dict.fromkeys(self._names, 0.0)
@@ -226,28 +236,35 @@ class UpdateSums:
         self._corrections = corrections
         self._unread: list[Callable[[], None]] = []
 
-    def add_loss(self, total: TotalLoss, means: Mapping[str, MetricMean]) -> None:
+    def add_loss(self, total: TotalLoss, means: Mapping[str, MetricMean], source: str = "") -> None:
         """Add a micro-batch's shares of the mini-batch's losses, and its sums for the means."""
+        if source:
+            self._of_sources[source].add_loss(total, means)
         zero = torch.zeros_like(total.policy)
         entropy = zero if total.entropy is None else total.entropy
         kl = zero if total.kl is None else total.kl
         self._with_entropy |= total.entropy is not None
         self._with_kl |= total.kl is not None
-        values = [means[name].total for name in self._names]
+        # Of several sources some have a loss that does not report a mean.
+        values = [means[name].total if name in means else zero for name in self._names]
         values += [total.policy, entropy, kl, total.total.detach()]
         shares = torch.stack([value.float() for value in values])
         self._unread.append(lambda: self._read_losses(shares))
         for name in self._names:
-            self._counts[name] += means[name].count
+            self._counts[name] += means[name].count if name in means else 0
 
     def end_step(self) -> None:
         """Read what was added since the last optimizer step."""
+        for one in self._of_sources.values():
+            one.end_step()
         for read in self._unread:
             read()
         self._unread.clear()
 
-    def add_entropy(self, entropy: Tensor) -> None:
+    def add_entropy(self, entropy: Tensor, source: str = "") -> None:
         """Add entropies [N] of tokens under the policy before this batch."""
+        if source:
+            self._of_sources[source].add_entropy(entropy)
         total = entropy.detach().sum(dtype=torch.float32)
         self._unread.append(lambda: self._read_entropy(total))
         self._entropy_tokens += entropy.numel()
@@ -299,11 +316,20 @@ class UpdateSums:
         corrections = statistics_to_vector(self._corrections)
         vectors = parallel.gather_rows([*own, *diff, *corrections], "summing the update's metrics")
         totals = [sum(column) for column in zip(*(v[: len(own)] for v in vectors), strict=True)]
-        return {
-            **self._losses(totals, num_steps),
-            **self._means(totals),
-            **self._of_ranks([vector[len(own) :] for vector in vectors], len(diff)),
+        found = {**self._losses(totals, num_steps), **self._means(totals)}
+        of_sources = {
+            source_metric(name, key): value
+            for name, one in self._of_sources.items()
+            for key, value in one.metrics(parallel, num_steps).items()
+            if key in (*LOSSES, ENTROPY) or key in one.mean_names
         }
+        of_ranks = self._of_ranks([vector[len(own) :] for vector in vectors], len(diff))
+        return {**found, **of_ranks, **of_sources}
+
+    @property
+    def mean_names(self) -> tuple[str, ...]:
+        """Return the names of the means."""
+        return self._names
 
     def _losses(self, totals: Sequence[float], num_steps: int) -> dict[str, float]:
         sums = dict(zip(self._sums, totals, strict=False))

@@ -48,6 +48,7 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.advantages import (
     AdvantageEstimate,
     PassTables,
+    estimate_by_source,
     token_advantages,
     zero_advantage_rows,
 )
@@ -76,6 +77,7 @@ from sluice.algorithm.rollout_correction.statistics import (
     statistics_from_vector,
     statistics_to_vector,
 )
+from sluice.algorithm.sources import source_metric
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.memory.shape import find_shape
 from sluice.device.protocol import Device
@@ -153,9 +155,13 @@ class PolicyUpdate:
         self._critic = critic
         self._image_prompts = image_prompts
         self._shape = find_shape(settings.config.actor_rollout_ref.model.path)
-        self._terms = LossTerms(settings)
-        self._mean_names = self._terms.mean_names()
-        self._no_corrections = self._terms.no_corrections()
+        tables = settings.sources or {"": settings}
+        self._terms = {name: LossTerms(one) for name, one in tables.items()}
+        of_sources = {name: terms.mean_names() for name, terms in self._terms.items()}
+        self._mean_names = tuple(dict.fromkeys(chain(*of_sources.values())))
+        self._source_means = of_sources if settings.sources else {}
+        # The correction is the same in all sources.
+        self._no_corrections = next(iter(self._terms.values())).no_corrections()
         self._idle_routings: Iterator[Routing] = iter(())  # where other ranks' passes follow one
         control = settings.config.algorithm.kl_ctrl
         self.kl_controller = KlController(
@@ -201,7 +207,7 @@ class PolicyUpdate:
         if self._settings.replays_routing:
             for prepared in _micro_batches(mini_batches):
                 prepared.routing = Routing(given=prepared.micro_batch.routing)
-        sums = UpdateSums(self._mean_names, self._no_corrections)
+        sums = UpdateSums(self._mean_names, self._no_corrections, self._source_means)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
         with self._policy_away():
@@ -300,11 +306,11 @@ class PolicyUpdate:
     ) -> None:
         """Keep the results of a pass of the policy before this batch."""
         if outputs.entropy is not None:
-            sums.add_entropy(outputs.entropy)
+            sums.add_entropy(outputs.entropy, prepared.micro_batch.source)
         if prepared.old_logprobs is None:
             prepared.old_logprobs = outputs.logprobs.detach()
         sums.add_probs_diff(outputs.logprobs, prepared.micro_batch.behavior_logprobs)
-        statistics = self._terms.correct(prepared)
+        statistics = self._terms[prepared.micro_batch.source].correct(prepared)
         if statistics is not None:
             sums.add_correction(statistics)
 
@@ -377,6 +383,8 @@ class PolicyUpdate:
     def _estimate(
         self, batch: TrainBatch, table: BatchTable, passed: PassTables
     ) -> AdvantageEstimate:
+        if self._settings.sources:
+            return estimate_by_source(batch, table, passed, self._settings, self.kl_controller)
         names = self._settings.config.algorithm.gdpo_reward_keys or ()
         components = reward_components(batch, names, self._device.torch_device)
         estimate = token_advantages(table, passed, components, self._settings, self.kl_controller)
@@ -413,9 +421,17 @@ class PolicyUpdate:
             **sums.metrics(self._parallel, len(norms)),
             **self._balance(),
             **({"actor/grad_norm": float(np.mean(finite))} if finite else {}),
-            **({"actor/kl_coef": self._actor.kl_loss_coef} if self._actor.use_kl_loss else {}),
+            **self._kl_coefficients(),
             "actor/lr": rate,
             "actor/skipped_updates": float(len(norms) - len(finite)),
+        }
+
+    def _kl_coefficients(self) -> dict[str, float]:
+        tables = self._settings.sources or {"": self._settings}
+        return {
+            source_metric(source, "actor/kl_coef"): settings.actor.kl_loss_coef
+            for source, settings in tables.items()
+            if settings.actor.use_kl_loss
         }
 
     def _balance(self) -> Mapping[str, float]:
@@ -452,8 +468,8 @@ class PolicyUpdate:
             if is_old_policy:
                 self._note_old_policy(prepared, outputs, sums)
             elif bypassed and outputs.entropy is not None:
-                sums.add_entropy(outputs.entropy)
-            total, objective = self._terms.loss(
+                sums.add_entropy(outputs.entropy, prepared.micro_batch.source)
+            total, objective = self._terms[prepared.micro_batch.source].loss(
                 outputs,
                 prepared,
                 mini_batch.counts,
@@ -461,7 +477,7 @@ class PolicyUpdate:
             )
             self._passes.before_backward()
             total.total.backward()  # adds to the gradients of earlier micro-batches
-            sums.add_loss(total, objective.metrics)
+            sums.add_loss(total, objective.metrics, prepared.micro_batch.source)
         self._passes.end_step()
         # Empty for a sharded model, whose last backward pass has summed its gradients.
         self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")

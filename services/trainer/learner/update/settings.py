@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 
 from services.trainer.learner.batch.train_batch import BatchCut
 from sluice.algorithm.advantages.inputs import AdvantageSettings
@@ -24,12 +25,17 @@ from sluice.config.derived import (
 )
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
+from sluice.config.sources import source_configs
 from sluice.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """The run's configuration, checked, and what the update derives from it."""
+    """The run's configuration, checked, and what the update derives from it.
+
+    With several sources `sources` is the table of their estimators and losses, by name. What one
+    pass over the whole batch serves is needed if any of them needs it.
+    """
 
     config: RunConfig
     cut: BatchCut
@@ -37,6 +43,15 @@ class UpdateSettings:
     loss: PolicyLossSettings
     loss_mode: str
     correction: RolloutCorrectionSettings
+    sources: Mapping[str, UpdateSettings] = field(default_factory=dict)
+
+    def of(self, source: str) -> UpdateSettings:
+        """Return the settings of a source; those of the run where it has only one."""
+        return self.sources[source] if source else self
+
+    @property
+    def _each(self) -> tuple[UpdateSettings, ...]:
+        return tuple(self.sources.values()) or (self,)
 
     @property
     def actor(self) -> ActorConfig:
@@ -62,12 +77,13 @@ class UpdateSettings:
     @property
     def old_is_behavior(self) -> bool:
         """Return whether the behavior logprobs serve as old logprobs."""
-        return self.actor.use_rollout_log_probs or self.loss_mode == BYPASS_LOSS_MODE
+        is_bypassed = any(one.loss_mode == BYPASS_LOSS_MODE for one in self._each)
+        return self.actor.use_rollout_log_probs or is_bypassed
 
     @property
     def needs_sum_pi_squared(self) -> bool:
         """Return whether the estimator reads squared probabilities."""
-        return self.estimator in OLD_LOGPROB_ESTIMATORS
+        return any(one.estimator in OLD_LOGPROB_ESTIMATORS for one in self._each)
 
     @property
     def needs_old_logprobs_first(self) -> bool:
@@ -85,7 +101,7 @@ class UpdateSettings:
         return (
             self.correction.rollout_rs is not None
             and not self.old_is_behavior
-            and self.estimator in MASK_ESTIMATORS
+            and any(one.estimator in MASK_ESTIMATORS for one in self._each)
         )
 
     @property
@@ -107,7 +123,7 @@ class UpdateSettings:
     @property
     def needs_reference(self) -> bool:
         """Return whether a term measures the divergence from a reference model."""
-        return self.kl_kind is not None or self.actor.use_kl_loss
+        return self.kl_kind is not None or any(one.actor.use_kl_loss for one in self._each)
 
 
 def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
@@ -128,9 +144,15 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
     loss_mode = BYPASS_LOSS_MODE if is_bypassed(config) else actor.policy_loss.loss_mode
     policy_objective(loss_mode)
     weights = algorithm.gdpo_reward_weights
+    sources = {
+        name: update_settings(one, vocab_size)
+        for name, one in source_configs(config).items()
+        if name
+    }
+    losses = {one.loss_mode for one in sources.values()} or {loss_mode}
     return UpdateSettings(
         config=config,
-        cut=_cut(actor, loss_mode),
+        cut=_cut(actor, losses),
         advantages=AdvantageSettings(
             gamma=algorithm.gamma,
             lam=algorithm.lam,
@@ -141,10 +163,11 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
         loss=_loss(config, correction, vocab_size),
         loss_mode=loss_mode,
         correction=correction,
+        sources=sources,
     )
 
 
-def _cut(actor: ActorConfig, loss_mode: str) -> BatchCut:
+def _cut(actor: ActorConfig, losses: Set[str]) -> BatchCut:
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
         raise ConfigError(
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set; give the rows of a "
@@ -160,7 +183,7 @@ def _cut(actor: ActorConfig, loss_mode: str) -> BatchCut:
         ),
         rows_per_micro=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
         shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
-        whole_groups=loss_mode in GROUP_LOSSES,
+        whole_groups=not losses.isdisjoint(GROUP_LOSSES),
         pad_to=padding_step(actor.fsdp_config),
     )
 

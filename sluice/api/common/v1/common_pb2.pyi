@@ -704,21 +704,45 @@ class DataProgress(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class SourcesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> global___DataProgress: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: global___DataProgress | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     LOW_WATER_FIELD_NUMBER: builtins.int
     ENDED_ABOVE_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
     low_water: builtins.int
     """Every row issued at a position below this one has ended."""
     @property
     def ended_above(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Positions at or above low_water whose rows have ended too, ascending."""
 
+    @property
+    def sources(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, global___DataProgress]:
+        """In a run with several sources: the progress of each, by its name. Its own sources are ignored."""
+
     def __init__(
         self,
         *,
         low_water: builtins.int = ...,
         ended_above: collections.abc.Iterable[builtins.int] | None = ...,
+        sources: collections.abc.Mapping[builtins.str, global___DataProgress] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ended_above", b"ended_above", "low_water", b"low_water"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended_above", b"ended_above", "low_water", b"low_water", "sources", b"sources"]) -> None: ...
 
 global___DataProgress = DataProgress
 

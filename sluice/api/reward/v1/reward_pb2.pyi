@@ -263,6 +263,7 @@ class TrainGroup(google.protobuf.message.Message):
     TRACEPARENT_FIELD_NUMBER: builtins.int
     NUM_ROUTED_FIELD_NUMBER: builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     """The prompt's id."""
     prompt_token_ids_u32: builtins.bytes
@@ -283,6 +284,8 @@ class TrainGroup(google.protobuf.message.Message):
     """Not sent any more: see Rollout.has_routing."""
     num_prompt_tokens: builtins.int
     """Number of tokens of the prompt, at least 1."""
+    source: builtins.str
+    """The prompt's source of sluice.sources, by name; empty in a run without several sources."""
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Rollout]:
         """Samples in order of index, without tokens, logprobs, text and experts."""
@@ -309,9 +312,10 @@ class TrainGroup(google.protobuf.message.Message):
         traceparent: builtins.str = ...,
         num_routed: builtins.int = ...,
         num_prompt_tokens: builtins.int = ...,
+        source: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "images", b"images", "num_images", b"num_images", "num_prompt_tokens", b"num_prompt_tokens", "num_routed", b"num_routed", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_baseline_reward", b"_baseline_reward", "baseline_reward", b"baseline_reward", "data_source", b"data_source", "images", b"images", "num_images", b"num_images", "num_prompt_tokens", b"num_prompt_tokens", "num_routed", b"num_routed", "prompt_id", b"prompt_id", "prompt_token_ids_u32", b"prompt_token_ids_u32", "rollouts", b"rollouts", "scores", b"scores", "source", b"source", "traceparent", b"traceparent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_baseline_reward", b"_baseline_reward"]) -> typing.Literal["baseline_reward"] | None: ...
 
 global___TrainGroup = TrainGroup

@@ -1,0 +1,115 @@
+"""The sources of a run: what each has of its own, in a loop that they share.
+
+A run without `sluice.sources` has one source without a name. Each source has its rows, its
+settings, its sampling strategy and its part of every batch; replicas, scorers and the ledger are
+shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.reward.group_table import Group
+from services.reward.groups.settings import GroupSettings
+from services.reward.prompts.source import PromptSource
+from services.reward.records.failures import YieldGuard
+from services.reward.source_groups import SourceGroups
+from sluice.algorithm.sampling.strategy import SamplingStrategy
+from sluice.algorithm.sources import groups_by_share, shares_by_yield, source_metric
+
+
+@dataclass(slots=True, eq=False)
+class TrainingSource:
+    """One source.
+
+    Attributes:
+        name: empty in a run without several.
+        share: of every batch, as configured.
+        follows_yield: whether the share moves with the yield.
+        settings: of its groups.
+        prompts: its rows.
+        strategy: decides how many of its groups start, and which; learns from their ends.
+        groups: its groups, counted.
+        guard: knows whether its yield is hopeless.
+        num_skipped: prompts skipped in a row.
+    """
+
+    name: str
+    share: float
+    follows_yield: bool
+    settings: GroupSettings
+    prompts: PromptSource
+    strategy: SamplingStrategy
+    groups: SourceGroups
+    guard: YieldGuard
+    num_skipped: int = 0
+
+    @property
+    def num_groups(self) -> int:
+        """Its groups in the next batch."""
+        return self.groups.ages.batch_size
+
+    @property
+    def first_sequences(self) -> int:
+        """Sequences of the first request of a group."""
+        settings = self.settings
+        return settings.first_sequences(settings.probe_samples or settings.samples_per_group)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether none of its groups runs and no more can start."""
+        return self.prompts.is_exhausted and not self.groups.num_in_flight
+
+    def statistics(self) -> dict[str, float]:
+        """Return the strategy's gauges and counts, by metric name."""
+        found = self.strategy.statistics()
+        return {source_metric(self.name, name): value for name, value in found.items()}
+
+
+class TrainingSources:
+    """All sources of a run, by name, in the order of the configuration.
+
+    Args:
+        sources: at least one.
+    """
+
+    def __init__(self, sources: list[TrainingSource]) -> None:
+        self._by_name = {one.name: one for one in sources}
+        self.batch_size = sum(one.num_groups for one in sources)
+
+    def __iter__(self) -> Iterator[TrainingSource]:
+        return iter(self._by_name.values())
+
+    def __getitem__(self, name: str) -> TrainingSource:
+        return self._by_name[name]
+
+    def of(self, group: Group) -> TrainingSource:
+        """Return the source of a group."""
+        return self._by_name[group.prompt.source]
+
+    @property
+    def has_dataset(self) -> bool:
+        """Whether rows are read at all."""
+        return any(one.prompts.has_dataset for one in self)
+
+    @property
+    def num_waiting(self) -> int:
+        """Accepted prompts that wait to be issued."""
+        return sum(one.prompts.num_waiting for one in self)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether a source has ended and no prompt of it waits: no batch comes without it."""
+        return any(one.prompts.is_exhausted for one in self)
+
+    def share_out(self) -> None:
+        """Give each source its part of the batches from here on, where shares follow yields."""
+        yields = {one.name: one.strategy.estimate.mean for one in self if one.follows_yield}
+        if not yields:
+            return
+        shares = shares_by_yield({one.name: one.share for one in self}, yields)
+        for name, num_groups in groups_by_share(shares, self.batch_size).items():
+            one = self._by_name[name]
+            one.groups.ages.batch_size = num_groups
+            one.strategy.resize(num_groups)

@@ -1,0 +1,127 @@
+"""Several sources in one run: how many groups of each are in a batch, and which starts next.
+
+Every batch has the groups of every source that its share gives. A source is admitted and aged by
+these alone, as a run with batches of that size: kept groups of a fast source never take the slots
+of a slow one, and a batch waits for the source that lacks groups. So the shares are exact whatever
+the sources' speed. Where the fleet has no capacity for all, the source that is furthest behind its
+groups starts first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sluice.algorithm.sampling.strategy import LoopLoad
+
+LEAST_YIELD = 0.02
+"""Yields below this count as this much: a source that yields nothing now may do so later."""
+
+
+def source_metric(source: str, name: str) -> str:
+    """Return the name of a metric of one source; of a run without several it is `name`."""
+    return f"sources/{source}/{name}" if source else name
+
+
+def groups_by_share(shares: Mapping[str, float], batch_size: int) -> dict[str, int]:
+    """Return the groups of each source in a batch, at least 1 each, by largest remainders.
+
+    Args:
+        shares: of the batch by source, each above 0; only their ratios matter.
+        batch_size: B, groups in a train batch.
+
+    Raises:
+        ValueError: there are more sources than groups.
+    """
+    if len(shares) > batch_size:
+        raise ValueError(f"{len(shares)} sources in a batch of {batch_size} groups")
+    total = sum(shares.values())
+    exact = {name: share / total * batch_size for name, share in shares.items()}
+    groups = {name: max(1, int(wanted)) for name, wanted in exact.items()}
+    while (missing := batch_size - sum(groups.values())) != 0:
+        # Ties go to the source that comes first.
+        step = 1 if missing > 0 else -1
+        movable = [name for name in groups if step > 0 or groups[name] > 1]
+        name = max(movable, key=lambda one: step * (exact[one] - groups[one]))
+        groups[name] += step
+    return groups
+
+
+def shares_by_yield(shares: Mapping[str, float], yields: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares once some sources divide theirs by what their groups teach.
+
+    The sources of `yields` divide the sum of their shares in proportion to share times yield; the
+    others keep theirs. A source whose groups are all right or all wrong thus makes way for those
+    that are mixed.
+
+    Args:
+        shares: as configured, by source.
+        yields: share of groups that the filter keeps, in (0, 1], of the sources that take part.
+    """
+    weights = {name: shares[name] * max(LEAST_YIELD, kept) for name, kept in yields.items()}
+    together, divided = sum(shares[name] for name in weights), sum(weights.values())
+    return {
+        name: weights[name] / divided * together if name in weights else share
+        for name, share in shares.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLoad:
+    """One source as admission sees it.
+
+    Args:
+        load: its groups by where they are.
+        num_groups: its groups in a batch.
+        mean_yield: share of its groups that will be kept, in (0, 1].
+        num_to_start: groups that may start now.
+    """
+
+    load: LoopLoad
+    num_groups: int
+    mean_yield: float
+    num_to_start: int
+
+    @property
+    def fill(self) -> float:
+        """Batches that its groups fill: leased, kept, and those in flight by its yield."""
+        load = self.load
+        expected = self.mean_yield * (load.num_in_flight - load.num_sure)
+        return (load.num_in_training + load.num_kept + load.num_sure + expected) / self.num_groups
+
+
+def source_to_start(loads: Mapping[str, SourceLoad]) -> str | None:
+    """Return the source whose group starts next; ``None``: none may start.
+
+    It is the one that fills its part of the batches least; the first of several.
+    """
+    ready = [name for name, one in loads.items() if one.num_to_start > 0]
+    return min(ready, key=lambda name: loads[name].fill, default=None)
+
+
+def interleaved(groups: Sequence[Sequence[str]]) -> list[str]:
+    """Return the groups of all sources in one order that keeps each source's own.
+
+    Every part of it has the sources in the shares of the whole, as far as whole groups can: so has
+    every mini-batch that is cut from it.
+    """
+    places = [
+        ((index + 0.5) / len(own), number, group)
+        for number, own in enumerate(groups)
+        for index, group in enumerate(own)
+    ]
+    return [group for _, _, group in sorted(places, key=lambda place: place[:2])]
+
+
+def share_error(groups: Mapping[str, float], shares: Mapping[str, float]) -> float:
+    """Return the largest relative distance of a source's part from its share; 0: none is off.
+
+    Args:
+        groups: trained groups, by source.
+        shares: wanted, by source; they add up to 1.
+    """
+    total = sum(groups.values())
+    return max(
+        (abs(groups.get(name, 0.0) / total - share) / share for name, share in shares.items()),
+        default=0.0,
+    )

@@ -1,0 +1,126 @@
+"""What `sluice.sources` needs: shares that add up, settings that one batch can hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from msgspec import UNSET, structs
+
+from sluice.algorithm.episode_rules import SINGLE_TURN, TOOL_AGENT
+from sluice.config.derived import is_bypassed, uses_critic
+from sluice.config.problems import Problem
+from sluice.config.run import RunConfig
+from sluice.config.sources import source_configs, source_groups, source_shares
+
+KEY = "sluice.sources"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SUM_TOLERANCE = 0.005  # three thirds of 0.333
+_ROUNDING = 0.05
+
+
+def source_problems(
+    config: RunConfig, check_source: Callable[[RunConfig], list[Problem]]
+) -> Iterator[Problem]:
+    """Yield what keeps the sources from training together.
+
+    Args:
+        config: of the run.
+        check_source: returns the problems of the configuration of one source.
+    """
+    if not config.sluice.sources:
+        return
+    yield from _share_problems(config)
+    yield from _run_problems(config)
+    known = {problem.statement for problem in check_source(without_sources(config))}
+    for name, one in source_configs(config).items():
+        key = f"{KEY}.{name}"
+        if not _NAME.fullmatch(name):
+            remedy = "name it with up to 64 letters, digits and the signs _ . -"
+            yield Problem(key, UNSET, "is no name that metrics can carry", remedy)
+        yield from _environment_problems(config, name)
+        for problem in check_source(one):
+            if problem.statement not in known:
+                yield replace(problem, message=f"{problem.message} (in {key})", overrides=())
+
+
+def without_sources(config: RunConfig) -> RunConfig:
+    """Return the run's configuration as if it had no sources."""
+    return structs.replace(config, sluice=structs.replace(config.sluice, sources={}))
+
+
+def _share_problems(config: RunConfig) -> Iterator[Problem]:
+    shares, batch_size = source_shares(config), config.data.train_batch_size
+    total = sum(shares.values())
+    if abs(total - 1.0) > _SUM_TOLERANCE:
+        given = " + ".join(f"{share:g} ({name})" for name, share in shares.items())
+        fitting = ", ".join(f"{name} {share / total:.4g}" for name, share in shares.items())
+        yield Problem(
+            KEY,
+            UNSET,
+            f"has shares that do not add up to 1: {given} = {total:g}",
+            f"give shares of every batch; in these proportions they are {fitting}",
+        )
+        return
+    if len(shares) > batch_size:
+        message = f"for {len(shares)} sources: every batch has a group of each"
+        remedy = f"set it to {len(shares)} or more"
+        yield Problem("data.train_batch_size", batch_size, message, remedy)
+        return
+    for name, num_groups in source_groups(config).items():
+        exact = shares[name] / total * batch_size
+        if abs(num_groups - exact) > _ROUNDING * exact:
+            below, above = int(exact), int(exact) + 1
+            fitting = " or ".join(f"{n / batch_size:.4g}" for n in (below, above) if n)
+            yield Problem(
+                f"{KEY}.{name}.share",
+                shares[name],
+                f"with data.train_batch_size = {batch_size}: that is {exact:.4g} groups of a "
+                f"batch, and whole groups are {num_groups}, more than 5 % off",
+                f"set the share to {fitting}, or train larger batches",
+            )
+
+
+def _run_problems(config: RunConfig) -> Iterator[Problem]:
+    if config.data.train_files is not None:
+        message = f"with {KEY}: each source has its own files"
+        key, files = "data.train_files", config.data.train_files
+        yield Problem(key, files, message, f"set it to null, or leave {KEY} out")
+    if config.trainer.total_training_steps is None:
+        message = f"with {KEY}: a source that ends begins again, so the run has no length"
+        yield Problem("trainer.total_training_steps", None, message, "set it")
+    if config.sluice.sampling.strategy == "rounds":
+        message = f"with {KEY}: a wave is of one source"
+        remedy = "set sluice.sampling.strategy=stream"
+        yield Problem("sluice.sampling.strategy", "rounds", message, remedy)
+    if config.algorithm.use_kl_in_reward:
+        message = f"with {KEY}: the penalty has one weight for all rewards of a batch"
+        remedy = "use the divergence in the loss: use_kl_loss and kl_loss_coef of each source"
+        yield Problem("algorithm.use_kl_in_reward", True, message, remedy)
+    configs = source_configs(config)
+    if len({is_bypassed(one) for one in configs.values()}) > 1:
+        names = ", ".join(name for name, one in configs.items() if is_bypassed(one))
+        message = f"has the loss bypass_mode in {names} alone: it needs other old logprobs"
+        yield Problem(KEY, UNSET, message, "choose it for all sources, or for none")
+    for name, one in configs.items():
+        if uses_critic(one) != uses_critic(config):
+            yield Problem(
+                f"{KEY}.{name}.adv_estimator",
+                one.algorithm.adv_estimator,
+                f"with algorithm.adv_estimator = {config.algorithm.adv_estimator}: a critic learns "
+                "from the rows of all sources, or there is none",
+                "choose gae for the run and every source, or for none of them",
+            )
+
+
+def _environment_problems(config: RunConfig, name: str) -> Iterator[Problem]:
+    wanted, environment = config.sluice.sources[name].environment, config.sluice.environment
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    is_given = environment.path or environment.addresses or environment.agents
+    has_tools = turns.function_tool_path or turns.tool_config_path
+    if wanted in (None, SINGLE_TURN) or is_given or (wanted == TOOL_AGENT and has_tools):
+        return
+    key = f"{KEY}.{name}.environment"
+    remedy = "set sluice.environment.path or sluice.environment.addresses"
+    yield Problem(key, wanted, "without an environment that has it", remedy)

@@ -1,0 +1,90 @@
+"""The configuration of each source of a run: the run's, with what `sluice.sources` changes.
+
+Whatever reads a configuration thus serves a source as it serves a run: samplers, rules, the
+trainer's settings. A run without `sluice.sources` has one source without a name, and its
+configuration is the run's.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from msgspec import structs
+
+from sluice.algorithm.sources import groups_by_share
+from sluice.config.run import RunConfig
+from sluice.config.schema.data import file_list
+from sluice.config.schema.section import Section
+from sluice.config.schema.sources import SourceConfig
+
+NodeT = TypeVar("NodeT", bound=Section)
+
+ONLY_SOURCE = ""
+"""The name of the source of a run without `sluice.sources`."""
+
+
+def source_configs(config: RunConfig) -> dict[str, RunConfig]:
+    """Return the configuration of each source, by name, in the order of `sluice.sources`.
+
+    `data.train_batch_size` stays the run's.
+    """
+    sources = config.sluice.sources
+    if not sources:
+        return {ONLY_SOURCE: config}
+    return {name: _of_source(config, source) for name, source in sources.items()}
+
+
+def train_files(config: RunConfig) -> list[str]:
+    """Return the training files of all sources."""
+    configs = source_configs(config).values()
+    return [name for one in configs for name in file_list(one.data.train_files)]
+
+
+def source_shares(config: RunConfig) -> dict[str, float]:
+    """Return the share of each source in a train batch."""
+    sources = config.sluice.sources
+    return {name: one.share for name, one in sources.items()} or {ONLY_SOURCE: 1.0}
+
+
+def source_groups(config: RunConfig) -> dict[str, int]:
+    """Return the groups of each source in a train batch, as configured.
+
+    Raises:
+        ValueError: there are more sources than groups.
+    """
+    return groups_by_share(source_shares(config), config.data.train_batch_size)
+
+
+def follows_yield(config: RunConfig) -> tuple[str, ...]:
+    """Return the sources whose shares follow their yields."""
+    sources = config.sluice.sources
+    return tuple(name for name, one in sources.items() if one.curriculum == "yield")
+
+
+def _of_source(config: RunConfig, source: SourceConfig) -> RunConfig:
+    replace = structs.replace
+    run = config.actor_rollout_ref
+    loss = _over(run.actor.policy_loss, loss_mode=source.loss_mode)
+    actor = _over(
+        replace(run.actor, policy_loss=loss),
+        loss_agg_mode=source.loss_agg_mode,
+        clip_ratio_low=source.clip_ratio_low,
+        clip_ratio_high=source.clip_ratio_high,
+        clip_ratio_c=source.clip_ratio_c,
+        use_kl_loss=source.use_kl_loss,
+        kl_loss_coef=source.kl_loss_coef,
+    )
+    rollout = _over(run.rollout, n=source.n)
+    return replace(
+        config,
+        data=replace(config.data, train_files=source.files),
+        actor_rollout_ref=replace(run, actor=actor, rollout=rollout),
+        algorithm=_over(config.algorithm, adv_estimator=source.adv_estimator),
+        sluice=replace(config.sluice, sources={}),
+    )
+
+
+def _over(section: NodeT, **values: object) -> NodeT:
+    """Return the section with those values that are not null."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return structs.replace(section, **given)

@@ -1,0 +1,99 @@
+"""Sources whose shares or settings do not fit together are refused with the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.config.loading.loader import load_config, read_run
+from sluice.config.rules.checks import relation_problems
+from sluice.config.rules.files import file_problems
+from sluice.config.rules.sources import source_problems
+from sluice.config.sources import source_configs, source_groups
+from sluice.errors import ConfigError
+
+KEY = "sluice.sources"
+GIVEN = (
+    "data.train_batch_size=16",
+    "trainer.total_training_steps=5",
+    f"{KEY}.math.files=math.parquet",
+    f"{KEY}.math.share=0.75",
+    f"{KEY}.code.files=[code.parquet]",
+    f"{KEY}.code.share=0.25",
+)
+
+
+def found(*overrides: str) -> list[str]:
+    config = load_config(None, [*GIVEN, *overrides])
+    return [one.text for one in source_problems(config, relation_problems)]
+
+
+def test_shares_that_add_up_are_accepted() -> None:
+    assert found() == []
+    assert source_groups(load_config(None, GIVEN)) == {"math": 12, "code": 4}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((f"{KEY}.math.share=0.5",), "do not add up to 1: 0.5 (math) + 0.25 (code) = 0.75"),
+        ((f"{KEY}.math.share=0.5",), "math 0.6667, code 0.3333"),
+        ((f"{KEY}.math.share=0.65", f"{KEY}.code.share=0.35"), "5.6 groups"),
+        ((f"{KEY}.math.share=0.9", f"{KEY}.code.share=0.1"), "set the share to 0.0625 or 0.125"),
+        (("data.train_batch_size=1",), "for 2 sources"),
+        (("data.train_files=a.parquet",), "leave sluice.sources out"),
+        (("trainer.total_training_steps=null",), "the run has no length"),
+        (("sluice.sampling.strategy=rounds",), "a wave is of one source"),
+        (("algorithm.use_kl_in_reward=true",), "use_kl_loss and kl_loss_coef"),
+        ((f"{KEY}.code.environment=Jars",), "sluice.environment.path"),
+        ((f"{KEY}.code.loss_mode=bypass_mode",), "for all sources, or for none"),
+        ((f"{KEY}.code.n=1", f"{KEY}.code.adv_estimator=grpo_passk"), f"(in {KEY}.code)"),
+        ((f"{KEY}.code.adv_estimator=gae",), "or for none of them"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], expected: str) -> None:
+    assert any(expected in problem for problem in found(*overrides)), found(*overrides)
+
+
+def test_a_name_that_metrics_cannot_carry_is_refused() -> None:
+    config = load_config(None, GIVEN)
+    config.sluice.sources["a/b"] = config.sluice.sources.pop("code")
+    problems = [one.text for one in source_problems(config, relation_problems)]
+    assert any("up to 64 letters" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"{KEY}.code.shar=1", f"{KEY}.code.shar = 1 is no key of sluice"),
+        (f"{KEY}.code.share=2", f"{KEY}.code.share = 2: expected a number > 0 and <= 1"),
+        (f"{KEY}.other.share=0.1", f"{KEY}.other.files is not set"),
+        (f"{KEY}.code=3", f"{KEY}.code = 3: expected keys below it"),
+    ],
+)
+def test_a_wrong_key_of_a_source_is_named(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [*GIVEN, override])
+    assert expected in str(error.value)
+
+
+def test_missing_files_of_a_source_are_named() -> None:
+    problems = [one.key for one in file_problems(load_config(None, GIVEN))]
+    assert f"{KEY}.math.files" in problems
+
+
+def test_a_source_has_the_settings_of_the_run_but_for_its_own() -> None:
+    overrides = (f"{KEY}.code.n=2", f"{KEY}.code.adv_estimator=rloo", "algorithm.gamma=0.5")
+    configs = source_configs(load_config(None, [*GIVEN, *overrides]))
+    code, math = configs["code"], configs["math"]
+    assert (code.actor_rollout_ref.rollout.n, code.algorithm.adv_estimator) == (2, "rloo")
+    assert (math.algorithm.adv_estimator, code.algorithm.gamma) == ("grpo", 0.5)
+    assert code.data.train_files == ["code.parquet"]
+
+
+def test_a_file_of_sources_reads_as_overrides_do(tmp_path: Path) -> None:
+    text = "sluice:\n  sources:\n    a: {files: ~/a.parquet, share: 1.0, clip_ratio_high: 0.28}\n"
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    source = read_run(tmp_path / "run.yaml", []).config.sluice.sources["a"]
+    assert (source.files, source.clip_ratio_high) == (str(Path.home() / "a.parquet"), 0.28)
