@@ -30,7 +30,11 @@ from sluice.config.rules.model import (
     routing_problems,
     shape_problems,
 )
-from sluice.config.rules.sampling import straggler_problems, strategy_problems
+from sluice.config.rules.sampling import (
+    straggler_problems,
+    strategy_problems,
+    truncation_problems,
+)
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.config.schema.rollout import ENGINES
@@ -104,6 +108,7 @@ def all_problems(
     found += named("environment", environment_problems(config))
     found += named("stragglers", straggler_problems(config))
     found += named("sampling-strategy", strategy_problems(config))
+    found += named("truncated-training", truncation_problems(config))
     found += correction_problems(config)
     if files:
         found += named("files", file_problems(config))
