@@ -293,6 +293,20 @@ def _reward_model(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.min_score", model.min_score, above, "swap them")
 
 
+def _profiler(config: RunConfig) -> Iterator[Problem]:
+    own, ranks = config.actor_rollout_ref.actor.profiler, derived.world_size(config)
+    if not own.enable or own.all_ranks or not config.global_profiler.steps:
+        return
+    if not any(rank < ranks for rank in own.ranks):
+        yield Problem(
+            f"{ACTOR}.profiler.ranks",
+            own.ranks,
+            f"with {ACTOR}.profiler.enable = true names none of the trainer's {ranks} rank(s): "
+            "no step would be traced",
+            "set ranks=[0], or all_ranks=true",
+        )
+
+
 def _resume(config: RunConfig) -> Iterator[Problem]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode == "resume_path" and path is None:
@@ -450,6 +464,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _overlong,
     _validation_files,
     _reward_model,
+    _profiler,
     _resume,
     _endpoints,
     _draining,
