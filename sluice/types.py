@@ -158,6 +158,40 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """How probable the tokens of a prompt are after the first, each given the tokens before it.
+
+    Logprobs are natural logs of the model's distribution at temperature 1.
+
+    Raises:
+        ValueError: lengths differ.
+    """
+
+    logprobs: Logprobs  # [prompt tokens - 1]
+    top_token_ids: TokenIds  # [prompt tokens - 1], the most probable token at each place
+    top_logprobs: Logprobs  # [prompt tokens - 1]
+
+    def __post_init__(self) -> None:
+        sizes = (self.logprobs.size, self.top_token_ids.size, self.top_logprobs.size)
+        if len(set(sizes)) > 1:
+            raise ValueError(f"{sizes} logprobs, most probable tokens and their logprobs")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredPrompt:
+    """The logprobs of a prompt's tokens, and the texts of the tokens.
+
+    Attributes:
+        texts: what each token of the prompt completes; together the prompt's text.
+        top_texts: of each of the most probable tokens.
+    """
+
+    logprobs: PromptLogprobs
+    texts: tuple[str, ...]
+    top_texts: tuple[str, ...]
+
+
 # No vocabulary has this token, and a logprob that is no number spoils a loss visibly.
 _ABSENT_TOKEN = np.array([0xFFFFFFFF], dtype=np.uint32)
 _ABSENT_LOGPROB = np.array([np.nan], dtype=np.float32)

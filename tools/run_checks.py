@@ -42,7 +42,7 @@ STATIC: tuple[tuple[str, tuple[str, ...]], ...] = (
 # Real processes have their own run, so that a leak of one tier cannot colour the other.
 SEPARATE_TIER = "multiprocess"
 # Helpers, and tiers with an environment or a machine of their own.
-NOT_RUN_HERE = ("support", "agents", "engine_vendor", "engine_sglang", "gpu")
+NOT_RUN_HERE = ("support", "agents", "harness", "engine_vendor", "engine_sglang", "gpu")
 # The inner loop: pure code and numbers, without the modules of tests/slow_modules.txt.
 FAST_TIERS = ["tests/unit", "tests/parity"]
 

@@ -156,7 +156,7 @@ class _Measurement:
     async def run(self, config: Path) -> dict[str, Any]:
         """Return the figures."""
         await self._start_fleet()
-        async with reward_process(config) as service:
+        async with reward_process(config, has_own_memory=True) as service:
             idle_mb = service.rss_mb()
             began_s = time.monotonic()
             await self._publish(service, 0)

@@ -52,6 +52,7 @@ from services.reward.prompts.submissions import Submissions
 from services.reward.records.failures import FailureLog, YieldGuard
 from services.reward.records.group_log import GroupLog, sample_dumps, waiting_bytes
 from services.reward.records.statistics import GroupStatistics
+from services.reward.records.stored_prompts import PromptStore, open_store
 from services.reward.records.traces import PromptTraces, trace_key
 from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
@@ -319,6 +320,7 @@ class RewardApp:
             lambda: self.groups.policy_version,
             on_tokens=self.counters.validated,
             failures=self.failures,
+            store=_prompt_store(config, validation),
         )
 
     def _observe(self, log: GroupLog | None) -> None:
@@ -374,6 +376,13 @@ def open_prompt_sets(config: RunConfig) -> PromptSets:
     return PromptSets(
         training_files(config.data, images), validation_files(config.data, images), images
     )
+
+
+def _prompt_store(config: RunConfig, validation: PromptFiles | None) -> PromptStore | None:
+    names = config.sluice.evaluation.benchmarks
+    if not names or validation is None:
+        return None
+    return open_store(Path(config.sluice.run_dir), names, validation)
 
 
 def _strategy(config: RunConfig, memory: PromptMemoryStore | None) -> SamplingStrategy:

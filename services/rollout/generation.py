@@ -15,11 +15,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import numpy as np
+
 from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
 from services.rollout.engines.text import Decode, IncrementalDetokenizer, before_stop, stable_prefix
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
-from sluice.types import Answer, FinishReason, Rollout, TokenIds
+from sluice.types import (
+    Answer,
+    FinishReason,
+    PromptLogprobs,
+    Rollout,
+    ScoredPrompt,
+    TokenIds,
+)
 
 # An engine's chunks at intervals may come a little late, so one interval is no sign of a problem.
 SIGN_OF_LIFE_INTERVALS = 2
@@ -70,12 +79,14 @@ class GenerationEvent:
         new_tokens: tokens that the caller has not seen yet. A sample that is sent whole repeats its
             earlier deltas, and the tokens that the caller gave to continue.
         engine_tokens: the engine's sampled tokens, if samples wait and nothing came.
+        scored_prompt: the prompt's logprobs, in one event of a call that wants them.
     """
 
     deltas: tuple[TextDelta, ...]
     rollouts: tuple[Rollout, ...]
     new_tokens: int = 0
     engine_tokens: int | None = None
+    scored_prompt: ScoredPrompt | None = None
 
 
 Send = Callable[[GenerationEvent], Awaitable[None]]
@@ -200,8 +211,15 @@ class GenerationRunner:
                     await _linger(ended, options.linger_s)
                 while not inbox.empty():
                     arrived.append(inbox.get_nowait())
-                event = self._event(tuple(chain(*arrived)), growing, options, stops)
-                if event.deltas or event.rollouts:
+                chunks = tuple(chain(*arrived))
+                event = self._event(chunks, growing, options, stops)
+                for found in (one.prompt_logprobs for one in chunks if one.prompt_logprobs):
+                    # In a thread: a long prompt has a text for each of its many tokens.
+                    scored = await asyncio.to_thread(
+                        _with_texts, found, request.prompt_token_ids, self._decode
+                    )
+                    event = replace(event, scored_prompt=scored)
+                if event.deltas or event.rollouts or event.scored_prompt:
                     await send(event)
                 if growing and not all(arrived):  # the pump's end came too early
                     raise EngineError(f"the engine ended without {len(growing)} of the samples")
@@ -297,6 +315,16 @@ class GenerationRunner:
             answer = options.read_answer(ids)
         text = before_stop(self._decode(ids), stops)
         return sample.grown.rollout(chunk.sample_index, reason, text, chunk.routing, answer)
+
+
+def _with_texts(found: PromptLogprobs, prompt: TokenIds, decode: Decode) -> ScoredPrompt:
+    growing = IncrementalDetokenizer(decode)
+    texts = [growing.push((token,)) for token in prompt.tolist()]
+    # Bytes at the end that are no text belong to the last token.
+    texts[-1] += decode(prompt)[sum(map(len, texts)) :]
+    tops = found.top_token_ids.tolist()
+    text_of = {token: decode(np.array([token], np.uint32)) for token in set(tops)}
+    return ScoredPrompt(found, tuple(texts), tuple(text_of[token] for token in tops))
 
 
 async def _linger(ended: asyncio.Event, seconds: float) -> None:

@@ -60,6 +60,7 @@ class PromptEncoder:
         trust_remote_code: bool = False,
         tool_format: str = "",
     ) -> None:
+        self._model_path = model_path
         self._template_kwargs = _checked(template_kwargs)
         self._tokenizer = _load_tokenizer(model_path, trust_remote_code=trust_remote_code)
         # The wrapper costs several times what the tokenizer itself does on short texts.
@@ -258,6 +259,11 @@ class PromptEncoder:
                 turns, add_generation_prompt=True, tokenize=False, **arguments
             )
         except Exception as error:
+            if not self._tokenizer.chat_template:
+                raise InvalidRequestError(
+                    f"messages: the tokenizer in {self._model_path} has no chat template; save one "
+                    "as chat_template.jinja there, or send plain text"
+                ) from error
             raise InvalidRequestError(
                 f"messages: the chat template refused them: {error}"
             ) from error

@@ -40,6 +40,7 @@ from sluice.codec.rollout import (
     rollout_from_proto,
     rollout_to_proto,
     sampling_from_proto,
+    scored_prompt_to_proto,
     within_budget,
     within_sequence,
 )
@@ -274,6 +275,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             images=tuple(request.prompt.chat.images),
             affinity=request.affinity,
             with_routing=request.with_routing,
+            with_prompt_logprobs=request.with_prompt_logprobs,
         )
 
     async def _prompt_tokens(self, request: rollout.GenerateRequest, *, is_own: bool) -> TokenIds:
@@ -382,7 +384,7 @@ def _messages(event: GenerationEvent) -> Iterator[rollout.GenerateResponse]:
     """Encode an event; each sample with experts in a message of its own: megabytes."""
     routed = [sample for sample in event.rollouts if sample.routing is not None]
     rest = [sample for sample in event.rollouts if sample.routing is None]
-    if event.deltas or rest or event.engine_tokens is not None:
+    if event.deltas or rest or event.engine_tokens is not None or event.scored_prompt:
         yield _event_to_proto(event, rest)
     for sample in routed:
         yield rollout.GenerateResponse(rollouts=[rollout_to_proto(sample)])
@@ -402,6 +404,9 @@ def _event_to_proto(event: GenerationEvent, samples: Sequence[Rollout]) -> rollo
         ],
         rollouts=[rollout_to_proto(sample) for sample in samples],
         engine_tokens=event.engine_tokens,
+        prompt_logprobs=None
+        if event.scored_prompt is None
+        else scored_prompt_to_proto(event.scored_prompt),
     )
 
 

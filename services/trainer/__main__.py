@@ -16,7 +16,8 @@ from pathlib import Path
 from sluice.concurrency.process import end_with_supervisor, exit_status, leave
 from sluice.config.derived import world_size
 from sluice.config.loading.loader import load_config
-from sluice.config.rules.checks import check_config
+from sluice.config.problems import raise_problems
+from sluice.config.rules.checks import check_config, training_problems
 from sluice.config.run import RunConfig
 from sluice.device.host import prepare_process
 from sluice.telemetry.logs import configure_logging
@@ -53,6 +54,7 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
     configure_logging("trainer" if rank == 0 else f"trainer-{rank}", config.sluice.log_level)
     # `sluice up` has checked this already; torchrun has not.
     check_config(config, files=False)
+    raise_problems([*training_problems(config)], "start of the trainer")
     prepare_process(
         config,
         config.trainer.device,

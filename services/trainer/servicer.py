@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 
 from services.trainer.fleet.members import Fleet, FleetMember
-from services.trainer.loop.run_state import RunPhase, RunState
-from services.trainer.telemetry import phase_waits
+from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.bounds import check_fields

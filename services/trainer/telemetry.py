@@ -12,12 +12,12 @@ from pathlib import Path
 
 from services.trainer.fleet.delivery import SyncCounts, SyncPhase
 from services.trainer.fleet.members import Fleet, MemberState
-from services.trainer.loop.run_state import RunPhase, RunState
-from services.trainer.metrics.step_metrics import Example
+from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
+from services.trainer.metrics.validation import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
 from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
-from sluice.concurrency.waits import Waiting, units_done
+from sluice.concurrency.waits import units_done
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
 from sluice.config.deadlines import replica_wait_timeout_s
@@ -33,16 +33,6 @@ _TOKENS = "tokens/"
 _OPEN = ("pending", "under_way")
 _ACCOUNTS = ("tokens", "trainer_seconds", "rollout_seconds")
 _AT_REST = (RunPhase.PAUSED, RunPhase.FINISHED)
-# Peer and activity that each phase waits for.
-_AWAITED_IN = {
-    RunPhase.WAITING_FOR_REPLICAS: ("rollout fleet", "registering replicas"),
-    RunPhase.WAITING_FOR_BATCH: ("reward service", "filling a batch"),
-    RunPhase.TRAINING: ("learner thread", "updating the policy"),
-    RunPhase.PUBLISHING: ("rollout fleet", "taking the weights"),
-    RunPhase.EVALUATING: ("reward service", "validating"),
-    RunPhase.SAVING: ("learner thread", "saving a checkpoint"),
-    RunPhase.PAUSED: ("operator", "resuming the run"),
-}
 
 
 class RunHistory:
@@ -184,12 +174,6 @@ def _sync(counts: SyncCounts) -> Iterator[InstrumentReading]:
         yield reading("sluice_weights_seconds_total", counts.seconds[phase], phase)
         yield reading("sluice_weights_failures_total", counts.failures[phase], phase)
     yield reading("sluice_weights_stall_seconds_total", counts.stall_s)
-
-
-def phase_waits(state: RunState) -> tuple[Waiting, ...]:
-    """Return the run's wait of the current phase, if it waits."""
-    awaited = _AWAITED_IN.get(state.phase)
-    return () if awaited is None else (Waiting(*awaited, state.phase_seconds),)
 
 
 def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContextManager[None]:

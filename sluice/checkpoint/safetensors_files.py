@@ -19,6 +19,8 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "e
 
 _FORMER_NAMES = {"model.language_model.": "model.", "model.visual.": "visual."}  # Qwen2(.5)-VL
 
+_REMEDY = "copy it again, or take another checkpoint"
+
 TOLERANCE = 1e-6  # verl's, absolute and relative
 
 
@@ -40,9 +42,9 @@ def former_name(name: str) -> str:
     return name
 
 
-def _named_files(index: Path) -> set[str]:
+def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index} cannot be read ({error!r}); copy it again, or choose another checkpoint"
@@ -53,14 +55,18 @@ def tensor_names(folder: Path) -> dict[str, Path]:
     """Return the file of every tensor in `folder`.
 
     Raises:
-        CheckpointError: a file is damaged, or one that the index names is missing.
+        CheckpointError: a file is damaged, or a file or tensor that the index names is missing.
     """
     files = {file.name for file in folder.glob("*.safetensors")}
     index = folder / INDEX_FILE
+    mapped: dict[str, str] = {}
     if index.is_file():
-        named = _named_files(index)
+        mapped = _weight_map(index)
+        named = set(mapped.values())
         if named - files:
-            raise CheckpointError(f"{folder} lacks {min(named - files)}, which {INDEX_FILE} names")
+            raise CheckpointError(
+                f"{folder} lacks {min(named - files)}, which {INDEX_FILE} names; {_REMEDY}"
+            )
         files = named
     found: dict[str, Path] = {}
     for name in sorted(files):
@@ -68,9 +74,12 @@ def tensor_names(folder: Path) -> dict[str, Path]:
             with safe_open(folder / name, framework="pt") as opened:
                 found.update(dict.fromkeys(opened.keys(), folder / name))
         except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / name} is damaged ({error}); {_REMEDY}") from error
+    for tensor, name in sorted(mapped.items()):
+        if tensor not in found:
             raise CheckpointError(
-                f"{folder / name} is damaged ({error}); copy it again, or take another checkpoint"
-            ) from error
+                f"{folder / name} lacks {tensor}, which {INDEX_FILE} places there; {_REMEDY}"
+            )
     return found
 
 

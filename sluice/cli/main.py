@@ -18,6 +18,7 @@ from sluice.cli.help_text import GroupedCommands
 from sluice.cli.merge import merge
 from sluice.cli.plan import plan
 from sluice.cli.policy.evaluate import evaluate
+from sluice.cli.policy.evaluate_commands import EvaluateCommand
 from sluice.cli.policy.generate import generate
 from sluice.cli.policy.score import score
 from sluice.cli.policy.serve_openai import serve_openai
@@ -104,9 +105,11 @@ _PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Deploy": {"prepare": prepare, "certs": certs},
 }
+_CLASSES = {"eval": EvaluateCommand}
 for _purpose, _commands in _PURPOSES.items():
     for _name, _command in _commands.items():
-        commands.command(_name, rich_help_panel=_purpose)(_command)
+        _register = commands.command(_name, cls=_CLASSES.get(_name), rich_help_panel=_purpose)
+        _register(_command)
 commands.add_typer(config_commands, name="config", rich_help_panel="Check before the start")
 commands.add_typer(data_commands, name="data", rich_help_panel="Check before the start")
 commands.add_typer(reward_commands, name="reward", rich_help_panel="Check before the start")

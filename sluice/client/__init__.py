@@ -22,7 +22,7 @@ from sluice.client.run_address import RunAddress, address_of_run, credentials_fr
 from sluice.client.scoring import ScoreItem
 from sluice.client.sync_client import Client
 from sluice.rpc.retries import RetryPolicy
-from sluice.types import Answer, ChatMessage, Tool, ToolCall
+from sluice.types import Answer, ChatMessage, PromptLogprobs, ScoredPrompt, Tool, ToolCall
 
 __all__ = [
     "Answer",
@@ -38,12 +38,14 @@ __all__ = [
     "NewPrompt",
     "Prompt",
     "PromptEvent",
+    "PromptLogprobs",
     "RetryPolicy",
     "RunAddress",
     "SampleDelta",
     "SampleFinished",
     "Sampling",
     "ScoreItem",
+    "ScoredPrompt",
     "Tool",
     "ToolCall",
     "address_of_run",

@@ -36,6 +36,7 @@ from sluice.codec.rollout import (
     rollout_from_proto,
     rollout_to_proto,
     sampling_to_proto,
+    scored_prompt_from_proto,
 )
 from sluice.errors import (
     DeadlineError,
@@ -85,7 +86,8 @@ class GenerationProgress:
             | {"seed": secrets.randbits(_SEED_BITS) if seed is None else seed}
         )
         self._prompt = _prompt_to_proto(prompt, options)
-        self._is_accepted = False
+        self._num_prompt_tokens = 0  # until a replica has accepted the prompt
+        self._owes_prompt = options.prompt_logprobs
         first = options.first_sample
         self._open = {index: _SampleProgress() for index in range(first, first + options.n)}
 
@@ -125,6 +127,7 @@ class GenerationProgress:
             # Each sample keeps its share of the first request.
             token_budget=options.token_budget // options.n * self.num_open,
             tool_format=options.tool_format,
+            with_prompt_logprobs=self._owes_prompt,
         )
 
     def take(
@@ -138,6 +141,9 @@ class GenerationProgress:
         try:
             if message.HasField("accepted"):
                 yield self._started(message.accepted, replica, moved_because)
+            if message.HasField("prompt_logprobs"):
+                self._owes_prompt = False
+                yield scored_prompt_from_proto(message.prompt_logprobs, self._num_prompt_tokens)
             for delta in message.deltas:
                 yield from self._grow(delta)
             for finished in message.rollouts:
@@ -146,15 +152,15 @@ class GenerationProgress:
             raise PeerDefectError(replica, "reading its samples", str(error)) from error
 
     def _sample(self, index: int) -> _SampleProgress:
-        if not self._is_accepted or index not in self._open:
+        if not self._num_prompt_tokens or index not in self._open:
             raise InvalidRequestError(f"sample {index} is not awaited")
         return self._open[index]
 
     def _started(
         self, accepted: rollout.PromptAccepted, replica: str, moved_because: str
     ) -> GenerationStarted:
-        self._is_accepted = True
         ids = token_ids_from_bytes(accepted.prompt_token_ids_u32, "accepted.prompt_token_ids_u32")
+        self._num_prompt_tokens = int(ids.size)
         if not self._prompt.chat.images:
             # The next replica continues these tokens, however it would tokenize the text.
             tools = self._options.tools
@@ -182,6 +188,8 @@ class GenerationProgress:
             sample.grown = GrowingSample()
             sample.grown.adopt(ended)
             return
+        if self._owes_prompt:
+            raise InvalidRequestError("a sample without prompt_logprobs; update the replica")
         del self._open[ended.sample_index]
         # Deltas may lack text, such as a character that two replicas share.
         if self._every_token and ended.text.startswith(sample.sent_text):

@@ -16,7 +16,7 @@ from sluice.codec.tools import check_tool_format, check_tools, tools_to_proto
 from sluice.data.image_sources import read_image
 from sluice.errors import InvalidRequestError
 from sluice.telemetry.tracing import parse_traceparent
-from sluice.types import ChatMessage, Logprobs, Rollout, TokenIds, Tool
+from sluice.types import ChatMessage, Logprobs, Rollout, ScoredPrompt, TokenIds, Tool
 from sluice.vision.image_header import read_image_header
 from sluice.vision.image_limits import check_marks
 
@@ -162,6 +162,8 @@ class GenerateOptions:
         tools: the policy may call them. Samples then have an `answer`. For conversations only.
         tool_format: how the policy writes calls, one of `TOOL_FORMATS`. Samples then have an
             `answer`. Empty: with tools, the run's format; without, none is read.
+        prompt_logprobs: a `ScoredPrompt` comes before the samples finish. For prompts without
+            images.
 
     Raises:
         InvalidRequestError: a value is out of its range; names it.
@@ -179,6 +181,7 @@ class GenerateOptions:
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
     tool_format: str = ""
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         check_traceparent(self.traceparent)
@@ -234,7 +237,7 @@ class SampleFinished:
     rollout: Rollout
 
 
-GenerationEvent = GenerationStarted | SampleDelta | SampleFinished
+GenerationEvent = GenerationStarted | ScoredPrompt | SampleDelta | SampleFinished
 
 
 @dataclass(frozen=True, slots=True, eq=False)

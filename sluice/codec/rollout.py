@@ -44,8 +44,10 @@ from sluice.codec.turns import (
 from sluice.errors import InvalidRequestError
 from sluice.types import (
     ChatMessage,
+    PromptLogprobs,
     Rollout,
     SamplingParams,
+    ScoredPrompt,
     TokenIds,
     Tool,
     VersionSpan,
@@ -159,6 +161,40 @@ def new_tokens_from_proto(message: rollout.TokenDelta) -> NewTokens:
             f"{tokens.behavior_logprobs.size} behavior logprobs"
         )
     return tokens
+
+
+def scored_prompt_to_proto(scored: ScoredPrompt) -> rollout.PromptLogprobs:
+    """Encode the logprobs of a prompt."""
+    return rollout.PromptLogprobs(
+        logprobs_f32=logprobs_to_bytes(scored.logprobs.logprobs),
+        top_token_ids_u32=token_ids_to_bytes(scored.logprobs.top_token_ids),
+        top_logprobs_f32=logprobs_to_bytes(scored.logprobs.top_logprobs),
+        texts=scored.texts,
+        top_texts=scored.top_texts,
+    )
+
+
+def scored_prompt_from_proto(message: rollout.PromptLogprobs, num_tokens: int) -> ScoredPrompt:
+    """Decode the logprobs of a prompt of `num_tokens`.
+
+    Raises:
+        InvalidRequestError: they are of another number of tokens.
+    """
+    name = "prompt_logprobs"
+    logprobs = logprobs_from_bytes(message.logprobs_f32, f"{name}.logprobs_f32")
+    top_ids = token_ids_from_bytes(message.top_token_ids_u32, f"{name}.top_token_ids_u32")
+    top_logprobs = logprobs_from_bytes(message.top_logprobs_f32, f"{name}.top_logprobs_f32")
+    after = (logprobs.size, top_ids.size, top_logprobs.size, len(message.top_texts))
+    if set(after) != {num_tokens - 1} or len(message.texts) != num_tokens:
+        raise InvalidRequestError(
+            f"{name}: {after} values and {len(message.texts)} texts for a prompt of {num_tokens} "
+            "tokens; send one of each kind after the first token, and a text a token"
+        )
+    return ScoredPrompt(
+        PromptLogprobs(logprobs, top_ids, top_logprobs),
+        tuple(message.texts),
+        tuple(message.top_texts),
+    )
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common.SamplingParams:
@@ -313,6 +349,11 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
             "token a sample, or 0 for no bound"
         )
     check_stops("sampling.stop", request.sampling.stop)
+    if request.with_prompt_logprobs and request.prompt.chat.images:
+        raise InvalidRequestError(
+            "with_prompt_logprobs: true for a prompt with images, whose logprobs are not offered; "
+            "send text or tokens, or leave it out"
+        )
     # Partials of other samples would be decoded for nothing.
     if len(request.partials) > len(indexes):
         raise InvalidRequestError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import re
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from sluice.config.schema.trainer import TrainerConfig
-from sluice.dashboard.page import USUAL_GROUPS, USUAL_POINTS
+from sluice.dashboard.page import USUAL_GROUPS, USUAL_POINTS, policy_source
 from sluice.dashboard.run_data import RunData
 from sluice.dashboard.sample_browser import SampleFilter
 
@@ -76,8 +74,9 @@ def _page(name: str, answers: dict[str, Any]) -> str:
     style = texts["uPlot.min.css"] + "\n" + texts["dashboard.css"]
     library, script = texts["uPlot.iife.min.js"], bundle(texts)
     policy = (
-        f"default-src 'none'; style-src {_hash(style)}; "
-        f"script-src {_hash(library)} {_hash(script)}; base-uri 'none'; form-action 'none'; "
+        f"default-src 'none'; style-src {policy_source(style)}; "
+        f"script-src {policy_source(library)} {policy_source(script)}; "
+        "base-uri 'none'; form-action 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
     )
     # In JSON, "<" occurs within texts only. Escaped, no text can end the element.
@@ -125,8 +124,3 @@ def bundle(texts: dict[str, str]) -> str:
 
 def _variable(file_name: str) -> str:
     return f"module_{file_name.removesuffix('.js')}"
-
-
-def _hash(text: str) -> str:
-    """Return the source expression of a Content-Security-Policy that allows just this text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

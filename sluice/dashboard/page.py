@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import ipaddress
 import math
@@ -84,6 +85,11 @@ def page_files() -> Mapping[str, PageFile]:
 def etag_of(body: bytes) -> str:
     """Return a quoted digest of the bytes."""
     return f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+
+
+def policy_source(text: str) -> str:
+    """Return the source expression of a Content-Security-Policy that allows just this text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def is_loopback_name(host: str) -> bool:

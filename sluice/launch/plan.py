@@ -36,11 +36,8 @@ _PATHS = (
 )
 # What takes long to import of a trainer and of a replica with the embedded engine.
 _FORKED = ("services.trainer", "services.rollout")
-_IMPORTS = (
-    "services.trainer.leader",
-    "services.rollout.__main__",
-    "services.rollout.engines.embedded.engine",
-)
+_OF_REPLICAS = ("services.rollout.__main__", "services.rollout.engines.embedded.engine")
+_OF_TRAINER = ("services.trainer.leader",)
 _PACKAGE, _FILE = "pkg://", "file://"
 
 
@@ -107,4 +104,8 @@ def this_machine(config: RunConfig, environment: Mapping[str, str] = os.environ)
     is_embedded = config.actor_rollout_ref.rollout.name == "torch"
     if has_devices or not is_embedded or not sys.platform.startswith("linux"):
         return ThisMachine()
-    return ForkingMachine(_FORKED, _IMPORTS, config.sluice.trainer.torch_threads)
+    imports: tuple[str, ...] = _OF_REPLICAS
+    threads = config.sluice.rollout.torch_threads
+    if not config.sluice.evaluation.benchmarks:
+        imports, threads = (*_OF_TRAINER, *imports), config.sluice.trainer.torch_threads
+    return ForkingMachine(_FORKED, imports, threads)

@@ -32,6 +32,7 @@ _random = random.SystemRandom()
 
 TRAINER = "trainer"
 REWARD = "reward"
+EVALUATION = "evaluation"
 _REPLICA = "rollout-"
 
 
@@ -180,25 +181,38 @@ def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, .
         config: resolved, with ports.
         config_file: where the processes read the same configuration.
     """
-    mark = checkpoint_mark(Path(checkpoint_folder(config)))
     rollouts = [
         rollout_service(config, config_file, index)
         for index in range(config.sluice.rollout.replicas)
     ]
-    return (
-        reward_service(config, config_file),
-        *trainer_services(config, config_file, mark),
-        *rollouts,
-    )
+    if config.sluice.evaluation.benchmarks:
+        leads: tuple[ServiceSpec, ...] = (evaluation_service(config_file),)
+    else:
+        mark = checkpoint_mark(Path(checkpoint_folder(config)))
+        leads = trainer_services(config, config_file, mark)
+    return (reward_service(config, config_file), *leads, *rollouts)
 
 
 def reward_service(config: RunConfig, config_file: Path) -> ServiceSpec:
     """Return the reward service."""
+    # It resumes where it was with the ledger on disk, or with an evaluation's stored responses.
+    services = config.sluice
+    resumes = services.reward.ledger == "sqlite" or bool(services.evaluation.benchmarks)
     return ServiceSpec(
         REWARD,
         _module("services.reward", "--config", str(config_file)),
-        # Only with the ledger on disk does it resume where it was.
-        restarts=RESTARTS_AFTER_SIGNALS if config.sluice.reward.ledger == "sqlite" else NO_RESTARTS,
+        restarts=RESTARTS_AFTER_SIGNALS if resumes else NO_RESTARTS,
+        is_needed=True,
+    )
+
+
+def evaluation_service(config_file: Path) -> ServiceSpec:
+    """Return what leads a stand-alone evaluation, in the trainer's place."""
+    return ServiceSpec(
+        EVALUATION,
+        _module("services.evaluation", "--config", str(config_file)),
+        restarts=RESTARTS_AFTER_SIGNALS,
+        ends_run=True,
         is_needed=True,
     )
 

@@ -5,7 +5,7 @@ of a stream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from sluice.client.generation_types import (
     SampleFinished,
 )
 from sluice.openai_front.requests import ParsedRequest
-from sluice.types import Answer, Rollout
+from sluice.types import Answer, Rollout, ScoredPrompt
 
 # What a run accepts unless it lowers `sluice.rollout.max_n`.
 _MOST_PER_CALL = 256
@@ -72,6 +72,14 @@ class _AnswerToken(NamedTuple):
     text: str
 
 
+class _ScoredToken(NamedTuple):
+    """A token in the logprobs of a completion; the first of an echoed prompt has none."""
+
+    text: str
+    logprob: float | None = None
+    top: dict[str, float] | None = None
+
+
 @dataclass(slots=True)
 class _Choice:
     text: str = ""
@@ -97,6 +105,7 @@ class AnswerBuilder:
         self._created_s = created_s
         self._choices = [_Choice() for _ in range(asked.num_choices)]
         self._prompt_tokens: dict[int, int] = {}  # by prompt
+        self._scored: dict[int, ScoredPrompt] = {}  # by prompt
         self._version: int | None = None
 
     def take(self, prompt_index: int, event: GenerationEvent) -> None:
@@ -105,6 +114,8 @@ class AnswerBuilder:
             case GenerationStarted():
                 self._prompt_tokens[prompt_index] = int(event.prompt_token_ids.size)
                 self._version = event.version if self._version is None else self._version
+            case ScoredPrompt():
+                self._scored[prompt_index] = event
             case SampleDelta():
                 self._grow(event.sample_index, event)
             case SampleFinished(rollout):
@@ -135,6 +146,8 @@ class AnswerBuilder:
 
     def whole(self) -> JsonObject:
         """Return the answer to a request without streaming."""
+        if self._asked.prompt_only:
+            self._choices = [_Choice(reason="length") for _ in self._choices]
         choices = [
             self._choice(index, self._message(index), each.tokens, 0, each.reason)
             for index, each in enumerate(self._choices)
@@ -144,9 +157,17 @@ class AnswerBuilder:
 
     def _message(self, index: int) -> JsonObject:
         if not self._is_chat:
-            return {"text": self._choices[index].text}
+            return {"text": self._prompt_text(index) + self._choices[index].text}
         said = self._said(index)
         return {"message": {"role": "assistant", "content": None, "refusal": None, **said}}
+
+    def _prompt_text(self, index: int) -> str:
+        """Return what a choice begins with."""
+        if not self._asked.echo:
+            return ""
+        number = index // self._asked.options.n
+        given = self._asked.prompts[number]
+        return given if isinstance(given, str) else "".join(self._scored[number].texts)
 
     def _said(self, index: int) -> JsonObject:
         """Return the text of a finished choice; where they were read, thoughts and calls apart."""
@@ -222,7 +243,7 @@ class AnswerBuilder:
         """Return a choice, or a part of one; its first token begins at `offset` of its text."""
         choice: JsonObject = {"index": index, **content, "logprobs": None, "finish_reason": reason}
         if tokens is not None and self._asked.logprobs:
-            choice["logprobs"] = self._logprobs(tokens, offset)
+            choice["logprobs"] = self._logprobs(tokens, offset, index)
         if tokens is not None and self._asked.token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]
         return choice
@@ -246,19 +267,37 @@ class AnswerBuilder:
             "total_tokens": read + sampled,
         }
 
-    def _logprobs(self, tokens: Sequence[_AnswerToken], offset: int) -> JsonObject:
+    def _logprobs(self, tokens: Sequence[_AnswerToken], offset: int, index: int) -> JsonObject:
         if self._is_chat:
             return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
+        scored = [_ScoredToken(one.text, one.logprob, {one.text: one.logprob}) for one in tokens]
+        if self._asked.echo:
+            scored = [*_scored_tokens(self._scored[index // self._asked.options.n]), *scored]
         offsets = []
-        for token in tokens:
+        for token in scored:
             offsets.append(offset)
             offset += len(token.text)
         return {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{token.text: token.logprob} for token in tokens],
+            "tokens": [token.text for token in scored],
+            "token_logprobs": [token.logprob for token in scored],
+            "top_logprobs": [token.top for token in scored],
             "text_offset": offsets,
         }
+
+
+def _scored_tokens(prompt: ScoredPrompt) -> Iterator[_ScoredToken]:
+    """Yield a prompt's tokens, each with its logprob and that of the most probable token."""
+    yield _ScoredToken(prompt.texts[0])
+    found = prompt.logprobs
+    for text, logprob, top_text, top_logprob in zip(
+        prompt.texts[1:],
+        found.logprobs.tolist(),
+        prompt.top_texts,
+        found.top_logprobs.tolist(),
+        strict=True,
+    ):
+        # Where both have one text, the larger logprob stays: clients compare the maximum.
+        yield _ScoredToken(text, logprob, {text: logprob, top_text: top_logprob})
 
 
 def _chat_logprob(token: _AnswerToken) -> JsonObject:

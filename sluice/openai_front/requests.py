@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -35,7 +35,6 @@ _SEED_BITS = 63
 _TEXT, _IMAGE = "text", "image_url"
 
 _SEND_TOOLS = "send tools"
-_NO_PROMPT_LOGPROBS = "logprobs of prompts are not known"
 _SEND_MAX_TOKENS = "send max_tokens"
 _ONLY_TEXT = "only text is offered"
 _SET_TEMPLATE = "set chat_template_kwargs as the model's template has it"
@@ -70,8 +69,7 @@ _OF_BOTH: tuple[_Row, ...] = (
     ("skip_special_tokens", (True,), ""),
     ("return_tokens_as_token_ids", (False,), "send return_token_ids"),
     ("top_logprobs", (0,), "only the sampled token's logprob is known"),
-    ("echo", (False,), _NO_PROMPT_LOGPROBS),
-    ("prompt_logprobs", (), _NO_PROMPT_LOGPROBS),
+    ("prompt_logprobs", (), "send echo and logprobs to /v1/completions"),
     ("suffix", ("",), "only continuing is offered"),
     # what the model reads
     ("truncate_prompt_tokens", (), "prompts are never cut; send a shorter one"),
@@ -92,6 +90,7 @@ _OF_CHAT: tuple[_Row, ...] = (
     ("audio", (), _ONLY_TEXT),
     ("verbosity", ("medium",), "ask for it in a message"),
     ("web_search_options", (), ""),
+    ("echo", (False,), "render the text, and send it as a completion"),
 )
 _OF_COMPLETION: tuple[_Row, ...] = (
     ("prompt_embeds", (), "send the prompt as a text or as token ids"),
@@ -234,6 +233,7 @@ class CompletionRequest(_RequestFields):
 
     prompt: str | list[str | int | list[int]] = ""
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 RequestT = TypeVar("RequestT", bound=_RequestFields)
@@ -260,7 +260,12 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request for the SDK. Choice *i* of prompt *p* is sample ``p n + i`` of the request."""
+    """A request for the SDK. Choice *i* of prompt *p* is sample ``p n + i`` of the request.
+
+    Attributes:
+        echo: the answer has the prompts.
+        prompt_only: it has nothing that was sampled.
+    """
 
     kind: Kind
     model: str
@@ -270,6 +275,8 @@ class ParsedRequest:
     include_usage: bool
     logprobs: bool
     token_ids: bool
+    echo: bool = False
+    prompt_only: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -324,16 +331,26 @@ def parse_chat(request: ChatRequest, bounds: Bounds) -> ParsedRequest:
 def parse_completion(request: CompletionRequest, bounds: Bounds) -> ParsedRequest:
     """Translate a completion request. Raise RefusedError, which names the field."""
     if (request.logprobs or 0) > 1:
-        detail = f"{request.logprobs}; only the sampled token's is known: send 0 or 1"
+        detail = (
+            f"{request.logprobs}; only the sampled token's and, of an echoed prompt, the most "
+            "probable one's are known: send 0 or 1"
+        )
         raise _refused("logprobs", detail)
-    return _parsed(
+    echo = bool(request.echo)
+    if echo and request.stream:
+        raise _refused("echo", "true with stream, which sends only what is sampled; leave one out")
+    prompt_only = echo and request.max_tokens == 0
+    sampled = 1 if prompt_only else _max_tokens(request, "max_tokens", bounds)
+    parsed = _parsed(
         request,
         "completion",
         _prompts(request.prompt),
-        _max_tokens(request, "max_tokens", bounds) or _COMPLETION_TOKENS,
+        sampled or _COMPLETION_TOKENS,
         bounds,
         logprobs=request.logprobs is not None,
     )
+    options = replace(parsed.options, prompt_logprobs=echo)
+    return replace(parsed, options=options, echo=echo, prompt_only=prompt_only)
 
 
 def _parsed(
@@ -447,7 +464,8 @@ def _max_tokens(request: _RequestFields, field: str, bounds: Bounds) -> int | No
     given: int | None = getattr(request, field)
     # Our own 0, as long as the context allows, is an error in the dialect.
     if given is not None and given < 1:
-        raise _refused(field, f"{given}; at least one token is sampled")
+        unless = ", unless echo is true" if isinstance(request, CompletionRequest) else ""
+        raise _refused(field, f"{given}; at least one token is sampled{unless}")
     if given is not None and bounds.max_tokens is not None and given > bounds.max_tokens:
         raise _refused(
             field,

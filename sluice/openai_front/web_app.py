@@ -44,6 +44,7 @@ from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import AUTHORIZATION, TRACEPARENT, presented_token
 from sluice.security.token_file import TokenSource, role_of
 from sluice.telemetry.tracing import parse_traceparent
+from sluice.types import ScoredPrompt
 from sluice.web.connections import Connections
 
 logger = logging.getLogger(__name__)
@@ -291,7 +292,7 @@ class _EventStream:
 
     async def _take(self, prompt_index: int, event: GenerationEvent) -> None:
         self._answer.take(prompt_index, event)
-        if isinstance(event, GenerationStarted):
+        if isinstance(event, GenerationStarted | ScoredPrompt):
             return
         chunks = self._answer.chunks(event)  # before any other event is added
         sample = event if isinstance(event, SampleDelta) else event.rollout

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from sluice.cli.main import commands as application
@@ -51,10 +52,10 @@ def problem_of(words: list[str]) -> str | None:
     command = cached_command()
     context = command.make_context("sluice", [], resilient_parsing=True)
     context.resilient_parsing = False  # else the parser passes over unknown options
-    while hasattr(command, "commands") and words and not words[0].startswith("-"):
-        if words[0] not in command.commands:
-            return f"no command '{words[0]}'"
+    while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
+    if isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
+        return f"no command '{words[0]}'"
     try:
         command.make_parser(context).parse_args(list(words))
     except Exception as error:  # noqa: BLE001 - typer bundles its own click, whose errors are private

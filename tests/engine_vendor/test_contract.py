@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.engine_vendor.vendor import ROUNDING, VendorInsight, make_engine, serve_saved
+from tests.engine_vendor.vendor import ROUNDING, VendorInsight, make_engine
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (
@@ -51,8 +51,8 @@ async def fresh(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ContractWorld]:
     saved = save_contract_checkpoint(family, tmp_path_factory.mktemp("saved"))
-    make = partial(make_engine, slots=SLOTS, has_weights=True)
-    async with contract_world(saved, make, VendorInsight, serve_saved) as running:
+    make = partial(make_engine, slots=SLOTS, serves_model_files=True)
+    async with contract_world(saved, make, VendorInsight) as running:
         yield running
 
 

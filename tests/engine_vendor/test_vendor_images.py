@@ -25,7 +25,6 @@ from tests.engine_vendor.vendor import (
     VENDOR,
     VendorsEngine,
     make_engine,
-    serve_saved,
 )
 from tests.support.causal_lms import request
 from tests.support.engine_contract_weights import check_same
@@ -86,7 +85,7 @@ async def _running(
     slots: int = 8,
     recompute_kv: bool = True,
     shares_prompts: bool = True,
-    has_weights: bool = False,
+    serves_model_files: bool = False,
 ) -> AsyncIterator[tuple[VendorsEngine, Trainer]]:
     engine = make_engine(
         folder,
@@ -94,7 +93,7 @@ async def _running(
         max_model_len=256,
         recompute_kv=recompute_kv,
         shares_prompts=shares_prompts,
-        has_weights=has_weights,
+        serves_model_files=serves_model_files,
     )
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=30.0)
     await engine.start()
@@ -165,8 +164,7 @@ async def test_outputs_after_updates_equal_those_of_an_engine_started_from_a_che
     await trainer.publish(second)
     wanted = _wanted(folder, pictures)
     after = await generate(engine, wanted)
-    async with _running(folder, has_weights=True) as (fresh, _):
-        await serve_saved(fresh, folder, 1)
+    async with _running(folder, serves_model_files=True) as (fresh, _):
         check_same(await generate(fresh, wanted), after, ROUNDING)
 
 

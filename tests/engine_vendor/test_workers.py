@@ -20,7 +20,6 @@ from tests.engine_vendor.vendor import (
     VENDOR,
     VendorInsight,
     make_engine,
-    serve_saved,
     worker_processes,
 )
 from tests.support.causal_lms import request
@@ -83,10 +82,8 @@ async def fresh(
 ) -> AsyncIterator[ContractWorld]:
     folder = tmp_path_factory.mktemp("saved")
     save_contract_checkpoint(case.family, folder, key_value_heads=_HEADS)
-    make = partial(make_engine, workers=case.workers, has_weights=True)
-    async with contract_world(
-        folder, make, VendorInsight, serve_saved, ranks=case.workers
-    ) as running:
+    make = partial(make_engine, workers=case.workers, serves_model_files=True)
+    async with contract_world(folder, make, VendorInsight, ranks=case.workers) as running:
         yield running
 
 

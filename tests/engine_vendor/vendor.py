@@ -31,19 +31,18 @@ def make_engine(
     recompute_kv: bool = True,
     workers: int = 1,
     shares_prompts: bool = True,
-    has_weights: bool = False,
+    serves_model_files: bool = False,
     **more: object,
 ) -> VendorsEngine:
     """An engine that is not started.
 
     Args:
         shares_prompts: samples of a prompt share its cache.
-        has_weights: it reads those of the folder; see `serve_saved`.
+        serves_model_files: it serves the weights of the folder.
         more: arguments by the vendor's own names.
     """
     # With the memory and over gloo, two engines of a module share a GPU and their trainer has none.
     # On the CPU neither changes anything.
-    loaded: dict[str, object] = {"load_format": "auto"} if has_weights else {}
     if VENDOR == VLLM:
         arguments = {
             "gpu_memory_utilization": 0.3,
@@ -58,7 +57,8 @@ def make_engine(
                 max_model_len=max_model_len,
                 recompute_kv=recompute_kv,
                 weights_backend="gloo",
-                arguments=arguments | loaded | more,
+                serves_model_files=serves_model_files,
+                arguments=arguments | more,
             )
         )
     arguments = {
@@ -67,26 +67,16 @@ def make_engine(
         "chunked_prefill_size": 2 * MAX_MODEL_LEN,
         "load_snapshot_publish_interval": 1,
     }
-    if has_weights:
-        loaded["weight_version"] = "1"
     return SglangEngine(
         SglangSettings(
             str(folder),
             slots=slots,
             max_model_len=max_model_len,
             recompute_kv=recompute_kv,
-            arguments=arguments | loaded | more,
+            serves_model_files=serves_model_files,
+            arguments=arguments | more,
         )
     )
-
-
-async def serve_saved(engine: VendorsEngine, _: Path, version: int) -> None:
-    """Lets the adapter learn that the weights of the vendor's own loader serve, as version 1."""
-    assert version == 1
-    thread, core = engine._in_thread()
-    if VENDOR == VLLM:
-        await thread.call(core._client.tag_version("1"), "naming a version")
-    core.version, core.digest = version, "saved"
 
 
 async def worker_processes(engine: VendorsEngine) -> tuple[int, ...]:

@@ -43,3 +43,13 @@ def test_waves_that_would_overlap_with_training_are_refused_by_a_lone_service(
     assert code == 1
     assert "sluice.sampling.strategy = rounds" in output
     assert "Traceback" not in output
+
+
+def test_a_trainer_refuses_replicas_that_serve_the_models_files(tmp_path: Path) -> None:
+    key = "sluice.rollout.serves_model_files"
+    batches = "actor_rollout_ref.actor.use_dynamic_bsz=true"
+    code, output = started("services.trainer", tmp_path, batches, f"{key}=true")
+    assert code == 1
+    assert f"{key} = true: replicas that read their weights from files" in output
+    assert f"set {key}=false" in output
+    assert "Traceback" not in output

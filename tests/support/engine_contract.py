@@ -73,6 +73,43 @@ class SamplingContract:
             exact = expected_logprobs(world.first, prompt, tokens, wanted.sampling)
             np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
 
+    async def test_logprobs_of_a_prompt_are_those_of_a_plain_forward_and_come_once(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        for prompt in PROMPTS:
+            plain = request(prompt, samples=3, max_tokens=4, temperature=0.7, top_k=5)
+            tokens = {i: t for i, (t, _) in (await generate(world.engine, plain)).items()}
+            for every_token in (False, True):
+                wanted = replace(plain, with_prompt_logprobs=True)
+                chunks = await chunks_of(world.engine, wanted, every_token=every_token)
+                assert {i: t for i, (t, _) in samples_of(chunks).items()} == tokens
+                (found,) = (one.prompt_logprobs for one in chunks if one.prompt_logprobs)
+                exact = expected_logprobs(world.first, prompt[:1], prompt[1:], PLAIN)
+                np.testing.assert_allclose(found.logprobs, exact, atol=TOLERANCE)
+                for place, top in enumerate(found.top_token_ids.tolist(), start=1):
+                    assert greedy_tokens(world.first, prompt[:place], [top])
+                    exact = expected_logprobs(world.first, prompt[:place], [top], PLAIN)
+                    assert abs(found.top_logprobs[place - 1] - exact[0]) < TOLERANCE
+
+    async def test_logprobs_of_a_prompt_are_of_the_prompt_alone_where_samples_continue(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        wanted = request(PROMPTS[1], samples=2, max_tokens=8)
+        whole = await generate(world.engine, wanted)
+        partials = tuple(
+            PartialSample(i, np.array(tokens[:3], np.uint32)) for i, (tokens, _) in whole.items()
+        )
+        continued = replace(wanted, partials=partials, with_prompt_logprobs=True)
+        chunks = await chunks_of(world.engine, continued)
+        assert {i: t for i, (t, _) in samples_of(chunks).items()} == {
+            i: tokens[3:] for i, (tokens, _) in whole.items()
+        }
+        (found,) = (one.prompt_logprobs for one in chunks if one.prompt_logprobs)
+        exact = expected_logprobs(world.first, PROMPTS[1][:1], PROMPTS[1][1:], PLAIN)
+        np.testing.assert_allclose(found.logprobs, exact, atol=TOLERANCE)
+
     async def test_a_seed_decides_a_samples_tokens_whatever_else_runs(
         self, world: ContractWorld
     ) -> None:

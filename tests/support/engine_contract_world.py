@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from services.rollout.engines.protocol import Engine, EngineLoad, GenerationRequest, SampleChunk
 from sluice.device.select import select_device
+from sluice.errors import NotReadyError
 from sluice.types import SamplingParams, TransferGroupSpec
 from sluice.weight_share import WHOLE
 from sluice.weights.sender import WeightSender
@@ -29,6 +31,7 @@ from tests.support.causal_lms import (
     Samples,
     expected_logprobs,
     reference_model,
+    request,
     samples_of,
 )
 from tests.support.weight_buffers import buffer_of
@@ -53,10 +56,6 @@ class Insight(Protocol):
 
 
 InsightFactory = Callable[[Any], Insight]
-SavedWeights = Callable[[Any, Path, int], Awaitable[None]]
-"""Has a started engine serve the weights of the checkpoint in a folder as a version. They must not
-come the way that the trainer's do."""
-
 
 _ARCHITECTURES = {
     TIED: "Qwen3ForCausalLM",
@@ -168,7 +167,6 @@ class ContractWorld:
     second: PreTrainedModel
     trainer: Trainer
     insight: Insight
-    serve_saved: SavedWeights | None = None
     serving: PreTrainedModel | None = None
 
     async def serve(self, model: PreTrainedModel) -> None:
@@ -178,41 +176,32 @@ class ContractWorld:
             await self.trainer.publish(model)
             self.serving = model
 
-    async def serve_checkpoint(self) -> None:
-        """Serves `second` as it stands in the folder (`save_contract_checkpoint`)."""
-        assert self.serve_saved is not None
-        self.trainer.version += 1
-        await self.serve_saved(self.engine, self.folder, self.trainer.version)
-        self.serving = self.second
-
 
 @asynccontextmanager
 async def contract_world(
     folder: Path,
     make_engine: EngineFactory,
     look_into: InsightFactory,
-    serve_saved: SavedWeights | None = None,
     *,
     ranks: int = 1,
     sender: str = "cpu",
 ) -> AsyncIterator[ContractWorld]:
-    """A started engine without weights, of so many devices, for the configuration in `folder`.
+    """A started engine, of so many devices, for the configuration in `folder`.
 
-    Its weights come from the device called `sender`.
+    Its weights come from the device called `sender`; without the first it refuses to sample. Or it
+    serves those of a checkpoint in the folder (`save_contract_checkpoint`).
     """
     engine = make_engine(folder)
     source = WeightSender(device=select_device(sender), bucket_bytes=1 << 16, timeout_s=30.0)
     await engine.start()
     try:
-        yield ContractWorld(
-            folder,
-            engine,
-            reference_model(folder, seed=1),
-            reference_model(folder, seed=2),
-            Trainer(engine, source, ranks),
-            look_into(engine),
-            serve_saved,
-        )
+        first, second = reference_model(folder, seed=1), reference_model(folder, seed=2)
+        serving = None if engine.load().version is None else second
+        if serving is None:
+            with pytest.raises(NotReadyError):
+                await generate(engine, request())
+        trainer = Trainer(engine, source, ranks)
+        yield ContractWorld(folder, engine, first, second, trainer, look_into(engine), serving)
     finally:
         await engine.stop()
         source.close()

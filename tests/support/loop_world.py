@@ -15,7 +15,8 @@ from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import LoopSettings, TrainLoop
-from services.trainer.metrics.step_metrics import RunScale, ValidationReport
+from services.trainer.metrics.step_metrics import RunScale
+from services.trainer.metrics.validation import ValidationReport
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.types import (

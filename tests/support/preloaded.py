@@ -25,10 +25,10 @@ _CONTEXT.set_forkserver_preload(
     [
         *("tests.support.rank_peer", "tests.support.replica_process", "tests.support.causal_lms"),
         *("services.trainer.__main__", "services.trainer.leader", "services.rollout.__main__"),
-        *("services.reward.__main__", "tests.support.weight_peer"),
+        *("services.reward.__main__", "services.evaluation.__main__", "tests.support.weight_peer"),
     ]
 )
-_SERVICES = ("services.trainer", "services.rollout", "services.reward")
+_SERVICES = ("services.trainer", "services.rollout", "services.reward", "services.evaluation")
 _END_S = 90.0
 
 

@@ -17,10 +17,17 @@ import numpy as np
 
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.codec.fields import logprobs_to_bytes, token_ids_to_bytes
-from sluice.codec.rollout import rollout_from_proto, rollout_to_proto
-from sluice.types import FinishReason, Rollout, VersionSpan
+from sluice.codec.rollout import rollout_from_proto, rollout_to_proto, scored_prompt_to_proto
+from sluice.types import FinishReason, PromptLogprobs, Rollout, ScoredPrompt, VersionSpan
 
 PROMPT = np.array([7, 8, 9], np.uint32)
+SCORED = ScoredPrompt(
+    PromptLogprobs(
+        np.array([-2.0, -0.5], np.float32), PROMPT[:2], np.array([-1.0, -0.25], np.float32)
+    ),
+    ("[7]", "[8]", "[9]"),
+    ("[7]", "[8]"),
+)
 
 
 def text_of(token_ids: Any) -> str:
@@ -42,7 +49,8 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
     `breaks_after` tokens of one of its first `num_breaks` calls (``None``: of any) it aborts the
     call with `code`; `aborts_after` tokens it ends its samples as a draining replica does;
     `hangs_after` tokens it waits for ever. Before the first one it says `signs` times,
-    `sign_pause_s` seconds apart, that it draws for others.
+    `sign_pause_s` seconds apart, that it draws for others. It knows logprobs of prompts if it
+    `scores_prompts`.
     """
 
     length: int = 6
@@ -54,6 +62,7 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
     hangs_after: int | None = None
     signs: int = 0
     sign_pause_s: float = 0.0
+    scores_prompts: bool = False
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     requests: list[Any] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
@@ -68,6 +77,9 @@ class TokenReplica(rollout_pb2_grpc.RolloutServiceServicer):
             prompt_token_ids_u32=token_ids_to_bytes(PROMPT), policy_version=3
         )
         await context.write(rollout_pb2.GenerateResponse(accepted=accepted))
+        if self.scores_prompts and request.with_prompt_logprobs:
+            scored = scored_prompt_to_proto(SCORED)
+            await context.write(rollout_pb2.GenerateResponse(prompt_logprobs=scored))
         try:
             for number in range(self.signs):
                 await asyncio.sleep(self.sign_pause_s)

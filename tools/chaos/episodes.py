@@ -100,7 +100,7 @@ def read_lines(files: Iterable[Path]) -> Iterator[Line]:
 
 
 def lost_episodes(
-    lines: Iterable[Line], trained: Mapping[int, Mapping[str, int]], num_samples: int
+    lines: Sequence[Line], trained: Mapping[int, Mapping[str, int]], num_samples: int
 ) -> dict[str, int]:
     """Return what was lost, each with the number of samples.
 
@@ -116,10 +116,23 @@ def lost_episodes(
             lost[f"{name} ended as {end!r}"] = num_samples
         elif graded != num_samples and (graded or not end.startswith(_DROPPED)):
             lost[f"{name} ({end}) has {graded} samples"] = num_samples - graded
-        rows = trained.get(line["step"] or 0, {}).get(name, 0)
-        if end == TRAINED and 0 < rows < line["scored"]:
-            lost[f"{name} was trained with {rows} of {line['scored']}"] = line["scored"] - rows
+    for (step, name), scored in _scored(lines).items():
+        if 0 < (rows := trained.get(step or 0, {}).get(name, 0)) < scored:
+            lost[f"{name} was trained with {rows} of {scored}"] = scored - rows
     return lost
+
+
+def _scored(lines: Iterable[Line]) -> dict[tuple[int | None, str], int]:
+    """Return the scored samples of trained groups by step and prompt.
+
+    A step that died with its trainer may be trained again with the same prompt, sampled again: the
+    last line of both counts.
+    """
+    return {
+        (line["step"], line["prompt_id"]): int(line["scored"])
+        for line in lines
+        if line["end"] == TRAINED
+    }
 
 
 def doubled_episodes(
@@ -127,11 +140,7 @@ def doubled_episodes(
 ) -> dict[str, int]:
     """Return the prompts with more samples in a batch than have a score, each with how many more;
     arguments as of `lost_episodes`."""
-    scored = {
-        (line["step"], line["prompt_id"]): int(line["scored"])
-        for line in lines
-        if line["end"] == TRAINED
-    }
+    scored = _scored(lines)
     return {
         f"{name} in step {step}": count - most
         for step, samples in sorted(trained.items())

@@ -6,6 +6,8 @@ it is counted and left out of the means; too many of them end the validation (`c
 One validation runs at a time; another waits for its end, within its own deadline. If the trainer
 publishes a newer version meanwhile, it holds some replicas at the validated one, and the rest of
 the prompts, and samples under way elsewhere, go to these.
+
+A stand-alone evaluation is a validation that stores each finished prompt, and skips stored ones.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +34,7 @@ from services.reward.prompts.dataset import IssuedRow
 from services.reward.prompts.source import VALIDATION_ID_PREFIX, RowStream
 from services.reward.records.failures import FailureLog
 from services.reward.records.group_log import SampleDumps
+from services.reward.records.stored_prompts import PromptStore, StoredOutcomes
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.concurrency.waits import deadline
 from sluice.errors import InvalidRequestError, NotReadyError, SluiceError, ValidationFailedError
@@ -166,6 +169,7 @@ class Validator:
         failures: logs samples without a score.
         dumps: write the responses to files.
         announced_version: returns the version announced last.
+        store: of a stand-alone evaluation; ``None``: a validation begins with its first prompt.
     """
 
     def __init__(
@@ -177,7 +181,9 @@ class Validator:
         announced_version: Callable[[], int | None],
         on_tokens: Callable[[int], None] = lambda _: None,
         failures: FailureLog | None = None,
+        store: PromptStore | None = None,
     ) -> None:
+        self._store = store
         self._open_stream, self._generator, self._grader = open_stream, generator, grader
         self._dumps, self._announced_version = dumps, announced_version
         self._on_tokens = on_tokens
@@ -230,10 +236,18 @@ class Validator:
         """Validate all prompts of the set."""
         self.num_prompts = stream.rows_per_epoch
         found = ValidationRun(order.num_examples)
+        stored: Mapping[int, StoredOutcomes] = {}
+        if self._store is not None:
+            stored = await asyncio.to_thread(self._store.finished, order.samples_per_prompt)
         capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             while issued_rows := await asyncio.to_thread(stream.take, ROWS_PER_READ):
                 for issued in issued_rows:
+                    if (done := stored.get(issued.position)) is not None:
+                        prompt = ValidatedPrompt(done.data_source, done.scores)
+                        found.add(issued.position, prompt, None)
+                        self.num_prompts_done += 1
+                        continue
                     await capacity.acquire()
                     task = tasks.create_task(
                         self._validate(issued, order, found), name=f"validation {issued.position}"
@@ -258,16 +272,24 @@ class Validator:
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
             found.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
             self._note_failure(prompt, failed, progress)
+            await self._finished(prompt, None, outcomes)
         else:
             outcomes = await self._graded(group, progress)
             samples = self._dumps.of_validation(group, outcomes)
             kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
             found.add(issued.position, kept, example_of(group, outcomes))
+            await self._finished(prompt, group, outcomes)
         finally:
             self.num_prompts_done += 1
             self._open.discard(progress)
             self._on_tokens(progress.num_received)
         self.num_graded_groups += 1
+
+    async def _finished(
+        self, prompt: Prompt, group: RolloutGroup | None, outcomes: Sequence[Outcome]
+    ) -> None:
+        if self._store is not None:
+            await self._store.add(prompt, group, outcomes)
 
     async def _generated(
         self, prompt: Prompt, order: ValidationOrder, progress: GroupProgress

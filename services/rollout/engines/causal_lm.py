@@ -4,6 +4,7 @@ layout.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from sluice.algorithm.token_statistics import wide_product, widens
+from sluice.checkpoint.pretrained import read_pretrained
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
@@ -124,10 +126,8 @@ def build_causal_lm(
         config = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=True
         )
-        sees = config.model_type in FAMILIES
-        family: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with device:
-            model: PreTrainedModel = family.from_config(
+            model: PreTrainedModel = _family(config.model_type).from_config(
                 config,
                 dtype=getattr(torch, dtype),
                 trust_remote_code=trust_remote_code,
@@ -143,6 +143,40 @@ def build_causal_lm(
         text_config.vocab_size, _eos_token_ids(path, text_config), _tensors(model)
     )
     return CausalLM(model, layout, load_image_prompts(path, trust_remote_code=trust_remote_code))
+
+
+def read_weights(
+    path: str, names: Iterable[str], *, trust_remote_code: bool = False, dtype: _Dtype = "float32"
+) -> dict[str, torch.Tensor]:
+    """Return the weights that a directory's files hold, on the CPU.
+
+    Args:
+        path: directory of a Hugging Face model.
+        names: of the weights, as `CheckpointLayout` has them.
+        trust_remote_code: run model code that ships with it.
+        dtype: of floating-point weights.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; names it.
+        ConfigError: not all weights are there.
+    """
+    config = AutoConfig.from_pretrained(
+        path, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    state = read_pretrained(
+        _family(config.model_type),
+        path,
+        config=config,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=trust_remote_code,
+    ).state_dict()
+    # Not the memory of the files: they may change, and products of tensors that lie there, at odd
+    # addresses, are rounded differently.
+    return {name: state[name].clone() for name in names}
+
+
+def _family(model_type: str) -> Any:  # noqa: ANN401 - transformers' classes have no common type
+    return AutoModelForImageTextToText if model_type in FAMILIES else AutoModelForCausalLM
 
 
 def expert_routers(model: PreTrainedModel) -> dict[int, nn.Module]:

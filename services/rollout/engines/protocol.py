@@ -19,6 +19,7 @@ from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import (
     FinishReason,
     Logprobs,
+    PromptLogprobs,
     RoutedExperts,
     SamplingParams,
     TensorSpec,
@@ -65,6 +66,7 @@ class GenerationRequest:
         with_routing: finished samples come with their experts, if the engine notes them.
         affinity: names the conversation that the prompt continues and that a later one may
             continue; empty: nothing is kept for it.
+        with_prompt_logprobs: one chunk has the logprobs of the prompt.
     """
 
     request_id: str
@@ -79,6 +81,7 @@ class GenerationRequest:
     for_direct_client: bool = False
     with_routing: bool = False
     affinity: str = ""
+    with_prompt_logprobs: bool = False
 
     def watch(self) -> StopStringWatch | None:
         """Return a watch for one of its samples, if strings can end it."""
@@ -92,7 +95,8 @@ class SampleChunk:
     """New tokens of one sample, all from one version.
 
     `finish_reason` is set on a sample's last chunk (which may hold no tokens). That chunk may have
-    the `routing` of the whole sample; see `sluice.types.Turn`.
+    the `routing` of the whole sample; see `sluice.types.Turn`. Of a request for `prompt_logprobs`
+    one chunk has them, with or without tokens.
     """
 
     sample_index: int
@@ -101,6 +105,7 @@ class SampleChunk:
     version: int
     finish_reason: FinishReason | None
     routing: RoutedExperts | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +230,12 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Build the model without weights. Raises ConfigError for a path that holds no model."""
+        """Build the model, without weights or with those of its files.
+
+        Raises:
+            CheckpointError: a file of weights that it is to serve is missing or damaged.
+            ConfigError: the path holds no model.
+        """
         ...
 
     async def stop(self) -> None:

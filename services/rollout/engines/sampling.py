@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from sluice.types import PromptLogprobs
+
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 _UNIT = 2.0**-52
@@ -181,3 +183,24 @@ def sample_tokens(
     chosen = probs.gather(1, tokens)
     logprobs = torch.log(chosen / total)
     return tokens[:, 0], logprobs[:, 0].float()
+
+
+def prompt_logprobs(logits: torch.Tensor, following: npt.NDArray[np.int64]) -> PromptLogprobs:
+    """Return the logprobs of given tokens, and of the most probable ones.
+
+    Args:
+        logits: [tokens, vocab], any float dtype.
+        following: [tokens], the token that follows each place.
+    """
+    targets = torch.from_numpy(following)[:, None].to(logits.device)
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    # In parts, since float32 logits may take as much memory as the model.
+    for part, wanted in zip(logits.split(_BLOCK), targets.split(_BLOCK), strict=True):
+        exact = part.float()
+        total = exact.logsumexp(-1)
+        top, top_ids = exact.max(-1)
+        found.append((exact.gather(1, wanted)[:, 0] - total, top_ids, top - total))
+    logprobs, top_ids, top_logprobs = (
+        torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)
+    )
+    return PromptLogprobs(logprobs, top_ids.astype(np.uint32), top_logprobs)

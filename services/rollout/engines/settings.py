@@ -8,13 +8,16 @@ from typing import Any, Literal, Self
 from sluice.config.derived import max_model_len
 from sluice.config.run import RunConfig
 
+FILES_VERSION, FILES_DIGEST = 0, "files"
+"""The policy version and digest of weights that an engine reads from the model's files."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Settings of one engine.
 
     Attributes:
-        model_path: directory with a Hugging Face configuration; weight files are not needed.
+        model_path: directory with a Hugging Face configuration.
         trust_remote_code: run model code that ships with it.
         device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes what the machine has.
         dtype: of weights, cache and activations; the embedded engine's probabilities are float32.
@@ -26,6 +29,8 @@ class EngineSettings:
             of the vendor's processes; more than 1 slows tiny models down.
         weights_backend: collectives that bring weights; ``None`` is the device's own.
         recompute_kv: after a weight swap, recompute the cache of running samples.
+        serves_model_files: serve the weights of the directory's files as version 0; else no files
+            of weights are needed, and the trainer sends the first weights.
     """
 
     model_path: str
@@ -39,6 +44,7 @@ class EngineSettings:
     torch_threads: int = 1
     weights_backend: str | None = None
     recompute_kv: bool = False
+    serves_model_files: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, **own: Any) -> Self:  # noqa: ANN401 - each engine's own fields
@@ -57,5 +63,6 @@ class EngineSettings:
             torch_threads=service.torch_threads,
             weights_backend=config.sluice.weights.backend,
             recompute_kv=config.sluice.weights.recompute_kv,
+            serves_model_files=service.serves_model_files,
             **own,
         )

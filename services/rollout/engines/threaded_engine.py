@@ -288,6 +288,7 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         self._thread = thread
         self._core = built
         self._layout = built.layout
+        self._enter_state()  # with weights of its files it has started
         return built
 
     async def stop(self) -> None:

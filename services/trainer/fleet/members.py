@@ -108,7 +108,8 @@ class Fleet:
     """All known replicas.
 
     Args:
-        layout_digest: a replica with other names, dtypes or shapes of weights is refused.
+        layout_digest: a replica with other names, dtypes or shapes of weights is refused; ``None``:
+            none is, as nobody sends weights.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
         stall_s: seconds with work and without a token after which a replica is stalled.
         weights: the trainer's; replicas may take shares of them.
@@ -116,7 +117,7 @@ class Fleet:
 
     def __init__(
         self,
-        layout_digest: str,
+        layout_digest: str | None,
         ttl_s: float,
         stall_s: float = math.inf,
         weights: Sequence[TensorSpec] = (),
@@ -143,13 +144,8 @@ class Fleet:
         refusal = self._refusals.get(info.instance_id)
         if refusal is not None:
             raise InvalidRequestError(f"replica {info.name}: {refusal}")
-        if layout_digest != self._layout_digest:
-            raise InvalidRequestError(
-                f"replica {info.name}: its weights have other names, dtypes or shapes than the "
-                "trainer's; use the same model path and rollout.dtype for both"
-            )
-        for worker, share in enumerate(info.shares):
-            check_share(share, self._weights, f"replica {info.name}, share of worker {worker}")
+        if self._layout_digest is not None:
+            self._check_weights(info, layout_digest)
         known = self._members.get(info.name)
         if known is not None and known.info.instance_id == info.instance_id:
             self._members[info.name] = replace(known, info=info, last_seen_s=now_s)
@@ -170,6 +166,15 @@ class Fleet:
         self._members[info.name] = FleetMember(info, state, -1, now_s, load, 0.0, 0.0)
         logger.info("replica %s registered at %s", info.name, info.address)
         self.changed.set()
+
+    def _check_weights(self, info: ReplicaInfo, layout_digest: str) -> None:
+        if layout_digest != self._layout_digest:
+            raise InvalidRequestError(
+                f"replica {info.name}: its weights have other names, dtypes or shapes than the "
+                "trainer's; use the same model path and rollout.dtype for both"
+            )
+        for worker, share in enumerate(info.shares):
+            check_share(share, self._weights, f"replica {info.name}, share of worker {worker}")
 
     def heartbeat(
         self,

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from sluice.algorithm.accounting import TOKENS_AGE
+from sluice.concurrency.waits import Waiting
 from sluice.errors import NotReadyError
 
 _STEPS_KEPT = 1024
@@ -30,6 +31,18 @@ class RunPhase(StrEnum):
     SAVING = "saving"
     PAUSED = "paused"
     FINISHED = "finished"
+
+
+# Peer and activity that each phase waits for.
+_AWAITED_IN = {
+    RunPhase.WAITING_FOR_REPLICAS: ("rollout fleet", "registering replicas"),
+    RunPhase.WAITING_FOR_BATCH: ("reward service", "filling a batch"),
+    RunPhase.TRAINING: ("learner thread", "updating the policy"),
+    RunPhase.PUBLISHING: ("rollout fleet", "taking the weights"),
+    RunPhase.EVALUATING: ("reward service", "validating"),
+    RunPhase.SAVING: ("learner thread", "saving a checkpoint"),
+    RunPhase.PAUSED: ("operator", "resuming the run"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +245,12 @@ class RunState:
     def _take_save_requests(self) -> list[asyncio.Future[tuple[int, str]]]:
         requests, self._save_requests = self._save_requests, []
         return [request for request in requests if not request.done()]
+
+
+def phase_waits(state: RunState) -> tuple[Waiting, ...]:
+    """Return the run's wait of the current phase, if it waits."""
+    awaited = _AWAITED_IN.get(state.phase)
+    return () if awaited is None else (Waiting(*awaited, state.phase_seconds),)
 
 
 def _ended() -> NotReadyError:

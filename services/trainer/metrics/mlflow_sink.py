@@ -14,7 +14,7 @@ from services.trainer.metrics.sinks import TABLE_COLUMNS, mlflow_name
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.step_metrics import Example
+    from services.trainer.metrics.validation import Example
 
 # MLflow's limits for one call and one value.
 _METRICS_A_CALL = 1000

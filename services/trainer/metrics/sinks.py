@@ -23,7 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
-from services.trainer.metrics.step_metrics import Example, ValidationReport
+from services.trainer.metrics.validation import Example, ValidationReport
 from sluice.concurrency.threads import BoundedWriter
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError

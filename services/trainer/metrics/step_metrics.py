@@ -1,4 +1,4 @@
-"""Metrics of one step by verl's names, and what a validation reports."""
+"""Metrics of one step by verl's names."""
 
 from __future__ import annotations
 
@@ -13,25 +13,6 @@ from sluice.types import TrainBatch
 
 _WAIT_GROUPS = "timing_s/wait_groups"
 _SLOW = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One validation response for readers."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """Validation numbers of one version."""
-
-    metrics: Mapping[str, float]
-    examples: tuple[Example, ...]
-    generated_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

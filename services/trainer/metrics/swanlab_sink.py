@@ -12,7 +12,7 @@ import swanlab
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.step_metrics import Example
+    from services.trainer.metrics.validation import Example
 
 _REFUSED_IN_PROJECTS = re.compile(r"[^0-9a-zA-Z_\-+.]+")
 _LONGEST_PROJECT = 100

@@ -13,7 +13,7 @@ from services.trainer.metrics.sinks import TABLE_COLUMNS
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.step_metrics import Example
+    from services.trainer.metrics.validation import Example
 
 FOLDER_VARIABLE = "TENSORBOARD_DIR"
 

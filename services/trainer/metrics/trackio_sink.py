@@ -12,7 +12,7 @@ from services.trainer.metrics.sinks import TABLE_COLUMNS
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.step_metrics import Example
+    from services.trainer.metrics.validation import Example
 
 FOLDER_VARIABLE = "TRACKIO_DIR"
 _REFUSED_IN_PROJECTS = re.compile(r"[^\w\-]+", re.ASCII)  # the file is named after the project

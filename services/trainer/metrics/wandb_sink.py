@@ -16,7 +16,7 @@ from services.trainer.metrics.sinks import TABLE_COLUMNS, VALIDATION_FAILED
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.step_metrics import Example
+    from services.trainer.metrics.validation import Example
 
 logger = logging.getLogger(__name__)
 

@@ -1,50 +1,178 @@
-"""`sluice eval`: validate the policy in training."""
+"""`sluice eval`: grade the policy in training, or a model's files without a run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import msgspec
 import typer
 
-from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
+from sluice.cli.arguments import (
+    RUN_VARIABLE,
+    RUNS,
+    AsJson,
+    RunOption,
+    complete_run,
+    complete_setting,
+    named_run,
+)
+from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
+from sluice.cli.run.evaluation import EvaluationOrder, default_output, evaluate_model
+from sluice.cli.run.up import Display, ShowLogs, display_of
 from sluice.cli.running_run import ask_run
 from sluice.cli.terminal import print_json
 from sluice.client.run_monitor import RunMonitor, ValidationResult
 from sluice.concurrency.process import stop_on_signals
-from sluice.errors import NotReadyError
+from sluice.data.benchmarks import benchmark_files
+from sluice.errors import ConfigError, NotReadyError
+from sluice.evaluation.figures import estimate_text
 from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130
+_MODEL_ONLY = "With --model or --follow:"
 ResultT = TypeVar("ResultT")
 
 
-def evaluate(
-    run: RunArgument = None,
+class Engine(StrEnum):
+    """What samples; torch is the embedded engine."""
+
+    TORCH = "torch"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+_Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN] [KEY=VALUE]...",
+        help=f"Folder of a run (default: ${RUN_VARIABLE}, else the newest in {RUNS}/); with "
+        "--model keys to override, in verl's spelling.",
+        show_default=False,
+        autocompletion=complete_setting,
+    ),
+]
+_Number = Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")]
+_Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
+_Wait = Annotated[
+    float, typer.Option(min=0.0, help="Seconds to wait for the end of the current step.")
+]
+_Model = Annotated[
+    Path | None,
+    typer.Option(help="Model or checkpoint to evaluate without a run.", show_default=False),
+]
+_Follow = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN",
+        help="Evaluate each checkpoint of this run as it appears.",
+        show_default=False,
+        autocompletion=complete_run,
+    ),
+]
+_Benchmark = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{_MODEL_ONLY} prepared sets and files of rows, separated by commas.",
+        show_default=False,
+    ),
+]
+_DataDir = Annotated[Path, typer.Option(help=f"{_MODEL_ONLY} folder of the prepared sets.")]
+_Engine = Annotated[Engine | None, typer.Option(help=f"{_MODEL_ONLY} what samples.")]
+_Replicas = Annotated[int | None, typer.Option(min=1, help=f"{_MODEL_ONLY} engines at once.")]
+_Output = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"{_MODEL_ONLY} folder for responses and results; an unfinished evaluation in it "
+        "continues. Default: evals/MODEL.",
+        show_default=False,
+    ),
+]
+_Config = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"{_MODEL_ONLY} a run's YAML file, for scorers, sampling, lengths, environment.",
+        show_default=False,
+    ),
+]
+
+
+def evaluate(  # noqa: PLR0913 - options of the command
+    arguments: _Arguments = None,
     *,
     run_option: RunOption = None,
-    n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
-    wait: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to wait for the end of the current step.")
-    ] = 600.0,
+    n: _Number = None,
+    temperature: _Temperature = None,
+    wait: _Wait = 600.0,
+    model: _Model = None,
+    follow: _Follow = None,
+    benchmark: _Benchmark = None,
+    data_dir: _DataDir = Path("data"),
+    engine: _Engine = None,
+    replicas: _Replicas = None,
+    output: _Output = None,
+    config: _Config = None,
+    logs: ShowLogs = False,
     as_json: AsJson = False,
 ) -> None:
-    """Validate the current policy of a running run.
+    """Validate the current policy of a running run, or evaluate a model without a run.
 
-    Training pauses after the current step and continues afterwards, unless another command holds
-    it too: all numbers are of one policy version. Without options the run's own validation
-    settings apply.
+    A run pauses after its current step and continues afterwards, unless another command holds
+    it too: all numbers are of one policy version. Without options its own validation settings
+    apply.
+
+    With --model, replicas and a reward service start, sample and grade the benchmarks as a run's
+    validation does, and end. After a kill of any process the same command continues. --follow does
+    so for each checkpoint of a run, with its settings, until the run has ended.
 
     \b
-    Example:
+    Examples:
       sluice eval runs/quickstart -n 4 --temperature 0.7
+      sluice eval --model models/mine --benchmark math-500,mine.parquet -n 4 --engine vllm
+      sluice eval --follow runs/mine --benchmark math-500 -n 4
     """
-    evaluated = asyncio.run(
-        until_signal(_evaluate(named_run(run, run_option), n, temperature, wait))
+    subject = model or follow
+    if subject is None:
+        if benchmark is not None or output is not None or config is not None:
+            raise ConfigError("--benchmark, --output and --config need --model or --follow")
+        _evaluate_run(_run_of(arguments, run_option), n, temperature, wait, as_json=as_json)
+        return
+    if model is not None and follow is not None:
+        raise ConfigError("--model and --follow both name what to evaluate; leave one out")
+    usual = follow / EVALUATIONS_NAME if follow else default_output(subject)
+    order = EvaluationOrder(
+        model=subject,
+        benchmarks={} if follow and not benchmark else benchmark_files(benchmark or "", data_dir),
+        output=output or usual,
+        config=config,
+        overrides=arguments or [],
+        samples_per_prompt=n,
+        temperature=temperature,
+        engine=None if engine is None else engine.value,
+        replicas=replicas,
     )
+    work = _evaluate_files if follow is None else partial(follow_run, follow)
+    work(order, display_of(logs=logs, quiet=False, as_json=as_json))
+
+
+def _run_of(arguments: list[str] | None, option: Path | None) -> Path:
+    named, *more = arguments or [""]
+    if more or "=" in named:
+        stray = more[0] if more else named
+        raise ConfigError(
+            f"{stray}: is for an evaluation without a run; add --model DIR or --follow RUN"
+        )
+    return named_run(Path(named) if named else None, option)
+
+
+def _evaluate_run(
+    run: Path, n: int | None, temperature: float | None, wait_s: float, *, as_json: bool
+) -> None:
+    evaluated = asyncio.run(until_signal(_evaluate(run, n, temperature, wait_s)))
     if evaluated is None:
         typer.echo("interrupted; the run continues", err=True)
         raise typer.Exit(_EXIT_INTERRUPTED)
@@ -53,8 +181,30 @@ def evaluate(
         print_json({"step": step, "metrics": dict(result.metrics)})
         return
     typer.echo(f"policy after step {step}")
-    # Metrics that verl calls core come first.
-    by_rank = sorted(result.metrics.items(), key=lambda item: ("val-core/" not in item[0], item[0]))
+    _print_metrics(result.metrics)
+
+
+def _evaluate_files(order: EvaluationOrder, display: Display) -> None:
+    end = evaluate_model(order, display)
+    if end.results is None:
+        raise typer.Exit(end.exit_code)
+    if display.as_json:
+        print_json(msgspec.to_builtins(end.results, str_keys=True))
+        return
+    for name, found in end.results.benchmarks.items():
+        parts = [f"{found.prompts} prompts", f"mean {found.variable} {estimate_text(found.mean)}"]
+        passes = max(found.pass_at_k, default=1)
+        if passes > 1:
+            parts.append(f"pass@{passes} {estimate_text(found.pass_at_k[passes])}")
+        if found.failed_samples:
+            parts.append(f"{found.failed_samples} samples without a grade")
+        typer.echo(f"{name}: {', '.join(parts)}")
+        _print_metrics(found.metrics)
+
+
+def _print_metrics(metrics: Mapping[str, float]) -> None:
+    """Print metrics; those that verl calls core come first."""
+    by_rank = sorted(metrics.items(), key=lambda item: ("val-core/" not in item[0], item[0]))
     for name, value in by_rank:
         typer.echo(f"{name}: {value:.4f}")
 

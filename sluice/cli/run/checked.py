@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
-from sluice.config.loading.loader import read_run, read_settings
-from sluice.config.problems import Severity, errors, raise_problems
+from sluice.config.loading.loader import ReadRun, read_run, read_settings
+from sluice.config.problems import Problem, Severity, errors, raise_problems
 from sluice.doctor.finding import Examined, examined_of
 from sluice.doctor.preflight import preflight
 from sluice.service_contract import CONFIG_NAME
@@ -33,8 +34,6 @@ def checked_run(
         ConfigError: lists all problems of keys, values, rules, files, packages and devices.
     """
     run = read_run(file, overrides)
-    examined = examined_of(run, is_local=is_local)
-    found = preflight(examined, lambda check: is_local or not check.of_host)
     notes = launch_notes(run.config, run.settings)
     if (
         file is not None
@@ -43,8 +42,26 @@ def checked_run(
         # A run's own file names every key; its notes were shown at the first start.
         chosen = read_settings(None, overrides).by_key()
         notes = [note for note in notes if note.key in chosen]
-    notes += [one for one in found if one.severity is Severity.NOTE]
-    for note in notes:
+    return examined_to_start(run, console, notes, is_local=is_local)
+
+
+def examined_to_start(
+    run: ReadRun, console: Console, notes: Sequence[Problem] = (), *, is_local: bool = True
+) -> Examined:
+    """Return a run that was read, as `checked_run`.
+
+    Args:
+        run: as read.
+        console: where to print.
+        notes: to print before those that are found.
+        is_local: whether the run's processes start on this host.
+
+    Raises:
+        ConfigError: as `checked_run`.
+    """
+    examined = examined_of(run, is_local=is_local)
+    found = preflight(examined, lambda check: is_local or not check.of_host)
+    for note in [*notes, *(one for one in found if one.severity is Severity.NOTE)]:
         print_line(console, f"notice: {note.text}")
     raise_problems(errors(found), run.source)
     if examined.devices.line:

@@ -117,9 +117,7 @@ def end_run(
         as_json: print the summary to standard output as one JSON object, as the last line.
     """
     run_dir = Path(config.sluice.run_dir)
-    for failure in end.failures:
-        text = "\n".join(_unshown(failure.splitlines(), shown))
-        console.print(Text("failed: ", style="red") + Text(printable(text)), soft_wrap=True)
+    print_failures(end, console, shown)
     record = read_progress(run_dir)
     outcome = outcome_of(config, end, record, total_steps)
     print_line(console, _first_line(outcome, seconds.total))
@@ -134,6 +132,13 @@ def end_run(
         print_line(console, f"{name:<11} {text}")
     if as_json:
         print_json(numbers)
+
+
+def print_failures(end: RunEnd, console: Console, shown: Collection[str]) -> None:
+    """Print why processes failed, without log lines that the user has seen already."""
+    for failure in end.failures:
+        text = "\n".join(_unshown(failure.splitlines(), shown))
+        console.print(Text("failed: ", style="red") + Text(printable(text)), soft_wrap=True)
 
 
 def _first_line(outcome: RunOutcome, seconds: float) -> str:

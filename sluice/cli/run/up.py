@@ -234,9 +234,9 @@ def start_run(
             "`python -m services.trainer` with torchrun on each machine"
         )
     run_dir = Path(config.sluice.run_dir).absolute()
-    _show_launcher_messages(display.console)
+    show_launcher_messages(display.console)
     started_s = time.monotonic()
-    end, view = asyncio.run(_start(config, run_dir / CONFIG_NAME, display, ray))
+    end, view = asyncio.run(start_processes(config, run_dir / CONFIG_NAME, display, ray))
     ended_s = time.monotonic()
     seconds = RunSeconds(ended_s - (began_s or started_s), ended_s - started_s)
     end_run(
@@ -251,9 +251,28 @@ def start_run(
     return end
 
 
-async def _start(
-    config: RunConfig, config_file: Path, display: Display, ray: RayOptions | None
+async def start_processes(
+    config: RunConfig,
+    config_file: Path,
+    display: Display,
+    ray: RayOptions | None = None,
+    view: type[LiveView] = LiveView,
 ) -> tuple[RunEnd, LiveView]:
+    """Start and follow the processes of a configuration until all have ended.
+
+    Args:
+        config: of the run.
+        config_file: where to write it, in the run's folder.
+        display: where and how to show the run.
+        ray: the cluster to start it on; ``None``: this machine.
+        view: what shows it.
+
+    Returns:
+        how the processes ended, and the view that showed them.
+
+    Raises:
+        ConfigError: see `start_run`.
+    """
     await _refuse_beside_another(config_file.parent)
     # A run with these files has reached its end.
     for name in (ACCOUNTS_NAME, SUMMARY_NAME):
@@ -262,10 +281,10 @@ async def _start(
     if ray is None:
         config = with_ports(config)
         write_config(config, config_file)
-        return await _supervise(local_plan(config, config_file), display)
+        return await _supervise(local_plan(config, config_file), display, view)
     print_line(display.console, "placing the run on the Ray cluster")
     async with ray_plan(config, config_file, ray) as plan:
-        return await _supervise(plan, display)
+        return await _supervise(plan, display, view)
 
 
 async def _refuse_beside_another(run_dir: Path) -> None:
@@ -287,19 +306,21 @@ async def _save_and_end(monitor: RunMonitor) -> bool:
     return True
 
 
-def _show_launcher_messages(console: Console) -> None:
+def show_launcher_messages(console: Console) -> None:
+    """Print what the launcher logs."""
     handler = ConsoleHandler(console)
     for shown in (logging.getLogger("sluice.launch"), logger):
         shown.handlers[:] = [handler]
         shown.setLevel(logging.INFO)
 
 
-async def _supervise(plan: LaunchPlan, display: Display) -> tuple[RunEnd, LiveView]:
-    """Run the processes; return how they ended, and the view that showed them."""
+async def _supervise(
+    plan: LaunchPlan, display: Display, shown_by: type[LiveView]
+) -> tuple[RunEnd, LiveView]:
     service = plan.config.sluice
     run_dir = Path(service.run_dir)
     names = tuple(spec.name for spec in plan.specs)
-    view = LiveView(display.console, plan.config, names, detail=display.detail)
+    view = shown_by(display.console, plan.config, names, detail=display.detail)
     supervisor = Supervisor(
         plan.specs,
         run_dir / "logs",

@@ -40,9 +40,9 @@ from sluice.telemetry.logs import parse_line
 
 Detail: TypeAlias = Literal["quiet", "steps", "logs"]
 
-_REFRESH_S = 1.0
+REFRESH_S = 1.0
 _SHOWN_KEPT = 1000
-_LINE_EVERY_S, _LINE_EVERY_S_IN_STEPS = 6.0, 60.0
+LINE_EVERY_S, _LINE_EVERY_S_IN_STEPS = 6.0, 60.0
 _MIN_REPORTED_S = 5.0
 _PAIRS_A_ROW = 3
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -250,7 +250,7 @@ class LiveView:
 
     async def _learn_total_steps(self, monitor: RunMonitor) -> None:
         while self.total_steps is None:
-            await asyncio.sleep(_REFRESH_S)
+            await asyncio.sleep(REFRESH_S)
             with suppress(SluiceError):
                 self.total_steps = (await monitor.snapshot()).total_steps
 
@@ -269,26 +269,26 @@ class LiveView:
                     doing = self._state_line(snapshot)
                     self._check_yield(snapshot)
                     live.update(run_table(snapshot, self._accuracy.newest(), doing))
-                await asyncio.sleep(_REFRESH_S)
+                await asyncio.sleep(REFRESH_S)
 
     async def _print_states(self, monitor: RunMonitor) -> None:
         """Print what the run is doing, so that its log is never silent for long."""
         shown_phase = ""
         while True:
-            await asyncio.sleep(_REFRESH_S)
+            await asyncio.sleep(REFRESH_S)
             self._check_folder()
             self._print_new_accuracy()
             silent_s = time.monotonic() - self._printed_s
             try:
                 snapshot = await monitor.snapshot()
             except SluiceError:
-                if silent_s >= _LINE_EVERY_S:
+                if silent_s >= LINE_EVERY_S:
                     self._print(self._starting_line())
                 continue
             self._check_yield(snapshot)
             trains = self._has_stepped and snapshot.step < snapshot.total_steps
             is_new = not self._has_stepped and snapshot.phase != shown_phase
-            if is_new or silent_s >= (_LINE_EVERY_S_IN_STEPS if trains else _LINE_EVERY_S):
+            if is_new or silent_s >= (_LINE_EVERY_S_IN_STEPS if trains else LINE_EVERY_S):
                 self._print(self._state_line(snapshot))
                 shown_phase = snapshot.phase
 
@@ -303,7 +303,7 @@ class LiveView:
                     self._print(step_line(step, total, metrics, left))
                     self._print_new_accuracy()
             except SluiceError:
-                await asyncio.sleep(_REFRESH_S)
+                await asyncio.sleep(REFRESH_S)
             else:
                 self._print_new_accuracy()
                 return  # the stream ends with the run

@@ -184,6 +184,14 @@ def group_capacity_problems(config: RunConfig) -> Iterator[Problem]:
             )
 
 
+def training_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield settings of an evaluation, which a trainer refuses."""
+    key = "sluice.rollout.serves_model_files"
+    if config.sluice.rollout.serves_model_files:
+        reads = ": replicas that read their weights from files are for an evaluation, not a trainer"
+        yield Problem(key, True, reads, overrides=(f"{key}=false",))
+
+
 def _group_sizes(config: RunConfig) -> tuple[tuple[str, int], ...]:
     rollout = config.actor_rollout_ref.rollout
     return (f"{ROLLOUT}.n", rollout.n), (f"{ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n)

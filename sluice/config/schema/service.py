@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from sluice.config.schema.environment import EnvironmentConfig
+from sluice.config.schema.evaluation import EvaluationConfig
 from sluice.config.schema.limits import LimitsConfig
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.config.schema.section import (
@@ -180,6 +181,11 @@ class RolloutServiceConfig(Section, frozen=True):
 
     drain_timeout_s: PositiveFloat = 10.0
     """Most seconds that running samples get to finish at shutdown."""
+
+    serves_model_files: bool = False
+    """Serve the weights of the model's files, as version 0, without a trainer. Only for an
+    evaluation; a trainer refuses it.
+    """
 
 
 ThenKey = Literal["leave_out", "drop_group"]
@@ -399,6 +405,7 @@ class ServiceConfig(Section, frozen=True):
     telemetry: TelemetryConfig = TelemetryConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     max_message_mb: Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)] | None = None
     """Largest gRPC message, MiB; none: 64, or what a sample or a batch's outline needs, if more."""
 

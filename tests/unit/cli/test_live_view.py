@@ -47,8 +47,8 @@ METRICS = {name: value for name, value in STEPS[0].items() if value is not None}
 
 @pytest.fixture
 def _lines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
-    monkeypatch.setattr(live_view, "_LINE_EVERY_S", 0.02)
+    monkeypatch.setattr(live_view, "REFRESH_S", 0.01)
+    monkeypatch.setattr(live_view, "LINE_EVERY_S", 0.02)
 
 
 def test_the_table_shows_all_that_the_run_is_watched_for_within_80_columns() -> None:

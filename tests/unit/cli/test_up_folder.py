@@ -51,7 +51,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 async def start(config: RunConfig, folder: Path) -> int:
     display = up.Display(Console(file=StringIO()))
-    end, _ = await up._start(config, folder / CONFIG_NAME, display, None)
+    end, _ = await up.start_processes(config, folder / CONFIG_NAME, display)
     return end.exit_code
 
 

@@ -20,13 +20,14 @@ from sluice.client import (
     SampleDelta,
     SampleFinished,
     Sampling,
+    ScoredPrompt,
 )
 from sluice.client.channels import default_client_name
 from sluice.client.generation_types import Prompt
 from sluice.errors import DeadlineError, ExhaustedError, InvalidRequestError, PeerError, SluiceError
 from sluice.rpc.metadata import MAX_NAME_LENGTH
 from sluice.rpc.retries import is_transient
-from tests.support.token_replica import PROMPT, TokenReplica, text_of, token_replicas
+from tests.support.token_replica import PROMPT, SCORED, TokenReplica, text_of, token_replicas
 
 QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=20.0)
 TWO = GenerateOptions(n=2, sampling=Sampling(seed=11))
@@ -99,6 +100,21 @@ async def test_the_share_of_a_token_budget_stays_the_same_when_samples_are_conti
         found = await client.generate("text", options)
     assert [rollout.num_tokens for rollout in found.rollouts] == [3, 3]
     assert [replica.requests[0].token_budget for replica in (broken, sound)] == [6, 3]
+
+
+async def test_a_prompts_logprobs_come_once_and_another_replica_is_not_asked_for_them() -> None:
+    broken = TokenReplica(breaks_after=2, scores_prompts=True)
+    sound = TokenReplica(slots_busy=3, scores_prompts=True)
+    options = GenerateOptions(prompt_logprobs=True)
+    async with token_replicas(broken, sound) as addresses, client_of(*addresses) as client:
+        async with aclosing(client.stream("text", options)) as stream:
+            (found,) = [event async for event in stream if isinstance(event, ScoredPrompt)]
+        await client.generate("text")
+    assert [one.requests[0].with_prompt_logprobs for one in (broken, sound)] == [True, False]
+    assert (found.texts, found.top_texts) == (SCORED.texts, SCORED.top_texts)
+    for field in ("logprobs", "top_token_ids", "top_logprobs"):
+        expected = getattr(SCORED.logprobs, field)
+        np.testing.assert_array_equal(getattr(found.logprobs, field), expected)
 
 
 async def test_leaving_a_stream_cancels_the_call_at_the_replica() -> None:

@@ -148,5 +148,15 @@ async def test_openais_own_client_reads_every_answer(tmp_path: Path) -> None:
         )
         with pytest.raises(openai.NotFoundError, match="is not served"):
             await client.completions.create(model="gpt", prompt="a")
+        echoed = await client.completions.create(
+            model="policy", prompt=[[5, 6, 7]], max_tokens=8, logprobs=1, temperature=0, echo=True
+        )
+        whole = completion.choices[0].logprobs
+        # One number a token, joined here without spaces.
+        assert echoed.choices[0].logprobs.tokens == ["5", " 6", " 7", *whole.tokens]
+        assert echoed.choices[0].logprobs.token_logprobs[3:] == pytest.approx(
+            whole.token_logprobs, abs=1e-4
+        )
+        assert echoed.choices[0].text == "5 6 7" + completion.choices[0].text
         with pytest.raises(openai.BadRequestError, match="echo"):
-            await client.completions.create(model="policy", prompt="a", echo=True)
+            await client.completions.create(model="policy", prompt="a", echo=True, stream=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from safetensors.torch import load_file
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
 from tests.support.engine_contract_suite import RunningContract
@@ -25,16 +25,16 @@ from tests.support.engine_contract_world import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def _make(folder: Path) -> EmbeddedEngine:
+def _make(folder: Path, *, serves_model_files: bool = False) -> EmbeddedEngine:
     return EmbeddedEngine(
         EmbeddedEngineSettings(
-            str(folder), slots=SLOTS, max_model_len=MAX_MODEL_LEN, recompute_kv=True
+            str(folder),
+            slots=SLOTS,
+            max_model_len=MAX_MODEL_LEN,
+            recompute_kv=True,
+            serves_model_files=serves_model_files,
         )
     )
-
-
-async def _serve_saved(engine: EmbeddedEngine, folder: Path, version: int) -> None:
-    await engine.load_weights(load_file(folder / "model.safetensors"), version, "saved")
 
 
 class _Insight:
@@ -67,7 +67,7 @@ async def fresh(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ContractWorld]:
     saved = save_contract_checkpoint(family, tmp_path_factory.mktemp("saved"))
-    async with contract_world(saved, _make, _Insight, _serve_saved) as running:
+    async with contract_world(saved, partial(_make, serves_model_files=True), _Insight) as running:
         yield running
 
 

@@ -74,8 +74,12 @@ async def test_a_finished_sample_has_the_experts_of_all_tokens_but_its_last(
     )
     async with running_engine(folder, model, slots=3, with_routing=True) as engine:
         chunks = await chunks_of(engine, wanted)
+        scored = await chunks_of(engine, replace(wanted, with_prompt_logprobs=True))
     assert assert_own(model, wanted, chunks) == 7
     assert len({chunk.token_ids.size for chunk in chunks}) > 1, "all samples are as long"
+    # The prompt's logprobs come with a pass that has its experts, too.
+    assert scored[0].prompt_logprobs is not None
+    assert assert_own(model, wanted, scored[1:]) == 7
 
 
 async def test_a_continued_sample_has_those_of_the_pass_that_continues_it(

@@ -246,3 +246,15 @@ def test_a_text_model_refuses_images(vision_model: Path, tmp_path: Path) -> None
         shutil.copy(vision_model / name, tmp_path / name)
     with pytest.raises(InvalidRequestError, match="1 for a model that reads only text"):
         encoder(tmp_path).encode_chat(user_turns("<image>"), (SMALL,))
+
+
+def test_a_tokenizer_without_a_chat_template_refuses_chats_and_reads_text(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink()
+    bare = encoder(folder)
+    with pytest.raises(InvalidRequestError, match=f"{folder} has no chat template; save one as"):
+        bare.encode_chat(user("1 + 2 = ?"))
+    assert bare.encode_text("1 + 2 = ?").size

@@ -69,6 +69,8 @@ def test_first_weights_come_by_wire_and_tokens_one_by_one() -> None:
     assert arguments["load_format"] == "dummy"
     assert arguments["skip_tokenizer_init"] is True
     assert (arguments["stream_interval"], arguments["incremental_streaming_output"]) == (1, True)
+    served = _arguments("sluice.rollout.serves_model_files=true")
+    assert (served["load_format"], served["weight_version"]) == ("auto", "0")
 
 
 def test_a_kept_sample_has_no_token_under_way_when_the_weights_change() -> None:

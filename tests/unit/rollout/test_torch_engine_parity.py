@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,21 +13,25 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines.causal_lm import build_causal_lm, use_float32_head
+from services.rollout.engines.embedded import engine as embedded
 from services.rollout.engines.embedded.decoder import DecodeBatch, Decoder
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.fused_decoder import FusedDecoder
 from services.rollout.engines.embedded.generic_decoder import GenericDecoder, RecomputeDecoder
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.weight_inbox import LiveWeights, NewWeights
+from sluice.errors import InvalidRequestError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import (
     VOCABULARY,
+    chunks_of,
     engine_settings,
     expected_logprobs,
     generate,
     reference_model,
     request,
     running_engine,
+    samples_of,
     save_config,
 )
 
@@ -72,6 +77,39 @@ async def test_behavior_logprobs_equal_a_full_forward_of_what_was_sampled_from(
             samples = await generate(engine, wanted)
             assert len(samples) == 11
             assert _error(model, wanted, samples) < _TOLERANCE
+
+
+@pytest.mark.parametrize("family", _DECODERS)
+async def test_logprobs_of_a_prompt_equal_a_full_forward_and_change_no_sample(
+    family: str, tmp_path: Path
+) -> None:
+    model = reference_model(save_config(family, tmp_path))
+    plain = request(range(3, 40), samples=3)
+    prompt = plain.prompt_token_ids.tolist()
+    async with running_engine(tmp_path, model) as engine:
+        without = await generate(engine, plain)
+        chunks = await chunks_of(engine, replace(plain, with_prompt_logprobs=True))
+    assert {i: t for i, (t, _) in samples_of(chunks).items()} == {
+        i: t for i, (t, _) in without.items()
+    }
+    (found,) = (chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs)
+    exact = model(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    own = exact.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    np.testing.assert_allclose(found.logprobs, own, atol=_TOLERANCE)
+    np.testing.assert_allclose(found.top_logprobs, exact.max(-1).values, atol=_TOLERANCE)
+    np.testing.assert_array_equal(found.top_token_ids, exact.argmax(-1))
+
+
+async def test_logprobs_of_a_prompt_whose_logits_are_too_many_are_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "_MOST_PROMPT_LOGITS", 9 * VOCABULARY)
+    model = reference_model(save_config("qwen3", tmp_path))
+    async with running_engine(tmp_path, model) as engine:
+        await generate(engine, replace(request([5] * 9), with_prompt_logprobs=True))
+        await generate(engine, request([5] * 10))
+        with pytest.raises(InvalidRequestError, match=r"10 tokens.* at most 9 .*name=vllm"):
+            await generate(engine, replace(request([5] * 10), with_prompt_logprobs=True))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])

@@ -21,7 +21,7 @@ from services.rollout.engines.vendor.request import (
     VersionSpans,
 )
 from sluice.errors import EngineError
-from sluice.types import FinishReason
+from sluice.types import FinishReason, PromptLogprobs
 from tests.support.causal_lms import EOS, request
 
 _WHOLE = Pace(every_token=False, interval_s=None)
@@ -427,3 +427,25 @@ async def test_a_request_that_ends_without_all_samples_is_an_error() -> None:
         await stream.next()
         with pytest.raises(EngineError, match="without all"):
             await stream.next()
+
+
+async def test_the_first_open_sample_brings_the_prompts_logprobs_without_continued_tokens() -> None:
+    def scored(size: int) -> PromptLogprobs:
+        logprobs = -np.arange(size, dtype=np.float32)
+        return PromptLogprobs(logprobs, np.arange(size, dtype=np.uint32), logprobs)
+
+    whole = PartialSample(0, np.array([EOS], np.uint32))
+    part = PartialSample(1, np.array([EOS + 1, EOS + 2], np.uint32))
+    wanted = request(samples=3, partials=(whole, part), ignore_eos=False)
+    sent = replace(_delta([8], "stop"), prompt_logprobs=scored(5))
+    for prompt_logprobs in (False, True):
+        asked = replace(wanted, with_prompt_logprobs=prompt_logprobs)
+        vendor = _Vendor([sent if prompt_logprobs else _delta([8], "stop")])
+        chunks, _ = await _ended(vendor, asked)
+        assert {one.index: one.choice.prompt_logprobs for one in vendor.asked} == {
+            1: prompt_logprobs,
+            2: False,
+        }
+        found = [one.prompt_logprobs for one in chunks.chunks if one.prompt_logprobs]
+        assert bool(found) is prompt_logprobs
+        assert all(one.logprobs.tolist() == [0, -1, -2] for one in found)

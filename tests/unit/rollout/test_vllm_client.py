@@ -121,7 +121,7 @@ class _NewSampling:
         self, *, temperature: float, logprobs: int, flat_logprobs: bool = False, **more: object
     ) -> None:
         self.seed, self.kind = more["seed"], more["output_kind"]
-        self.is_flat = flat_logprobs
+        self.is_flat, self.prompt_logprobs = flat_logprobs, more.get("prompt_logprobs")
 
 
 @pytest.fixture
@@ -204,6 +204,30 @@ async def test_a_last_output_brings_the_experts_of_the_layers_that_have_some(
     (delta,) = await _sampled(client)
     assert delta.routing is not None
     np.testing.assert_array_equal(delta.routing, experts[:, [0, 2]])
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+async def test_the_prompts_logprobs_are_those_of_its_own_and_the_most_probable_tokens(
+    install: Any, is_flat: bool
+) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({"model": "m"})
+    low, high = SimpleNamespace(logprob=-2.0), SimpleNamespace(logprob=-0.25)
+    first, *others = _output([6], [{6: low}]), _output([7], [{7: low}]), _output([8], [{8: low}])
+    first.prompt_logprobs = [{} if is_flat else None, {9: low, 4: high}, {5: high}]
+    others[0].prompt_logprobs, others[1].prompt_logprobs = [], None
+    client._llm.outputs = (first, *others)
+    choice = dataclasses.replace(_CHOICE, prompt_logprobs=True)
+    stream = client.generate("0", PromptInputs([3, 9, 5], "3"), choice)
+    async with aclosing(stream) as deltas:  # type: ignore[type-var]
+        found, *rest = [one.prompt_logprobs async for one in deltas]
+    assert rest == [None, None]
+    assert found is not None
+    assert found.logprobs.tolist() == [-2.0, -0.25]
+    assert found.top_token_ids.tolist() == [4, 5]
+    assert found.top_logprobs.tolist() == [-0.25, -0.25]
+    await _sampled(client)
+    assert [one.prompt_logprobs for one in client._llm.sampling] == [1, None]
 
 
 class _State:

@@ -76,6 +76,8 @@ def test_logprobs_are_of_the_distribution_sampled_and_first_weights_come_by_wire
     assert arguments["logprobs_mode"] == "processed_logprobs"
     assert arguments["load_format"] == "dummy"
     assert arguments["skip_tokenizer_init"] is True
+    served = _arguments("sluice.rollout.serves_model_files=true")
+    assert served["load_format"] == "auto"
 
 
 def test_requests_are_scheduled_by_priority_unless_the_run_wants_the_order_of_arrival() -> None:

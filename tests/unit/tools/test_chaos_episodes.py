@@ -71,6 +71,8 @@ def played(text: str = "Answer: 7", reward: float = 1.0, **other: object) -> dic
         pytest.param([line("a")], {1: {"a": 0}}, 0, id="samples that nothing shows"),
         pytest.param([line("a", scored=1)], {1: {"a": 1}}, 0, id="trained without a failure"),
         pytest.param([line("a")], {1: {"a": 1}}, 1, id="left out of its batch"),
+        pytest.param([line("a"), line("a", scored=1)], {1: {"a": 1}}, 0, id="trained again"),
+        pytest.param([line("a", scored=1), line("a")], {1: {"a": 1}}, 1, id="left out then"),
         pytest.param([line("a", tokens=[5], scored=1)], {}, 1, id="a sample without an outcome"),
         pytest.param([line("a", "gone", None)], {}, 2, id="an end without a name"),
         pytest.param(

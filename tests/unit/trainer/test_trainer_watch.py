@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from services.trainer.fleet.members import Fleet
-from services.trainer.loop.run_state import RunPhase, RunState, StepRecord
+from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, phase_waits
 from services.trainer.servicer import TrainerServicer
-from services.trainer.telemetry import TrainerWork, phase_waits
+from services.trainer.telemetry import TrainerWork
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.concurrency.waits import advance

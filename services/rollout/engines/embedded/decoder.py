@@ -89,6 +89,14 @@ class Decoder(Protocol):
         """
         ...
 
+    def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
+        """Prefill one prompt without images, and return the logits after each token.
+
+        Returns:
+            its state, and logits [tokens, vocab].
+        """
+        ...
+
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
         """Compute the state of prompts that begin with known tokens: only of those that follow.
 

@@ -21,13 +21,18 @@ from dataclasses import dataclass
 
 import torch
 
-from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm, use_float32_head
+from services.rollout.engines.causal_lm import (
+    CheckpointLayout,
+    build_causal_lm,
+    read_weights,
+    use_float32_head,
+)
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.loop import EmbeddedRun, GenerationLoop
 from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.protocol import CommitResult, GenerationRequest
-from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION, EngineSettings
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, InboxEngine, Pace
 from services.rollout.engines.weight_inbox import NewWeights
@@ -43,6 +48,7 @@ logger = logging.getLogger(__name__)
 # the service's event loop, which needs it to let the next request in.
 _GATHER_S = 0.005
 _GATHER_MOST_S = 0.1
+_MOST_PROMPT_LOGITS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         """Build the model in this thread: torch sets device and threads per thread.
 
         Raises:
+            CheckpointError: a file of weights that it is to serve is missing or damaged.
             ConfigError: the path holds no model, or its results depend on the rest of the batch
                 and must not.
         """
@@ -142,6 +149,8 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
             recompute_kv=settings.recompute_kv,
             kept_tokens=settings.kept_tokens,
         )
+        if settings.serves_model_files:
+            loop.swap(_weights_of_files(settings, loop), FILES_VERSION, FILES_DIGEST)
         return cls(loop, language_model.layout, language_model.image_prompts)
 
     @property
@@ -282,6 +291,16 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         return self._broken
 
 
+def _weights_of_files(settings: EmbeddedEngineSettings, loop: GenerationLoop) -> NewWeights:
+    tensors = read_weights(
+        settings.model_path,
+        loop.weights.places,
+        trust_remote_code=settings.trust_remote_code,
+        dtype=settings.dtype,
+    )
+    return NewWeights(tensors)
+
+
 class EmbeddedEngine(InboxEngine[EmbeddedCore]):
     """See `services.rollout.engines.protocol.Engine`."""
 
@@ -290,9 +309,20 @@ class EmbeddedEngine(InboxEngine[EmbeddedCore]):
         self._settings = settings
 
     async def start(self) -> None:
-        """Build the model without weights. Raises ConfigError for a path that holds no model."""
+        """Build the model; see the protocol."""
         core = await self._build(EmbeddedCore.build(self._settings))
         self._open_inbox(core.loop.weights.places)
+
+    def _admit(self, request: GenerationRequest) -> None:
+        super()._admit(request)
+        longest = _MOST_PROMPT_LOGITS // self.vocab_size
+        if request.with_prompt_logprobs and request.prompt_token_ids.size > longest:
+            raise InvalidRequestError(
+                f"request {request.request_id}: logprobs of a prompt of "
+                f"{request.prompt_token_ids.size} tokens; the torch engine holds all their logits "
+                f"at once, of at most {longest} tokens of this model: send a shorter prompt, or "
+                "serve with actor_rollout_ref.rollout.name=vllm"
+            )
 
     async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:
         if not request.images:

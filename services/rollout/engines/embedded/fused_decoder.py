@@ -274,6 +274,13 @@ class FusedDecoder(SlotDecoder):
         self._compute(*pad_right(prompts, self._device), forward)
         return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
 
+    def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
+        """See `Decoder.score`."""
+        forward = PrefillForward()
+        hidden = self._compute(*pad_right([prompt], self._device), forward, to_end=True)
+        logits: torch.Tensor = self._head(self._last_norm(hidden))
+        return PrefilledPrompts((len(prompt),), tuple(forward.layers)), logits
+
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
         """See `Decoder.extend`."""
         extension = Extension(known, prompts, self._device)
@@ -282,9 +289,18 @@ class FusedDecoder(SlotDecoder):
         return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
 
     def _compute(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, forward: PrefillForward
-    ) -> None:
-        """Compute the state of padded tokens, [prompts, longest]; `forward` collects it."""
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward: PrefillForward,
+        *,
+        to_end: bool = False,
+    ) -> torch.Tensor:
+        """Compute the state of padded tokens, [prompts, longest]; `forward` collects it.
+
+        Return the residual stream, [prompts x longest, hidden]; after the last layer only with
+        `to_end`.
+        """
         batch, longest = token_ids.shape
         flat = positions.reshape(-1)
         cos, sin = self._cos[flat], self._sin[flat]
@@ -296,10 +312,11 @@ class FusedDecoder(SlotDecoder):
             )
             keys, values = keys_values.chunk(2, 1)
             keys, values, seen = forward.add(keys, values, None)
-            # The last layer's output would only give logits, which a prefill does not need.
-            if number < len(self._layers):
+            # The last layer's output would only give logits, which most prefills do not need.
+            if to_end or number < len(self._layers):
                 attended = prefill_attention(queries, keys, values, scaling=self._scale, seen=seen)
                 hidden = self._finish(layer, hidden, attended.transpose(1, 2))
+        return hidden
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """See `Decoder.decode`."""

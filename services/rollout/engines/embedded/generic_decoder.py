@@ -51,6 +51,12 @@ class RecomputeDecoder:
             raise NotImplementedError("images")
         return PrefilledPrompts(tuple(len(p) for p in prompts), ())
 
+    def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
+        """See `Decoder.score`."""
+        token_ids = torch.from_numpy(prompt)[None].to(self._device)
+        logits: torch.Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
+        return self.prefill([prompt]), logits
+
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
         """See `Decoder.extend`: nothing to compute."""
         del known
@@ -178,6 +184,15 @@ class GenericDecoder(SlotDecoder):
         """See `Decoder.prefill`."""
         forward = self._forward_prompts(prompts, images)
         return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+
+    def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
+        """See `Decoder.score`."""
+        token_ids, positions = pad_right([prompt], self._device)
+        forward = PrefillForward()
+        with kv_cache.slot_forward(forward):
+            output = self._model(input_ids=token_ids, position_ids=positions, use_cache=False)
+        logits: torch.Tensor = output.logits[0]
+        return PrefilledPrompts((len(prompt),), tuple(forward.layers)), logits
 
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
         """See `Decoder.extend`."""

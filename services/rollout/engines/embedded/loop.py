@@ -31,13 +31,14 @@ from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.sampling import (
     SamplingPlan,
     plan_sampling,
+    prompt_logprobs,
     sample_keys,
     sample_tokens,
 )
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineRun, Pace
 from services.rollout.engines.weight_inbox import LiveWeights, NewWeights
-from sluice.types import FinishReason, RoutedExperts
+from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
 
 _REFILL_SHARE = 16
@@ -52,6 +53,7 @@ class EmbeddedRun(EngineRun):
         remaining: samples that have not ended.
         due: when tokens of unfinished samples are handed out next, in seconds of
             `time.perf_counter`: at the pace's interval from the first step on.
+        owes_prompt: whether the logprobs of its prompt are still to be computed.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class EmbeddedRun(EngineRun):
         super().__init__(request, pace, stream, images)
         self.remaining = len(request.sample_indexes)
         self.due = math.inf
+        self.owes_prompt = request.with_prompt_logprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -388,10 +391,29 @@ class GenerationLoop:
 
     def _admit(self) -> None:
         admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
+        self._score_prompts(admissions)
         # A prompt of one token has no state before its last token.
         new = [a.unit for a in admissions if a.unit.prefilled is None and len(a.unit.tokens) > 1]
         self._prefill_units(new)
         self._enter(admissions)
+
+    def _score_prompts(self, admissions: Sequence[AdmittedSamples]) -> None:
+        """Deliver the logprobs of prompts, and keep the states that come with them."""
+        for unit, sample in ((one.unit, one.samples[0]) for one in admissions):
+            if sample.owner.owes_prompt:
+                sample.owner.owes_prompt = False
+                scored = self._score(unit, sample.prompt_length)
+                self._deliver(sample, None, scored=scored)
+
+    def _score(self, unit: PrefillUnit, prompt_length: int) -> PromptLogprobs:
+        if prompt_length == 1:
+            none = np.empty(0, np.float32)
+            return PromptLogprobs(none, np.empty(0, np.uint32), none)
+        prefilled, logits = self._decoder.score(unit.tokens[:-1])
+        unit.prefilled = (prefilled, 0)
+        self.prompt_tokens += len(unit.tokens) - 1
+        # A continued sample's tokens follow the prompt.
+        return prompt_logprobs(logits[: prompt_length - 1], unit.tokens[1:prompt_length])
 
     def _prefill_units(self, new: Sequence[PrefillUnit]) -> None:
         """Compute the states of units, each from what is known of its conversation."""
@@ -516,6 +538,7 @@ class GenerationLoop:
         tokens: np.ndarray | None = None,
         logprobs: np.ndarray | None = None,
         routing: RoutedExperts | None = None,
+        scored: PromptLogprobs | None = None,
     ) -> None:
         assert self.version is not None
         run = sample.owner
@@ -526,6 +549,7 @@ class GenerationLoop:
             self.version,
             reason,
             routing,
+            scored,
         )
         run.sampled += int(chunk.token_ids.size)
         run.stream.post([chunk])

@@ -76,6 +76,11 @@ class RoutedDecoder:
         prefilled = self._decoder.prefill(prompts, images)
         return replace(prefilled, routing=self._take(len(prompts)))
 
+    def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
+        """See `Decoder.score`."""
+        prefilled, logits = self._decoder.score(prompt)
+        return replace(prefilled, routing=self._take(1)), logits
+
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
         """See `Decoder.extend`; it never gets a prefix, since it keeps none."""
         raise NotImplementedError("known prefixes with experts")

@@ -23,6 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -35,6 +36,7 @@ from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls
 from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vendor.settings import installed, refuse_unknown
 from sluice.errors import ConfigError, EngineError, leaves
+from sluice.types import PromptLogprobs
 
 _ONE_TOKEN = float(np.finfo(np.float32).tiny)
 """A nucleus that holds only the most probable token."""
@@ -98,6 +100,18 @@ def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
             (one["version"], one["start"], one["end"])
             for one in reported.get("weight_versions", ())
         ),
+    )
+
+
+def _prompt_logprobs(output: Mapping[str, Any]) -> PromptLogprobs:
+    """Return the logprobs of the prompt of the first output of a sample."""
+    reported = output["meta_info"]
+    # The first token has none.
+    own, tops = reported["input_token_logprobs"][1:], reported["input_top_logprobs"][1:]
+    return PromptLogprobs(
+        np.array([logprob for logprob, *_ in own], np.float32),
+        np.array([token for ((_, token, *_),) in tops], np.uint32),
+        np.array([logprob for ((logprob, *_),) in tops], np.float32),
     )
 
 
@@ -243,6 +257,8 @@ class SglangClient:
             image_data=None if images is None else [dict(images)],
             sampling_params=sampling_parameters(choice, every_token=every_token),
             return_logprob=True,
+            # Without a start SGLang reports logprobs from the response on.
+            **({"logprob_start_len": 0, "top_logprobs_num": 1} if choice.prompt_logprobs else {}),
             stream=True,
             priority=priority,
             cache_salt=salt,
@@ -252,6 +268,8 @@ class SglangClient:
             async with aclosing(self._manager.generate_request(asked, None)) as outputs:
                 async for output in outputs:
                     delta = read_delta(request_id, output, known)
+                    if choice.prompt_logprobs and not known:
+                        delta = replace(delta, prompt_logprobs=_prompt_logprobs(output))
                     known += len(delta.token_ids)
                     yield delta
         except EngineError:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -20,6 +21,7 @@ from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.client import SglangClient, engine_environment
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.vendor.checkpoint_names import check_files
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
@@ -58,9 +60,10 @@ class SglangCore(VendorCore):
 
     @classmethod
     async def build(cls, settings: SglangSettings) -> SglangCore:
-        """Start SGLang without weights.
+        """Start SGLang.
 
         Raises:
+            CheckpointError: a file of weights that it is to serve is missing or damaged.
             ConfigError: the path holds no model, or SGLang refuses its arguments.
         """
         device = select_device(settings.device)
@@ -77,6 +80,8 @@ class SglangCore(VendorCore):
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
         )
+        if settings.serves_model_files:
+            check_files(Path(settings.model_path), described)
         core = cls(described.layout, settings, described.image_prompts)
         os.environ |= engine_environment(
             os.environ,
@@ -95,6 +100,8 @@ class SglangCore(VendorCore):
         try:
             await core.client.open()
             await core.workers.begin(core._begin(kind))
+            if settings.serves_model_files:
+                await core.serve_files()
         except BaseException:  # its processes end with this one only, and this one may live on
             await core.client.close()
             raise

@@ -97,7 +97,7 @@ class SglangEngine(VendorEngine[SglangCore]):
         self._settings = settings
 
     async def start(self) -> None:
-        """Start SGLang without weights. Raises ConfigError for a path that holds no model."""
+        """Start SGLang; see the protocol."""
         _survive_quit_signals()
         await self._build(SglangCore.build(self._settings))
 

@@ -279,6 +279,9 @@ def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
         )
         if return_logprob:
             output.next_token_logprobs = logprobs
+            if any(rest[0]):  # for logprobs of the prompt; those of the response are not read
+                output.next_token_top_logprobs_val = list(logprobs[:, None])
+                output.next_token_top_logprobs_idx = list(tokens[:, None])
         return tokens.to(torch.int32)
 
     return forward

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.rollout.engines.settings import FILES_VERSION
 from services.rollout.engines.vendor.settings import VendorSettings, check_sizes, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
@@ -70,7 +71,7 @@ class SglangSettings(VendorSettings):
             "dtype": self.dtype,
             "context_length": self.max_model_len + _RESERVED_TOKENS,
             "max_running_requests": self.slots,
-            "load_format": "dummy",
+            "load_format": "auto" if self.serves_model_files else "dummy",
             "sampling_backend": "pytorch",
             "skip_tokenizer_init": True,
             "stream_interval": 1,
@@ -89,6 +90,8 @@ class SglangSettings(VendorSettings):
                 "max_total_tokens": self.slots * (self.max_model_len + _RESERVED_TOKENS),
                 "disable_overlap_schedule": True,
             }
+        if self.serves_model_files:
+            fixed["weight_version"] = str(FILES_VERSION)
         if self.float32_head:
             fixed["enable_fp32_lm_head"] = True
         chosen = fixed | dict(self.arguments)

@@ -17,6 +17,7 @@ from typing import Any
 
 from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace
 from services.rollout.engines.vendor.request import (
@@ -165,6 +166,11 @@ class VendorCore(EngineCore[RequestRun], Vendor):
                 self._break(EngineError(f"{failure}; restart the replica"))
             raise
         self.version, self.digest = version, digest
+
+    async def serve_files(self) -> None:
+        """Sample with the weights that the vendor's engine has read from the model's files."""
+        await self._note_weights(FILES_VERSION)
+        self.version, self.digest = FILES_VERSION, FILES_DIGEST
 
     async def wake(self) -> None:
         """Bring back what a sleep freed, and sample again; by default there is no sleep.

@@ -22,7 +22,7 @@ from services.rollout.engines.text import StopStringWatch
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineRun, Pace
 from sluice.errors import EngineError
-from sluice.types import FinishReason, RoutedExperts
+from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,7 +36,11 @@ _COUNT_INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class SamplingChoice:
-    """How to generate one sample; `top_k` -1 is off, `temperature` 0 is greedy."""
+    """How to generate one sample; `top_k` -1 is off, `temperature` 0 is greedy.
+
+    Attributes:
+        prompt_logprobs: the prompt's are reported, too.
+    """
 
     temperature: float
     top_p: float
@@ -44,6 +48,7 @@ class SamplingChoice:
     max_tokens: int
     seed: int
     stop_token_ids: tuple[int, ...]
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class Delta:
         version_spans: the vendor's account of versions, in the last delta.
         routing: experts of the prompt and all tokens but the last, in the last delta, if the vendor
             notes them.
+        prompt_logprobs: of the prompt that was sent, in one delta of a sample that wants them.
     """
 
     token_ids: Sequence[int]
@@ -66,6 +72,7 @@ class Delta:
     cached_tokens: int | None
     version_spans: tuple[tuple[str, int, int], ...] = ()
     routing: RoutedExperts | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,6 +299,7 @@ class RequestRun(EngineRun):
                 max_tokens=capacity,
                 seed=self._vendor.seed(request, index, len(partial)),
                 stop_token_ids=stops,
+                prompt_logprobs=request.with_prompt_logprobs and not self._open,
             )
             self._open[index] = VendorSample(index, prompt, choice, watch)
 
@@ -334,6 +342,8 @@ class RequestRun(EngineRun):
         self._count(sample, delta)
         if sample.index not in self._open:  # given up while these tokens were on their way
             return True
+        if delta.prompt_logprobs is not None:
+            self.stream.post([self._scored(sample.index, delta.prompt_logprobs)])
         end = None if sample.watch is None else sample.watch.push(delta.token_ids)
         tokens = delta.token_ids[:end]
         if tokens:
@@ -393,6 +403,16 @@ class RequestRun(EngineRun):
             chunks += taken
         if chunks:
             self.stream.post(chunks)
+
+    def _scored(self, index: int, sent: PromptLogprobs) -> SampleChunk:
+        """Return a chunk with the prompt's logprobs, without those of continued tokens after it."""
+        own = slice(self.request.prompt_token_ids.size - 1)
+        found = PromptLogprobs(sent.logprobs[own], sent.top_token_ids[own], sent.top_logprobs[own])
+        version = self._vendor.serving_version()
+        none = np.zeros(0, np.float32)
+        return SampleChunk(
+            index, np.zeros(0, np.uint32), none, version, None, prompt_logprobs=found
+        )
 
     def _end_of(self, index: int, reason: FinishReason) -> SampleChunk:
         version = self._vendor.serving_version()

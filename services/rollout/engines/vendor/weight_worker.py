@@ -4,30 +4,29 @@ them, and load them into the model.
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from typing import Protocol, TypeGuard, TypeVar, cast
+from typing import Protocol, TypeGuard, TypeVar
 
 import msgspec
 import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.protocol import StagedVersion
+from services.rollout.engines.vendor.checkpoint_names import CheckpointNames
 from services.rollout.engines.vendor.share_loading import ShareLoading
 from services.rollout.engines.vendor.share_recorder import AsInFiles
 from services.rollout.engines.vendor.weight_workers import WorkerBegin
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.select import transfer_device
-from sluice.errors import ConfigError, SluiceError, WeightSyncError
+from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.weight_share import WeightShare
 
-_Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 Outcome = dict[str, object]
 _T = TypeVar("_T")
 _SENDER = "trainer"
@@ -48,48 +47,6 @@ class ModelLoader(Protocol):
             as_in_files: makes of them what `load` expects.
         """
         ...
-
-
-class CheckpointNames:
-    """The names of one model's weights in its checkpoint's files, which vendors' loaders know.
-
-    A model in memory may hold as one tensor what its checkpoint splits (the experts of a layer), or
-    under another name; the trainer sends what the model in memory has. Transformers knows the
-    conversion for each family, since it saves checkpoints with it.
-
-    Args:
-        model_path: directory with a Hugging Face configuration.
-        trust_remote_code: run model code that ships with it.
-
-    Raises:
-        ConfigError: `model_path` holds no model that transformers knows, or this transformers does
-            not offer the conversion.
-    """
-
-    def __init__(self, model_path: str, *, trust_remote_code: bool) -> None:
-        meta = torch.device("meta")
-        self._model = build_causal_lm(model_path, meta, trust_remote_code=trust_remote_code).model
-        self._revert = _revert_weight_conversion()
-
-    def of(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the weights as a checkpoint has them; renamed or split ones are views.
-
-        Args:
-            weights: by the names of the model in memory.
-        """
-        return self._revert(self._model, dict(weights))
-
-
-def _revert_weight_conversion() -> _Revert:
-    try:
-        loading = importlib.import_module("transformers.core_model_loading")
-        return cast("_Revert", loading.revert_weight_conversion)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            "transformers has no core_model_loading.revert_weight_conversion, which gives "
-            "the engine's workers weights by their checkpoint's names; install transformers 5.19 "
-            "(sluice was run with it)"
-        ) from error
 
 
 def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpec:
@@ -232,7 +189,12 @@ class WeightWorker:
 def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
     worker.sluice_features = features = worker.sluice_find_features()
     wire = transfer_device(_own_device(reported.device, worker.device), reported.backend)
-    names = CheckpointNames(reported.model_path, trust_remote_code=reported.trust_remote_code)
+    described = build_causal_lm(
+        reported.model_path,
+        torch.device("meta"),
+        trust_remote_code=reported.trust_remote_code,
+    )
+    names = CheckpointNames(described.model)
     tensors = reported.tensors
     share = features.share(tensors, names.of)
     worker.sluice_loading = ShareLoading(tensors, share, names.of)

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.vendor.request import Delta, PromptImages, SamplingChoice
 from services.rollout.engines.vendor.settings import installed, refuse_unknown
 from sluice.errors import ConfigError, EngineError, InvalidRequestError
+from sluice.types import PromptLogprobs
 from sluice.vision.image_prompts import ImagePromptReader
 
 _NAME_BYTES = 16
@@ -316,7 +319,9 @@ class VllmClient:
         return prompt
 
     def _sampling(self, choice: SamplingChoice, kind: object) -> object:
-        more = {"flat_logprobs": True} if self.features.flat_logprobs else {}
+        more: dict[str, object] = {"flat_logprobs": True} if self.features.flat_logprobs else {}
+        if choice.prompt_logprobs:
+            more["prompt_logprobs"] = 1
         return self._make_sampling(
             temperature=choice.temperature,
             top_p=choice.top_p,
@@ -474,6 +479,21 @@ def _delta(output: Any, expert_layers: Sequence[int], known: int) -> Delta:
         output.num_cached_tokens,
         tuple(_span(one) for one in spans),
         None if routing is None else routing[:, expert_layers],
+        _prompt_logprobs(getattr(output, "prompt_logprobs", None)),
+    )
+
+
+def _prompt_logprobs(reported: Any) -> PromptLogprobs | None:
+    """Return the logprobs of a prompt; `reported` has those of one output, often none."""
+    if not reported:
+        return None
+    # Each place has its own token first, then the most probable one, unless that is the same.
+    places = [list(reported[place].items()) for place in range(1, len(reported))]
+    tops = [max(place, key=lambda one: one[1].logprob) for place in places]
+    return PromptLogprobs(
+        np.array([place[0][1].logprob for place in places], np.float32),
+        np.array([token for token, _ in tops], np.uint32),
+        np.array([one.logprob for _, one in tops], np.float32),
     )
 
 

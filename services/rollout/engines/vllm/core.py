@@ -11,11 +11,13 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import torch
 
 from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm, expert_routers
 from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.vendor.checkpoint_names import check_files
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
@@ -64,9 +66,10 @@ class VllmCore(VendorCore):
 
     @classmethod
     async def build(cls, settings: VllmSettings) -> VllmCore:
-        """Start vLLM without weights.
+        """Start vLLM.
 
         Raises:
+            CheckpointError: a file of weights that it is to serve is missing or damaged.
             ConfigError: the path holds no model, vLLM refuses its arguments, or its version lacks
                 what is needed.
         """
@@ -78,6 +81,8 @@ class VllmCore(VendorCore):
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
         )
+        if settings.serves_model_files:
+            check_files(Path(settings.model_path), described)
         layout, image_prompts = described.layout, described.image_prompts
         expert_layers = sorted(expert_routers(described.model)) if settings.with_routing else ()
         # vLLM and its processes read these variables at import, which `VllmClient` begins.
@@ -111,6 +116,8 @@ class VllmCore(VendorCore):
         )
         try:
             await core.workers.begin(begin)
+            if settings.serves_model_files:
+                await core.serve_files()
         except BaseException:  # its processes end with this one only, and this one may live on
             client.close()
             raise

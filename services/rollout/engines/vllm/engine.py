@@ -46,7 +46,7 @@ class VllmEngine(VendorEngine[VllmCore]):
         self._settings = settings
 
     async def start(self) -> None:
-        """Start vLLM without weights. Raises ConfigError for a path that holds no model."""
+        """Start vLLM; see the protocol."""
         await self._build(VllmCore.build(self._settings))
 
     async def _read_images(self, request: GenerationRequest) -> PromptImages | None:

@@ -203,7 +203,7 @@ class VllmSettings(VendorSettings):
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.slots,
-            "load_format": "dummy",
+            "load_format": "auto" if self.serves_model_files else "dummy",
             "skip_tokenizer_init": not takes_images,
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",

@@ -6,10 +6,9 @@ attention of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +21,6 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.decoder import use_own_layers
@@ -30,6 +28,7 @@ from services.trainer.learner.model.experts import use_own_experts
 from services.trainer.learner.model.forward import DTYPES, use_compiled_head, use_float32_head
 from services.trainer.learner.model.recompute import recompute_layers
 from services.trainer.learner.model.weight_files import WeightFiles
+from sluice.checkpoint.pretrained import read_pretrained
 from sluice.config.derived import adapts
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -244,41 +243,25 @@ def _unread(
 def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) -> PreTrainedModel:
     register_packed_attention()
     head = {"num_labels": 1} if is_critic else {}
-    key = f"actor_rollout_ref.model.path='{model.path}'"
-    remedy = (
-        "give the directory of a Hugging Face causal language model (config.json, *.safetensors)"
-    )
     if not (Path(model.path) / "config.json").is_file():
-        raise ConfigError(f"{key}: no config.json there; {remedy}")
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={model.path!r}: no config.json there; give the "
+            "directory of a Hugging Face causal language model (config.json, *.safetensors)"
+        )
     shape = read_vision_shape(model.path)
     family: Any = AutoModelForCausalLM if shape is None else AutoModelForImageTextToText
     if is_critic:
         family = AutoModelForTokenClassification
     kind = "" if shape is None else shape.model_type
-    # Otherwise every rank shows a progress bar on the console.
-    transformers_logging.disable_progress_bar()
-    try:
-        loading: object = family.from_pretrained(
-            model.path,
-            **head,
-            dtype=dtype,
-            attn_implementation=text_attention(kind, FAMILIES, PACKED_ATTENTION),
-            local_files_only=True,
-            trust_remote_code=model.trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{key} cannot be loaded ({error}); {remedy}") from error
-    loaded, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[object]]]", loading)
-    missing = [key for key in map(str, report["missing_keys"]) if not _is_value_head(key)]
-    if missing or report["mismatched_keys"]:
-        lacking = sorted([*missing, *map(str, report["mismatched_keys"])])
-        raise ConfigError(
-            f"{key}: {len(lacking)} weights are missing or of another shape, first {lacking[0]}; "
-            "copy the complete checkpoint"
-        )
-    return loaded
+    return read_pretrained(
+        family,
+        model.path,
+        may_lack=_is_value_head,
+        **head,
+        dtype=dtype,
+        attn_implementation=text_attention(kind, FAMILIES, PACKED_ATTENTION),
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def _is_value_head(name: str) -> bool:

@@ -64,6 +64,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TOOL_FORMAT_FIELD_NUMBER: builtins.int
     AFFINITY_FIELD_NUMBER: builtins.int
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: builtins.int
+    WITH_PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the caller for logs and traces; at most 128 bytes. May be empty."""
     stream_mode: global___StreamMode.ValueType
@@ -103,6 +104,10 @@ class GenerateRequest(google.protobuf.message.Message):
     run's bound of prompts. OUT_OF_RANGE if the prompt leaves none. 0 or absent: what the model's
     context leaves.
     """
+    with_prompt_logprobs: builtins.bool
+    """True: one message has the logprobs of the prompt's tokens. For prompts without images. Absent:
+    false.
+    """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:
         """The prompt. A client's prompt is never cut, and INVALID_ARGUMENT if the model's context then has
@@ -138,9 +143,10 @@ class GenerateRequest(google.protobuf.message.Message):
         tool_format: builtins.str = ...,
         affinity: builtins.str = ...,
         max_sequence_tokens: builtins.int = ...,
+        with_prompt_logprobs: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["affinity", b"affinity", "linger_ms", b"linger_ms", "max_sequence_tokens", b"max_sequence_tokens", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode", "token_budget", b"token_budget", "tool_format", b"tool_format", "with_routing", b"with_routing"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["affinity", b"affinity", "linger_ms", b"linger_ms", "max_sequence_tokens", b"max_sequence_tokens", "partial_interval_ms", b"partial_interval_ms", "partials", b"partials", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_indexes", b"sample_indexes", "sampling", b"sampling", "stream_mode", b"stream_mode", "token_budget", b"token_budget", "tool_format", b"tool_format", "with_prompt_logprobs", b"with_prompt_logprobs", "with_routing", b"with_routing"]) -> None: ...
 
 global___GenerateRequest = GenerateRequest
 
@@ -203,6 +209,48 @@ class TokenDelta(google.protobuf.message.Message):
 global___TokenDelta = TokenDelta
 
 @typing.final
+class PromptLogprobs(google.protobuf.message.Message):
+    """The logprobs of a prompt's tokens after the first, each given the tokens before it: of the model's
+    distribution at temperature 1, of the version that serves.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOGPROBS_F32_FIELD_NUMBER: builtins.int
+    TOP_TOKEN_IDS_U32_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_F32_FIELD_NUMBER: builtins.int
+    TEXTS_FIELD_NUMBER: builtins.int
+    TOP_TEXTS_FIELD_NUMBER: builtins.int
+    logprobs_f32: builtins.bytes
+    """Natural logs, little-endian float32; one fewer than the prompt has tokens, as in the next two."""
+    top_token_ids_u32: builtins.bytes
+    """The most probable token at each place, little-endian uint32."""
+    top_logprobs_f32: builtins.bytes
+    """Its logprob, little-endian float32."""
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The text that each token of the prompt completes, the first included; empty in the middle of a
+        character.
+        """
+
+    @property
+    def top_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The text of each of the most probable tokens."""
+
+    def __init__(
+        self,
+        *,
+        logprobs_f32: builtins.bytes = ...,
+        top_token_ids_u32: builtins.bytes = ...,
+        top_logprobs_f32: builtins.bytes = ...,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+        top_texts: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs_f32", b"logprobs_f32", "texts", b"texts", "top_logprobs_f32", b"top_logprobs_f32", "top_texts", b"top_texts", "top_token_ids_u32", b"top_token_ids_u32"]) -> None: ...
+
+global___PromptLogprobs = PromptLogprobs
+
+@typing.final
 class GenerateResponse(google.protobuf.message.Message):
     """A piece of the answer."""
 
@@ -212,6 +260,7 @@ class GenerateResponse(google.protobuf.message.Message):
     DELTAS_FIELD_NUMBER: builtins.int
     ROLLOUTS_FIELD_NUMBER: builtins.int
     ENGINE_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     engine_tokens: builtins.int
     """With `partial_interval_ms`: the tokens that the engine has generated since the process started.
     Sent when these samples got no token for some time, although the engine generated tokens and
@@ -231,6 +280,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Rollout]:
         """Samples that finished, each with all of its tokens."""
 
+    @property
+    def prompt_logprobs(self) -> global___PromptLogprobs:
+        """With `with_prompt_logprobs`: set in one message, before the samples finish."""
+
     def __init__(
         self,
         *,
@@ -238,9 +291,10 @@ class GenerateResponse(google.protobuf.message.Message):
         deltas: collections.abc.Iterable[global___TokenDelta] | None = ...,
         rollouts: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Rollout] | None = ...,
         engine_tokens: builtins.int | None = ...,
+        prompt_logprobs: global___PromptLogprobs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_engine_tokens", b"_engine_tokens", "accepted", b"accepted", "engine_tokens", b"engine_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_engine_tokens", b"_engine_tokens", "accepted", b"accepted", "deltas", b"deltas", "engine_tokens", b"engine_tokens", "rollouts", b"rollouts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_engine_tokens", b"_engine_tokens", "accepted", b"accepted", "engine_tokens", b"engine_tokens", "prompt_logprobs", b"prompt_logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_engine_tokens", b"_engine_tokens", "accepted", b"accepted", "deltas", b"deltas", "engine_tokens", b"engine_tokens", "prompt_logprobs", b"prompt_logprobs", "rollouts", b"rollouts"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_engine_tokens", b"_engine_tokens"]) -> typing.Literal["engine_tokens"] | None: ...
 
 global___GenerateResponse = GenerateResponse

@@ -1,0 +1,1 @@
+"""Evaluations without a launch, recipes, guards and sources; `make bench-eval`."""

@@ -1,0 +1,78 @@
+"""Measure evaluations, recipes, guards and sources on the CPU; `make bench-eval`.
+
+Parts, and the keys of the JSON object that is printed last; those of other parts are null:
+
+equal    responses_differ: prompts with other greedy responses by `sluice eval --model` than by
+         `sluice eval RUN` at the same weights; metrics_difference: of their metrics, the largest;
+         first_sample_s: from the command's start to its first graded prompt, the median of three
+resume   resume_differs: prompts and metrics that differ after five kills on the way, of the command
+         and of one process of each kind
+lm_eval  lm_eval_difference: of lm-eval's accuracy at `sluice serve-openai` and ours, on 100 rows;
+         needs --harness-python, of the environment of `make test-harness`
+guards   validations_until_rollback: of a run whose learning rate becomes a hundred times too high;
+         rollback_points: of accuracy, the best less the first after the rollback, in percent
+sources  share_error: of two sources at 3:1, the second ten times slower: the largest relative error
+         of a share of the trained samples
+recipes  recipes: of each tiny recipe its seconds, and its held-out accuracy before and after
+
+missed names the keys that miss their bars; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evaluation import collapse, equality, other_harness, resumption, sources
+from benchmarks.parts import Part, missed, parts_parser, run_parts
+from benchmarks.reporting import ROOT, last_json
+
+KEYS = (
+    *equality.KEYS,
+    *resumption.KEYS,
+    *other_harness.KEYS,
+    *collapse.KEYS,
+    *sources.KEYS,
+    "recipes",
+)
+MOST: Mapping[str, float] = {
+    **equality.MOST,
+    **resumption.MOST,
+    **other_harness.MOST,
+    **collapse.MOST,
+    **sources.MOST,
+}
+PARTS: Mapping[str, Part] = {
+    "equal": lambda parsed: equality.measure(parsed.folder),
+    "resume": lambda parsed: resumption.measure(parsed.folder),
+    "lm_eval": lambda parsed: other_harness.measure(parsed.folder, parsed.harness_python),
+    "guards": lambda parsed: collapse.measure(parsed.folder),
+    "sources": lambda parsed: sources.measure(parsed.folder),
+    "recipes": lambda _: _recipes(),
+}
+
+
+def _recipes() -> Mapping[str, Any]:
+    """Train every recipe in small; that command fails if one does not learn."""
+    return {"recipes": last_json([sys.executable, "-m", "benchmarks.recipes"])}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the parts; return the exit status."""
+    parser = parts_parser(__doc__, "python -m benchmarks.evaluation --parts equal,resume", PARTS)
+    parser.add_argument("--harness-python", help="of an environment with lm-eval")
+    parser.add_argument(
+        "--folder",
+        type=lambda text: Path(text).absolute(),
+        default=ROOT / "runs" / "bench-eval",
+        help="for all files; the quickstart's are made there once",
+    )
+    parsed = parser.parse_args(arguments)
+    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

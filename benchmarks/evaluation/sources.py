@@ -1,0 +1,78 @@
+"""Two sources of prompts at 3:1, of which the smaller one is ten times slower."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from benchmarks.reporting import empty_run_folder, print_line, quickstart
+
+KEYS = ("share_error",)
+MOST: Mapping[str, float] = {"share_error": 0.1}
+
+_SHARES = {"fast": 0.75, "slow": 0.25}
+_STEPS, _SLOW_S = 12, 6.0
+"""A group of the quickstart takes about half a second."""
+_WORLD = f"""
+import asyncio
+
+class Slow:
+    def reset(self, **row):
+        pass
+
+    async def turn(self, answer: str) -> None:
+        await asyncio.sleep({_SLOW_S})
+"""
+
+
+def measure(folder: Path) -> Mapping[str, Any]:
+    """Train some steps; return the largest relative error of a source's share of the groups."""
+    run_dir, trained = folder / "sources", folder / "sources" / "trained"
+    empty_run_folder(run_dir, folder / "assets", "quickstart", 0)
+    world = folder / "slow_world.py"
+    world.write_text(_WORLD, encoding="utf-8")
+    prompts = _split(folder)
+    settings = [
+        "data.train_files=null",
+        f"trainer.total_training_steps={_STEPS}",
+        f"trainer.rollout_data_dir={trained}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=1000",
+        "trainer.save_freq=1000",
+        f"sluice.environment.path={world}",
+        "sluice.sources.slow.environment=Slow",
+        "sluice.sources.fast.environment=single_turn_agent",
+    ]
+    for name, share in _SHARES.items():
+        settings += [
+            f"sluice.sources.{name}.files={_file(folder, name)}",
+            f"sluice.sources.{name}.share={share}",
+        ]
+    quickstart(run_dir, 0, settings)
+    counts = Counter(
+        prompts[json.loads(line)["input"]]
+        for file in trained.glob("*.jsonl")
+        for line in file.read_text(encoding="utf-8").splitlines()
+    )
+    print_line(f"trained samples: {dict(counts)}")
+    shares = {name: counts[name] / counts.total() for name in _SHARES}
+    return {"share_error": max(abs(shares[n] - share) / share for n, share in _SHARES.items())}
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.parquet"
+
+
+def _split(folder: Path) -> dict[str, str]:
+    """Write the training problems to a file for each source; return each problem's source."""
+    rows = pq.read_table(folder / "assets" / "data" / "train.parquet")
+    half, found = rows.num_rows // 2, dict[str, str]()
+    for name, part in zip(_SHARES, (rows.slice(0, half), rows.slice(half)), strict=True):
+        pq.write_table(part, _file(folder, name))
+        found |= {prompt[0]["content"]: name for prompt in part["prompt"].to_pylist()}
+    return found

@@ -1,0 +1,198 @@
+"""Finished prompts of a stand-alone evaluation on disk, so that it continues after a kill.
+
+``responses/<benchmark>.jsonl`` in the run's folder gets a line for each finished prompt. A prompt
+with a failed sample is sampled again by the next start, since a kill may be the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from sluice.data.prompt_files import PromptFiles
+from sluice.errors import DataError
+from sluice.evaluation.stored_responses import (
+    FOLDER_NAME,
+    StoredMessage,
+    StoredPrompt,
+    StoredSample,
+    grade_of,
+    read_responses,
+)
+from sluice.telemetry.samples import transcript
+from sluice.types import Outcome, Prompt, Rollout, RolloutGroup, Scored
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkFile:
+    """One benchmark: the position of its first row in the validation set, and its responses."""
+
+    start: int
+    responses: Path
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOutcomes:
+    """The grades of a prompt that an earlier start has finished."""
+
+    data_source: str
+    scores: tuple[Scored, ...]
+
+
+class PromptStore:
+    """The files of one evaluation.
+
+    Args:
+        benchmarks: in the order of their rows.
+    """
+
+    def __init__(self, benchmarks: Sequence[BenchmarkFile]) -> None:
+        self._benchmarks = benchmarks
+        self._starts = [one.start for one in benchmarks]
+        self._one_at_a_time = asyncio.Lock()
+
+    def finished(self, num_samples: int) -> Mapping[int, StoredOutcomes]:
+        """Return the finished prompts by position in the validation set; drop all others.
+
+        A line that a kill cut short, one with a failed sample and one with another number of
+        samples are deleted: their prompts are sampled again.
+
+        Raises:
+            DataError: a line is damaged, or a file cannot be read or written.
+        """
+        found: dict[int, StoredOutcomes] = {}
+        for one in self._benchmarks:
+            try:
+                one.responses.parent.mkdir(parents=True, exist_ok=True)
+                if one.responses.exists():
+                    found.update(_kept(one, num_samples))
+            except OSError as error:
+                raise _unusable(one.responses, error) from error
+        return found
+
+    async def add(
+        self, prompt: Prompt, group: RolloutGroup | None, outcomes: Sequence[Outcome]
+    ) -> None:
+        """Store a finished prompt.
+
+        Args:
+            prompt: with its position.
+            group: its samples; ``None``: none could be generated.
+            outcomes: one per requested sample.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        assert prompt.position is not None
+        benchmark = self._benchmarks[bisect_right(self._starts, prompt.position) - 1]
+        line = _line(prompt, prompt.position - benchmark.start, group, outcomes)
+        async with self._one_at_a_time:
+            await asyncio.to_thread(_append, benchmark.responses, line)
+
+
+def open_store(run_dir: Path, names: Sequence[str], files: PromptFiles) -> PromptStore:
+    """Return the store of an evaluation.
+
+    Args:
+        run_dir: the evaluation's folder.
+        names: of the benchmarks, one for each file.
+        files: the validation set.
+
+    Raises:
+        DataError: a file has no rows.
+    """
+    starts: dict[str, int] = {}
+    for block in files.blocks:
+        starts.setdefault(block.path, block.start)
+    if len(starts) < len(names):
+        raise DataError(
+            f"sluice.evaluation.benchmarks = {', '.join(names)}: only {', '.join(starts)} have "
+            "rows; leave out the files without"
+        )
+    folder = run_dir / FOLDER_NAME
+    return PromptStore(
+        [
+            BenchmarkFile(start, folder / f"{name}.jsonl")
+            for name, start in zip(names, starts.values(), strict=True)
+        ]
+    )
+
+
+def _kept(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, StoredOutcomes]:
+    file, found, num_bytes = benchmark.responses, {}, 0
+    draft = file.with_name(f".{file.name}.draft")
+    with draft.open("wb") as kept:
+        for _, prompt in read_responses(file):
+            scores = tuple(score for one in prompt.samples if (score := one.scored) is not None)
+            if len(scores) == len(prompt.samples) == num_samples:
+                position = benchmark.start + prompt.position
+                found[position] = StoredOutcomes(prompt.data_source, scores)
+                num_bytes += kept.write(msgspec.json.encode(prompt) + b"\n")
+    if num_bytes == file.stat().st_size:
+        draft.unlink()
+    else:
+        os.replace(draft, file)
+    return found
+
+
+def _line(
+    prompt: Prompt, position: int, group: RolloutGroup | None, outcomes: Sequence[Outcome]
+) -> bytes:
+    rollouts = group.rollouts if group is not None else ()
+    samples = [_sample(one, outcome) for one, outcome in zip(rollouts, outcomes, strict=False)]
+    samples += [_graded(StoredSample(""), one) for one in outcomes[len(samples) :]]
+    stored = StoredPrompt(
+        position,
+        prompt.data_source,
+        samples,
+        [StoredMessage(turn.role, turn.content) for turn in prompt.messages],
+        prompt.ground_truth,
+        dict(prompt.extra_info),
+    )
+    return msgspec.json.encode(stored, enc_hook=str) + b"\n"
+
+
+def _sample(rollout: Rollout, outcome: Outcome) -> StoredSample:
+    is_episode = len(rollout.turns) > 1
+    sample = StoredSample(
+        response=_printable(transcript(rollout)),
+        tokens=rollout.num_tokens,
+        finish_reason=rollout.finish_reason.value,
+        turns=len(rollout.turns),
+        last_turn=_printable(rollout.text) if is_episode else None,
+        is_graded_by_environment=rollout.outcome is not None,
+    )
+    return _graded(sample, outcome)
+
+
+def _graded(sample: StoredSample, outcome: Outcome) -> StoredSample:
+    grade = grade_of(outcome)
+    return msgspec.structs.replace(
+        sample, reward=grade.reward, metrics=grade.metrics, failure=grade.failure
+    )
+
+
+def _printable(text: str) -> str:
+    """Return `text` without lone surrogates, which JSON cannot hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _append(file: Path, line: bytes) -> None:
+    try:
+        with file.open("ab") as opened:
+            opened.write(line)
+    except OSError as error:
+        raise _unusable(file, error) from error
+
+
+def _unusable(file: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{file}: {error.strerror or error}; free the disk or the folder, and start the "
+        "evaluation again: it continues"
+    )

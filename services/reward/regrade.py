@@ -1,0 +1,169 @@
+"""Grade the stored responses of an evaluation again: ``python -m services.reward.regrade DIR``.
+
+The scorers, their limits and their processes are those of the reward service, as the evaluation's
+configuration and the overrides after DIR have them. A line on standard output gives the number of
+prompts graded since the line before. The files of responses are replaced at the end, all of them,
+so that a killed process changes nothing; each sample keeps its earlier grades.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from services.reward.grading.grader import Grader, overlong_shaping
+from services.reward.grading.pool import configured_scorer_pool
+from services.reward.groups.settings import outcome_policy
+from sluice.concurrency.process import end_with_supervisor, exit_status
+from sluice.config.loading.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.evaluation.stored_responses import (
+    StoredGrade,
+    StoredPrompt,
+    StoredSample,
+    grade_of,
+    read_responses,
+    response_files,
+)
+from sluice.service_contract import CONFIG_NAME
+from sluice.types import (
+    ChatMessage,
+    FailureKind,
+    FinishReason,
+    Prompt,
+    PromptOrigin,
+    Rollout,
+    VersionSpan,
+    absent_logprobs,
+    absent_tokens,
+)
+
+_PROMPTS_AT_ONCE = 64
+_OF_SCORERS = (FailureKind.UNSCORABLE, FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH)
+
+
+async def regrade_all(folder: Path, config: RunConfig) -> None:
+    """Grade all stored responses and replace their files.
+
+    Raises:
+        ConfigError: what grades cannot be loaded.
+        DataError: there are no responses, or a line of them is damaged.
+        OSError: a file cannot be read or written.
+    """
+    drafts: dict[Path, Path] = {}
+    shaping = overlong_shaping(config.reward, config.data.max_response_length)
+    try:
+        async with configured_scorer_pool(config.reward, config.sluice.sandbox, folder) as pool:
+            grader = Grader(pool, shaping, outcome_policy(config))
+            for file in response_files(folder).values():
+                drafts[file] = file.with_name(f".{file.name}.{os.getpid()}.draft")
+                with drafts[file].open("wb") as draft:
+                    await _regrade_file(grader, file, draft)
+        for file, path in drafts.items():
+            os.replace(path, file)
+    finally:
+        for path in drafts.values():
+            path.unlink(missing_ok=True)
+
+
+async def _regrade_file(grader: Grader, file: Path, draft: BinaryIO) -> None:
+    prompts = (prompt for _, prompt in read_responses(file))
+    while some := await asyncio.to_thread(_next, prompts):
+        async with asyncio.TaskGroup() as tasks:
+            graded = [
+                tasks.create_task(_regrade(grader, one), name=f"prompt {one.position}")
+                for one in some
+            ]
+        for task in graded:
+            draft.write(msgspec.json.encode(task.result()) + b"\n")
+        print(len(some), flush=True)  # noqa: T201 - the caller counts
+
+
+def _next(prompts: Iterator[StoredPrompt]) -> list[StoredPrompt]:
+    return list(islice(prompts, _PROMPTS_AT_ONCE))
+
+
+async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
+    """Return the prompt with new grades, where scorers give any."""
+    chosen = [number for number, one in enumerate(stored.samples) if _is_for_scorers(one)]
+    prompt = _prompt(stored)
+    rollouts = [_rollout(number, stored.samples[number]) for number in chosen]
+    outcomes = await grader.outcomes(prompt, rollouts)
+    samples = list(stored.samples)
+    for number, outcome in zip(chosen, outcomes, strict=True):
+        before, now = samples[number], grade_of(outcome)
+        earlier = StoredGrade(before.reward, before.metrics, before.failure)
+        samples[number] = msgspec.structs.replace(
+            before,
+            reward=now.reward,
+            metrics=now.metrics,
+            failure=now.failure,
+            earlier=[*before.earlier, earlier],
+        )
+    return msgspec.structs.replace(stored, samples=samples)
+
+
+def _is_for_scorers(sample: StoredSample) -> bool:
+    """Return whether a scorer graded the response, or failed to; others were never generated, or
+    only their environment could grade them."""
+    if sample.is_graded_by_environment:
+        return False
+    return sample.failure is None or sample.failure.startswith(_OF_SCORERS)
+
+
+def _prompt(stored: StoredPrompt) -> Prompt:
+    truth = stored.ground_truth
+    return Prompt(
+        prompt_id=f"position {stored.position}",
+        sequence=stored.position,
+        messages=tuple(ChatMessage(one.role, one.content) for one in stored.prompt),
+        data_source=stored.data_source,
+        ground_truth=truth if isinstance(truth, str) else msgspec.json.encode(truth).decode(),
+        origin=PromptOrigin.DATASET,
+        position=stored.position,
+        extra_info=stored.extra_info if isinstance(stored.extra_info, dict) else {},
+    )
+
+
+def _rollout(number: int, sample: StoredSample) -> Rollout:
+    """Return the sample with its text and length; its tokens were not stored."""
+    finish = FinishReason.STOP
+    with suppress(ValueError):
+        finish = FinishReason(sample.finish_reason)
+    count = sample.tokens
+    return Rollout.of_one_turn(
+        number,
+        absent_tokens(count),
+        absent_logprobs(count),
+        (VersionSpan(0, 0, count),) if count else (),
+        finish,
+        sample.response if sample.last_turn is None else sample.last_turn,
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Regrade as the command line asks."""
+    parser = argparse.ArgumentParser(
+        prog="python -m services.reward.regrade",
+        description="Grades the stored responses of an evaluation again.",
+        epilog="example: python -m services.reward.regrade runs/eval reward.num_workers=4",
+    )
+    parser.add_argument("folder", type=Path, help="of the evaluation")
+    parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
+    given = parser.parse_args(argv)
+    end_with_supervisor()
+    config = load_config(given.folder / CONFIG_NAME, given.overrides)
+    asyncio.run(regrade_all(given.folder, config))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status("sluice", lambda: main(sys.argv[1:])))

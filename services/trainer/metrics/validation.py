@@ -1,0 +1,25 @@
+"""What a validation reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One validation response for readers."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """Validation numbers of one version."""
+
+    metrics: Mapping[str, float]
+    examples: tuple[Example, ...]
+    generated_tokens: int

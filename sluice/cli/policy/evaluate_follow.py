@@ -1,0 +1,149 @@
+"""`sluice eval --follow`: each checkpoint of a run, as it appears."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import typer
+
+from sluice.cli.policy.kept_checkpoints import KeptCheckpoints
+from sluice.cli.run.evaluation import EvaluationEnd, EvaluationOrder, evaluate_model
+from sluice.cli.run.up import Display
+from sluice.cli.running_run import is_active
+from sluice.cli.terminal import print_json, print_line
+from sluice.client.run_address import locate_run
+from sluice.config.derived import checkpoint_folder
+from sluice.config.run import RunConfig
+from sluice.config.schema.data import file_list
+from sluice.errors import DataError, SluiceError
+from sluice.evaluation.comparison import Evaluation, compared_benchmarks, read_evaluations
+from sluice.evaluation.figures import estimate_text
+from sluice.evaluation.page import PAGE_NAME, write_page, write_report
+from sluice.evaluation.results import RESULTS_NAME, write_results
+from sluice.launch.processes.supervisor import EXIT_INTERRUPTED
+from sluice.service_contract import CONFIG_NAME
+
+EVALUATIONS_NAME = "evaluations"
+"""In a run's folder: a folder for each evaluated checkpoint."""
+_LOOK_EVERY_S = 2.0
+EvaluateModel = Callable[[EvaluationOrder, Display], EvaluationEnd]
+
+
+def follow_run(
+    run: Path,
+    order: EvaluationOrder,
+    display: Display,
+    evaluate: EvaluateModel = evaluate_model,
+    look_every_s: float = _LOOK_EVERY_S,
+) -> None:
+    """Evaluate each checkpoint of a run, oldest first, until the run has ended and none is left.
+
+    A page compares all of them; it is written after each. Checkpoints that were evaluated before
+    are not evaluated again.
+
+    Args:
+        run: its folder.
+        order: what to evaluate: its model is replaced by each checkpoint, its output is the folder
+            of all evaluations. Without benchmarks these are the run's validation files, and
+            without a configuration it is the run's.
+        display: where and how to show it.
+        evaluate: evaluates one.
+        look_every_s: seconds between looks for a new one.
+
+    Raises:
+        ConfigError, DataError: nothing was started in the folder, or a checkpoint cannot be
+            evaluated.
+        typer.Exit: an evaluation did not reach its end; has its exit code.
+    """
+    location = locate_run(run)
+    order = replace(
+        order,
+        benchmarks=order.benchmarks or _validation_files(location.config),
+        config=order.config or location.run_dir / CONFIG_NAME,
+    )
+    folder = Path(checkpoint_folder(location.config))
+    checkpoints = KeptCheckpoints(folder, order.output, RESULTS_NAME)
+    print_line(display.console, f"following {folder}; evaluations: {order.output}")
+    try:
+        with checkpoints.watching(look_every_s):
+            while True:
+                is_running = asyncio.run(is_active(location.run_dir))
+                checkpoints.look()  # after that: the run's last save comes before its end
+                if waiting := checkpoints.waiting():
+                    _evaluate_checkpoint(checkpoints, waiting[0], order, display, evaluate)
+                elif is_running:
+                    time.sleep(look_every_s)
+                else:
+                    break
+    except KeyboardInterrupt:
+        print_line(display.console, "stopped; the same command continues")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if not checkpoints.evaluated():
+        raise DataError(f"{folder}: the run has ended without a checkpoint; set trainer.save_freq")
+    print_line(display.console, f"the run has ended; page: {order.output / PAGE_NAME}")
+
+
+def _evaluate_checkpoint(
+    checkpoints: KeptCheckpoints,
+    step: int,
+    order: EvaluationOrder,
+    display: Display,
+    evaluate: EvaluateModel,
+) -> None:
+    output = checkpoints.evaluation(step)
+    print_line(display.console, f"checkpoint of step {step}")
+    end = None
+    try:
+        end = evaluate(replace(order, model=checkpoints.model(step), output=output), display)
+    except SluiceError:
+        if checkpoints.is_there(step):
+            raise
+    if end is None or end.results is None:
+        if end is None or not checkpoints.is_there(step):
+            folder = checkpoints.checkpoint(step)
+            text = f"{folder} was deleted meanwhile; raise trainer.max_actor_ckpt_to_keep"
+            print_line(display.console, text)
+            return
+        raise typer.Exit(end.exit_code)
+    results = write_results(
+        output,
+        model=str(checkpoints.checkpoint(step)),  # the kept one goes
+        sampling=end.results.sampling,
+        samples_per_prompt=end.results.samples_per_prompt,
+        seconds=end.results.seconds,
+    )
+    write_report(output)
+    checkpoints.release(step)
+    if display.as_json:
+        numbers = msgspec.to_builtins(results, str_keys=True)
+        print_json({"step": step, "folder": str(output), "results": numbers})
+    evaluations = read_evaluations([checkpoints.evaluation(one) for one in checkpoints.evaluated()])
+    write_page(evaluations, order.output / PAGE_NAME)
+    _print_progress(step, output, evaluations, display)
+
+
+def _print_progress(
+    step: int, output: Path, evaluations: Sequence[Evaluation], display: Display
+) -> None:
+    """Print the means of the newest evaluation, and what has changed since the first one."""
+    number = [one.folder for one in evaluations].index(output)
+    for benchmark in compared_benchmarks(evaluations):
+        if (found := benchmark.results[number]) is None:
+            continue
+        text = f"step {step}, {benchmark.name}: mean {benchmark.variable} "
+        text += estimate_text(found.mean)
+        if (change := benchmark.differences[number]) is not None:
+            text += f", {estimate_text(change, signed=True)} since {evaluations[0].label}"
+        print_line(display.console, text)
+
+
+def _validation_files(config: RunConfig) -> Mapping[str, Path]:
+    files = [Path(file) for file in file_list(config.data.val_files or [])]
+    if not files:
+        raise DataError("data.val_files: the run has none; give --benchmark")
+    return {file.stem: file for file in files}

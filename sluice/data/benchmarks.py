@@ -1,0 +1,63 @@
+"""Find the files of benchmarks that are named on a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sluice.data.published_rows import PUBLISHED_SETS
+from sluice.data.row_files import JSON_SUFFIXES, PARQUET_SUFFIX
+from sluice.errors import DataError
+
+SPLIT = "test"
+_ANY_ROWS = "jsonl"
+_SUFFIXES = (PARQUET_SUFFIX, *JSON_SUFFIXES)
+
+
+def benchmark_files(wanted: str, folder: Path) -> Mapping[str, Path]:
+    """Return the file of each benchmark by its name, in order.
+
+    Args:
+        wanted: names of published sets and paths of files, separated by commas. A set is the file
+            ``<name>-test.parquet`` that ``sluice data prepare`` writes.
+        folder: where prepared sets are.
+
+    Raises:
+        DataError: a name is unknown, a file is missing, or two benchmarks have one name; says what
+            to prepare and how.
+    """
+    found: dict[str, Path] = {}
+    for one in filter(None, (part.strip() for part in wanted.split(","))):
+        name, file = (Path(one).stem, Path(one)) if _is_path(one) else (one, _prepared(one, folder))
+        if not file.is_file():
+            raise DataError(f"benchmark {one}: no file {file}; give the path of a data file")
+        if name in found:
+            raise DataError(
+                f"benchmark {one}: {found[name]} has the name {name} already; rename one of the "
+                "files"
+            )
+        found[name] = file
+    if not found:
+        raise DataError(f"benchmark {wanted!r}: names none; give one or more, such as math-500")
+    return found
+
+
+def _is_path(text: str) -> bool:
+    return text.endswith(_SUFFIXES) or "/" in text
+
+
+def _prepared(name: str, folder: Path) -> Path:
+    known = [one for one in PUBLISHED_SETS if one != _ANY_ROWS]
+    if name not in known:
+        raise DataError(
+            f"benchmark {name}: is unknown; give one of {', '.join(known)}, or a "
+            f"{', '.join(_SUFFIXES)} file in verl's format ('sluice data prepare' converts files)"
+        )
+    file = folder / f"{name}-{SPLIT}.parquet"
+    if not file.is_file():
+        raise DataError(
+            f"benchmark {name}: no file {file}; download its {SPLIT} split as it was published and "
+            f"prepare it: sluice data prepare {name} --split {SPLIT} --input DOWNLOADED --output "
+            f"{folder}; or name another folder with --data-dir"
+        )
+    return file

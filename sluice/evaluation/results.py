@@ -1,0 +1,165 @@
+"""`results.json` of an evaluation: made from the stored responses, and read again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
+from sluice.errors import DataError
+from sluice.evaluation.statistics import (
+    Estimate,
+    PromptScores,
+    estimate,
+    mean_variable,
+    pass_estimates,
+    prompt_mean,
+)
+from sluice.evaluation.stored_responses import StoredPrompt, read_responses, response_files
+from sluice.json_objects import DECODE_ERRORS
+from sluice.types import FinishReason
+
+RESULTS_NAME = "results.json"
+
+
+class BenchmarkResults(msgspec.Struct, frozen=True):
+    """The numbers of one benchmark.
+
+    Attributes:
+        prompts: finished, whether or not a sample was graded.
+        failed_samples: without a grade; they are in no mean.
+        metrics: by verl's names, as a validation in training has them.
+        variable: what `mean` is of: ``acc``, or ``reward`` without it.
+        mean: over the prompts; null if nothing was graded.
+        pass_at_k: the unbiased estimate, by k.
+        response_tokens: mean of all samples.
+        cut_off: share of the samples that ended at the limit of their length.
+    """
+
+    prompts: int
+    failed_samples: int
+    metrics: dict[str, float]
+    variable: str
+    mean: Estimate | None
+    pass_at_k: dict[int, Estimate]
+    response_tokens: float
+    cut_off: float
+
+
+class Results(msgspec.Struct, frozen=True):
+    """All of an evaluation.
+
+    Attributes:
+        model: folder of the evaluated checkpoint.
+        sampling: temperature, top_p, top_k and the like.
+        samples_per_prompt: as asked for.
+        seconds: that the evaluation took.
+        benchmarks: by name.
+    """
+
+    model: str
+    sampling: dict[str, Any]
+    samples_per_prompt: int
+    seconds: float
+    benchmarks: dict[str, BenchmarkResults]
+
+
+def write_results(
+    folder: Path, *, model: str, sampling: dict[str, Any], samples_per_prompt: int, seconds: float
+) -> Results:
+    """Make the results of an evaluation from its stored responses and write them to its folder.
+
+    Others see the former file or this one, never half of it. The same responses give the same
+    bytes, for equal arguments.
+
+    Args:
+        folder: of the evaluation.
+        model: see `Results`.
+        sampling: see `Results`.
+        samples_per_prompt: see `Results`.
+        seconds: see `Results`.
+
+    Raises:
+        DataError: there are no responses, or a line of them is damaged.
+        OSError: a file cannot be read or written.
+    """
+    benchmarks = {
+        name: benchmark_results(prompt_scores(read_responses(file)), samples_per_prompt)
+        for name, file in response_files(folder).items()
+    }
+    results = Results(model, sampling, samples_per_prompt, seconds, benchmarks)
+    content = msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n"
+    draft = folder / f".{RESULTS_NAME}.{os.getpid()}.draft"
+    draft.write_bytes(content)
+    os.replace(draft, folder / RESULTS_NAME)
+    return results
+
+
+def read_results(folder: Path) -> Results:
+    """Return the results of an evaluation.
+
+    Raises:
+        DataError: there are none, or they cannot be read.
+    """
+    file = folder / RESULTS_NAME
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Results)
+    except OSError as error:
+        raise DataError(
+            f"{file}: {error.strerror}; give the --output folder of an evaluation that ended"
+        ) from error
+    except DECODE_ERRORS as error:
+        raise DataError(f"{file}: {error}; run the evaluation's command again") from error
+
+
+def prompt_scores(stored: Iterable[tuple[int, StoredPrompt]]) -> list[PromptScores]:
+    """Return what statistics need of the prompts, in the order of their positions.
+
+    Args:
+        stored: as `read_responses` yields them; their texts are not kept.
+    """
+    found = []
+    for offset, prompt in stored:
+        scores = tuple(one.scored for one in prompt.samples)
+        graded = tuple(score for score in scores if score is not None)
+        found.append(
+            PromptScores(
+                position=prompt.position,
+                key=prompt.key,
+                data_source=prompt.data_source,
+                scores=graded,
+                num_failed=len(scores) - len(graded),
+                num_tokens=sum(one.tokens for one in prompt.samples),
+                num_cut=sum(one.finish_reason == FinishReason.LENGTH for one in prompt.samples),
+                offset=offset,
+            )
+        )
+    return sorted(found, key=lambda one: one.position)
+
+
+def benchmark_results(prompts: Sequence[PromptScores], samples_per_prompt: int) -> BenchmarkResults:
+    """Return the numbers of the prompts of one benchmark."""
+    graded = [one for one in prompts if one.scores]
+    num_failed = sum(one.num_failed for one in prompts)
+    variable = mean_variable(graded)
+    means = [mean for one in graded if (mean := prompt_mean(one, variable)) is not None]
+    num_samples = max(1, sum(one.num_samples for one in prompts))
+    counts = {
+        "val-aux/num_prompts": float(len(graded)),
+        "val-aux/num_failed_samples": float(num_failed),
+    }
+    metrics = validation_metrics([ValidationPrompt(one.data_source, one.scores) for one in graded])
+    return BenchmarkResults(
+        prompts=len(prompts),
+        failed_samples=num_failed,
+        metrics=metrics | counts,
+        variable=variable,
+        mean=estimate(means),
+        pass_at_k=pass_estimates(graded, samples_per_prompt),
+        response_tokens=sum(one.num_tokens for one in prompts) / num_samples,
+        cut_off=sum(one.num_cut for one in prompts) / num_samples,
+    )

@@ -1,0 +1,129 @@
+"""Stand-alone evaluations in real processes: after a kill of any, the results are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.prompt_parquet import prompt_rows, write_prompts
+from tests.support.small_run import WAIT_S, Assets, LiveRun, processes_naming, run_to_end
+
+PROMPTS, SAMPLES = 60, 4
+SLOWLY = "reward.custom_reward_function.name=slowly"
+"""So that a kill comes before the end."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rows") / "sums.parquet"
+    write_prompts(file, prompt_rows([f"{number} + 2 = ?" for number in range(PROMPTS)]))
+    return file
+
+
+def settings(rows: Path) -> list[str]:
+    return [
+        f"data.val_files={rows}",
+        "data.train_files=null",
+        f"actor_rollout_ref.rollout.val_kwargs.n={SAMPLES}",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "sluice.evaluation.benchmarks=[sums]",
+        "sluice.rollout.serves_model_files=true",
+        "sluice.reward.ledger=memory",
+        "sluice.asynchrony.max_staleness=0",
+        SLOWLY,
+    ]
+
+
+def stored(folder: Path) -> dict[int, Any]:
+    """Whole lines of the responses by position."""
+    try:
+        text = (folder / "responses" / "sums.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {line["position"]: line for line in lines}
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """What does not depend on how long it took."""
+    found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    del found["seconds"]
+    return dict(found)
+
+
+async def until_stored(run: LiveRun, count: int) -> None:
+    async def reached() -> bool:
+        return len(stored(run.run_dir)) >= count
+
+    await run.until(reached, f"{count} prompts stored")
+
+
+def test_an_evaluation_whose_processes_are_killed_has_the_results_of_one_left_alone(
+    small_assets: Assets, tmp_path: Path, rows: Path
+) -> None:
+    async def kill_each(run: LiveRun) -> None:
+        for number, name in enumerate(("reward", "evaluation", "rollout-0"), 1):
+            await until_stored(run, number * PROMPTS // 4)
+            run.send(name, signal.SIGKILL)
+
+    whole = run_to_end(small_assets, tmp_path / "whole", settings(rows))
+    assert (whole.end.exit_code, whole.end.failures) == (0, ())
+    killed = run_to_end(small_assets, tmp_path / "killed", settings(rows), kill_each)
+    assert (killed.end.exit_code, killed.end.failures) == (0, ())
+    assert killed.left_running == ()
+    for name in ("reward", "evaluation", "rollout-0"):
+        assert killed.log(name).count("up after") == 2, name
+    assert stored(tmp_path / "killed") == stored(tmp_path / "whole")
+    found = results(tmp_path / "killed")
+    assert found == results(tmp_path / "whole")
+    assert found["benchmarks"]["sums"]["prompts"] == PROMPTS
+    assert found["benchmarks"]["sums"]["failed_samples"] == 0
+
+
+def command(assets: Assets, rows: Path, output: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "sluice.cli.main", "eval"),
+        *("--model", str(assets.folder / "model"), "--benchmark", str(rows)),
+        *("--config", str(assets.config), "--output", str(output)),
+        *("-n", str(SAMPLES), "--replicas", "2", SLOWLY),
+    ]
+
+
+def wait_for(condition: Any, what: str) -> None:
+    ends_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < ends_s, f"within {WAIT_S} s not: {what}"
+        time.sleep(0.05)
+
+
+def test_the_command_continues_after_a_kill_of_the_command_itself(
+    small_assets: Assets, tmp_path: Path, rows: Path
+) -> None:
+    started = command(small_assets, rows, tmp_path / "out")
+    environment = {**os.environ, "COLUMNS": "400"}
+    with subprocess.Popen(started, env=environment, stdout=subprocess.DEVNULL) as launcher:
+        try:
+            wait_for(lambda: len(stored(tmp_path / "out")) > PROMPTS // 4, "prompts stored")
+        finally:
+            launcher.kill()
+    wait_for(lambda: not processes_naming(tmp_path / "out"), "all processes ended")
+    before = stored(tmp_path / "out")
+    assert len(before) < PROMPTS
+    again = subprocess.run(
+        started, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "val-core/" in again.stdout
+    after = stored(tmp_path / "out")
+    assert len(after) == PROMPTS
+    assert {position: after[position] for position in before} == before
+    found = results(tmp_path / "out")
+    assert (found["samples_per_prompt"], found["sampling"]["temperature"]) == (SAMPLES, 1.0)

@@ -1,0 +1,189 @@
+"""`sluice eval --follow`: every checkpoint once, in order, until the run has ended."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+
+from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
+from sluice.cli.policy.kept_checkpoints import KeptCheckpoints
+from sluice.cli.run.evaluation import EvaluationEnd, EvaluationOrder
+from sluice.cli.run.up import Display
+from sluice.errors import CheckpointError, DataError
+from sluice.evaluation.results import read_results
+from sluice.service_contract import CONFIG_NAME
+from tests.support.stored_evaluation import evaluation, graded
+
+DISPLAY = Display(Console(quiet=True))
+
+
+class Run:
+    """A run that has ended, with a stand-in for its evaluations."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        self.orders: list[EvaluationOrder] = []
+        folder.mkdir()
+        rows = folder / "held_out.parquet"
+        ports = "trainer: {endpoint: {port: 7001}}, reward: {endpoint: {port: 7002}}"
+        text = f"data: {{val_files: {rows}}}\nsluice: {{run_dir: {folder}, {ports}}}\n"
+        (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+    def save(self, step: int, *, with_weights: bool = False) -> Path:
+        model = self.checkpoints / f"global_step_{step}" / "actor" / "huggingface"
+        model.mkdir(parents=True)
+        if with_weights:
+            (model / "model.safetensors").write_text(str(step), encoding="utf-8")
+        return model
+
+    def follow(self) -> list[str]:
+        """Follow it; return the evaluated checkpoints."""
+        order = EvaluationOrder(Path(), {}, self.folder / EVALUATIONS_NAME)
+        follow_run(self.folder, order, DISPLAY, self.evaluate, look_every_s=0.001)
+        return [one.model.name for one in self.orders]
+
+    def evaluate(self, order: EvaluationOrder, _: Display) -> EvaluationEnd:
+        self.orders.append(order)
+        return EvaluationEnd(0, read_results(evaluation(order.output, [graded(0, 1.0)])))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+def test_checkpoints_are_evaluated_in_the_order_of_their_steps(run: Run) -> None:
+    for step in (100, 20, 3):
+        run.save(step)
+    (run.checkpoints / ".global_step_120.partial" / "actor").mkdir(parents=True)
+    (run.checkpoints / "global_step_4" / "critic").mkdir(parents=True)
+    assert run.follow() == ["global_step_3", "global_step_20", "global_step_100"]
+    (first, *_) = run.orders
+    assert first.benchmarks == {"held_out": run.folder / "held_out.parquet"}
+    assert first.config == run.folder / CONFIG_NAME
+    assert first.output == run.folder / EVALUATIONS_NAME / "global_step_3"
+    page = (run.folder / EVALUATIONS_NAME / "report.html").read_text(encoding="utf-8")
+    assert page.index("global_step_3<") < page.index("global_step_20<")
+
+
+def test_a_checkpoint_that_appears_meanwhile_is_evaluated_too(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_looks = 0
+
+    async def active(_: Path) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:
+            run.save(40)  # its last act
+        return num_looks < 3
+
+    monkeypatch.setattr("sluice.cli.policy.evaluate_follow.is_active", active)
+    run.save(20)
+    assert run.follow() == ["global_step_20", "global_step_40"]
+
+
+def test_what_was_evaluated_before_is_not_evaluated_again(run: Run) -> None:
+    run.save(1)
+    run.follow()
+    run.save(2)
+    assert run.follow() == ["global_step_1", "global_step_2"]
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_left_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = run.evaluate
+
+    def evaluate(order: EvaluationOrder, display: Display) -> EvaluationEnd:
+        if order.model.name == "global_step_1":
+            shutil.rmtree(order.model)
+            raise CheckpointError("no model")
+        return usual(order, display)
+
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    run.save(1)
+    run.save(2)
+    assert run.follow() == ["global_step_2"]
+
+
+def test_a_checkpoint_that_the_run_deletes_before_its_turn_is_evaluated_all_the_same(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, weights = run.evaluate, list[str]()
+
+    def evaluate(order: EvaluationOrder, display: Display) -> EvaluationEnd:
+        shutil.rmtree(run.checkpoints, ignore_errors=True)  # all of them, at the first one
+        weights.append((order.model / "model.safetensors").read_text(encoding="utf-8"))
+        return usual(order, display)
+
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    run.save(1, with_weights=True)
+    run.save(2, with_weights=True)
+    run.follow()
+    assert weights == ["1", "2"]
+    results = read_results(run.folder / EVALUATIONS_NAME / "global_step_2")
+    assert results.model == str(run.checkpoints / "global_step_2")
+    assert not list(run.folder.glob("evaluations/*/model")), "kept longer than needed"
+
+
+def test_a_checkpoint_is_kept_while_another_one_is_evaluated(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = run.evaluate
+    kept = run.folder / EVALUATIONS_NAME / "global_step_2" / "model" / "model.safetensors"
+
+    def evaluate(order: EvaluationOrder, display: Display) -> EvaluationEnd:
+        if order.output.name == "global_step_1":
+            model = run.save(2, with_weights=True)
+            while not kept.exists():
+                time.sleep(0.001)
+            shutil.rmtree(model.parent.parent)
+        return usual(order, display)
+
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    run.save(1)
+    run.follow()
+    assert [one.output.name for one in run.orders] == ["global_step_1", "global_step_2"]
+
+
+def test_a_kept_model_takes_no_space_where_files_can_be_linked(run: Run) -> None:
+    model = run.save(1, with_weights=True)
+    KeptCheckpoints(run.checkpoints, run.folder / "out", "results.json").look()
+    kept = run.folder / "out" / "global_step_1" / "model"
+    assert (kept / "model.safetensors").samefile(model / "model.safetensors")
+
+
+def test_a_model_is_copied_to_another_file_system(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", refuse)
+    model = run.save(1, with_weights=True)
+    kept = KeptCheckpoints(run.checkpoints, run.folder / "out", "results.json")
+    kept.look()
+    assert (kept.model(1) / "model.safetensors").read_text(encoding="utf-8") == "1"
+    assert kept.model(1) != model
+
+
+def test_an_evaluation_that_fails_ends_with_its_exit_code(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "evaluate", lambda *_: EvaluationEnd(3, None))
+    run.save(1)
+    with pytest.raises(typer.Exit) as ended:
+        run.follow()
+    assert ended.value.exit_code == 3
+
+
+def test_a_run_that_ended_without_a_checkpoint_is_an_error_with_the_key(run: Run) -> None:
+    with pytest.raises(DataError, match=r"set trainer\.save_freq"):
+        run.follow()

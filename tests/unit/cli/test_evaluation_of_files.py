@@ -1,0 +1,139 @@
+"""`sluice eval --model`: what it keeps of a run's configuration, and whose folder it continues."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sluice.cli.main import commands
+from sluice.cli.run.evaluation import (
+    EvaluationOrder,
+    claim,
+    default_output,
+    evaluation_config,
+)
+from sluice.config.rules.checks import relation_problems
+from sluice.errors import ConfigError
+from sluice.launch.service_spec import local_services, with_ports
+
+RUN = """
+data: {train_files: train.parquet, train_batch_size: 512, max_response_length: 4096}
+actor_rollout_ref:
+  model: {lora_rank: 8}
+  actor: {ppo_mini_batch_size: 128, fsdp_config: {ulysses_sequence_parallel_size: 4}}
+  rollout: {n: 16, val_kwargs: {top_p: 0.7}}
+algorithm: {adv_estimator: gae, filter_groups: {enable: true, metric: acc}}
+trainer: {n_gpus_per_node: 8, nnodes: 16}
+reward: {custom_reward_function: {path: my_reward.py}}
+sluice: {asynchrony: {max_staleness: 4}, environment: {path: env.py}}
+"""
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> EvaluationOrder:
+    """A model, one benchmark, and the configuration of a run on 128 devices."""
+    model, rows = tmp_path / "model", tmp_path / "rows.parquet"
+    model.mkdir()
+    for file in (model / "config.json", model / "model.safetensors", rows):
+        file.write_text("{}", encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(RUN, encoding="utf-8")
+    return EvaluationOrder(model, {"rows": rows}, tmp_path / "out", tmp_path / "run.yaml")
+
+
+def test_scorers_lengths_sampling_and_environment_are_the_runs_and_training_is_gone(
+    order: EvaluationOrder,
+) -> None:
+    config = evaluation_config(order)
+    assert config.data.max_response_length == 4096
+    assert config.reward.custom_reward_function.path == "my_reward.py"
+    assert config.sluice.environment.path == "env.py"
+    assert config.actor_rollout_ref.rollout.val_kwargs.top_p == 0.7
+    assert config.sluice.evaluation.benchmarks == ["rows"]
+    assert config.data.val_files == [str(order.benchmarks["rows"])]
+    assert (config.data.train_files, config.actor_rollout_ref.model.lora_rank) == (None, 0)
+    assert (config.trainer.nnodes, config.trainer.device) == (1, "cpu")
+    assert relation_problems(config) == []
+
+
+def test_the_ports_of_a_live_run_are_left_to_it(order: EvaluationOrder) -> None:
+    ports = "{port: 7001, health_port: 7002, metrics_port: 7003}"
+    text = f"sluice: {{reward: {{endpoint: {ports}}}, rollout: {{endpoint: {ports}}}}}"
+    (order.output.parent / "run.yaml").write_text(text, encoding="utf-8")
+    service = evaluation_config(order).sluice
+    for endpoint in (service.reward.endpoint, service.rollout.endpoint):
+        assert (endpoint.port, endpoint.health_port, endpoint.metrics_port) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "temperature", "expected"),
+    [(None, None, 0.0), (4, None, 1.0), (4, 0.6, 0.6), (1, None, 0.0), (4, 0.0, 0.0)],
+)
+def test_several_samples_are_not_greedy_unless_asked_for(
+    order: EvaluationOrder, samples: int | None, temperature: float | None, expected: float
+) -> None:
+    order = replace(order, samples_per_prompt=samples, temperature=temperature)
+    assert evaluation_config(order).actor_rollout_ref.rollout.val_kwargs.temperature == expected
+
+
+def test_a_folder_continues_with_the_same_settings_on_other_replicas(
+    order: EvaluationOrder,
+) -> None:
+    claim(order.output, evaluation_config(order))
+    claim(order.output, evaluation_config(replace(order, replicas=4)))
+
+
+def test_a_folder_of_other_settings_is_refused(order: EvaluationOrder) -> None:
+    claim(order.output, evaluation_config(order))
+    other = evaluation_config(replace(order, samples_per_prompt=8))
+    with pytest.raises(ConfigError, match=r"val_kwargs\.n = 1 is now 8; .*give another --output"):
+        claim(order.output, other)
+
+
+def test_a_folder_of_a_model_that_has_changed_since_is_refused(order: EvaluationOrder) -> None:
+    claim(order.output, evaluation_config(order))
+    os.utime(order.model / "model.safetensors", ns=(1, 1))
+    with pytest.raises(ConfigError, match=r"model\.safetensors has changed"):
+        claim(order.output, evaluation_config(order))
+
+
+@pytest.mark.parametrize(
+    ("model", "output"),
+    [
+        ("/models/Qwen3-8B", "Qwen3-8B"),
+        ("/runs/mine/checkpoints/global_step_20/actor/huggingface", "mine-global_step_20"),
+        ("/runs/mine/checkpoints/global_step_20", "mine-global_step_20"),
+    ],
+)
+def test_the_folder_has_the_models_name(model: str, output: str) -> None:
+    assert default_output(Path(model)) == Path("evals") / output
+
+
+def test_options_of_an_evaluation_without_a_run_need_a_model() -> None:
+    shown = CliRunner().invoke(commands, ["eval", "runs/a", "--benchmark", "math-500"])
+    assert isinstance(shown.exception, ConfigError)
+    assert "need --model or --follow" in str(shown.exception)
+
+
+def test_the_replicas_have_all_devices_and_no_trainer_starts(
+    order: EvaluationOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    order = replace(
+        order,
+        replicas=2,
+        engine="vllm",
+        overrides=["actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+    )
+    specs = local_services(with_ports(evaluation_config(order)), order.output / "config.yaml")
+    assert {spec.name: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs} == {
+        "reward": None,
+        "evaluation": None,
+        "rollout-0": "0,1",
+        "rollout-1": "2,3",
+    }
+    assert [spec.name for spec in specs if spec.ends_run] == ["evaluation"]
+    assert all(spec.restarts.max_restarts for spec in specs)
