@@ -148,7 +148,8 @@ def _probes(config: RunConfig) -> Iterator[Problem]:
 
 def truncation_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem if training would use truncated samples and nobody has asked for it."""
-    if config.sluice.sampling.train_truncated or config.trainer.val_only:
+    evaluates = config.trainer.val_only or config.sluice.rollout.serves_model_files
+    if evaluates or config.sluice.sampling.train_truncated:
         return
     for key, value, off in _cuts(config):
         yield Problem(

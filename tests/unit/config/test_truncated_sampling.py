@@ -41,6 +41,7 @@ def test_truncated_training_is_refused_with_field_value_and_remedy() -> None:
         (f"{ROLLOUT}.val_kwargs.top_p=0.7", f"{ROLLOUT}.val_kwargs.top_k=20"),
         (f"{ROLLOUT}.top_p=0.9", "sluice.sampling.train_truncated=true"),
         (f"{ROLLOUT}.top_p=0.9", "trainer.val_only=true"),
+        (f"{ROLLOUT}.top_p=0.9", "sluice.rollout.serves_model_files=true"),
     ],
 )
 def test_whole_sampling_validation_and_what_was_asked_for_are_not_refused(
