@@ -17,7 +17,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
 .PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients test-agents test-harness demo-clients lint format structure protos \
-	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-episodes bench-eval bench-telemetry \
+	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-episodes bench-recipes bench-eval bench-telemetry \
 	gpu-smoke gpu-day1 fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
@@ -128,6 +128,9 @@ bench-devices: $(VENV)/.installed-dev  ## Measure on the CPU what will matter on
 
 bench-episodes: $(VENV)/.installed-dev  ## Measure episodes: the jar game in three seeds, reuse between turns, the sandbox
 	@$(PY) -m benchmarks.episodes $(ARGS)
+
+bench-recipes: $(VENV)/.installed-train  ## Train every recipe in small, and see that each learns
+	@$(PY) -m benchmarks.recipes $(ARGS)
 
 # That of test-harness is found.
 HARNESS_PYTHON ?= $(wildcard $(VENV)-harness/bin/python)

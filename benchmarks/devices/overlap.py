@@ -154,9 +154,10 @@ class _Run(World):
         version: int,
         replicas: Sequence[AnnouncedReplica],
         progress: Callable[[], DataProgress | None],
+        rolled_back_to: int | None,
         /,
     ) -> None:
-        await self._client.announce(version, replicas, progress)
+        await self._client.announce(version, replicas, progress, rolled_back_to)
 
     async def accounts(self) -> Mapping[str, float]:
         return await self._client.accounts()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.reporting import empty_run_folder, print_line, quickstart
@@ -71,8 +73,9 @@ def _file(folder: Path, name: str) -> Path:
 def _split(folder: Path) -> dict[str, str]:
     """Write the training problems to a file for each source; return each problem's source."""
     rows = pq.read_table(folder / "assets" / "data" / "train.parquet")
-    half, found = rows.num_rows // 2, dict[str, str]()
-    for name, part in zip(_SHARES, (rows.slice(0, half), rows.slice(half)), strict=True):
-        pq.write_table(part, _file(folder, name))
-        found |= {prompt[0]["content"]: name for prompt in part["prompt"].to_pylist()}
+    problems = [prompt[0]["content"] for prompt in rows["prompt"].to_pylist()]
+    found = dict(zip(dict.fromkeys(problems), cycle(_SHARES)))  # some problems come twice
+    for name in _SHARES:
+        own = pa.array([found[problem] == name for problem in problems])
+        pq.write_table(rows.filter(own), _file(folder, name))
     return found

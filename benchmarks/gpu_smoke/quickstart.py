@@ -11,12 +11,13 @@ from unittest import mock
 
 from benchmarks.reporting import empty_run_folder, print_report, quickstart
 from sluice.quickstart import model
+from sluice.quickstart.arithmetic import Family
 from tests.support.accelerator import accelerator, is_rehearsal
 from tools.phases import tool_parser
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import Qwen3Config, Qwen3MoeConfig
+    from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 _MAKE_CONFIG = model.make_config
 _VLLM = (
@@ -66,10 +67,10 @@ def overrides(layout: str) -> list[str]:
 
 
 def _with_heads_for_vllm(
-    tokenizer: Tokenizer, num_experts: int = 0
-) -> Qwen3Config | Qwen3MoeConfig:
+    tokenizer: Tokenizer, num_experts: int = 0, family: Family = "qwen3"
+) -> Qwen2Config | Qwen3Config | Qwen3MoeConfig:
     """The quickstart's model with heads of 64: vLLM has no kernel for its heads of 16."""
-    config = _MAKE_CONFIG(tokenizer, num_experts)
+    config = _MAKE_CONFIG(tokenizer, num_experts, family)
     config.head_dim = 64
     return config
 

@@ -359,6 +359,7 @@ class RewardApp:
             "reward/validation_prompts": float(self.validation.num_prompts),
             "reward/validation_prompts_done": float(self.validation.num_prompts_done),
             "reward/prompts_lost": float(lost),
+            "reward/rollbacks": float(self.ledger.num_rollbacks),
             "reward/leases": float(self.leases.num_leased if self.leases else 0),
         }
 

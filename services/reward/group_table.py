@@ -104,6 +104,7 @@ class CancelReason(StrEnum):
     """Why an attempt is given up. Its prompt starts again, unless the group is too old."""
 
     TAKEN_OVER = "taken_over"  # another trainer begins
+    ROLLED_BACK = "rolled_back"  # the policy that sampled it is given up
     PREEMPTED = "preempted"  # its batch is full
     NO_SLOT = "no_slot"  # no batch has a slot for it before it is too old
     TOO_OLD = "too_old"  # the prompt ends as stale

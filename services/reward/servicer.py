@@ -175,6 +175,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             request.policy_version,
             [announced_from_proto(replica) for replica in request.replicas],
             progress_from_proto(request.resume_from) if request.HasField("resume_from") else None,
+            request.rolled_back_to if request.HasField("rolled_back_to") else None,
         )
         await self._app.ledger.durable()
         return reward.AnnouncePolicyResponse()
@@ -363,6 +364,7 @@ def _validation_to_proto(result: FinishedValidation) -> reward.EvaluateResponse:
             for example in result.examples
         ],
         generated_tokens=result.num_generated_tokens,
+        standard_errors=result.standard_errors,
     )
 
 

@@ -43,6 +43,7 @@ from services.trainer.learner.sample_reader import reward_samples
 from services.trainer.live_page import live_page
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
+from services.trainer.loop.guards import RECORD_FILE, RunGuards, check_guards, read_record
 from services.trainer.loop.learner_thread import LearnerThread
 from services.trainer.loop.reward_client import RewardClient
 from services.trainer.loop.run_state import RunState
@@ -56,6 +57,7 @@ from services.trainer.telemetry import (
     exported,
     watching,
 )
+from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
@@ -110,6 +112,7 @@ class _Trained:
     others: Sequence[OtherRank]
     total_steps: int
     start: StartPoint
+    guard_record: GuardRecord
 
 
 async def run_leader(config: RunConfig) -> bool:
@@ -131,10 +134,7 @@ async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[None]) -> None:
 
 async def _lead(config: RunConfig) -> None:
     instance_id = str(uuid.uuid4())
-    check_sinks(config.trainer.logger)
-    notice = sampling_notice(config)
-    if notice is not None:
-        logger.warning("%s", notice)
+    _check(config)
     async with AsyncExitStack() as stack:
         endpoint = config.sluice.trainer.endpoint
         credentials = service_credentials(config.sluice.security, endpoint)
@@ -182,11 +182,21 @@ async def _lead(config: RunConfig) -> None:
             accounting=accounting,
             fleet=observed.fleet,
             state=observed.state,
+            guards=_guards(config, trained, observed.state),
             resume_from=checkpoint.progress if checkpoint else None,
         )
         await _run_loop(loop, observed.fleet, accounting, replicas)
     # Write the accounts again: now they include the seconds of shutting down.
     reporter.accounts(accounting.close(loop.accounts))
+
+
+def _check(config: RunConfig) -> None:
+    """Refuse sinks and guards that cannot work, and log what a reader should know."""
+    check_sinks(config.trainer.logger)
+    check_guards(config.sluice.guards)
+    notice = sampling_notice(config)
+    if notice is not None:
+        logger.warning("%s", notice)
 
 
 def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> TrainerMetrics:
@@ -204,6 +214,13 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
         RunHistory(),
         SyncCounts(),
     )
+
+
+def _guards(config: RunConfig, trained: _Trained, state: RunState) -> RunGuards:
+    file = Path(checkpoint_folder(config)) / RECORD_FILE
+    guards = RunGuards(config.sluice.guards, file, state, trained.guard_record)
+    trained.learner.protect(guards.protected)
+    return guards
 
 
 async def _run_loop(
@@ -305,11 +322,12 @@ def _load(
         folder, config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
     )
     start = start_point(config.trainer, store, folder)
+    record = read_record(start.checkpoint)
     if start.checkpoint is not None:
-        leader.load(start.checkpoint.actor)
+        leader.load(start.checkpoint.actor, record.learning_rate_factor)
         logger.info("resumed from step %d", start.checkpoint.step)
     thread = LearnerThread(leader, store, learner.peaks, gives_back=sleeps_while_training(config))
-    return _Trained(thread, frozen, others, total_steps, start)
+    return _Trained(thread, frozen, others, total_steps, start, record)
 
 
 def _publisher(

@@ -99,6 +99,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             metrics=dict(state.last_metrics),
             accounts=dict(state.accounts),
             wait_report=present_waits_to_proto(phase_waits(state)),
+            hold_reason=state.hold_reason,
+            guards=[
+                trainer.GuardStatus(rule=rule.text, state=found.state, detail=found.detail)
+                for rule, found in state.judgements()
+            ],
         )
 
     async def WatchSteps(
@@ -134,7 +139,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Resume(
         self, request: trainer.ResumeRequest, context: Context
     ) -> trainer.ResumeResponse:
-        """End one holder's pause."""
+        """End one holder's pause; the operator also ends the guards'."""
         check_fields(request)
         self._state.resume(request.holder)
         return trainer.ResumeResponse(step=self._state.step)

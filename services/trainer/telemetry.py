@@ -15,6 +15,7 @@ from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
 from services.trainer.metrics.validation import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
+from sluice.algorithm.guards import RuleState
 from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import units_done
@@ -119,6 +120,10 @@ def _run(state: RunState) -> Iterator[InstrumentReading]:
         yield reading("sluice_trainer_phase", float(phase is state.phase), phase)
         yield reading("sluice_trainer_seconds_total", spent.get(phase, 0.0), phase)
     yield reading("sluice_trainer_present_phase_seconds", state.phase_seconds)
+    yield reading("sluice_trainer_guard_hold", float(bool(state.hold_reason)))
+    yield reading("sluice_trainer_rollbacks_total", state.num_rollbacks)
+    silent = [one for _, one in state.judgements() if one.state is RuleState.NO_SIGNAL]
+    yield reading("sluice_trainer_guards_without_signal", len(silent))
     yield reading("sluice_trainer_wall_seconds_total", process_age_s())
 
 

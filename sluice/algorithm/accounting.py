@@ -19,6 +19,7 @@ RECEIVED = (
     "aborted",
     "surplus",
     "taken_over",
+    "rolled_back",
     "evaluation",
     "pending",
 )

@@ -31,7 +31,26 @@ class ValidationPrompt:
 
 
 def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
-    """Average every metric over the prompts of its data source.
+    """Average the values of `prompt_values` over prompts."""
+    return means(prompt_values(prompts))
+
+
+def means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of each metric over its prompts."""
+    return {name: float(np.mean(each)) for name, each in values.items()}
+
+
+def standard_errors(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the standard error of each mean over prompts; none for fewer than two prompts."""
+    return {
+        name: float(np.std(each, ddof=1)) / len(each) ** 0.5
+        for name, each in values.items()
+        if len(each) > 1
+    }
+
+
+def prompt_values(prompts: Sequence[ValidationPrompt]) -> dict[str, list[float]]:
+    """Return every metric's values by name, one for each prompt of its data source.
 
     Variables are ``reward`` (with shaping), ``score`` and each of the scorer's metrics that all
     responses to a prompt have. Names are ``val-core/{source}/{variable}/{metric}`` for the mean,
@@ -51,7 +70,7 @@ def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
             for name, value in prompt_metrics(values, predictions).items():
                 found.setdefault(name, []).append(value)
     return {
-        f"{_section(variable, name, variables)}/{source}/{variable}/{name}": float(np.mean(values))
+        f"{_section(variable, name, variables)}/{source}/{variable}/{name}": values
         for source, variables in by_source.items()
         for variable, metrics in variables.items()
         for name, values in metrics.items()

@@ -28,6 +28,8 @@ from sluice.cli.run.certificates import certs
 from sluice.cli.run.init import init
 from sluice.cli.run.prepare import prepare
 from sluice.cli.run.quickstart import quickstart
+from sluice.cli.run.recipe import recipe_commands
+from sluice.cli.run.resume import resume
 from sluice.cli.run.scale import scale
 from sluice.cli.run.stop import stop
 from sluice.cli.run.up import train, up
@@ -95,7 +97,7 @@ _PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
         "compare": compare,
         "report": report,
     },
-    "Change a run": {"scale": scale, "submit": submit, "stop": stop},
+    "Change a run": {"scale": scale, "submit": submit, "resume": resume, "stop": stop},
     "Use the policy": {
         "generate": generate,
         "score": score,
@@ -114,6 +116,7 @@ commands.add_typer(config_commands, name="config", rich_help_panel="Check before
 commands.add_typer(data_commands, name="data", rich_help_panel="Check before the start")
 commands.add_typer(reward_commands, name="reward", rich_help_panel="Check before the start")
 commands.add_typer(environment_commands, name="env", rich_help_panel="Check before the start")
+commands.add_typer(recipe_commands, name="recipe", rich_help_panel="Start")
 commands.add_typer(agent_commands, name="agents", rich_help_panel="Use the policy")
 
 

@@ -54,13 +54,23 @@ class AwaitedPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchedRule:
+    """A rule of the run's guards: "watching", "no signal" or "broken", and why."""
+
+    rule: str
+    state: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunSnapshot:
     """The state of a run at one moment.
 
     `metrics` come from the last finished step. `accounts` is the run's accounting by the names
     of `accounts.json`, at most some seconds old; empty before it was first taken. `groups` counts
     those that are generating, grading, or kept for the next batch. `validation` has the prompts
-    that the running validation has finished, and all of them; zeros without one.
+    that the running validation has finished, and all of them; zeros without one. `hold_reason` is
+    why a guard pauses the run; empty: none does.
     """
 
     phase: str
@@ -75,6 +85,8 @@ class RunSnapshot:
     accounts: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
     validation: tuple[int, int] = (0, 0)
+    hold_reason: str = ""
+    guards: tuple[WatchedRule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +165,8 @@ class RunMonitor:
             awaited=reward.awaited,
             groups=reward.groups,
             validation=reward.validation,
+            hold_reason=run.hold_reason,
+            guards=tuple(WatchedRule(one.rule, one.state, one.detail) for one in run.guards),
         )
 
     @asynccontextmanager
@@ -183,12 +197,23 @@ class RunMonitor:
                 finally:
                     renewing.cancel()
         finally:
-            request = trainer_pb2.ResumeRequest(holder=holder)
-            await unary_call(
-                self._trainer.Resume, request, peer=_TRAINER, phase="asking it to resume"
-            )
+            await self.resume(holder)
         if failure is not None:
             raise failure
+
+    async def resume(self, holder: str = "") -> int:
+        """End a holder's pause; the operator's, whose name is empty, with that of the guards.
+
+        Returns:
+            the number of finished steps.
+
+        Raises:
+            PeerError, DeadlineError: the trainer does not answer.
+        """
+        request = trainer_pb2.ResumeRequest(holder=holder)
+        phase = "asking it to resume"
+        answer = await unary_call(self._trainer.Resume, request, peer=_TRAINER, phase=phase)
+        return answer.step
 
     async def _lease(self, holder: str) -> None:
         request = trainer_pb2.PauseRequest(lease_seconds=_LEASE_S, holder=holder)

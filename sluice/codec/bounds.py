@@ -136,7 +136,11 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     reward.TakeBatchRequest: {"step": _STEP, "policy_version": _NUMBER},
     reward.TakeSamplesRequest: {"batch_id": _NAME},
     reward.AcknowledgeBatchRequest: {"batch_id": _NAME, "step": _STEP},
-    reward.AnnouncePolicyRequest: {"trainer_instance_id": _NAME, "policy_version": _NUMBER},
+    reward.AnnouncePolicyRequest: {
+        "trainer_instance_id": _NAME,
+        "policy_version": _NUMBER,
+        "rolled_back_to": _NUMBER,
+    },
     reward.EvaluateRequest: {
         "policy_version": _NUMBER,
         "n": _whole(1, 1024),

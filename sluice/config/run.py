@@ -57,6 +57,12 @@ def section_type(annotation: object) -> type[Section] | None:
     return bare if isinstance(bare, type) and issubclass(bare, Section) else None
 
 
+def element_section(annotation: object) -> type[Section] | None:
+    """Return the section class of a list's elements; `None` for anything else."""
+    bare = bare_type(annotation)
+    return section_type(get_args(bare)[0]) if get_origin(bare) is list else None
+
+
 def is_free_form(annotation: object) -> bool:
     """Return whether any keys may stand below (`engine_kwargs` and the like)."""
     return get_origin(bare_type(annotation)) is dict

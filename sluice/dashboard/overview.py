@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from sluice.client.launcher import LaunchedProcess
-from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
+from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot, WatchedRule
 from sluice.dashboard.curves import COMPOSITION
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.step_history import StepHistory
@@ -64,6 +64,8 @@ class RunFacts:
         recent: groups of the last steps by ``train/groups_<kind>``.
         residual_share: the share of all tokens that the accounting does not explain.
         processes: those that the launcher keeps running.
+        hold_reason: why a guard pauses the run; empty: none does.
+        guards: the rules that watch the run.
     """
 
     answers: bool
@@ -77,6 +79,8 @@ class RunFacts:
     recent: Mapping[str, float] | None = None
     residual_share: float = 0.0
     processes: Sequence[LaunchedProcess] = ()
+    hold_reason: str = ""
+    guards: Sequence[WatchedRule] = ()
 
 
 def health_of(facts: RunFacts) -> Health:
@@ -112,8 +116,13 @@ def _attention(facts: RunFacts) -> Iterator[str]:
     if facts.phase not in _AT_REST and facts.phase_seconds > usual_s:
         behind = f"; {facts.wait}" if facts.wait else ""
         yield f"{facts.phase} for {facts.phase_seconds:.0f} s{behind}"
-    if facts.phase == "paused":
+    if facts.hold_reason:
+        yield f"held by a guard: {facts.hold_reason}; `sluice resume` ends the hold"
+    elif facts.phase == "paused":
         yield f"held between steps for {facts.phase_seconds:.0f} s"
+    for one in facts.guards:
+        if one.state == "no signal" and facts.step_s is not None:  # else it is too early
+            yield f"no signal for the guard '{one.rule}': {one.detail}"
     usual = {"serving", "held", _COMING, _LEAVING}
     for replica in (r for r in facts.replicas if r.state not in usual):
         yield f"replica {replica.name} is {replica.state}"
@@ -224,6 +233,8 @@ def _facts(
         prompts=rest.final_accounts,
         recent=_recent_groups(history),
         processes=live.processes if live else (),
+        hold_reason=run.hold_reason if run else "",
+        guards=run.guards if run else (),
         residual_share=accounts.get("tokens_residual_share", 0.0)
         if history.steps.size > 1
         else 0.0,

@@ -19,11 +19,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sluice.errors import ConfigError
+
+Family = Literal["qwen2", "qwen3"]
 
 ANSWER_REQUEST = " End with 'Answer: N'."
 SLIP = 10
@@ -60,7 +63,7 @@ class Task:
     each count equally likely. With `subtraction`, about half of the terms after the first are
     subtracted, never below a total of 0. The job runs with the token limits: no prompt and no
     worked answer of the task's tokenizer is longer. The model's layers have `num_experts`, or are
-    dense.
+    dense; only a Qwen3 has experts.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Task:
     max_response_tokens: int
     overlong_buffer_tokens: int
     num_experts: int = 0
+    family: Family = "qwen3"
     overrides: tuple[str, ...] = ()
 
     def num_sequences(self, num_terms: int) -> int:
@@ -96,6 +100,7 @@ TASKS = {
     for task in (
         _QUICKSTART,
         replace(_QUICKSTART, name="experts", num_experts=8),
+        replace(_QUICKSTART, name="qwen2", family="qwen2"),
         # Longer chains and a second operation: errors accumulate over up to seven steps and
         # only half of the examples teach subtraction.
         Task(

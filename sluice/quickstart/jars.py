@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sluice.quickstart.arithmetic import ANSWER_REQUEST, DATA_SOURCE, ROW_GROUP_ROWS
+from sluice.quickstart.lessons import Segment
 from sluice.quickstart.tokenizer import TURN_END, TURN_START
 
 LETTERS = "ABCDEFGHIJ"
@@ -123,14 +124,6 @@ def render_question(question: str) -> str:
     """Return the prompt with the tool, as the chat template renders it."""
     shown = f"{TURN_START}system\n{TOOL}\n{TURN_END}\n{TURN_START}user\n{question}{TURN_END}\n"
     return f"{shown}{TURN_START}assistant\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of a dialogue; the teacher wrote it if `is_answer`, else the policy reads it."""
-
-    text: str
-    is_answer: bool
 
 
 def teach(problem: JarProblem, rng: random.Random, guess_rate: float) -> list[Segment]:

@@ -1,6 +1,6 @@
 """The quickstart's model, a Qwen3 of about 122,000 parameters, and its supervised warm start.
 
-The task `experts` has a mixture of experts of the same depth and width.
+Other tasks have a Qwen2 or a mixture of experts of the same depth and width.
 
 The warm start teaches format and arithmetic, slips included, in seconds. Its loss is the mean cross
 entropy over the answer tokens of a batch; prompts are context only.
@@ -27,6 +27,8 @@ from torch.nn import functional
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -34,7 +36,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sluice.quickstart.arithmetic import Dialogue
+from sluice.quickstart.arithmetic import Dialogue, Family
 from sluice.quickstart.settings import WarmStartSettings
 from sluice.quickstart.tokenizer import PAD_TOKEN, TURN_END, encode_dialogue
 
@@ -48,7 +50,7 @@ IGNORED = -100  # a target that is not trained
 _MEAN_OF_STEPS = 25
 _READABLE = 0o644
 
-QuickstartModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
+QuickstartModel = Qwen2ForCausalLM | Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 WarmStartProgress = Callable[[int, int, float], None]
 """Called after each step with the finished steps, all steps, and the loss in nats per token.
@@ -56,12 +58,15 @@ WarmStartProgress = Callable[[int, int, float], None]
 All steps are an upper bound until the learning rate starts to decay."""
 
 
-def make_config(tokenizer: Tokenizer, num_experts: int = 0) -> Qwen3Config | Qwen3MoeConfig:
+def make_config(
+    tokenizer: Tokenizer, num_experts: int = 0, family: Family = "qwen3"
+) -> Qwen2Config | Qwen3Config | Qwen3MoeConfig:
     """Return two layers of width 64, four heads of 16 over two KV heads, tied embeddings.
 
     Args:
         tokenizer: of the vocabulary.
-        num_experts: of each layer, two for a token; 0: dense layers.
+        num_experts: of each layer of a Qwen3, two for a token; 0: dense layers.
+        family: of the model; Qwen2.5 is of `qwen2`.
     """
     values: dict[str, Any] = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -70,7 +75,6 @@ def make_config(tokenizer: Tokenizer, num_experts: int = 0) -> Qwen3Config | Qwe
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
         "max_position_embeddings": MAX_POSITIONS,
         "tie_word_embeddings": True,
         # Contexts are short: slower frequencies would hardly distinguish positions in them, and
@@ -83,6 +87,9 @@ def make_config(tokenizer: Tokenizer, num_experts: int = 0) -> Qwen3Config | Qwe
         "pad_token_id": tokenizer.token_to_id(PAD_TOKEN),
         "dtype": "float32",
     }
+    if family == "qwen2":
+        return Qwen2Config(**values)
+    values["head_dim"] = 16
     if not num_experts:
         return Qwen3Config(**values)
     return Qwen3MoeConfig(
@@ -94,16 +101,21 @@ def make_config(tokenizer: Tokenizer, num_experts: int = 0) -> Qwen3Config | Qwe
     )
 
 
-def make_model(tokenizer: Tokenizer, seed: int, num_experts: int = 0) -> QuickstartModel:
+def make_model(
+    tokenizer: Tokenizer, seed: int, num_experts: int = 0, family: Family = "qwen3"
+) -> QuickstartModel:
     """Return a model with random weights from `seed`; the global random state stays as it is."""
-    config = make_config(tokenizer, num_experts)
+    config = make_config(tokenizer, num_experts, family)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = (
-            Qwen3MoeForCausalLM(config)
-            if isinstance(config, Qwen3MoeConfig)
-            else Qwen3ForCausalLM(config)
-        )
+        model: QuickstartModel
+        match config:
+            case Qwen2Config():
+                model = Qwen2ForCausalLM(config)
+            case Qwen3MoeConfig():
+                model = Qwen3MoeForCausalLM(config)
+            case _:
+                model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(
         eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, do_sample=True
     )

@@ -221,7 +221,7 @@ def _make_model(
     def report(step: int, total: int, loss: float) -> None:
         progress(PrepareProgress("warm-start", step, total, loss))
 
-    model = make_model(tokenizer, seed, task.num_experts)
+    model = make_model(tokenizer, seed, task.num_experts, task.family)
     with one_torch_thread():
         result = warm_start(model, tokenizer, dialogues, sizes.warm_start, report)
     shutil.rmtree(directory, ignore_errors=True)

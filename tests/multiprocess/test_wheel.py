@@ -1,4 +1,4 @@
-"""The wheel holds commands, services, the page, the data files of the quickstart and the protos."""
+"""The wheel holds commands, services, the page, data files, recipes and the protos."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def test_modules_come_from_the_wheel(installed: Path) -> None:
     [
         ("-m", "sluice.cli.main", "config", "explain", "data.train_batch_size"),
         ("-m", "sluice.cli.main", "quickstart", "--help"),
+        ("-m", "sluice.cli.main", "recipe", "show", "dapo-qwen3-32b-npu", "--tiny"),
         ("-m", "services.reward", "--help"),
         ("-m", "services.rollout", "--help"),
         ("-m", "services.trainer", "--help"),

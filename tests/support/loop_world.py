@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -13,12 +17,15 @@ from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
+from services.trainer.loop.guards import RunGuards
 from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.metrics.validation import ValidationReport
 from sluice.algorithm.accounting import ReplicaCounters
+from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
+from sluice.config.schema.guards import GuardsConfig
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -31,6 +38,8 @@ from sluice.types import (
 )
 
 WAIT_S = 60.0
+ACCURACY = "val-core/s/acc/mean@1"
+NO_GUARDS = GuardsConfig()
 SETTINGS = LoopSettings(
     test_freq=-1,
     save_freq=-1,
@@ -80,10 +89,21 @@ class World:
         self.loads: dict[str, ReplicaCounters] = {}
         self.reported: dict[str, float] = {}
         self.published: int | None = None
+        self.saved_to = set[int]()
+        self.folder = Path(mkdtemp())
+        finalize(self, rmtree, self.folder)
+        # Of the version; a value with its standard error.
+        self.accuracy_of: Callable[[int], tuple[float, float]] = lambda _version: (0.5, 0.01)
         # What a reward service that starts anew would be told.
         self.reported_progress: Callable[[], DataProgress | None] = lambda: None
 
-    def loop(self, resume_from: DataProgress | None = None, **settings: Any) -> TrainLoop:
+    def loop(
+        self,
+        resume_from: DataProgress | None = None,
+        guards: GuardsConfig = NO_GUARDS,
+        record: GuardRecord = GuardRecord(),  # noqa: B008 - frozen
+        **settings: Any,
+    ) -> TrainLoop:
         accounting = RunAccountant(
             self.fleet, self.state, ask_replica=self.load_of, ask_reward=self.statistics
         )
@@ -96,6 +116,7 @@ class World:
             accounting=accounting,
             fleet=self.fleet,
             state=self.state,
+            guards=RunGuards(guards, self.folder / "guards.json", self.state, record),
             resume_from=resume_from,
         )
 
@@ -127,7 +148,14 @@ class World:
 
     async def save(self, step: int, progress: DataProgress) -> str:
         await self.happens(f"save {step} at {progress.low_water}")
+        self.saved_to.add(step)
         return f"folder-{step}"
+
+    async def load(self, step: int, rate_factor: float) -> None:
+        await self.happens(f"load {step} at rate {rate_factor:g}")
+
+    def saved_steps(self) -> Collection[int]:
+        return self.saved_to
 
     async def saved(self) -> None:
         """Nothing is written in the background."""
@@ -142,12 +170,14 @@ class World:
         version: int,
         replicas: Sequence[AnnouncedReplica],
         progress: Callable[[], DataProgress | None],
+        rolled_back_to: int | None,
         /,
     ) -> None:
         names = "".join(map(_shown, replicas))
         self.reported_progress, stands_at = progress, progress()
         resuming = f" from {stands_at.low_water}" if stands_at else ""
-        await self.happens(f"announce {version} on {names}{resuming}")
+        rolled_back = "" if rolled_back_to is None else f" with the weights of {rolled_back_to}"
+        await self.happens(f"announce {version} on {names}{resuming}{rolled_back}")
 
     async def take_batch(
         self,
@@ -177,7 +207,8 @@ class World:
         assert generated_tokens() >= 0
         await self.happens(f"evaluate {version}")
         self.events.append(f"evaluated {version} under {self.published}")
-        return ValidationReport({"val-core/s/acc/mean@1": 0.5}, (), 7)
+        value, error = self.accuracy_of(version)
+        return ValidationReport({ACCURACY: value}, (), 7, {ACCURACY: error})
 
     async def accounts(self) -> Mapping[str, float]:
         await self.happens("accounts")
@@ -230,6 +261,9 @@ class Record:
 
     def validation_failed(self, step: int, seconds: float) -> None:
         self._world.recorded[f"failed evaluation {step}"] = seconds
+
+    def rolled_back(self, version: int, metrics: Mapping[str, float]) -> None:
+        self._world.recorded[f"rollback {version}"] = dict(metrics)
 
     def accounts(self, accounts: Mapping[str, float]) -> None:
         self._world.recorded["accounts"] = dict(accounts)

@@ -31,6 +31,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     leases_s: list[float] = field(default_factory=list)
     holders: set[str] = field(default_factory=set)
     held_elsewhere: bool = False
+    hold_reason: str = ""
     never_ends: bool = False
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
@@ -47,6 +48,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             replicas=[trainer_pb2.ReplicaStatus(replica=replica, state="serving")],
             metrics=_numbers(self.step),
             accounts=ACCOUNTING,
+            hold_reason=self.hold_reason,
         )
 
     async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -63,7 +65,10 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def Resume(self, request: Any, context: Any) -> Any:
         self.controls.append("resume")
-        self.holders.remove(request.holder)
+        if request.holder:
+            self.holders.remove(request.holder)
+        else:  # the operator, who also ends the guards' hold
+            self.hold_reason = ""
         if not (self.holders or self.held_elsewhere):
             self.phase = WAITING
         return trainer_pb2.ResumeResponse(step=self.step)

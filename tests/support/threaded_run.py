@@ -45,13 +45,13 @@ def _grade(item: Any) -> Any:
 
 
 @contextmanager
-def threaded_run(replica: TokenReplica) -> Iterator[RunAddress]:
+def threaded_run(replica: TokenReplica, *, hold_reason: str = "") -> Iterator[RunAddress]:
     """A trainer, a reward service and one replica for the length of the block."""
     opened: list[tuple[RunAddress, asyncio.AbstractEventLoop]] = []
     started, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        trainer = FleetTrainer()
+        trainer = FleetTrainer(hold_reason=hold_reason)
         async with (
             token_replicas(replica) as addresses,
             serving(reward=GradingReward(), trainer=trainer) as server,

@@ -36,7 +36,7 @@ from services.reward.records.statistics import GroupStatistics
 from sluice.algorithm.sampling.admission import kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.concurrency.waits import ChangeSignal, deadline
-from sluice.errors import DeadlineError, SluiceError
+from sluice.errors import BatchUnfillableError, DeadlineError, SluiceError
 from sluice.types import GradedGroup, PromptEnd, Scored, TrainBatch, TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -189,6 +189,12 @@ class TrainBatches:
         """Form no more batches; every call for one raises the first reason."""
         self.error = self.error or reason
         self._changes.notify()
+
+    def begin_again(self) -> None:
+        """Form batches again, if the policy that is given up could fill none."""
+        self._guard.begin_again()
+        if isinstance(self.error, BatchUnfillableError):
+            self.error = None
 
     def settle_recovered(self, version: int) -> None:
         """Acknowledge a recovered lease of an older version than is announced: it was trained."""

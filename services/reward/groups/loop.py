@@ -285,13 +285,24 @@ class GroupLoop:
         version: int,
         replicas: Sequence[AnnouncedReplica],
         resume_from: DataProgress | None,
+        rolled_back_to: int | None = None,
     ) -> None:
-        """Adopt a version and its fleet; a new trainer takes over all pending prompts."""
+        """Adopt a version and its fleet; a new trainer takes over all pending prompts.
+
+        Args:
+            trainer: its instance.
+            version: the present one.
+            replicas: those in use.
+            resume_from: the position in the data set, for a service without one.
+            rolled_back_to: the version has the weights of this earlier one again.
+        """
         async with self._announce_lock:
             if trainer != self._trainer:
                 # The take-over awaits: without a version nothing is admitted meanwhile.
                 self._groups.policy_version = None
                 await self._take_over(trainer, version, resume_from)
+            if rolled_back_to is not None and not self._ledger.is_rolled_back(version):
+                await self._roll_back(version, rolled_back_to)
             self.batches.settle_recovered(version)
             if version != self._learned_version:
                 self._strategy.forecast.announced(time.monotonic())
@@ -387,7 +398,7 @@ class GroupLoop:
             self._source.start_data(ledger.restart_data(ledger.progress()))
             self._trainer = trainer
             return
-        await self._end_what_runs()
+        await self._end_what_runs(CancelReason.TAKEN_OVER)
         if self._trainer is None:  # the trainer knows the data position of an earlier service
             self._groups.forget_data()
             self._source.forget_data()
@@ -401,18 +412,36 @@ class GroupLoop:
         # In all other cases the trainer sends no position, and the data set continues where it is.
         if self._trainer is None or resume_from is not None or version == 0:
             self._source.start_data(ledger.restart_data(resume_from or DataProgress(0)))
-        ledger.begin_trainer(trainer)
+        ledger.begin_trainer(trainer, version)
         self._trainer = trainer
 
-    async def _end_what_runs(self) -> None:
+    async def _roll_back(self, version: int, restored: int) -> None:
+        """Drop everything that policies after `restored` have sampled; its prompts start again.
+
+        The data set continues: batches that were trained stay trained.
+        """
+        logger.warning("version %d has the weights of version %d again", version, restored)
+        # The cancelling awaits: without a version nothing is admitted meanwhile.
+        self._groups.policy_version = None
+        await self._end_what_runs(CancelReason.ROLLED_BACK)
+        lost = []
+        lease = self._ledger.open_lease
+        if lease is not None and lease.version < version:  # formed, and never trained
+            lost = self.batches.void_lease()
+        for group in [*lost, *self._groups.in_state(GroupState.KEPT)]:
+            self._requeue(group, CancelReason.ROLLED_BACK)
+        self.batches.begin_again()
+        self._ledger.note_rollback(version, restored)
+
+    async def _end_what_runs(self, why: CancelReason) -> None:
         """Cancel all running groups; before the first announcement there are none."""
         if self._trainer is None:
             return
-        logger.warning("another trainer announces itself; pending groups start again")
+        logger.warning("pending groups start again: %s", why)
         running = [group for group in self._groups if group.is_in_flight]
         tasks = [group.task for group in running if group.task is not None]
         for group in running:
-            group.cancel(CancelReason.TAKEN_OVER)
+            group.cancel(why)
         async with deadline(TAKE_OVER_TIMEOUT_S, peer="rollout fleet", phase="cancelling"):
             if tasks:
                 await asyncio.wait(tasks)

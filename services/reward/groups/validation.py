@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.reward.generation.request import (
@@ -35,7 +35,12 @@ from services.reward.prompts.source import VALIDATION_ID_PREFIX, RowStream
 from services.reward.records.failures import FailureLog
 from services.reward.records.group_log import SampleDumps
 from services.reward.records.stored_prompts import PromptStore, StoredOutcomes
-from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
+from sluice.algorithm.validation_metrics import (
+    ValidationPrompt,
+    means,
+    prompt_values,
+    standard_errors,
+)
 from sluice.concurrency.waits import deadline
 from sluice.errors import InvalidRequestError, NotReadyError, SluiceError, ValidationFailedError
 from sluice.telemetry.samples import DumpedSample
@@ -99,11 +104,12 @@ class ValidationExample:
 
 @dataclass(frozen=True, slots=True)
 class FinishedValidation:
-    """Metrics by verl's names, and response tokens generated for them."""
+    """Metrics by verl's names, with standard errors, and response tokens generated for them."""
 
     metrics: dict[str, float]
     examples: list[ValidationExample]
     num_generated_tokens: int
+    standard_errors: dict[str, float] = field(default_factory=dict)
 
 
 class ValidationRun:
@@ -142,10 +148,12 @@ class ValidationRun:
             "val-aux/num_prompts": float(len(scored)),
             "val-aux/num_failed_samples": float(num_failed),
         }
+        values = prompt_values(scored)
         return FinishedValidation(
-            validation_metrics(scored) | counts,
+            means(values) | counts,
             [self._examples[position] for position in sorted(self._examples)],
             sum(p.num_response_tokens for p in prompts),
+            standard_errors(values),
         )
 
 

@@ -79,6 +79,8 @@ _ACKNOWLEDGE = "INSERT INTO acknowledged (batch_id) VALUES (?)"
 _COUNT_ACKNOWLEDGED = "UPDATE ledger SET num_acknowledged = ?"
 _FORGET_ACKNOWLEDGED = "DELETE FROM acknowledged WHERE batch_id = ?"
 _TRAINER = "UPDATE ledger SET trainer = ?"
+_ROLLBACK = "INSERT OR REPLACE INTO rollbacks VALUES (?, ?)"
+_FORGET_ROLLBACKS = "DELETE FROM rollbacks WHERE version > ?"
 _STRIKE = (
     "INSERT INTO strikes (key, strikes) VALUES (?, ?) ON CONFLICT (key) DO UPDATE "
     "SET strikes = excluded.strikes"
@@ -156,6 +158,7 @@ class PromptLedger:
         self.open_lease = content.lease
         self.newest_leased_version = content.lease.version if content.lease else None
         self.all_strikes: OrderedDict[str, int] = OrderedDict(content.strikes)
+        self._rollbacks = dict(content.rollbacks)
 
     def __enter__(self) -> Self:
         return self
@@ -223,6 +226,7 @@ class PromptLedger:
             self.num_acknowledged,
             self.trainer,
             dict(self.all_strikes),
+            dict(self._rollbacks),
         )
 
     def next_sequence(self) -> int:
@@ -445,15 +449,32 @@ class PromptLedger:
         self.open_lease = None
         self._write(*statements)
 
-    def begin_trainer(self, instance_id: str) -> None:
-        """Note the trainer's instance, which has leased nothing yet.
+    def begin_trainer(self, instance_id: str, version: int) -> None:
+        """Note the trainer's instance, which has leased nothing yet, and begins with `version`.
 
         Its policy may be older than the turns of samples that programs work on: they are dropped.
         """
         self.leases.revoke_all()
         self.trainer = instance_id
         self.newest_leased_version = None
-        self._write((_TRAINER, (instance_id,)))
+        self._rollbacks = {v: old for v, old in self._rollbacks.items() if v <= version}
+        self._write((_TRAINER, (instance_id,)), (_FORGET_ROLLBACKS, (version,)))
+
+    # ---------------------------------------------------------------------------------- rollbacks
+
+    @property
+    def num_rollbacks(self) -> int:
+        """Return the number of versions that have the weights of an earlier one."""
+        return len(self._rollbacks)
+
+    def is_rolled_back(self, version: int) -> bool:
+        """Return whether `note_rollback` was called for a version."""
+        return version in self._rollbacks
+
+    def note_rollback(self, version: int, restored: int) -> None:
+        """Note that a version has the weights of the earlier version `restored`."""
+        self._rollbacks[version] = restored
+        self._write((_ROLLBACK, (version, restored)))
 
     # ------------------------------------------------------------------------------------ strikes
 

@@ -100,6 +100,11 @@ CREATE TABLE lease_turns (
 DROP TABLE IF EXISTS samples;
 """
 
+# Files of this format from before it lack it, and an older service does not mind it.
+_ROLLBACKS = (
+    "CREATE TABLE IF NOT EXISTS rollbacks (version INTEGER PRIMARY KEY, restored INTEGER NOT NULL)"
+)
+
 _DIGEST_BYTES = 16
 _REWARD = "d"  # float64
 
@@ -159,6 +164,7 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
         for statement in _LATER_TABLES.split(";\n"):
             database.execute(statement)
         database.execute(f"PRAGMA user_version = {FORMAT}")
+    database.execute(_ROLLBACKS)
     database.execute("COMMIT")
 
 
@@ -235,7 +241,7 @@ class LedgerContent:
     `ended` are the clients' prompts that ended last, oldest first; `acknowledged` the batches that
     were acknowledged last, oldest first; `num_acknowledged` counts groups of all of them; `trainer`
     is the instance that announced itself last; `strikes` holds the strikes of prompts, by
-    `prompt_key`.
+    `prompt_key`; `rollbacks` the versions whose weights are those of an earlier one, with that one.
     """
 
     next_sequence: int = 0
@@ -248,6 +254,7 @@ class LedgerContent:
     num_acknowledged: int = 0
     trainer: str | None = None
     strikes: Mapping[str, int] = field(default_factory=dict)
+    rollbacks: Mapping[int, int] = field(default_factory=dict)
 
 
 def encode_body(prompt: Prompt) -> bytes:
@@ -328,6 +335,7 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
         num_acknowledged,
         trainer,
         dict(database.execute("SELECT key, strikes FROM strikes ORDER BY number").fetchall()),
+        dict(database.execute("SELECT version, restored FROM rollbacks").fetchall()),
     )
 
 

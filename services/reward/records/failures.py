@@ -202,6 +202,11 @@ class YieldGuard:
         self._num_left_out += 1
         self._last_left_out = detail
 
+    def begin_again(self) -> None:
+        """Forget the last groups: another policy samples the next ones."""
+        self._last = LastGroups()
+        self._ends.clear()
+
     def check_yield(self) -> None:
         """Raise `BatchUnfillableError` if the first groups all failed for one reason, or too few of
         the last groups were kept (`YieldFloor`)."""

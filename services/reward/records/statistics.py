@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from statistics import fmean
 
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.group_table import (
@@ -30,6 +31,7 @@ from services.reward.group_table import (
     outcome_counts,
 )
 from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
+from sluice.algorithm.batch_metrics import repetition_share
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,8 @@ class TokenUse(StrEnum):
     that were generated again;
     ``preempted``: of groups that were preempted when a batch was full
     (`sluice.algorithm.groups.staleness`);
-    ``taken_over``: of groups that another trainer made start again.
+    ``taken_over``: of groups that another trainer made start again;
+    ``rolled_back``: of groups that start again because their policy was given up.
     """
 
     TRAINED = "trained"
@@ -75,6 +78,7 @@ class TokenUse(StrEnum):
     ABORTED = "aborted"
     SURPLUS = "surplus"
     TAKEN_OVER = "taken_over"
+    ROLLED_BACK = "rolled_back"
     VALIDATION = "evaluation"
 
 
@@ -93,10 +97,20 @@ _USE_BY_REASON = {
     CancelReason.NO_SLOT: TokenUse.STALE,
     CancelReason.PREEMPTED: TokenUse.PREEMPTED,
     CancelReason.TAKEN_OVER: TokenUse.TAKEN_OVER,
+    CancelReason.ROLLED_BACK: TokenUse.ROLLED_BACK,
 }
 """A group that is too old is not requeued: its prompt ends."""
 
-_DISCARDED = (TokenUse.STALE, TokenUse.PREEMPTED, TokenUse.FAILED, TokenUse.TAKEN_OVER)
+_DISCARDED = (
+    TokenUse.STALE,
+    TokenUse.PREEMPTED,
+    TokenUse.FAILED,
+    TokenUse.TAKEN_OVER,
+    TokenUse.ROLLED_BACK,
+)
+
+
+_REPETITION_GROUPS = 64
 
 
 def batch_content_metrics(
@@ -122,7 +136,15 @@ def batch_content_metrics(
         "training/off_policy/trajectory_staleness/mean": mean,
         "training/off_policy/trajectory_staleness/max": largest,
         "training/off_policy/trajectory_staleness/min": float(min(staleness, default=0)),
+        **_repetition(groups),
     }
+
+
+def _repetition(groups: Sequence[TrainGroup]) -> dict[str, float]:
+    """Return the mean over some responses: all of them would hold up the event loop."""
+    shown = [group.rollouts[0] for group in groups[:_REPETITION_GROUPS] if group.rollouts]
+    shares = [repetition_share(turn.token_ids) for one in shown for turn in one.turns]
+    return {"train/repetition_share": fmean(shares)} if shares else {}
 
 
 def uses_of_group(

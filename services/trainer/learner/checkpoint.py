@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +66,15 @@ class CheckpointStore:
         root: ``trainer.default_local_dir``; the first save creates it.
         keep: number of newest policies that a save leaves on disk; ``None`` keeps all.
         keep_critic: the same for critics. A folder without either is deleted.
+
+    Attributes:
+        protects: returns which of the steps on disk no save deletes; any thread calls it.
     """
 
     def __init__(self, root: Path, keep: int | None = None, keep_critic: int | None = None) -> None:
         self._root = root
         self._keep = {ACTOR_FOLDER: keep, CRITIC_FOLDER: keep_critic}
+        self.protects: Callable[[Collection[int]], Collection[int]] = lambda _steps: ()
 
     def save(
         self,
@@ -154,6 +158,21 @@ class CheckpointStore:
         self._undo_interrupted_replacement(int(content))
         return read_checkpoint(self.folder(int(content)))
 
+    def saved_steps(self) -> frozenset[int]:
+        """Return the steps of all complete checkpoints that hold a policy."""
+        stored = stored_checkpoints(self._root)
+        return frozenset(
+            int(one.folder.name.rpartition("_")[2]) for one in stored if ACTOR_FOLDER in one.roles
+        )
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        """Return the checkpoint of a step.
+
+        Raises:
+            CheckpointError: it is missing or incomplete.
+        """
+        return read_checkpoint(self.folder(step))
+
     def folder(self, step: int) -> Path:
         """Return the folder of the complete checkpoint of a step."""
         return self._root / f"global_step_{step}"
@@ -210,7 +229,8 @@ class CheckpointStore:
     def _delete_old(self, newest: Path) -> None:
         """Delete all but the last saved checkpoints on disk, of this process or another."""
         stored = sorted(stored_checkpoints(self._root), key=lambda one: one.folder != newest)
-        superfluous = superfluous_roles(stored, self._keep)
+        kept = {self.folder(step) for step in self.protects(self.saved_steps())}
+        superfluous = superfluous_roles(stored, self._keep, kept)
         for one in stored:
             roles = superfluous.get(one.folder, frozenset())
             if roles and roles == one.roles:
@@ -238,18 +258,23 @@ def stored_checkpoints(root: Path) -> list[StoredCheckpoint]:
 
 
 def superfluous_roles(
-    newest_first: Sequence[StoredCheckpoint], keep: Mapping[str, int | None]
+    newest_first: Sequence[StoredCheckpoint],
+    keep: Mapping[str, int | None],
+    protected: Collection[Path] = (),
 ) -> dict[Path, frozenset[str]]:
     """Return the models to delete, by folder: all but the newest `keep` of each role.
 
     Args:
         newest_first: all complete checkpoints.
         keep: by role, at least 1; ``None``, or a missing role, keeps all.
+        protected: folders that keep everything, whether or not they are among the newest.
     """
     found: dict[Path, frozenset[str]] = {}
     for role, count in keep.items():
         holders = [one.folder for one in newest_first if role in one.roles]
         for folder in holders[count:] if count is not None else ():
+            if folder in protected:
+                continue
             found[folder] = found.get(folder, frozenset()) | {role}
     return found
 

@@ -296,8 +296,12 @@ class Learner:
 
         return write
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, rate_factor: float = 1.0) -> None:
         """Load weights, optimizer and random state that `save` wrote. Collective.
+
+        Args:
+            directory: of a checkpoint.
+            rate_factor: multiplies the scheduled learning rates from now on.
 
         Raises:
             CheckpointError: files are missing or belong to another model.
@@ -315,6 +319,8 @@ class Learner:
             for trained, folder in reversed(self._holdings(directory))
         ]
         self._load_kl_control(directory / KL_CONTROL_FILE)
+        for trained in self._trained():
+            trained.optimizer.rate_factor = rate_factor
         self._check_equal_weights(sums)
 
     def _trained(self) -> list[TrainedModel]:

@@ -133,11 +133,12 @@ class RankLeader:
             self._send(CommandKind.TRAIN, {"step": step, "batch_id": batch.batch_id}, b"")
             return self._learner.train_step(self._samples.taken(batch.batch_id), step)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, rate_factor: float = 1.0) -> None:
         """Call `Learner.load` on all ranks; every rank reads `directory`."""
         with self._commanding:
-            self._send(CommandKind.LOAD, {"directory": str(directory)}, b"")
-            self._learner.load(directory)
+            arguments = {"directory": str(directory), "rate_factor": rate_factor}
+            self._send(CommandKind.LOAD, arguments, b"")
+            self._learner.load(directory, rate_factor)
 
     def freeze(self, version: int) -> None:
         """Call `FrozenWeights.freeze` on all ranks that send weights.
@@ -346,7 +347,7 @@ def follow(
         elif kind is CommandKind.TRAIN:
             learner.train_step(samples.taken(header["batch_id"]), int(header["step"]))
         elif kind is CommandKind.LOAD:
-            learner.load(Path(header["directory"]))
+            learner.load(Path(header["directory"]), float(header["rate_factor"]))
         elif kind is CommandKind.FREEZE:
             assert frozen is not None
             frozen.freeze(int(header["version"]))

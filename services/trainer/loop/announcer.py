@@ -39,12 +39,20 @@ class PolicyAnnouncer:
         self._progress = progress
         self._one_at_a_time = asyncio.Lock()
         self._last: tuple[int, tuple[AnnouncedReplica, ...]] | None = None
+        self._rollback = (-1, -1)  # a version, and the one whose weights it has
 
-    async def announce(self, *, after: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def announce(
+        self,
+        *,
+        after: Callable[[], Awaitable[None]] | None = None,
+        rolled_back_to: int | None = None,
+    ) -> None:
         """Announce a changed version or changed replicas; do nothing before the first version.
 
         Args:
             after: awaited first, while no other announcement can be made.
+            rolled_back_to: the version has the weights of this earlier one. Later announcements of
+                the same version repeat it, for a service that restarts.
         """
         async with self._one_at_a_time:
             if after is not None:
@@ -56,5 +64,8 @@ class PolicyAnnouncer:
             current = (version, self._fleet.announced())
             if current == self._last:
                 return
-            await self._reward.announce(*current, self._progress)
+            if rolled_back_to is not None:
+                self._rollback = (version, rolled_back_to)
+            restored = self._rollback[1] if self._rollback[0] == version else None
+            await self._reward.announce(*current, self._progress, restored)
             self._last = current

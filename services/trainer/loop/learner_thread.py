@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
@@ -68,6 +68,24 @@ class LearnerThread:
         if self._saving is not None and self._saving.done():
             await self.saved()  # raises its error
         return await self._run(lambda: self._leader.train_step(batch, step))
+
+    async def load(self, step: int, rate_factor: float) -> None:
+        """Load the checkpoint of `step`; its learning rates are multiplied by `rate_factor`.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        await self.saved()
+        checkpoint = self._store.checkpoint(step)
+        await self._run(lambda: self._leader.load(checkpoint.actor, rate_factor))
+
+    def saved_steps(self) -> Collection[int]:
+        """Return the steps of all complete checkpoints."""
+        return self._store.saved_steps()
+
+    def protect(self, protects: Callable[[Collection[int]], Collection[int]]) -> None:
+        """Let a function choose checkpoints that no save deletes (`CheckpointStore.protects`)."""
+        self._store.protects = protects
 
     async def freeze(self, version: int) -> None:
         """Copy the current weights as `version`, on each rank what it sends."""

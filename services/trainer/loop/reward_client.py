@@ -100,6 +100,7 @@ class RewardClient:
         version: int,
         replicas: Sequence[AnnouncedReplica],
         progress: Callable[[], DataProgress | None] = lambda: None,
+        rolled_back_to: int | None = None,
     ) -> None:
         """Announce the policy version, its replicas and the position in the data set.
 
@@ -109,6 +110,8 @@ class RewardClient:
             version: the current policy version.
             replicas: those in use, each with its version.
             progress: returns the position in the data set; called for each announcement.
+            rolled_back_to: the version has the weights of this earlier one, and what was sampled
+                in between is dropped; ``None``: it was trained.
 
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
@@ -122,6 +125,7 @@ class RewardClient:
                 policy_version=version,
                 replicas=reported,
                 resume_from=progress_to_proto(position) if position else None,
+                rolled_back_to=rolled_back_to,
             )
 
         self._announcement = request
@@ -242,6 +246,7 @@ class RewardClient:
             dict(answer.metrics),
             tuple(Example(e.prompt, e.response, e.ground_truth, e.score) for e in answer.examples),
             answer.generated_tokens,
+            dict(answer.standard_errors),
         )
 
     async def accounts(self) -> Mapping[str, float]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
 from sluice.algorithm.accounting import TOKENS_AGE
+from sluice.algorithm.guards import GuardRule, Judgement
 from sluice.concurrency.waits import Waiting
 from sluice.errors import NotReadyError
 
 _STEPS_KEPT = 1024
+_GUARDS = "sluice.guards"
+"""The holder of the guards' pauses."""
 
 ResultT = TypeVar("ResultT")
 
@@ -61,6 +64,11 @@ class RunState:
         total_steps: steps of the whole run.
         step: finished steps (above 0 after a resume).
         elapsed_s: seconds since the start of the process.
+
+    Attributes:
+        hold_reason: why a guard pauses the run; empty: none does.
+        num_rollbacks: steps that trained no batch, since the process started.
+        judgements: returns the rules of the guards and their state.
     """
 
     def __init__(
@@ -74,6 +82,9 @@ class RunState:
         self.stop_reason: str | None = None
         self.saves_at_end = False
         self.no_validation = asyncio.Event()
+        self.hold_reason = ""
+        self.num_rollbacks = 0
+        self.judgements: Callable[[], Sequence[tuple[GuardRule, Judgement]]] = tuple
         self._accounts: Mapping[str, float] = {}
         self._accounts_taken_s = time.monotonic()
         self._phase_since_s = time.monotonic() - elapsed_s
@@ -153,10 +164,25 @@ class RunState:
         )
         self.wake()
 
+    def hold(self, reason: str) -> None:
+        """Pause the run until the operator resumes it; the status shows why."""
+        self.pause(holder=_GUARDS)
+        self.hold_reason = reason
+
     def resume(self, holder: str = "") -> None:
-        """End one holder's pause; the run continues when no holder is left."""
+        """End one holder's pause; the run continues when no holder is left.
+
+        The operator, whose name is empty, ends the guards' pause too.
+        """
         self._end(holder)
+        if not holder:
+            self._end(_GUARDS)
         self.wake()
+
+    def restore(self, version: int) -> None:
+        """Count a step that trained no batch: its version has the weights of a checkpoint."""
+        self.step = version
+        self.num_rollbacks += 1
 
     def stop(self, reason: str, *, skips_validation: bool = False, saves: bool = False) -> None:
         """End the run after the current step; at once if it waits or is paused.
@@ -238,6 +264,8 @@ class RunState:
             return tuple(record for record in self._records if record.step >= step)
 
     def _end(self, holder: str) -> None:
+        if holder == _GUARDS:
+            self.hold_reason = ""
         lease_end = self._holds.pop(holder, None)
         if lease_end is not None:
             lease_end.cancel()

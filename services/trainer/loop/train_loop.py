@@ -20,7 +20,8 @@ With `overlaps` the transfer of a version runs beside the next step. The batch i
 Unblocked by: a registration; the reward service's answer or its deadline; the learner's thread;
     the transfer's deadlines. During the waits for replicas and for a batch the loop obeys `Stop`,
     `Pause` and `SaveCheckpoint`; after an interrupted wait it requests the same batch again.
-Produces: one policy version per step (version = finished steps), metrics, checkpoints.
+Produces: one policy version per step (version = finished steps), metrics, checkpoints. A rollback
+    is a step without a batch: the weights of a checkpoint become the next version.
 On failure: the error ends the run with exit code 1; the last checkpoint stands. A validation that
     fails is recorded and the run continues; if it was the last one, the run fails at its end.
 At the end of the data set: if any step was trained, the run ends as at its last step, else with the
@@ -35,18 +36,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport, WeightPublisher
 from services.trainer.loop.accounting import RunAccountant, acknowledged_groups, settled_accounts
 from services.trainer.loop.announcer import PolicyAnnouncer
 from services.trainer.loop.batch_check import BatchTerms, check_batch
+from services.trainer.loop.guards import RunGuards
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, under_control
+from services.trainer.loop.step_trace import StepTrace
 from services.trainer.metrics.sinks import Reporter
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
@@ -57,19 +59,11 @@ from services.trainer.metrics.step_metrics import (
     step_metrics,
 )
 from sluice.algorithm.accounting import DATA_EXHAUSTED, ReplicaCounters
+from sluice.algorithm.guards import GuardAction, Verdict
 from sluice.algorithm.publishing import held_for_validation
 from sluice.concurrency.waits import deadline
-from sluice.errors import DataExhaustedError, SluiceError
-from sluice.telemetry.tracing import (
-    TRACER,
-    Attributes,
-    Key,
-    RecordedSpan,
-    SpanName,
-    TraceContext,
-    Tracer,
-    parse_traceparent,
-)
+from sluice.errors import BatchUnfillableError, DataExhaustedError, SluiceError
+from sluice.telemetry.tracing import TRACER, SpanName
 from sluice.types import DataProgress, TrainBatch
 
 if TYPE_CHECKING:
@@ -123,6 +117,7 @@ class TrainLoop:
         accounting: RunAccountant,
         fleet: Fleet,
         state: RunState,
+        guards: RunGuards,
         resume_from: DataProgress | None,
     ) -> None:
         self._settings = settings
@@ -133,6 +128,7 @@ class TrainLoop:
         self._accounting = accounting
         self._fleet = fleet
         self._state = state
+        self._guards = guards
         # A checkpoint stores the progress of finished steps. The progress announced to the reward
         # service also counts the batch in training, so that service does not sample it again after
         # a restart.
@@ -169,7 +165,7 @@ class TrainLoop:
                 self._wait_for_replicas(), RunPhase.WAITING_FOR_REPLICAS, self._is_stopped
             )
             watcher = None if self._is_stopped() else await self._begin(tasks)
-            while not (self._settings.val_only or await self._is_over()):
+            while not (self._settings.val_only or await self._is_over(tasks)):
                 step = self._state.step + 1
                 with StepTrace(step) as trace:
                     await self._step(tasks, step, trace)
@@ -190,9 +186,12 @@ class TrainLoop:
             await self._start_validation(tasks, self._state.step)
         return tasks.create_task(self._watch_fleet(), name="fleet")
 
-    async def _is_over(self) -> bool:
+    async def _is_over(self, tasks: asyncio.TaskGroup) -> bool:
         """Return whether no step follows. While the run is paused, wait and save on request."""
-        while self._state.is_paused and not self._state.is_over:
+        while not self._state.is_over:
+            await self._obey_guards(tasks)
+            if not self._state.is_paused:
+                break
             await self._await_delivery()
             if self._state.is_save_wanted:
                 await self._save_now()
@@ -201,11 +200,49 @@ class TrainLoop:
             await self._state.control_call()
         return self._state.is_over
 
+    async def _obey_guards(self, tasks: asyncio.TaskGroup) -> None:
+        """Hold, stop or roll back the run if a rule is broken."""
+        verdict = self._guards.verdict(self._learner.saved_steps)
+        if verdict is None:
+            return
+        logger.warning("%s", verdict.reason)
+        match verdict.action:
+            case GuardAction.HOLD:
+                self._state.hold(verdict.reason)
+            case GuardAction.STOP:
+                self._state.stop(verdict.reason)
+            case GuardAction.ROLLBACK:
+                await self._roll_back(tasks, verdict)
+
+    async def _roll_back(self, tasks: asyncio.TaskGroup, verdict: Verdict) -> None:
+        """Make the weights of a checkpoint the next version; the data set continues.
+
+        The version is saved first, and the record of the guards before that: a trainer that dies on
+        the way finds the rule broken again, or continues from the restored weights.
+        """
+        await self._await_delivery()
+        await self._await_validation()
+        version, restored = self._state.step + 1, verdict.restores
+        factor = self._guards.rolled_back(verdict, version)
+        async with self._own_devices():
+            if self._settings.engines_sleep:
+                await self._publisher.let_sleep()
+            await self._learner.load(restored, factor)
+        self._state.restore(version)
+        await self._save(version)
+        await self._freeze(version)
+        await self._deliver(version)
+        await self._announcer.announce(rolled_back_to=restored)
+        logger.warning("version %d has the weights of step %d again", version, restored)
+        self._reporter.rolled_back(version, self._guards.row(version))
+        if self._settings.validates:
+            await self._start_validation(tasks, version)
+
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
         began_s, fleet_began = time.monotonic(), self._fleet.counters()
         busy_began_s = self._fleet.busy_seconds()
         with TRACER.span(SpanName.TAKE_BATCH):
-            batch = await self._next_batch(step)
+            batch = await self._next_batch(tasks, step)
         if batch is None:
             return
         trace.takes(batch)
@@ -241,7 +278,9 @@ class TrainLoop:
             **self._learner.take_memory_metrics(),
             **host_memory_metrics(),
             **account_metrics(await accounting),
+            **self._guards.row(step),
         }
+        self._guards.stepped(step, metrics)
         self._reporter.step(step, metrics)
         await self._state.record(StepRecord(step, metrics))
         if self._settings.validates and _is_due(
@@ -263,14 +302,15 @@ class TrainLoop:
         """Keep newcomers from being seeded beside training, where they share its devices."""
         return self._devices if self._settings.engines_sleep else nullcontext()
 
-    async def _next_batch(self, step: int) -> TrainBatch | None:
-        """Return the batch of `step`; None if a control call or the end of the data came first."""
+    async def _next_batch(self, tasks: asyncio.TaskGroup, step: int) -> TrainBatch | None:
+        """Return the batch of `step`; None if a control call, a guard or the end of the data came
+        first."""
         batch = None
         try:
             batch = await self._under_control(
                 self._reward.take_batch(step, step - 1, self._generated_tokens, self._take_samples),
                 RunPhase.WAITING_FOR_BATCH,
-                lambda: self._is_stopped() or self._state.is_paused,
+                lambda: self._is_stopped() or self._state.is_paused or self._guards.is_due,
             )
         except* DataExhaustedError as ended:
             if self._state.step == 0:  # a run that cannot train one step is an error
@@ -278,7 +318,21 @@ class TrainLoop:
             logger.info("no batch for step %d: %s", step, ended.exceptions[0])
             self._data_exhausted = True
             self._state.stop(f"the data set has ended after {self._state.step} steps")
+        except* BatchUnfillableError:
+            if not await self._has_collapsed(tasks):
+                raise
         return batch
+
+    async def _has_collapsed(self, tasks: asyncio.TaskGroup) -> bool:
+        """Return whether a guard acts on the policy that cannot fill a batch.
+
+        Its next validation would come with a later step, and there will be none.
+        """
+        if self._guards.rules and self._settings.validates:
+            if self._state.step > self._validated_step:
+                await self._start_validation(tasks, self._state.step)
+            await self._await_validation()
+        return self._guards.is_due
 
     async def _take_samples(self, batch: TrainBatch, step: int) -> str:
         check_batch(batch, self._settings.terms, step)
@@ -375,6 +429,7 @@ class TrainLoop:
         if self._state.no_validation.is_set():
             return
         self._validated_step = step
+        self._guards.validating(step)
         self._validation = tasks.create_task(self._validate(step), name=f"validation-{step}")
         self._validation.add_done_callback(lambda _: self._fleet.release())
 
@@ -392,7 +447,9 @@ class TrainLoop:
             logger.error("no validation of version %d: %s", step, error)  # noqa: TRY400 - no bug
             self._validation_error = error
             self._reporter.validation_failed(step, time.monotonic() - began_s)
+            self._guards.not_validated(step, str(error))
             return
+        self._guards.validated(step, report)
         self._reporter.validation(step, report, time.monotonic() - began_s)
 
     async def _leave_to_validation(self) -> None:
@@ -441,6 +498,7 @@ class TrainLoop:
         with TRACER.span(SpanName.SAVE):
             path = await self._learner.save(step, self._progress or DataProgress(0))
         self._saved_step = step
+        self._guards.saved(step)
         if self._state.is_save_wanted:
             await self._learner.saved()
         self._state.answer_saves(step, path)
@@ -460,6 +518,8 @@ class TrainLoop:
         self._accounts = await self._final_accounts()
         self._reporter.accounts(self._accounts)
         logger.info("the run ends at step %d: %s", step, self._state.stop_reason or "the last one")
+        if best := self._guards.best_text(self._learner.saved_steps()):
+            logger.info("%s", best)
         await self._state.finish()
         if self._validation_error is not None:
             raise self._validation_error
@@ -517,54 +577,3 @@ def _is_due(step: int, every: int, last: bool) -> bool:
     (`verl/trainer/ppo/ray_trainer.py`, `fit`).
     """
     return every > 0 and (last or step % every == 0)
-
-
-class StepTrace:
-    """The trace of one train step; without effect in a run that is not traced.
-
-    The first span of the step's trace links to the span of every recorded prompt in its batch. The
-    traces of these prompts get the training and the publication as spans, which link back.
-
-    Args:
-        step: from 1.
-    """
-
-    def __init__(self, step: int, tracer: Tracer = TRACER) -> None:
-        self._step = step
-        self._tracer = tracer
-        self._span = tracer.trace(SpanName.STEP, is_always=True, attributes={Key.STEP: step})
-        self._prompts: dict[str, TraceContext] = {}
-
-    def __enter__(self) -> Self:
-        self._span.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._span.__exit__(kind, error, trace)
-
-    def takes(self, batch: TrainBatch) -> None:
-        """Link the step's span to the prompts of its batch."""
-        if not self._tracer.is_on:
-            return
-        found = ((group.prompt_id, parse_traceparent(group.traceparent)) for group in batch.groups)
-        self._prompts = {prompt_id: context for prompt_id, context in found if context is not None}
-        self._span.set({Key.BATCH_ID: batch.batch_id, Key.NUM_GROUPS: len(batch.groups)})
-        self._span.link(tuple(self._prompts.values()))
-
-    @contextmanager
-    def span(self, name: SpanName) -> Iterator[None]:
-        """Record the block in the trace of the step, and in the traces of the batch's prompts."""
-        attributes: Attributes = {Key.STEP: self._step}
-        span = self._tracer.span(name, attributes)
-        try:
-            with span:
-                yield
-        finally:
-            if isinstance(span, RecordedSpan):
-                for prompt_id, context in self._prompts.items():
-                    span.again_under(context, {**attributes, Key.PROMPT_ID: prompt_id})

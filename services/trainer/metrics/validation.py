@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,9 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """Validation numbers of one version."""
+    """Validation numbers of one version, with standard errors of the metrics over prompts."""
 
     metrics: Mapping[str, float]
     examples: tuple[Example, ...]
     generated_tokens: int
+    standard_errors: Mapping[str, float] = field(default_factory=dict)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson
 from sluice.cli.run.checked import checked_run
-from sluice.cli.run.up import Quiet, ShowLogs, display_of, start_run
+from sluice.cli.run.up import Display, Quiet, ShowLogs, display_of, start_run
 from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config, read_run
 from sluice.errors import ConfigError
@@ -58,8 +58,8 @@ def quickstart(
     task: Annotated[
         str,
         typer.Option(
-            help="quickstart, stretch (harder), experts (sparse model), shapes (pictures), or "
-            "jars (a tool)."
+            help="quickstart, stretch (harder), experts (sparse model), qwen2, shapes (pictures), "
+            "or jars (a tool)."
         ),
     ] = "quickstart",
     seed: Annotated[int, typer.Option(help="Seed of data, model and sampling.")] = 0,
@@ -90,10 +90,26 @@ def quickstart(
         assets = preparer()(run_dir / "assets", task=task, seed=seed, progress=show)
     settings = [*asset_settings(assets, run_dir, seed), *(overrides or [])]
     with _job() as base:
-        config = checked_run(base, with_fitting(base, settings), display.console).config
+        start_at_zero(base, with_fitting(base, settings), display, began_s)
+
+
+def start_at_zero(base: Path, settings: list[str], display: Display, began_s: float) -> NoReturn:
+    """Run what made model and data, in place of an earlier run of the folder; exit with its code.
+
+    It always starts at step 0: results of an earlier run would mix with its own.
+
+    Args:
+        base: YAML file.
+        settings: its overrides.
+        display: where and how to show it.
+        began_s: start of the whole command, on the monotonic clock.
+
+    Raises:
+        ConfigError: of `checked_run`; or the run's folder is not marked.
+    """
+    config = checked_run(base, settings, display.console).config
     run_dir = Path(config.sluice.run_dir)
     mark_run_folder(run_dir)  # an override may name another one
-    # A quickstart always starts at step 0: results of an earlier one would mix with its own.
     remove_results(run_dir, _RESULTS)
     end = start_run(config, display, began_s=began_s)
     raise typer.Exit(end.exit_code)

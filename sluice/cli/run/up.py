@@ -8,7 +8,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -115,13 +115,13 @@ def up(  # noqa: PLR0913 - options of the command
       sluice up run.yaml data.train_batch_size=32 --logs
       sluice up run.yaml --on ray --resources rollout=NPU:8
     """
-    ray = _ray_options(on, ray_address, resources, old_capacity_timeout or capacity_timeout)
+    ray = ray_options(on, ray_address, resources, old_capacity_timeout or capacity_timeout)
     display = display_of(logs=logs, quiet=quiet, as_json=as_json)
     configured = split_arguments(arguments, trust_script=trust_script)
-    _run(configured, display, log_level, ray)
+    run_configured(configured, display, log_level, ray)
 
 
-def _ray_options(
+def ray_options(
     on: str, address: str, resources: list[str] | None, patience_s: float
 ) -> RayOptions | None:
     """Return how a run uses a Ray cluster; ``None``: it starts on this machine."""
@@ -163,12 +163,13 @@ def train(  # noqa: PLR0913 - options of the command
       sluice train --script run_qwen2-7b.sh actor_rollout_ref.rollout.name=torch
       sluice train --script run_qwen3-32b.sh --on ray
     """
-    ray = _ray_options(on, ray_address, resources, capacity_timeout)
+    ray = ray_options(on, ray_address, resources, capacity_timeout)
     if script is None:
         configured = split_arguments(arguments, trust_script=trust_script)
     else:
         configured = None, script_settings(script, arguments or [], trusted=trust_script)
-    _run(configured, display_of(logs=logs, quiet=quiet, as_json=as_json), log_level, ray)
+    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
+    run_configured(configured, display, log_level, ray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +193,23 @@ def display_of(*, logs: bool, quiet: bool, as_json: bool) -> Display:
     return Display(Console(stderr=as_json), detail, as_json)
 
 
-def _run(
+def run_configured(
     configured: tuple[Path | None, list[str]],
     display: Display,
     log_level: str | None,
     ray: RayOptions | None = None,
-) -> None:
+) -> NoReturn:
+    """Check a run, start it and follow it to its end; exit with its code.
+
+    Args:
+        configured: YAML file, or a file of overrides, and overrides.
+        display: where and how to show it.
+        log_level: of the services' log files; ``None``: as configured.
+        ray: the cluster to start it on; ``None``: this machine.
+
+    Raises:
+        ConfigError: of `checked_run` and `start_run`.
+    """
     file, overrides = configured
     if log_level is not None:
         overrides = [*overrides, f"sluice.log_level={log_level}"]

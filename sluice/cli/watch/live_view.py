@@ -85,7 +85,16 @@ def run_table(
         for a in snapshot.awaited
         if a.seconds > _MIN_REPORTED_S
     ]
+    parts += map(Text, guard_lines(snapshot))
     return Group(*parts)
+
+
+def guard_lines(snapshot: RunSnapshot) -> list[str]:
+    """Return why a guard holds the run, and which rules have no signal, one line each."""
+    held = snapshot.hold_reason
+    lines = [f"held by a guard: {held}; `sluice resume` ends the hold"] if held else []
+    silent = [one for one in snapshot.guards if one.state == "no signal"]
+    return lines + [f"no signal for the guard '{one.rule}': {one.detail}" for one in silent]
 
 
 def _head(snapshot: RunSnapshot, doing: str) -> RenderableType:

@@ -17,7 +17,15 @@ from sluice.config.loading.references import resolve_references
 from sluice.config.loading.settings_tree import SettingsTree, tree_of
 from sluice.config.loading.yaml_text import parse_document, parse_scalar
 from sluice.config.problems import Problem, raise_problems, shown
-from sluice.config.run import RunConfig, defaults, expectation, field_types, value_at
+from sluice.config.run import (
+    RunConfig,
+    defaults,
+    element_section,
+    expectation,
+    field_types,
+    value_at,
+)
+from sluice.config.schema.section import Section
 from sluice.errors import ConfigError
 
 
@@ -208,11 +216,27 @@ def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator
         if refusal:
             yield Problem(written, value, f"is refused: {refusal}")
             return
+    element = element_section(found.annotation)
+    if element is not None and isinstance(value, list):
+        yield from _element_problems(written, value, element)
+        return
     try:
         msgspec.convert(value, found.annotation)
     except msgspec.ValidationError:
         message = f": expected {expectation(found.annotation)}"
         yield Problem(written, value, message, _hint(value, found.annotation))
+
+
+def _element_problems(
+    written: str, values: list[object], section: type[Section]
+) -> Iterator[Problem]:
+    """Yield what is wrong in a list of mappings, by the number of the element."""
+    for number, value in enumerate(values):
+        try:
+            msgspec.convert(value, section)
+        except msgspec.ValidationError as error:
+            keys = f"its keys are {', '.join(field_types(section))}"
+            yield Problem(f"{written}[{number}]", value, f": {error}".replace(" `$.", " `"), keys)
 
 
 def _hint(value: object, annotation: object) -> str:

@@ -22,6 +22,7 @@ from sluice.config.rules.algorithm import algorithm_problems, correction_problem
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.environment import environment_problems
 from sluice.config.rules.files import file_problems
+from sluice.config.rules.guards import guard_problems
 from sluice.config.rules.model import (
     REPLAY_KEY,
     context_problems,
@@ -106,6 +107,7 @@ def all_problems(
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
     found += named("algorithm", algorithm_problems(config))
     found += named("environment", environment_problems(config))
+    found += named("guards", guard_problems(config))
     found += named("stragglers", straggler_problems(config))
     found += named("sampling-strategy", strategy_problems(config))
     found += named("truncated-training", truncation_problems(config))

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from sluice.config.schema.environment import EnvironmentConfig
 from sluice.config.schema.evaluation import EvaluationConfig
+from sluice.config.schema.guards import GuardsConfig
 from sluice.config.schema.limits import LimitsConfig
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.config.schema.section import (
@@ -405,6 +406,7 @@ class ServiceConfig(Section, frozen=True):
     telemetry: TelemetryConfig = TelemetryConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    guards: GuardsConfig = GuardsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     max_message_mb: Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)] | None = None
     """Largest gRPC message, MiB; none: 64, or what a sample or a batch's outline needs, if more."""

@@ -153,3 +153,13 @@ def test_responses_are_graded_in_order_and_a_failure_is_exit_code_1(
     assert json.loads(graded.stdout)["score"] == 1.0
     refused = sluice("score", one, "--run", str(run), "--deadline", "0")
     assert isinstance(refused.exception, InvalidRequestError)
+
+
+def test_resume_ends_the_hold_of_a_guard_and_says_why_it_was(tmp_path: Path) -> None:
+    with threaded_run(TokenReplica(), hold_reason="accuracy fell") as address:
+        run = str(folder_of(address, tmp_path))
+        assert json.loads(sluice("resume", run, "--json").stdout)["reason"] == "accuracy fell"
+        again = sluice("resume", run)
+        assert again.stdout.endswith("continues after step 2; no guard held it\n")
+    gone = sluice("resume", run)
+    assert "does not answer" in str(gone.exception)

@@ -30,6 +30,7 @@ NAMES = (
     "dashboard",
     "compare",
     "scale",
+    "resume",
     "prepare",
     "generate",
     "submit",

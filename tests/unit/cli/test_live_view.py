@@ -16,7 +16,13 @@ from rich.console import Console
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.cli.watch import live_view
 from sluice.cli.watch.live_view import AccuracyTail, Detail, LiveView, run_table
-from sluice.client.run_monitor import AwaitedPeer, ReplicaSnapshot, RunMonitor, RunSnapshot
+from sluice.client.run_monitor import (
+    AwaitedPeer,
+    ReplicaSnapshot,
+    RunMonitor,
+    RunSnapshot,
+    WatchedRule,
+)
 from sluice.config.loading.loader import load_config
 from sluice.errors import SluiceError
 from sluice.report.run_record import AccuracyPoint
@@ -40,6 +46,18 @@ def rendered(shown: RunSnapshot, accuracy: AccuracyPoint | None = None) -> str:
     with console.capture() as captured:
         console.print(run_table(shown, accuracy))
     return captured.get()
+
+
+def test_a_hold_and_a_guard_without_a_signal_are_shown_with_their_reasons() -> None:
+    watched = (
+        WatchedRule("hold when x", "no signal", "no row has x"),
+        WatchedRule("hold when y", "watching", "y = 1"),
+    )
+    shown = replace(snapshot({}), hold_reason="accuracy fell", guards=watched)
+    words = " ".join(rendered(shown).split())
+    assert "held by a guard: accuracy fell; `sluice resume` ends the hold" in words
+    assert "no signal for the guard 'hold when x': no row has x" in words
+    assert "hold when y" not in words
 
 
 METRICS = {name: value for name, value in STEPS[0].items() if value is not None}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sluice.client.launcher import LaunchedProcess
-from sluice.client.run_monitor import ReplicaSnapshot
+from sluice.client.run_monitor import ReplicaSnapshot, WatchedRule
 from sluice.dashboard.overview import RunFacts, RunVerdict, health_of
 
 REPLICA = ReplicaSnapshot("rollout-0", "127.0.0.1:1", "serving", 3, 8, 4, 100.0, 0.1)
@@ -61,6 +61,16 @@ def test_a_run_that_gets_on_is_healthy() -> None:
             "trainer is being restarted (try 1 of 5)",
         ),
         (replace(WELL, phase="paused", phase_seconds=5.0), RunVerdict.ATTENTION, "held between"),
+        (
+            replace(WELL, phase="paused", hold_reason="accuracy fell"),
+            RunVerdict.ATTENTION,
+            "held by a guard: accuracy fell; `sluice resume` ends the hold",
+        ),
+        (
+            replace(WELL, guards=(WatchedRule("hold when x", "no signal", "no row has x"),)),
+            RunVerdict.ATTENTION,
+            "no signal for the guard 'hold when x': no row has x",
+        ),
         (
             replace(WELL, replicas=(REPLICA, replace(REPLICA, name="b", state="stalled"))),
             RunVerdict.ATTENTION,

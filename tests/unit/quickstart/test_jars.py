@@ -13,7 +13,8 @@ import pytest
 from services.reward.grading.scorers.registry import RULES
 from services.rollout.prompt_encoder import PromptEncoder
 from sluice.quickstart.jar_environment import BlindJars, Jars
-from sluice.quickstart.jars import Segment, jar_problems, render_question, teach
+from sluice.quickstart.jars import jar_problems, render_question, teach
+from sluice.quickstart.lessons import Segment
 from sluice.quickstart.prepare import prepare
 from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
 from sluice.quickstart.tokenizer import TURN_END

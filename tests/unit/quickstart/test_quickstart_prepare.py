@@ -72,6 +72,17 @@ def test_the_task_of_experts_has_a_published_mixture_of_experts(tmp_path: Path) 
     assert (assets.model_dir / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
+def test_the_task_of_qwen2_has_a_dense_model_with_biases_of_about_the_same_size(
+    tmp_path: Path,
+) -> None:
+    assets = prepare(tmp_path, task="qwen2", seed=0, progress=lambda _event: None, settings=SMALL)
+    model = AutoModelForCausalLM.from_pretrained(assets.model_dir, local_files_only=True)
+    assert model.config.model_type == "qwen2"
+    names = load_file(assets.model_dir / "model.safetensors").keys()
+    assert "model.layers.1.self_attn.q_proj.bias" in names
+    assert 100_000 < assets.facts.num_parameters < 130_000
+
+
 def test_a_complete_directory_is_used_as_it_is(tmp_path: Path) -> None:
     first = make(tmp_path)
     modified = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

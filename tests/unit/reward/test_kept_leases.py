@@ -168,7 +168,7 @@ def test_a_lease_keeps_the_prompt_of_its_group_once(tmp_path: Path) -> None:
         (lambda ledger: ledger.end("p0", PromptEnd.TRAINED), ["other"]),
         (lambda ledger: ledger.leases.revoke("p0"), ["other"]),
         (lambda ledger: ledger.forget_data(), []),
-        (lambda ledger: ledger.begin_trainer("another"), []),
+        (lambda ledger: ledger.begin_trainer("another", 0), []),
         (
             lambda ledger: keep(ledger, LeaseRecord("again", "p0", 1, LATER, TURNS)),
             ["again", "first", "other"],

@@ -63,7 +63,7 @@ def apply(ledger: PromptLedger, event: Event) -> None:
             accept(ledger, name, None if what == "client" else number)
     elif what == "resume":
         ledger.restart_data(DataProgress(number, (number + 2,)))
-        ledger.begin_trainer(f"trainer-{number}")
+        ledger.begin_trainer(f"trainer-{number}", number)
     elif what == "release":
         ledger.void_lease()
     else:

@@ -164,7 +164,7 @@ class Following:
 
         return write
 
-    def load(self, _: Path) -> None:
+    def load(self, _: Path, _factor: float) -> None:
         """Wait until the copies of the last save are gone."""
         ends_s = time.monotonic() + WAIT_S / 3
         while not self.was_freed and time.monotonic() < ends_s:
@@ -184,7 +184,8 @@ class Commands:
         self._kinds = list(kinds)
 
     def broadcast_bytes(self, *_: object) -> bytes:
-        header = json.dumps({"kind": self._kinds.pop(0), "directory": "folder"}).encode()
+        fields = {"kind": self._kinds.pop(0), "directory": "folder", "rate_factor": 1.0}
+        header = json.dumps(fields).encode()
         return len(header).to_bytes(4, "little") + header
 
 

@@ -388,3 +388,13 @@ def test_the_remedy_names_the_newest_whole_checkpoint_with_a_policy(tmp_path: Pa
     (tmp_path / "global_step_3" / "actor" / "model.safetensors").write_text("torn")
     remedy = resume_remedy(tmp_path / "global_step_4")
     assert f"trainer.resume_from_path={tmp_path / 'global_step_2'}" in remedy
+
+
+def test_a_protected_checkpoint_stays_beside_the_newest_ones(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.protects = lambda steps: {1}.intersection(steps)
+    for step in (1, 2, 3):
+        save(store, step)
+    assert steps_on_disk(tmp_path) == ["global_step_1", "global_step_3"]
+    assert store.saved_steps() == {1, 3}
+    assert store.checkpoint(1).step == 1

@@ -33,6 +33,7 @@ class Desk:
         version: int,
         replicas: Sequence[AnnouncedReplica],
         progress: Callable[[], DataProgress | None],
+        rolled_back_to: int | None,
         /,
     ) -> None:
         if self.fault is not None:

@@ -79,6 +79,17 @@ def test_the_saved_model_is_an_ordinary_hugging_face_model(
     assert (folder / "tokenizer.json").is_file()
 
 
+def test_a_rollback_multiplies_the_scheduled_learning_rate(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    learner = make_learner(model_folder)
+    before = learner.train_step(make_batch(), 2)["actor/lr"]
+    assert before > 0
+    learner.save(tmp_path / "actor")
+    learner.load(tmp_path / "actor", 0.25)
+    assert learner.train_step(make_batch(), 2)["actor/lr"] == pytest.approx(0.25 * before)
+
+
 def test_a_checkpoint_is_readable_for_everybody(tmp_path: Path, model_folder: Path) -> None:
     make_learner(model_folder).save(tmp_path / "actor")
     modes = {stat.S_IMODE(f.stat().st_mode) for f in tmp_path.rglob("*.safetensors")}

@@ -101,6 +101,17 @@ async def test_a_short_absence_is_waited_out_when_a_policy_is_announced(
     assert stub.requests["AnnouncePolicy"][-1].policy_version == 3
 
 
+async def test_a_rollback_is_announced_again_to_a_service_that_restarts(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["AnnouncePolicy"] = [UNAVAILABLE, reward_pb2.AnnouncePolicyResponse()]
+    await client.announce(5, [], rolled_back_to=2)
+    assert [request.rolled_back_to for request in stub.requests["AnnouncePolicy"]] == [2, 2]
+    stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
+    await client.announce(6, [])
+    assert not stub.requests["AnnouncePolicy"][-1].HasField("rolled_back_to")
+
+
 async def test_a_short_absence_is_waited_out_when_a_batch_is_acknowledged(
     client: RewardClient, stub: Stub
 ) -> None:

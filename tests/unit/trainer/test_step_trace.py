@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.loop.train_loop import StepTrace, TrainLoop
+from services.trainer.loop.step_trace import StepTrace
+from services.trainer.loop.train_loop import TrainLoop
 from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from sluice.types import TrainBatch
 from tests.support.loop_world import WAIT_S, World, batch_of, run, until

@@ -134,6 +134,9 @@ class ModelOptimizer:
         gradients: gradients of sharded parameters; by default flat buffers of whole ones.
         host_share: least share of the moments to keep in host memory. While a step changes them,
             those of one part of the parameters at a time are on the device.
+
+    Attributes:
+        rate_factor: multiplies the scheduled learning rate; rollbacks lower it.
     """
 
     def __init__(
@@ -165,16 +168,21 @@ class ModelOptimizer:
             fused=True,  # fewer passes over memory, also on the CPU
         )
         self.skipped_updates = 0
+        self.rate_factor = 1.0
 
     def begin_batch(self, schedule_step: int) -> float:
         """Set the learning rate for train batch `schedule_step` (0-based) and return it."""
-        rate = self._config.lr * learning_rate_multiplier(
-            schedule_step,
-            schedule=self._config.lr_scheduler_type,
-            warmup_steps=self._warmup_steps,
-            total_steps=self._total_steps,
-            min_lr_ratio=self._config.min_lr_ratio,
-            num_cycles=self._config.num_cycles,
+        rate = (
+            self.rate_factor
+            * self._config.lr
+            * learning_rate_multiplier(
+                schedule_step,
+                schedule=self._config.lr_scheduler_type,
+                warmup_steps=self._warmup_steps,
+                total_steps=self._total_steps,
+                min_lr_ratio=self._config.min_lr_ratio,
+                num_cycles=self._config.num_cycles,
+            )
         )
         for group in self._adamw.param_groups:
             group["lr"] = rate

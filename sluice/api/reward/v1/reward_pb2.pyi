@@ -683,10 +683,15 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     RESUME_FROM_FIELD_NUMBER: builtins.int
+    ROLLED_BACK_TO_FIELD_NUMBER: builtins.int
     trainer_instance_id: builtins.str
     """The trainer's instance; a new one resets leases."""
     policy_version: builtins.int
     """The current version."""
+    rolled_back_to: builtins.int
+    """This version has the weights of an earlier one, this one, which a guard of the run loaded again:
+    nothing that was sampled in between is trained; its prompts start again. Absent: it was trained.
+    """
     @property
     def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Replica]:
         """Every replica that serves or is held at a version, with its version. Replicas left out are no
@@ -707,9 +712,11 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
         policy_version: builtins.int = ...,
         replicas: collections.abc.Iterable[sluice.api.common.v1.common_pb2.Replica] | None = ...,
         resume_from: sluice.api.common.v1.common_pb2.DataProgress | None = ...,
+        rolled_back_to: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["resume_from", b"resume_from"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["policy_version", b"policy_version", "replicas", b"replicas", "resume_from", b"resume_from", "trainer_instance_id", b"trainer_instance_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_rolled_back_to", b"_rolled_back_to", "resume_from", b"resume_from", "rolled_back_to", b"rolled_back_to"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_rolled_back_to", b"_rolled_back_to", "policy_version", b"policy_version", "replicas", b"replicas", "resume_from", b"resume_from", "rolled_back_to", b"rolled_back_to", "trainer_instance_id", b"trainer_instance_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_rolled_back_to", b"_rolled_back_to"]) -> typing.Literal["rolled_back_to"] | None: ...
 
 global___AnnouncePolicyRequest = AnnouncePolicyRequest
 
@@ -913,9 +920,26 @@ class EvaluateResponse(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class StandardErrorsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     METRICS_FIELD_NUMBER: builtins.int
     EXAMPLES_FIELD_NUMBER: builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    STANDARD_ERRORS_FIELD_NUMBER: builtins.int
     generated_tokens: builtins.int
     """Tokens generated for this validation."""
     @property
@@ -926,14 +950,19 @@ class EvaluateResponse(google.protobuf.message.Message):
     def examples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EvaluationExample]:
         """Example responses."""
 
+    @property
+    def standard_errors(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Standard errors of the metrics over prompts, by the same names; of metrics of at least two prompts."""
+
     def __init__(
         self,
         *,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         examples: collections.abc.Iterable[global___EvaluationExample] | None = ...,
         generated_tokens: builtins.int = ...,
+        standard_errors: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["examples", b"examples", "generated_tokens", b"generated_tokens", "metrics", b"metrics"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["examples", b"examples", "generated_tokens", b"generated_tokens", "metrics", b"metrics", "standard_errors", b"standard_errors"]) -> None: ...
 
 global___EvaluateResponse = EvaluateResponse
 

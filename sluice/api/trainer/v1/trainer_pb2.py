@@ -26,7 +26,7 @@ from sluice.api.common.v1 import common_pb2 as sluice_dot_api_dot_common_dot_v1_
 from sluice.api.weights.v1 import weights_pb2 as sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sluice/api/trainer/v1/trainer.proto\x12\x15sluice.api.trainer.v1\x1a!sluice/api/common/v1/common.proto\x1a#sluice/api/weights/v1/weights.proto\"\x9b\x01\n\x16RegisterReplicaRequest\x12.\n\x07replica\x18\x01 \x01(\x0b\x32\x1d.sluice.api.common.v1.Replica\x12\x1d\n\x15weights_layout_digest\x18\x02 \x01(\t\x12\x32\n\x06shares\x18\x03 \x03(\x0b\x32\".sluice.api.weights.v1.WeightShare\"[\n\x17RegisterReplicaResponse\x12\"\n\x1aheartbeat_interval_seconds\x18\x01 \x01(\x01\x12\x1c\n\x14time_to_live_seconds\x18\x02 \x01(\x01\"\x9c\x04\n\x10HeartbeatRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nslots_busy\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x07 \x01(\x01\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x15\n\runsent_tokens\x18\t \x01(\x04\x12\x16\n\x0erunning_tokens\x18\n \x01(\x04\x12U\n\x10seconds_by_state\x18\x0b \x03(\x0b\x32;.sluice.api.trainer.v1.HeartbeatRequest.SecondsByStateEntry\x12\x14\n\x0cwall_seconds\x18\x0c \x01(\x01\x12\x14\n\x0c\x65ngine_turns\x18\r \x01(\x04\x12\x1a\n\x12\x64irect_sent_tokens\x18\x0e \x01(\x04\x12\x1c\n\x14\x64irect_unsent_tokens\x18\x0f \x01(\x04\x12\x15\n\rprompt_tokens\x18\x10 \x01(\x04\x12\x15\n\rreused_tokens\x18\x11 \x01(\x04\x1a\x35\n\x13SecondsByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x11\n\x0f_policy_version\"\x13\n\x11HeartbeatResponse\"\x12\n\x10GetStatusRequest\"\xc0\x01\n\rReplicaStatus\x12.\n\x07replica\x18\x01 \x01(\x0b\x32\x1d.sluice.api.common.v1.Replica\x12\r\n\x05state\x18\x02 \x01(\t\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\x12\n\nslots_busy\x18\x04 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x12\n\nidle_share\x18\x06 \x01(\x01\x12\x0e\n\x06queued\x18\x07 \x01(\r\"\xa4\x04\n\x11GetStatusResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12.\n\x05phase\x18\x02 \x01(\x0e\x32\x1f.sluice.api.trainer.v1.RunPhase\x12\x15\n\rphase_seconds\x18\x03 \x01(\x01\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x05 \x01(\x03\x12\x1b\n\x0epolicy_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\x36\n\x08replicas\x18\x07 \x03(\x0b\x32$.sluice.api.trainer.v1.ReplicaStatus\x12\x46\n\x07metrics\x18\x08 \x03(\x0b\x32\x35.sluice.api.trainer.v1.GetStatusResponse.MetricsEntry\x12H\n\x08\x61\x63\x63ounts\x18\t \x03(\x0b\x32\x36.sluice.api.trainer.v1.GetStatusResponse.AccountsEntry\x12\x35\n\x0bwait_report\x18\n \x01(\x0b\x32 .sluice.api.common.v1.WaitReport\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rAccountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x11\n\x0f_policy_version\"&\n\x11WatchStepsRequest\x12\x11\n\tfrom_step\x18\x01 \x01(\x03\"\x9b\x01\n\x12WatchStepsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12G\n\x07metrics\x18\x02 \x03(\x0b\x32\x36.sluice.api.trainer.v1.WatchStepsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\"L\n\x0cPauseRequest\x12\x1a\n\rlease_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06holder\x18\x02 \x01(\tB\x10\n\x0e_lease_seconds\"\x1d\n\rPauseResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"\x1f\n\rResumeRequest\x12\x0e\n\x06holder\x18\x01 \x01(\t\"\x1e\n\x0eResumeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"D\n\x0bStopRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x17\n\x0fskip_validation\x18\x02 \x01(\x08\x12\x0c\n\x04save\x18\x03 \x01(\x08\"\x1c\n\x0cStopResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03*\x92\x02\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_PHASE_STARTING\x10\x01\x12\"\n\x1eRUN_PHASE_WAITING_FOR_REPLICAS\x10\x02\x12\x1f\n\x1bRUN_PHASE_WAITING_FOR_BATCH\x10\x03\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x04\x12\x18\n\x14RUN_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x06\x12\x14\n\x10RUN_PHASE_SAVING\x10\x07\x12\x14\n\x10RUN_PHASE_PAUSED\x10\x08\x12\x16\n\x12RUN_PHASE_FINISHED\x10\t2\x92\x06\n\x0eTrainerService\x12p\n\x0fRegisterReplica\x12-.sluice.api.trainer.v1.RegisterReplicaRequest\x1a..sluice.api.trainer.v1.RegisterReplicaResponse\x12^\n\tHeartbeat\x12\'.sluice.api.trainer.v1.HeartbeatRequest\x1a(.sluice.api.trainer.v1.HeartbeatResponse\x12^\n\tGetStatus\x12\'.sluice.api.trainer.v1.GetStatusRequest\x1a(.sluice.api.trainer.v1.GetStatusResponse\x12\x63\n\nWatchSteps\x12(.sluice.api.trainer.v1.WatchStepsRequest\x1a).sluice.api.trainer.v1.WatchStepsResponse0\x01\x12m\n\x0eSaveCheckpoint\x12,.sluice.api.trainer.v1.SaveCheckpointRequest\x1a-.sluice.api.trainer.v1.SaveCheckpointResponse\x12R\n\x05Pause\x12#.sluice.api.trainer.v1.PauseRequest\x1a$.sluice.api.trainer.v1.PauseResponse\x12U\n\x06Resume\x12$.sluice.api.trainer.v1.ResumeRequest\x1a%.sluice.api.trainer.v1.ResumeResponse\x12O\n\x04Stop\x12\".sluice.api.trainer.v1.StopRequest\x1a#.sluice.api.trainer.v1.StopResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sluice/api/trainer/v1/trainer.proto\x12\x15sluice.api.trainer.v1\x1a!sluice/api/common/v1/common.proto\x1a#sluice/api/weights/v1/weights.proto\"\x9b\x01\n\x16RegisterReplicaRequest\x12.\n\x07replica\x18\x01 \x01(\x0b\x32\x1d.sluice.api.common.v1.Replica\x12\x1d\n\x15weights_layout_digest\x18\x02 \x01(\t\x12\x32\n\x06shares\x18\x03 \x03(\x0b\x32\".sluice.api.weights.v1.WeightShare\"[\n\x17RegisterReplicaResponse\x12\"\n\x1aheartbeat_interval_seconds\x18\x01 \x01(\x01\x12\x1c\n\x14time_to_live_seconds\x18\x02 \x01(\x01\"\x9c\x04\n\x10HeartbeatRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nslots_busy\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x18\n\x10generated_tokens\x18\x06 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\x07 \x01(\x01\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x15\n\runsent_tokens\x18\t \x01(\x04\x12\x16\n\x0erunning_tokens\x18\n \x01(\x04\x12U\n\x10seconds_by_state\x18\x0b \x03(\x0b\x32;.sluice.api.trainer.v1.HeartbeatRequest.SecondsByStateEntry\x12\x14\n\x0cwall_seconds\x18\x0c \x01(\x01\x12\x14\n\x0c\x65ngine_turns\x18\r \x01(\x04\x12\x1a\n\x12\x64irect_sent_tokens\x18\x0e \x01(\x04\x12\x1c\n\x14\x64irect_unsent_tokens\x18\x0f \x01(\x04\x12\x15\n\rprompt_tokens\x18\x10 \x01(\x04\x12\x15\n\rreused_tokens\x18\x11 \x01(\x04\x1a\x35\n\x13SecondsByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x11\n\x0f_policy_version\"\x13\n\x11HeartbeatResponse\"\x12\n\x10GetStatusRequest\"\xc0\x01\n\rReplicaStatus\x12.\n\x07replica\x18\x01 \x01(\x0b\x32\x1d.sluice.api.common.v1.Replica\x12\r\n\x05state\x18\x02 \x01(\t\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\x12\n\nslots_busy\x18\x04 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x12\n\nidle_share\x18\x06 \x01(\x01\x12\x0e\n\x06queued\x18\x07 \x01(\r\"\xed\x04\n\x11GetStatusResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12.\n\x05phase\x18\x02 \x01(\x0e\x32\x1f.sluice.api.trainer.v1.RunPhase\x12\x15\n\rphase_seconds\x18\x03 \x01(\x01\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x05 \x01(\x03\x12\x1b\n\x0epolicy_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\x36\n\x08replicas\x18\x07 \x03(\x0b\x32$.sluice.api.trainer.v1.ReplicaStatus\x12\x46\n\x07metrics\x18\x08 \x03(\x0b\x32\x35.sluice.api.trainer.v1.GetStatusResponse.MetricsEntry\x12H\n\x08\x61\x63\x63ounts\x18\t \x03(\x0b\x32\x36.sluice.api.trainer.v1.GetStatusResponse.AccountsEntry\x12\x35\n\x0bwait_report\x18\n \x01(\x0b\x32 .sluice.api.common.v1.WaitReport\x12\x13\n\x0bhold_reason\x18\x0b \x01(\t\x12\x32\n\x06guards\x18\x0c \x03(\x0b\x32\".sluice.api.trainer.v1.GuardStatus\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rAccountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x11\n\x0f_policy_version\":\n\x0bGuardStatus\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"&\n\x11WatchStepsRequest\x12\x11\n\tfrom_step\x18\x01 \x01(\x03\"\x9b\x01\n\x12WatchStepsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12G\n\x07metrics\x18\x02 \x03(\x0b\x32\x36.sluice.api.trainer.v1.WatchStepsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x17\n\x15SaveCheckpointRequest\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\"L\n\x0cPauseRequest\x12\x1a\n\rlease_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06holder\x18\x02 \x01(\tB\x10\n\x0e_lease_seconds\"\x1d\n\rPauseResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"\x1f\n\rResumeRequest\x12\x0e\n\x06holder\x18\x01 \x01(\t\"\x1e\n\x0eResumeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"D\n\x0bStopRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x17\n\x0fskip_validation\x18\x02 \x01(\x08\x12\x0c\n\x04save\x18\x03 \x01(\x08\"\x1c\n\x0cStopResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03*\x92\x02\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_PHASE_STARTING\x10\x01\x12\"\n\x1eRUN_PHASE_WAITING_FOR_REPLICAS\x10\x02\x12\x1f\n\x1bRUN_PHASE_WAITING_FOR_BATCH\x10\x03\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x04\x12\x18\n\x14RUN_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x06\x12\x14\n\x10RUN_PHASE_SAVING\x10\x07\x12\x14\n\x10RUN_PHASE_PAUSED\x10\x08\x12\x16\n\x12RUN_PHASE_FINISHED\x10\t2\x92\x06\n\x0eTrainerService\x12p\n\x0fRegisterReplica\x12-.sluice.api.trainer.v1.RegisterReplicaRequest\x1a..sluice.api.trainer.v1.RegisterReplicaResponse\x12^\n\tHeartbeat\x12\'.sluice.api.trainer.v1.HeartbeatRequest\x1a(.sluice.api.trainer.v1.HeartbeatResponse\x12^\n\tGetStatus\x12\'.sluice.api.trainer.v1.GetStatusRequest\x1a(.sluice.api.trainer.v1.GetStatusResponse\x12\x63\n\nWatchSteps\x12(.sluice.api.trainer.v1.WatchStepsRequest\x1a).sluice.api.trainer.v1.WatchStepsResponse0\x01\x12m\n\x0eSaveCheckpoint\x12,.sluice.api.trainer.v1.SaveCheckpointRequest\x1a-.sluice.api.trainer.v1.SaveCheckpointResponse\x12R\n\x05Pause\x12#.sluice.api.trainer.v1.PauseRequest\x1a$.sluice.api.trainer.v1.PauseResponse\x12U\n\x06Resume\x12$.sluice.api.trainer.v1.ResumeRequest\x1a%.sluice.api.trainer.v1.ResumeResponse\x12O\n\x04Stop\x12\".sluice.api.trainer.v1.StopRequest\x1a#.sluice.api.trainer.v1.StopResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,8 +41,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSRESPONSE_ACCOUNTSENTRY']._serialized_options = b'8\001'
   _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNPHASE']._serialized_start=2267
-  _globals['_RUNPHASE']._serialized_end=2541
+  _globals['_RUNPHASE']._serialized_start=2400
+  _globals['_RUNPHASE']._serialized_end=2674
   _globals['_REGISTERREPLICAREQUEST']._serialized_start=135
   _globals['_REGISTERREPLICAREQUEST']._serialized_end=290
   _globals['_REGISTERREPLICARESPONSE']._serialized_start=292
@@ -58,33 +58,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICASTATUS']._serialized_start=970
   _globals['_REPLICASTATUS']._serialized_end=1162
   _globals['_GETSTATUSRESPONSE']._serialized_start=1165
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1713
-  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_start=1599
-  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_end=1645
-  _globals['_GETSTATUSRESPONSE_ACCOUNTSENTRY']._serialized_start=1647
-  _globals['_GETSTATUSRESPONSE_ACCOUNTSENTRY']._serialized_end=1694
-  _globals['_WATCHSTEPSREQUEST']._serialized_start=1715
-  _globals['_WATCHSTEPSREQUEST']._serialized_end=1753
-  _globals['_WATCHSTEPSRESPONSE']._serialized_start=1756
-  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1911
-  _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_start=1599
-  _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_end=1645
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1913
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1936
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1938
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1990
-  _globals['_PAUSEREQUEST']._serialized_start=1992
-  _globals['_PAUSEREQUEST']._serialized_end=2068
-  _globals['_PAUSERESPONSE']._serialized_start=2070
-  _globals['_PAUSERESPONSE']._serialized_end=2099
-  _globals['_RESUMEREQUEST']._serialized_start=2101
-  _globals['_RESUMEREQUEST']._serialized_end=2132
-  _globals['_RESUMERESPONSE']._serialized_start=2134
-  _globals['_RESUMERESPONSE']._serialized_end=2164
-  _globals['_STOPREQUEST']._serialized_start=2166
-  _globals['_STOPREQUEST']._serialized_end=2234
-  _globals['_STOPRESPONSE']._serialized_start=2236
-  _globals['_STOPRESPONSE']._serialized_end=2264
-  _globals['_TRAINERSERVICE']._serialized_start=2544
-  _globals['_TRAINERSERVICE']._serialized_end=3330
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1786
+  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_start=1672
+  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_end=1718
+  _globals['_GETSTATUSRESPONSE_ACCOUNTSENTRY']._serialized_start=1720
+  _globals['_GETSTATUSRESPONSE_ACCOUNTSENTRY']._serialized_end=1767
+  _globals['_GUARDSTATUS']._serialized_start=1788
+  _globals['_GUARDSTATUS']._serialized_end=1846
+  _globals['_WATCHSTEPSREQUEST']._serialized_start=1848
+  _globals['_WATCHSTEPSREQUEST']._serialized_end=1886
+  _globals['_WATCHSTEPSRESPONSE']._serialized_start=1889
+  _globals['_WATCHSTEPSRESPONSE']._serialized_end=2044
+  _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_start=1672
+  _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_end=1718
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2046
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2069
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2071
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2123
+  _globals['_PAUSEREQUEST']._serialized_start=2125
+  _globals['_PAUSEREQUEST']._serialized_end=2201
+  _globals['_PAUSERESPONSE']._serialized_start=2203
+  _globals['_PAUSERESPONSE']._serialized_end=2232
+  _globals['_RESUMEREQUEST']._serialized_start=2234
+  _globals['_RESUMEREQUEST']._serialized_end=2265
+  _globals['_RESUMERESPONSE']._serialized_start=2267
+  _globals['_RESUMERESPONSE']._serialized_end=2297
+  _globals['_STOPREQUEST']._serialized_start=2299
+  _globals['_STOPREQUEST']._serialized_end=2367
+  _globals['_STOPRESPONSE']._serialized_start=2369
+  _globals['_STOPRESPONSE']._serialized_end=2397
+  _globals['_TRAINERSERVICE']._serialized_start=2677
+  _globals['_TRAINERSERVICE']._serialized_end=3463
 # @@protoc_insertion_point(module_scope)

@@ -351,6 +351,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
     WAIT_REPORT_FIELD_NUMBER: builtins.int
+    HOLD_REASON_FIELD_NUMBER: builtins.int
+    GUARDS_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
     """UUID of this start of the trainer."""
     phase: global___RunPhase.ValueType
@@ -363,6 +365,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Steps of the whole run."""
     policy_version: builtins.int
     """The published version. Absent before the first."""
+    hold_reason: builtins.str
+    """Why a guard of the run pauses it until Resume; empty: none does."""
     @property
     def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplicaStatus]:
         """The fleet."""
@@ -382,6 +386,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def wait_report(self) -> sluice.api.common.v1.common_pb2.WaitReport:
         """What it waits for."""
 
+    @property
+    def guards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GuardStatus]:
+        """The guards of the run."""
+
     def __init__(
         self,
         *,
@@ -395,12 +403,40 @@ class GetStatusResponse(google.protobuf.message.Message):
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         accounts: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         wait_report: sluice.api.common.v1.common_pb2.WaitReport | None = ...,
+        hold_reason: builtins.str = ...,
+        guards: collections.abc.Iterable[global___GuardStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version", "wait_report", b"wait_report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "accounts", b"accounts", "instance_id", b"instance_id", "metrics", b"metrics", "phase", b"phase", "phase_seconds", b"phase_seconds", "policy_version", b"policy_version", "replicas", b"replicas", "step", b"step", "total_steps", b"total_steps", "wait_report", b"wait_report"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "accounts", b"accounts", "guards", b"guards", "hold_reason", b"hold_reason", "instance_id", b"instance_id", "metrics", b"metrics", "phase", b"phase", "phase_seconds", b"phase_seconds", "policy_version", b"policy_version", "replicas", b"replicas", "step", b"step", "total_steps", b"total_steps", "wait_report", b"wait_report"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class GuardStatus(google.protobuf.message.Message):
+    """A rule that watches the run (sluice.guards)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    rule: builtins.str
+    """The rule in words."""
+    state: builtins.str
+    """"watching", "no signal": its metric has no value to compare, or "broken"."""
+    detail: builtins.str
+    """The newest comparison, or why there is none."""
+    def __init__(
+        self,
+        *,
+        rule: builtins.str = ...,
+        state: builtins.str = ...,
+        detail: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "rule", b"rule", "state", b"state"]) -> None: ...
+
+global___GuardStatus = GuardStatus
 
 @typing.final
 class WatchStepsRequest(google.protobuf.message.Message):

@@ -125,7 +125,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Ends the caller's pause. Training continues when no other holder pauses it.
+        """Ends the caller's pause; the operator's call also ends that of the run's guards. Training
+        continues when no other holder pauses it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,7 +63,9 @@ class TrainerServiceStub:
         sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
         sluice.api.trainer.v1.trainer_pb2.ResumeResponse,
     ]
-    """Ends the caller's pause. Training continues when no other holder pauses it."""
+    """Ends the caller's pause; the operator's call also ends that of the run's guards. Training
+    continues when no other holder pauses it.
+    """
 
     Stop: grpc.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.StopRequest,
@@ -118,7 +120,9 @@ class TrainerServiceAsyncStub:
         sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
         sluice.api.trainer.v1.trainer_pb2.ResumeResponse,
     ]
-    """Ends the caller's pause. Training continues when no other holder pauses it."""
+    """Ends the caller's pause; the operator's call also ends that of the run's guards. Training
+    continues when no other holder pauses it.
+    """
 
     Stop: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.StopRequest,
@@ -187,7 +191,9 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.ResumeResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.ResumeResponse]]:
-        """Ends the caller's pause. Training continues when no other holder pauses it."""
+        """Ends the caller's pause; the operator's call also ends that of the run's guards. Training
+        continues when no other holder pauses it.
+        """
 
     @abc.abstractmethod
     def Stop(

@@ -1,0 +1,1 @@
+"""Train every recipe in small, and see that each learns; `make bench-recipes`."""

@@ -1,0 +1,272 @@
+"""The guards of a run: their record on disk, and what the train loop asks of them.
+
+`sluice.algorithm.guards` decides. This module gives it signals, keeps them in
+``<checkpoints>/guards.json`` and says which checkpoints stay. Signals of train steps are not in the
+file: a restarted trainer begins to collect them again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from services.trainer.learner.checkpoint import Checkpoint
+from services.trainer.loop.run_state import RunState
+from services.trainer.metrics.validation import ValidationReport
+from sluice.algorithm.guards import (
+    ACCURACY,
+    VALIDATION_PREFIX,
+    GuardAction,
+    GuardRecord,
+    GuardRule,
+    Judgement,
+    Rollback,
+    RuleState,
+    Signal,
+    Verdict,
+    best_steps,
+    decide,
+    judge,
+    signal_of,
+)
+from sluice.config.schema.guards import GuardsConfig, KeepConfig
+from sluice.errors import ConfigError
+from sluice.telemetry.metric_names import described, metrics
+
+logger = logging.getLogger(__name__)
+
+RECORD_FILE = "guards.json"
+_KEEP = "sluice.guards.keep.metric"
+
+
+def check_guards(config: GuardsConfig) -> None:
+    """Refuse guards on metrics that no run has.
+
+    Raises:
+        ConfigError: names key, value and the nearest metrics.
+    """
+    names = {f"sluice.guards.rules[{i}].metric": one.metric for i, one in enumerate(config.rules)}
+    for key, name in {_KEEP: config.keep.metric, **names}.items():
+        if name is not None and described(name) is None:
+            known = [one.name for section in metrics().values() for one in section]
+            raise ConfigError(
+                f"{key}={name}: no metric has this name{_nearest(name, known)}; docs/metrics.md "
+                "lists all"
+            )
+
+
+def guard_rules(config: GuardsConfig) -> tuple[GuardRule, ...]:
+    """Return the rules, in order."""
+    return tuple(msgspec.convert(msgspec.to_builtins(one), GuardRule) for one in config.rules)
+
+
+class RunGuards:
+    """The guards of one run; used from one event loop, but for `protected`.
+
+    Args:
+        config: the run's.
+        file: gets their record.
+        state: is held, and shows what the guards see.
+        record: of the run that is resumed.
+    """
+
+    def __init__(
+        self, config: GuardsConfig, file: Path, state: RunState, record: GuardRecord
+    ) -> None:
+        self._keep: KeepConfig = config.keep
+        self.rules = guard_rules(config)
+        self._file = file
+        self._state = state
+        self._record = record
+        self._validating: int | None = None
+        self._has_held = False
+        self._warned = set[str]()
+        state.judgements = self.judgements
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """The factor on the learning rate after all rollbacks so far."""
+        return self._record.learning_rate_factor
+
+    def protected(self, saved: Collection[int]) -> Collection[int]:
+        """Return the steps whose checkpoints stay: the best, and the one being validated.
+
+        Args:
+            saved: steps of the checkpoints on disk.
+        """
+        validating = self._validating
+        best = self._best(saved, self._keep.top)
+        return best if validating is None else (*best, validating)
+
+    def saved(self, step: int) -> None:
+        """Note that this run has a checkpoint of `step`."""
+        own = dict.fromkeys((*self._record.saved, step))
+        self._record = replace(self._record, saved=tuple(own))
+        self._write()
+
+    def validating(self, step: int) -> None:
+        """Note that the weights after `step` are being validated."""
+        self._validating = step
+
+    def validated(self, step: int, report: ValidationReport) -> None:
+        """Take the numbers of a validation."""
+        self._note(step, report.metrics, report.standard_errors, of_validation=True)
+        self._write()
+
+    def not_validated(self, step: int, why: str) -> None:
+        """Note that a validation failed: it says nothing about the policy."""
+        absent = Signal(step, absence=f"the validation of step {step} failed: {why}")
+        self._add(dict.fromkeys(self._names(of_validation=True), absent))
+        self._write()
+
+    def stepped(self, step: int, row: Mapping[str, float]) -> None:
+        """Take the metrics of a train step."""
+        self._note(step, row, {}, of_validation=False)
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether a rule is broken that the run has not obeyed."""
+        return not (self._state.is_paused or self._has_held) and any(
+            judgement.state is RuleState.BROKEN for _, judgement in self.judgements()
+        )
+
+    def verdict(self, saved: Callable[[], Collection[int]]) -> Verdict | None:
+        """Return what a broken rule demands now; ``None``: nothing, or the run is paused anyway.
+
+        Args:
+            saved: returns the steps of the checkpoints on disk.
+        """
+        if self._state.is_paused:  # and its holder may need this version
+            return None
+        if self._has_held:  # a user has resumed: what was seen so far is settled
+            self._has_held = False
+            self._settle()
+        if not self.is_due:
+            return None
+        best = self._best(saved(), 1)
+        verdict = decide(self.rules, self._record, best[0] if best else None)
+        self._has_held = verdict is not None and verdict.action is GuardAction.HOLD
+        return verdict
+
+    def rolled_back(self, verdict: Verdict, version: int) -> float:
+        """Note that `version` has the weights that the verdict restores.
+
+        Returns:
+            the factor on the learning rate from now on.
+        """
+        done = Rollback(version, verdict.restores, verdict.learning_rate_factor, verdict.reason)
+        self._record = replace(self._record, rollbacks=(*self._record.rollbacks, done))
+        self._settle()
+        return self.learning_rate_factor
+
+    def judgements(self) -> Sequence[tuple[GuardRule, Judgement]]:
+        """Return the state of each rule."""
+        return [(rule, judge(rule, self._record)) for rule in self.rules]
+
+    def row(self, step: int) -> Mapping[str, float]:
+        """Return the guards' metrics of a step; none without rules."""
+        if not self.rules:
+            return {}
+        states = [judgement.state for _, judgement in self.judgements()]
+        return {
+            "guards/rollbacks": float(len(self._record.rollbacks)),
+            "guards/learning_rate_factor": self.learning_rate_factor,
+            "guards/steps_in_weights": float(self._record.steps_in_weights(step)),
+            "guards/without_signal": float(states.count(RuleState.NO_SIGNAL)),
+        }
+
+    def best_text(self, saved: Collection[int]) -> str:
+        """Return the best checkpoint in words; empty if none was validated."""
+        best = self._best(saved, 1)
+        found = [one for one in self._kept_signals() if best and one.step == best[0]]
+        return f"the best checkpoint has {self._kept_name}: {found[-1].text}" if found else ""
+
+    def _best(self, saved: Collection[int], top: int) -> tuple[int, ...]:
+        own = set(self._record.saved).intersection(saved)
+        return best_steps(self._kept_signals(), self._keep.better, own, top)
+
+    @property
+    def _kept_name(self) -> str:
+        return self._keep.metric or ACCURACY
+
+    def _kept_signals(self) -> Sequence[Signal]:
+        return self._record.signals.get(self._kept_name, ())
+
+    def _names(self, *, of_validation: bool) -> dict[str, str | None]:
+        """Return the metrics that are watched, by their name in the record."""
+        watched = [self._keep.metric, *(rule.metric for rule in self.rules)]
+        return {
+            name or ACCURACY: name
+            for name in watched
+            if (name is None or name.startswith(VALIDATION_PREFIX)) == of_validation
+        }
+
+    def _note(
+        self,
+        step: int,
+        row: Mapping[str, float],
+        errors: Mapping[str, float],
+        *,
+        of_validation: bool,
+    ) -> None:
+        names = self._names(of_validation=of_validation)
+        found = {key: signal_of(name, step, row, errors) for key, name in names.items()}
+        for key, signal in found.items():
+            if signal.value is None and key not in self._warned:
+                self._warned.add(key)
+                logger.warning(
+                    "sluice.guards watches '%s', and %s%s; the guard does nothing until it appears",
+                    key,
+                    signal.absence,
+                    _nearest(key, row),
+                )
+        self._add(found)
+
+    def _add(self, signals: Mapping[str, Signal]) -> None:
+        known = self._record.signals
+        added = {key: (*known.get(key, ()), one) for key, one in signals.items()}
+        self._record = replace(self._record, signals={**known, **added})
+        self._validating = None
+        self._state.wake()
+
+    def _settle(self) -> None:
+        """Let nothing seen so far break a rule again."""
+        steps = [one.step for signals in self._record.signals.values() for one in signals]
+        self._record = replace(self._record, counts_after=max([self._state.step, *steps]))
+        self._write()
+
+    def _write(self) -> None:
+        of_validations = self._names(of_validation=True)
+        kept = {n: s for n, s in self._record.signals.items() if n in of_validations}
+        fresh = self._file.with_name(f".{self._file.name}.partial")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_bytes(msgspec.json.encode(replace(self._record, signals=kept)))
+            fresh.replace(self._file)
+        except OSError as error:
+            logger.warning("%s is not written; a restart forgets it: %s", self._file, error)
+
+
+def read_record(checkpoint: Checkpoint | None) -> GuardRecord:
+    """Return the record of the run that the checkpoint belongs to, as of its step; else none."""
+    if checkpoint is None:
+        return GuardRecord()
+    file = checkpoint.actor.parent.parent / RECORD_FILE
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=GuardRecord)
+    except FileNotFoundError:
+        return GuardRecord()
+    except (OSError, msgspec.MsgspecError) as error:
+        logger.warning("%s cannot be read, the guards begin without a past: %s", file, error)
+        return GuardRecord()
+    return found.until(checkpoint.step)
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=3)
+    return f" (nearest: {', '.join(found)})" if found else ""

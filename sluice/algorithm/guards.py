@@ -1,0 +1,339 @@
+"""Guards of a run: rules over its metrics, and what follows when a rule is broken.
+
+A signal is one value of a metric with its standard error, or the reason for which there is none. No
+value and a bad value are different things: a validation that failed, a peer that is away and a
+metric that never appears break no rule. They are shown.
+
+A rule compares the newest values with a target, with a limit, or with the best value so far, in
+standard errors of the difference of the two. A rule is broken if its last `times` values are all
+beyond. Values from before a rollback, and from before a hold that a user ended, count as best ones
+but break no rule again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import fmean, stdev
+from typing import Literal
+
+Better = Literal["max", "min"]
+
+VALIDATION_PREFIX = "val-"
+"""Metrics of validations begin with it; all others are of train steps."""
+
+ACCURACY = "held-out accuracy"
+"""The metric of a rule that names none: the mean of ``mean@N`` over data sources."""
+
+_CORE = "val-core/"
+_MEAN = "/mean@"
+_ACC = "/acc/mean@"
+
+
+class GuardAction(StrEnum):
+    """What follows from a broken rule."""
+
+    HOLD = "hold"
+    STOP = "stop"
+    ROLLBACK = "rollback"
+
+
+class RuleState(StrEnum):
+    """What a rule's newest values show."""
+
+    WATCHING = "watching"
+    NO_SIGNAL = "no signal"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """One value of a metric.
+
+    Attributes:
+        step: of the weights that a validation graded, or of the train step.
+        value: ``None``: there is none, see `absence`.
+        standard_error: of the value; ``None``: not known.
+        absence: why there is no value.
+    """
+
+    step: int
+    value: float | None = None
+    standard_error: float | None = None
+    absence: str = ""
+
+    @property
+    def text(self) -> str:
+        """The value in words."""
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.3g}"
+        return f"{self.value or 0.0:.4g}{error} at step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class GuardRule:
+    """One rule; exactly one of `target`, `limit` and `deviations` is set.
+
+    Attributes:
+        action: what follows when it is broken.
+        metric: its name; ``None``: held-out accuracy.
+        better: whether larger or smaller values are better.
+        target: broken by a value that is at least as good. For `stop`.
+        limit: broken by a value that is worse.
+        deviations: broken by a value that is worse than the best one by more than so many standard
+            errors of the difference.
+        times: values in a row.
+        window: of a train step's metric: steps that one value is the mean of.
+        learning_rate_factor: of a rollback.
+        most_rollbacks: a rule that is broken after so many rollbacks of the run holds it.
+    """
+
+    action: GuardAction
+    metric: str | None = None
+    better: Better = "max"
+    target: float | None = None
+    limit: float | None = None
+    deviations: float | None = None
+    times: int = 1
+    window: int = 1
+    learning_rate_factor: float = 0.5
+    most_rollbacks: int = 2
+
+    @property
+    def name(self) -> str:
+        """The name of the metric, in words if it has no other."""
+        return self.metric or ACCURACY
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        if self.target is not None:
+            way = f"reaches {self.target:g}"
+        elif self.limit is not None:
+            way = f"is {'below' if self.better == 'max' else 'above'} {self.limit:g}"
+        else:
+            way = f"is worse than its best by more than {self.deviations:g} standard errors"
+        often = f", {self.times} times in a row" if self.times > 1 else ""
+        return f"{self.action} when {self.name} {way}{often}"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The state of a rule, and the comparison or the reason for it."""
+
+    state: RuleState
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The weights of `restored` became version `version`, and the learning rate lower."""
+
+    version: int
+    restored: int
+    learning_rate_factor: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardRecord:
+    """What the guards know; it survives a restart.
+
+    Attributes:
+        signals: by name of the metric, in the order of steps.
+        rollbacks: in order.
+        counts_after: signals of later steps can break a rule.
+        saved: steps whose checkpoints are this run's; an earlier run may have left others.
+    """
+
+    signals: Mapping[str, tuple[Signal, ...]] = field(default_factory=dict)
+    rollbacks: tuple[Rollback, ...] = ()
+    counts_after: int = -1
+    saved: tuple[int, ...] = ()
+
+    def until(self, step: int) -> GuardRecord:
+        """Return the record of a run that resumes from a checkpoint of `step`."""
+        return GuardRecord(
+            {
+                name: tuple(one for one in signals if one.step <= step)
+                for name, signals in self.signals.items()
+            },
+            tuple(one for one in self.rollbacks if one.version <= step),
+            min(self.counts_after, step),
+            tuple(one for one in self.saved if one <= step),
+        )
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """The product over all rollbacks."""
+        return math.prod(one.learning_rate_factor for one in self.rollbacks)
+
+    def steps_in_weights(self, version: int) -> int:
+        """Return the train batches that made the weights of a version.
+
+        A rollback takes a version but trains no batch, and the batches after the version that it
+        restores are gone.
+        """
+        made = 0
+        for one in reversed(self.rollbacks):
+            if one.version <= version:
+                made += version - one.version
+                version = one.restored
+        return made + version
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a broken rule demands.
+
+    Attributes:
+        action: see `GuardAction`.
+        reason: one sentence.
+        restores: of a rollback: the step of the checkpoint.
+        learning_rate_factor: of a rollback.
+    """
+
+    action: GuardAction
+    reason: str
+    restores: int = -1
+    learning_rate_factor: float = 1.0
+
+
+def signal_of(
+    metric: str | None,
+    step: int,
+    values: Mapping[str, float],
+    standard_errors: Mapping[str, float],
+) -> Signal:
+    """Return the signal of a metric in a row of metrics.
+
+    Args:
+        metric: its name; ``None``: held-out accuracy, the mean over data sources of ``acc``, or of
+            ``reward`` where no scorer gives ``acc``.
+        step: of the row.
+        values: the row.
+        standard_errors: by name, of some of `values`.
+    """
+    names = [metric] if metric is not None else _accuracy_names(values)
+    found = [values[name] for name in names if name in values]
+    if not found:
+        what = "has no accuracy" if metric is None else f"has no metric {metric}"
+        return Signal(step, absence=f"the row of step {step} {what}")
+    if not all(map(math.isfinite, found)):
+        return Signal(step, absence=f"the value of step {step} is not a finite number")
+    errors = [standard_errors[name] for name in names if name in standard_errors]
+    combined = math.hypot(*errors) / len(found) if len(errors) == len(found) else None
+    return Signal(step, fmean(found), combined)
+
+
+def _accuracy_names(values: Mapping[str, float]) -> list[str]:
+    core = [name for name in values if name.startswith(_CORE) and _MEAN in name]
+    return [name for name in core if _ACC in name] or core
+
+
+def windowed(signals: Sequence[Signal], window: int) -> list[Signal]:
+    """Return the means of each `window` values in a row, with the standard error of the mean.
+
+    A value without its window full is left out, and a missing value stays missing. A window of 1
+    changes nothing.
+    """
+    if window == 1:
+        return list(signals)
+    found: list[Signal] = []
+    values: list[float] = []
+    for one in signals:
+        if one.value is None:
+            found.append(one)
+            continue
+        values = [*values[1 - window :], one.value]
+        if len(values) == window:
+            found.append(Signal(one.step, fmean(values), stdev(values) / math.sqrt(window)))
+    return found
+
+
+def best_signal(signals: Sequence[Signal], better: Better) -> Signal | None:
+    """Return the best value, of equal ones the newest; ``None`` without values."""
+    known = [one for one in signals if one.value is not None]
+    return max(known, key=lambda one: (_goodness(one, better), one.step), default=None)
+
+
+def best_steps(
+    signals: Sequence[Signal], better: Better, saved: Collection[int], top: int
+) -> tuple[int, ...]:
+    """Return the steps of the `top` best values among the `saved` checkpoints, the best first.
+
+    A step that was validated twice has its newest value.
+    """
+    newest = {one.step: one for one in signals if one.value is not None and one.step in saved}
+    ranked = sorted(
+        newest.values(), key=lambda one: (_goodness(one, better), one.step), reverse=True
+    )
+    return tuple(one.step for one in ranked[:top])
+
+
+def judge(rule: GuardRule, record: GuardRecord) -> Judgement:
+    """Compare a rule's newest values."""
+    signals = record.signals.get(rule.name, ())
+    best = best_signal(windowed(signals, rule.window), rule.better)
+    counted = windowed([s for s in signals if s.step > record.counts_after], rule.window)
+    if not counted:
+        return Judgement(RuleState.NO_SIGNAL, f"{rule.name} has no value yet")
+    newest = counted[-1]
+    if newest.value is None or best is None:
+        return Judgement(RuleState.NO_SIGNAL, newest.absence)
+    last = [one for one in counted if one.value is not None][-rule.times :]
+    beyond = [_is_beyond(rule, one, best) for one in last]
+    if None in beyond:
+        return Judgement(RuleState.NO_SIGNAL, f"{rule.name} = {newest.text}: no standard error")
+    versus = "" if rule.deviations is None else f", best {best.text}"
+    detail = f"{rule.name} = {newest.text}{versus}"
+    is_broken = len(last) == rule.times and all(beyond)
+    return Judgement(RuleState.BROKEN if is_broken else RuleState.WATCHING, detail)
+
+
+def decide(
+    rules: Sequence[GuardRule], record: GuardRecord, restorable: int | None
+) -> Verdict | None:
+    """Return what the first broken rule demands; ``None``: none is broken.
+
+    A rollback that cannot be becomes a hold.
+
+    Args:
+        rules: in the order of their importance.
+        record: all signals.
+        restorable: the step of the best checkpoint; ``None``: there is none.
+    """
+    for rule in rules:
+        judgement = judge(rule, record)
+        if judgement.state is not RuleState.BROKEN:
+            continue
+        reason = f"{rule.text}: {judgement.detail}"
+        if rule.action is not GuardAction.ROLLBACK:
+            return Verdict(rule.action, reason)
+        if restorable is None:
+            return Verdict(GuardAction.HOLD, f"{reason}; no checkpoint with a validation is left")
+        if len(record.rollbacks) >= rule.most_rollbacks:
+            times = len(record.rollbacks)
+            return Verdict(GuardAction.HOLD, f"{reason}; rolled back {times} times already")
+        return Verdict(rule.action, reason, restorable, rule.learning_rate_factor)
+    return None
+
+
+def _goodness(signal: Signal, better: Better) -> float:
+    assert signal.value is not None
+    return signal.value if better == "max" else -signal.value
+
+
+def _is_beyond(rule: GuardRule, signal: Signal, best: Signal) -> bool | None:
+    """Return whether a value breaks a rule; ``None``: without standard errors nothing can say."""
+    goodness = _goodness(signal, rule.better)
+    sign = 1.0 if rule.better == "max" else -1.0
+    if rule.target is not None:
+        return goodness >= sign * rule.target
+    if rule.limit is not None:
+        return goodness < sign * rule.limit
+    if signal.standard_error is None or best.standard_error is None:
+        return None
+    error = math.hypot(signal.standard_error, best.standard_error)
+    return _goodness(best, rule.better) - goodness > (rule.deviations or 0.0) * error
