@@ -14,6 +14,7 @@ from sluice.config.schema.actor_rollout_ref import ActorRolloutRefConfig
 from sluice.config.schema.algorithm import AlgorithmConfig
 from sluice.config.schema.critic import CriticConfig
 from sluice.config.schema.data import DataConfig
+from sluice.config.schema.profiler import GlobalProfilerConfig
 from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.section import Section, field_text
 from sluice.config.schema.service import ServiceConfig
@@ -39,6 +40,7 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = msgspec.field(default_factory=CriticConfig)
     reward: RewardConfig = msgspec.field(default_factory=RewardConfig)
     trainer: TrainerConfig = msgspec.field(default_factory=TrainerConfig)
+    global_profiler: GlobalProfilerConfig = msgspec.field(default_factory=GlobalProfilerConfig)
     sluice: ServiceConfig = msgspec.field(default_factory=ServiceConfig)
 
 

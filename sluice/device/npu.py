@@ -21,6 +21,19 @@ from sluice.errors import ConfigError
 
 _PACKAGE = "torch_npu"
 
+# Dense float16, which is also the rate of bfloat16; what a name of torch_npu contains, longer parts
+# first. An Atlas A3 shows each of its two dies as a device, under a number in place of B2, B3, B4.
+# Of B1, and its number 939, no figure is published.
+_PEAK_FLOPS = {
+    "910B2C": 354e12,
+    "910B2": 376e12,
+    "910B3": 313e12,
+    "910B4": 280e12,
+    "910_938": 376e12,
+    "910_937": 313e12,
+    "910_936": 280e12,
+}
+
 
 class _NpuRuntime(Protocol):
     """The part of ``torch_npu.npu`` that is used here."""
@@ -42,6 +55,8 @@ class _NpuRuntime(Protocol):
     def empty_cache(self) -> None: ...
 
     def is_bf16_supported(self) -> bool: ...
+
+    def get_device_name(self, device: int) -> str: ...
 
 
 def hccl_options(config: Mapping[str, int]) -> object | None:
@@ -125,8 +140,10 @@ class NpuDevice:
         """Return what torch_npu reports: Atlas A2 and later do, 310P and the first 910 do not."""
         return bool(self._runtime.is_bf16_supported())
 
-    def peak_flops(self) -> None:
-        """Return nothing: torch_npu's names do not tell one Ascend 910 from another."""
+    def peak_flops(self) -> float | None:
+        """Return what is published of an NPU of this name."""
+        name = self._runtime.get_device_name(self._index)
+        return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
 
 
 def _load_runtime() -> _NpuRuntime:

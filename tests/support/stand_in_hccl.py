@@ -31,6 +31,7 @@ class FakeNpus:
     def __init__(self, count: int = 2, *, bfloat16: bool = True) -> None:
         self.count, self.bfloat16 = count, bfloat16
         self.current: int | None = None
+        self.device_name = "Ascend910B3"
         self.emptied: list[int | None] = []
         self.peaks = {index: 20 + index for index in range(count)}
 
@@ -60,6 +61,10 @@ class FakeNpus:
 
     def is_bf16_supported(self) -> bool:
         return self.bfloat16
+
+    def get_device_name(self, device: int) -> str:
+        assert device < self.count
+        return self.device_name
 
 
 @dataclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -316,6 +316,11 @@ class Fleet:
         return sum(load.generated_tokens for load in loads), sum(
             load.busy_seconds for load in loads
         )
+
+    def busy_seconds(self) -> Mapping[str, float]:
+        """Return the seconds busy of each member that serves, by instance id."""
+        serving = self.in_state(MemberState.SERVING, MemberState.HELD)
+        return {one.instance_id: self._loads[one.instance_id].busy_seconds for one in serving}
 
     def counters(self) -> ReplicaCounters:
         """Return the sums over all replicas that ever registered.

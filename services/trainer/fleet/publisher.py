@@ -58,7 +58,11 @@ class PublishReport:
     @property
     def metrics(self) -> dict[str, float]:
         """Return its seconds, and the bytes on the wire if they were sent in one broadcast."""
-        times = {"weights/stall_s": self.stall_s, "weights/delivery_s": self.seconds}
+        times = {
+            "weights/stall_s": self.stall_s,
+            "timing_s/reshard": self.stall_s,
+            "weights/delivery_s": self.seconds,
+        }
         if not self.dense_bytes:
             return times
         return {

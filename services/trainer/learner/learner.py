@@ -31,6 +31,7 @@ from services.trainer.learner.places import Directory, local_part
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sequence_share import check_shareable
 from services.trainer.learner.sharded_state import keep_step
+from services.trainer.learner.step_profile import StepProfiler
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import (
@@ -108,6 +109,7 @@ class Learner:
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
         self.peaks = MemoryPeaks(self._device)
+        self._profiler = StepProfiler(config, parallel.rank, self._device.torch_device.type)
         torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
@@ -215,7 +217,9 @@ class Learner:
             metrics by verl's names.
         """
         with self._parallel.naming_failures(f"training step {step}"):
-            return self._update.run(batch, step)
+            with self._profiler.tracing(step) as times:
+                metrics = self._update.run(batch, step)
+            return {**metrics, **times}
 
     def named_weights(self) -> NamedTensors:
         """Yield the policy's weights by parameter name, tied ones once, without copying.

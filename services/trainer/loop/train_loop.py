@@ -240,6 +240,7 @@ class TrainLoop:
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
         began_s, fleet_began = time.monotonic(), self._fleet.counters()
+        busy_began_s = self._fleet.busy_seconds()
         with TRACER.span(SpanName.TAKE_BATCH):
             batch = await self._next_batch(tasks, step)
         if batch is None:
@@ -270,7 +271,7 @@ class TrainLoop:
                 batch,
                 learned,
                 times,
-                self._fleet_interval(fleet_began),
+                self._fleet_interval(fleet_began, busy_began_s),
                 scale=self._settings.scale,
             ),
             **self._delivered.metrics,
@@ -555,14 +556,17 @@ class TrainLoop:
     def _generated_tokens(self) -> int:
         return self._fleet.totals()[0]
 
-    def _fleet_interval(self, began: ReplicaCounters) -> FleetInterval:
-        now = self._fleet.counters()
+    def _fleet_interval(
+        self, began: ReplicaCounters, busy_began_s: Mapping[str, float]
+    ) -> FleetInterval:
+        now, busy_s = self._fleet.counters(), self._fleet.busy_seconds()
         return FleetInterval(
             now.generated_tokens - began.generated_tokens,
             now.busy_seconds - began.busy_seconds,
-            len(self._fleet.in_state(MemberState.SERVING, MemberState.HELD)),
+            len(busy_s),
             prompt_tokens=now.prompt_tokens - began.prompt_tokens,
             reused_tokens=now.reused_tokens - began.reused_tokens,
+            replica_busy_s=tuple(s - busy_began_s.get(one, 0.0) for one, s in busy_s.items()),
         )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from sluice.algorithm.batch_metrics import throughput_metrics
 from sluice.device.cpu import used_memory_bytes
 from sluice.types import TrainBatch
 
 _WAIT_GROUPS = "timing_s/wait_groups"
+_SLOW = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +28,14 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class FleetInterval:
-    """The fleet's work during a step."""
+    """The fleet's work during a step; `replica_busy_s` are the busy seconds of each that serves."""
 
     generated_tokens: int
     busy_s: float
     replicas: int
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    replica_busy_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ def step_metrics(
         "rollout/tokens_per_s": fleet.generated_tokens / step_s,
         "rollout/replicas": float(fleet.replicas),
         **_prefix_hits(fleet),
+        **_generation(fleet.replica_busy_s),
     }
 
 
@@ -80,6 +85,24 @@ def _prefix_hits(fleet: FleetInterval) -> dict[str, float]:
     if fleet.prompt_tokens <= 0:
         return {}
     return {"rollout/prefix_hit_rate": fleet.reused_tokens / fleet.prompt_tokens}
+
+
+def _generation(busy_s: Sequence[float]) -> dict[str, float]:
+    """Return how long replicas sampled: on average, at most, at least, and the share of slow ones.
+
+    As in verl the slow ones are those beyond the 90th percentile
+    (`verl/utils/profiler/performance.py`, `topk_reduce_ratio_min_max`).
+    """
+    if not busy_s:
+        return {}
+    seconds = np.asarray(busy_s)
+    slow = seconds > np.quantile(seconds, _SLOW)
+    return {
+        "timing_s/generate_sequences": float(seconds.mean()),
+        "timing_s/generation_timing/max": float(seconds.max()),
+        "timing_s/generation_timing/min": float(seconds.min()),
+        "timing_s/generation_timing/topk_ratio": float(slow.mean()),
+    }
 
 
 def host_memory_metrics() -> dict[str, float]:

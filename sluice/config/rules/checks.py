@@ -31,8 +31,16 @@ from sluice.config.rules.model import (
     routing_problems,
     shape_problems,
 )
+<<<<<<< HEAD
 from sluice.config.rules.sampling import straggler_problems, strategy_problems
 from sluice.config.rules.sources import source_problems
+=======
+from sluice.config.rules.sampling import (
+    straggler_problems,
+    strategy_problems,
+    truncation_problems,
+)
+>>>>>>> w10-metrics
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.config.schema.rollout import ENGINES
@@ -107,6 +115,7 @@ def all_problems(
     found += named("guards", guard_problems(config))
     found += named("stragglers", straggler_problems(config))
     found += named("sampling-strategy", strategy_problems(config))
+    found += named("truncated-training", truncation_problems(config))
     found += correction_problems(config)
     found += named("sources", source_problems(config, relation_problems))
     if files:
@@ -300,6 +309,20 @@ def _reward_model(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.min_score", model.min_score, above, "swap them")
 
 
+def _profiler(config: RunConfig) -> Iterator[Problem]:
+    own, ranks = config.actor_rollout_ref.actor.profiler, derived.world_size(config)
+    if not own.enable or own.all_ranks or not config.global_profiler.steps:
+        return
+    if not any(rank < ranks for rank in own.ranks):
+        yield Problem(
+            f"{ACTOR}.profiler.ranks",
+            own.ranks,
+            f"with {ACTOR}.profiler.enable = true names none of the trainer's {ranks} rank(s): "
+            "no step would be traced",
+            "set ranks=[0], or all_ranks=true",
+        )
+
+
 def _resume(config: RunConfig) -> Iterator[Problem]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode == "resume_path" and path is None:
@@ -457,6 +480,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _overlong,
     _validation_files,
     _reward_model,
+    _profiler,
     _resume,
     _endpoints,
     _draining,

@@ -146,16 +146,30 @@ def _probes(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def truncation_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem if training would use truncated samples and nobody has asked for it."""
+    evaluates = config.trainer.val_only or config.sluice.rollout.serves_model_files
+    if evaluates or config.sluice.sampling.train_truncated:
+        return
+    for key, value, off in _cuts(config):
+        yield Problem(
+            f"{ROLLOUT}.{key}",
+            value,
+            "truncates sampling in training: the engine's logprobs are of the tokens it kept, the "
+            "trainer's of all tokens",
+            f"set {key}={off} (val_kwargs keep their own), or {_SAMPLING_KEY}.train_truncated=true "
+            "to train with the difference",
+        )
+
+
 def sampling_notice(config: RunConfig) -> str | None:
     """Return a warning if top-p or top-k truncates sampling in training, else None.
 
     Behavior logprobs belong to the truncated distribution: the remaining tokens share all
     probability. The trainer computes logprobs over the whole vocabulary, which are lower.
     """
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    cuts = [f"top_p = {rollout.top_p:g}"] if rollout.top_p < 1.0 else []
-    cuts += [f"top_k = {rollout.top_k}"] if rollout.top_k > 0 else []
-    if not cuts:
+    actor, cuts = config.actor_rollout_ref.actor, _cuts(config)
+    if not cuts or config.trainer.val_only:
         return None
     correction = config.algorithm.rollout_correction.rollout_is
     if correction is not None:
@@ -173,8 +187,20 @@ def sampling_notice(config: RunConfig) -> str | None:
             "old logprobs are recomputed over all tokens, so the loss takes samples of the "
             "truncated policy for samples of the whole one"
         )
+    named = " and ".join(f"{key} = {value:g}" for key, value, _ in cuts)
     return (
-        f"actor_rollout_ref.rollout: {' and '.join(cuts)} truncate sampling in training: {effect}; "
+        f"{ROLLOUT}: {named} truncate sampling in training: {effect}; "
         "set top_p=1 and top_k=-1 for training (val_kwargs keep their own), or watch "
         "training/rollout_probs_diff_mean"
     )
+
+
+def _cuts(config: RunConfig) -> list[tuple[str, float, int]]:
+    """Return what truncates training samples: key, value, and the value that turns it off."""
+    rollout = config.actor_rollout_ref.rollout
+    cuts: list[tuple[str, float, int]] = []
+    if rollout.top_p < 1.0:
+        cuts.append(("top_p", rollout.top_p, 1))
+    if rollout.top_k > 0:
+        cuts.append(("top_k", rollout.top_k, -1))
+    return cuts

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from sluice.config.schema.profiler import ActorProfilerConfig
 from sluice.config.schema.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -349,3 +350,4 @@ class ActorConfig(Section, frozen=True):
     megatron: MegatronConfig = MegatronConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    profiler: ActorProfilerConfig = ActorProfilerConfig()

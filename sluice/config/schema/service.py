@@ -129,6 +129,11 @@ class SamplingConfig(Section, frozen=True):
     (sluice.rollout.batch_invariant), else expected.
     """
 
+    train_truncated: bool = False
+    """Train on samples that rollout.top_p or rollout.top_k truncated, though the trainer's logprobs
+    are of the whole distribution; false: such a run is refused.
+    """
+
 
 class EndpointConfig(Section, frozen=True):
     """Where a service listens, and where peers find it."""

@@ -40,7 +40,7 @@ def test_every_key_of_verl_is_known() -> None:
         ("reward.reward_manager", "reward.reward_manager.name"),
         ("actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
         (f"+{ROLLOUT}.engine_kwargs.vllm.*", f"{ROLLOUT}.engine_kwargs"),
-        ("global_profiler.tool", "global_profiler"),
+        ("global_profiler.global_tool_config.nsys", "global_profiler.global_tool_config"),
     ],
 )
 def test_a_key_is_explained_in_any_spelling(asked: str, path: str) -> None:

@@ -47,6 +47,24 @@ def test_bfloat16_is_what_torch_npu_says(npus: FakeNpus) -> None:
     assert not NpuDevice().supports_bfloat16()
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("Ascend910B2", 376e12),
+        ("Ascend910B2C", 354e12),
+        ("Ascend910B4-1", 280e12),
+        ("Ascend910_9382", 376e12),
+        ("Ascend910B1", None),
+        ("Ascend310P3", None),
+    ],
+)
+def test_the_peak_follows_from_the_name_where_it_is_known(
+    npus: FakeNpus, name: str, peak: float | None
+) -> None:
+    npus.device_name = name
+    assert NpuDevice().peak_flops() == peak
+
+
 def test_a_cpu_has_the_whole_protocol() -> None:
     cpu = CpuDevice()
     cpu.empty_cache()

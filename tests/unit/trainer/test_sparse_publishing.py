@@ -49,6 +49,7 @@ async def _publish(trainer: Trainer, number: int) -> tuple[bool, int]:
     assert share == 1 or share < 0.1
     assert report.metrics == {
         "weights/stall_s": report.stall_s,
+        "timing_s/reshard": report.stall_s,
         "weights/delivery_s": report.seconds,
         "weights/bytes_sent": report.sent_bytes,
         "weights/bytes_share": share,

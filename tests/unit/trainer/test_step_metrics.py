@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,21 @@ def test_the_epoch_counts_passes_from_0(low_water: int, epoch: int) -> None:
 
 def test_a_run_without_a_data_set_has_no_epochs() -> None:
     assert "training/epoch" not in metrics(dataset_rows=0)
+
+
+def test_times_of_generation_are_over_the_replicas_that_serve() -> None:
+    seconds = (*(float(i) for i in range(1, 20)), 40.0)  # the 90th percentile is 18.1
+    found = metrics(fleet=replace(FLEET, replica_busy_s=seconds))
+    assert found["timing_s/generate_sequences"] == 11.5
+    timing = "timing_s/generation_timing"
+    assert (found[f"{timing}/max"], found[f"{timing}/min"]) == (40.0, 1.0)
+    assert found[f"{timing}/topk_ratio"] == 2 / 20
+    equal = metrics(fleet=replace(FLEET, replica_busy_s=(3.0, 3.0)))
+    assert equal[f"{timing}/topk_ratio"] == 0.0
+
+
+def test_a_fleet_without_replicas_has_no_times_of_generation() -> None:
+    assert not [name for name in metrics() if "generat" in name and name.startswith("timing_s")]
 
 
 STEP = 3
