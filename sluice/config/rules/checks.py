@@ -31,16 +31,12 @@ from sluice.config.rules.model import (
     routing_problems,
     shape_problems,
 )
-<<<<<<< HEAD
-from sluice.config.rules.sampling import straggler_problems, strategy_problems
-from sluice.config.rules.sources import source_problems
-=======
 from sluice.config.rules.sampling import (
     straggler_problems,
     strategy_problems,
     truncation_problems,
 )
->>>>>>> w10-metrics
+from sluice.config.rules.sources import source_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.config.schema.rollout import ENGINES
