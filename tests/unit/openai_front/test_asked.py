@@ -156,7 +156,7 @@ def test_a_chat_request_that_cannot_be_is_refused_with_its_field(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"echo": True}, "echo"),
+        ({"echo": True, "stream": True}, "echo"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 5}, "logprobs"),

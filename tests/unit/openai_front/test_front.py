@@ -156,7 +156,7 @@ async def test_a_passed_deadline_is_504() -> None:
         (CHAT, {"model": "gpt", "messages": TURNS}, 404, "model"),
         (CHAT, {"model": "policy", "messages": []}, 400, "messages"),
         (CHAT, {"model": "policy", "messages": 3}, 400, "messages"),
-        (COMPLETION, {"model": "policy", "prompt": "a", "echo": True}, 400, "echo"),
+        (COMPLETION, {"model": "policy", "prompt": "a", "echo": True, "stream": True}, 400, "echo"),
         ("/v1/embeddings", {}, 404, None),
     ],
 )
