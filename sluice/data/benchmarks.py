@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sluice.data.published_rows import PUBLISHED_SETS
@@ -23,22 +24,39 @@ def benchmark_files(wanted: str, folder: Path) -> Mapping[str, Path]:
         folder: where prepared sets are.
 
     Raises:
-        DataError: a name is unknown, a file is missing, or two benchmarks have one name; says what
-            to prepare and how.
+        DataError: a name is unknown, a file is missing, or as `files_by_name`; says what to prepare
+            and how.
     """
-    found: dict[str, Path] = {}
+    found: list[tuple[str, Path]] = []
     for one in filter(None, (part.strip() for part in wanted.split(","))):
         name, file = (Path(one).stem, Path(one)) if _is_path(one) else (one, _prepared(one, folder))
         if not file.is_file():
             raise DataError(f"benchmark {one}: no file {file}; give the path of a data file")
-        if name in found:
-            raise DataError(
-                f"benchmark {one}: {found[name]} has the name {name} already; rename one of the "
-                "files"
-            )
-        found[name] = file
+        found.append((name, file))
     if not found:
         raise DataError(f"benchmark {wanted!r}: names none; give one or more, such as math-500")
+    return files_by_name(found)
+
+
+def files_by_name(files: Sequence[tuple[str, Path]]) -> Mapping[str, Path]:
+    """Return files by their names; equal names get the folder's before them, in verl's layout
+    (``gsm8k/test.parquet``, ``math/test.parquet``).
+
+    Raises:
+        DataError: a file is given twice, or two have equal names and folders of equal names.
+    """
+    counts = Counter(name for name, _ in files)
+    found: dict[str, Path] = {}
+    for given, file in files:
+        name = given if counts[given] == 1 else f"{file.absolute().parent.name}-{given}"
+        if file.resolve() in (other.resolve() for other in found.values()):
+            raise DataError(f"benchmark {given}: {file} is given twice; leave one out")
+        if name in found:
+            raise DataError(
+                f"benchmark {given}: {found[name]} has the name {name} already; rename {file} or "
+                "its folder"
+            )
+        found[name] = file
     return found
 
 

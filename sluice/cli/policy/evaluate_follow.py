@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,13 @@ import msgspec
 import typer
 
 from sluice.cli.policy.kept_checkpoints import KeptCheckpoints
-from sluice.cli.run.evaluation import EvaluationEnd, EvaluationOrder, evaluate_model
+from sluice.cli.run.evaluation import (
+    EvaluationEnd,
+    EvaluationOrder,
+    evaluate_model,
+    evaluation_config,
+)
+from sluice.cli.run.evaluation_origin import refuse_other_origin
 from sluice.cli.run.up import Display
 from sluice.cli.running_run import is_active
 from sluice.cli.terminal import print_json, print_line
@@ -20,17 +27,19 @@ from sluice.client.run_address import locate_run
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
+from sluice.data.benchmarks import files_by_name
 from sluice.errors import DataError, SluiceError
 from sluice.evaluation.comparison import Evaluation, compared_benchmarks, read_evaluations
 from sluice.evaluation.figures import estimate_text
 from sluice.evaluation.page import PAGE_NAME, write_page, write_report
-from sluice.evaluation.results import RESULTS_NAME, write_results
+from sluice.evaluation.results import RESULTS_NAME, Results, read_results, write_results
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED
 from sluice.service_contract import CONFIG_NAME
 
 EVALUATIONS_NAME = "evaluations"
 """In a run's folder: a folder for each evaluated checkpoint."""
 _LOOK_EVERY_S = 2.0
+_NO_MODEL = Path(os.devnull)  # checkpoints differ; all else is compared
 EvaluateModel = Callable[[EvaluationOrder, Display], EvaluationEnd]
 
 
@@ -56,8 +65,8 @@ def follow_run(
         look_every_s: seconds between looks for a new one.
 
     Raises:
-        ConfigError, DataError: nothing was started in the folder, or a checkpoint cannot be
-            evaluated.
+        ConfigError, DataError: nothing was started in the folder, a checkpoint cannot be
+            evaluated, or others were evaluated with other settings.
         typer.Exit: an evaluation did not reach its end; has its exit code.
     """
     location = locate_run(run)
@@ -68,6 +77,11 @@ def follow_run(
     )
     folder = Path(checkpoint_folder(location.config))
     checkpoints = KeptCheckpoints(folder, order.output, RESULTS_NAME)
+    for step in checkpoints.evaluated():
+        any_model = replace(order, model=_NO_MODEL)
+        refuse_other_origin(checkpoints.evaluation(step), evaluation_config(any_model))
+        if checkpoints.is_kept(step):
+            _finish(checkpoints, step)
     print_line(display.console, f"following {folder}; evaluations: {order.output}")
     try:
         with checkpoints.watching(look_every_s):
@@ -83,7 +97,7 @@ def follow_run(
     except KeyboardInterrupt:
         print_line(display.console, "stopped; the same command continues")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    if not checkpoints.evaluated():
+    if not _compare(checkpoints, order):
         raise DataError(f"{folder}: the run has ended without a checkpoint; set trainer.save_freq")
     print_line(display.console, f"the run has ended; page: {order.output / PAGE_NAME}")
 
@@ -110,21 +124,37 @@ def _evaluate_checkpoint(
             print_line(display.console, text)
             return
         raise typer.Exit(end.exit_code)
-    results = write_results(
-        output,
-        model=str(checkpoints.checkpoint(step)),  # the kept one goes
-        sampling=end.results.sampling,
-        samples_per_prompt=end.results.samples_per_prompt,
-        seconds=end.results.seconds,
-    )
-    write_report(output)
-    checkpoints.release(step)
+    results = _finish(checkpoints, step)
     if display.as_json:
         numbers = msgspec.to_builtins(results, str_keys=True)
         print_json({"step": step, "folder": str(output), "results": numbers})
-    evaluations = read_evaluations([checkpoints.evaluation(one) for one in checkpoints.evaluated()])
+    _print_progress(step, output, _compare(checkpoints, order), display)
+
+
+def _finish(checkpoints: KeptCheckpoints, step: int) -> Results:
+    """Name the run's checkpoint in the results of an evaluation, and delete the kept one."""
+    output = checkpoints.evaluation(step)
+    found = read_results(output)
+    results = write_results(
+        output,
+        model=str(checkpoints.checkpoint(step)),
+        sampling=found.sampling,
+        samples_per_prompt=found.samples_per_prompt,
+        seconds=found.seconds,
+    )
+    write_report(output)
+    checkpoints.release(step)
+    return results
+
+
+def _compare(checkpoints: KeptCheckpoints, order: EvaluationOrder) -> Sequence[Evaluation]:
+    """Write the page of all evaluations that have ended, if any, and return them."""
+    folders = [checkpoints.evaluation(step) for step in checkpoints.evaluated()]
+    if not folders:
+        return []
+    evaluations = read_evaluations(folders)
     write_page(evaluations, order.output / PAGE_NAME)
-    _print_progress(step, output, evaluations, display)
+    return evaluations
 
 
 def _print_progress(
@@ -146,4 +176,4 @@ def _validation_files(config: RunConfig) -> Mapping[str, Path]:
     files = [Path(file) for file in file_list(config.data.val_files or [])]
     if not files:
         raise DataError("data.val_files: the run has none; give --benchmark")
-    return {file.stem: file for file in files}
+    return files_by_name([(file.stem, file) for file in files])

@@ -76,14 +76,17 @@ class KeptCheckpoints:
         """Return the folder of a checkpoint's evaluation."""
         return self._evaluations / f"global_step_{step}"
 
+    def is_kept(self, step: int) -> bool:
+        """Return whether the model is in the folder of its evaluation."""
+        return self._kept(step).exists()
+
     def model(self, step: int) -> Path:
         """Return the folder to evaluate: the kept model, or the run's where none is kept."""
-        kept = self._kept(step)
-        return kept if kept.exists() else self.checkpoint(step)
+        return self._kept(step) if self.is_kept(step) else self.checkpoint(step)
 
     def is_there(self, step: int) -> bool:
         """Return whether the model can still be read."""
-        return self._kept(step).exists() or (self.checkpoint(step) / "actor").is_dir()
+        return self.is_kept(step) or (self.checkpoint(step) / "actor").is_dir()
 
     def release(self, step: int) -> None:
         """Delete the kept model: its evaluation has ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,17 +12,21 @@ import msgspec
 
 from sluice.cli.run.checked import examined_to_start
 from sluice.cli.run.ending import print_failures
-from sluice.cli.run.up import Display, show_launcher_messages, start_processes
+from sluice.cli.run.evaluation_origin import claim
+from sluice.cli.run.up import (
+    Display,
+    refuse_beside_another,
+    show_launcher_messages,
+    start_processes,
+)
 from sluice.cli.terminal import print_line
 from sluice.cli.watch.evaluation_view import EvaluationView
 from sluice.cli.watch.progress import duration_text
 from sluice.config.loading.loader import ReadRun, load_config, settings_of
-from sluice.config.loading.yaml_text import flat_settings
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.config.schema.algorithm import AlgorithmConfig
 from sluice.config.schema.critic import CriticConfig
-from sluice.config.schema.data import file_list
 from sluice.config.schema.service import (
     AsynchronyConfig,
     EndpointConfig,
@@ -40,29 +43,6 @@ from sluice.launch.plan import with_absolute_paths
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED
 from sluice.service_contract import CONFIG_NAME
 
-IDENTITY_NAME = "evaluation.json"
-"""In an evaluation's folder: the settings and files that its stored responses come from."""
-
-_DECISIVE = (
-    "actor_rollout_ref.model.",
-    *(
-        f"actor_rollout_ref.rollout.{name}"
-        for name in ("name", "dtype", "seed", "quantization", "max_model_len", "ignore_eos")
-    ),
-    "actor_rollout_ref.rollout.val_kwargs.",
-    "actor_rollout_ref.rollout.multi_turn.",
-    "actor_rollout_ref.rollout.agent.",
-    "data.",
-    "reward.",
-    "sluice.environment.",
-    "sluice.evaluation.",
-)
-_INDIFFERENT = (
-    "reward.scorer_pool.",
-    "sluice.environment.workers",
-    "sluice.environment.memory_limit_mb",
-)
-_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _SAMPLED = 1.0
 EVALUATIONS = Path("evals")
 _NO_NAMES = ("actor", "checkpoints", "huggingface")
@@ -118,12 +98,14 @@ def evaluate_model(order: EvaluationOrder, display: Display) -> EvaluationEnd:
         DataError: a benchmark's file cannot be used.
     """
     began_s = time.monotonic()
-    config = with_absolute_paths(evaluation_config(order))
+    asked = evaluation_config(order)
+    config = with_absolute_paths(asked)
     tree = settings_of(msgspec.to_builtins(config), [])
     run = ReadRun(config, tree, (), f"evaluation of {order.model}")
     config = examined_to_start(run, display.console).config
     folder = Path(config.sluice.run_dir)
-    claim(folder, config)
+    asyncio.run(refuse_beside_another(folder))
+    claim(folder, asked)
     (folder / RESULTS_NAME).unlink(missing_ok=True)
     show_launcher_messages(display.console)
     end, view = asyncio.run(
@@ -257,63 +239,3 @@ def _model_folder(model: Path) -> Path:
             f"model of it first: sluice merge {model} OUTPUT"
         )
     return source.huggingface
-
-
-def claim(folder: Path, config: RunConfig) -> None:
-    """Note what the responses in a folder come from; refuse a folder with those of another origin.
-
-    Raises:
-        ConfigError: names the first differences.
-    """
-    identity = {"settings": _decisive_settings(config), "files": _file_marks(config)}
-    note = folder / IDENTITY_NAME
-    try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
-        return
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{note} cannot be read ({error}); give another --output") from error
-    settings = _changes(known["settings"], json.loads(json.dumps(identity["settings"])))
-    files = _changes(known["files"], json.loads(json.dumps(identity["files"])))
-    changes = [f"{key} = {before!r} is now {now!r}" for key, before, now in settings]
-    changes += [f"{file} has changed" for file, _, _ in files]
-    if changes:
-        raise ConfigError(
-            f"--output {folder}: holds responses of another evaluation ({'; '.join(changes[:3])}); "
-            "give another --output, or the settings of that one"
-        )
-
-
-def _changes(
-    before: Mapping[str, object], now: Mapping[str, object]
-) -> list[tuple[str, object, object]]:
-    names = sorted(before.keys() | now.keys())
-    return [
-        (name, before.get(name), now.get(name))
-        for name in names
-        if before.get(name) != now.get(name)
-    ]
-
-
-def _decisive_settings(config: RunConfig) -> dict[str, object]:
-    return {
-        key: value
-        for key, value in flat_settings(config).items()
-        if key.startswith(_DECISIVE) and not key.startswith(_INDIFFERENT)
-    }
-
-
-def _file_marks(config: RunConfig) -> dict[str, list[int]]:
-    """Return size and time of the files that decide the responses and their grades."""
-    model = Path(config.actor_rollout_ref.model.path)
-    files = [file for pattern in _MODEL_FILES for file in model.glob(pattern)]
-    files += map(Path, file_list(config.data.val_files))
-    functions = (config.reward.custom_reward_function.path, config.sluice.environment.path)
-    files += [Path(one) for one in functions if one is not None and Path(one).is_file()]
-    marks = {}
-    for file in files:
-        found = file.stat()
-        marks[str(file)] = [found.st_size, found.st_mtime_ns]
-    return marks

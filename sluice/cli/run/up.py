@@ -285,7 +285,7 @@ async def start_processes(
     Raises:
         ConfigError: see `start_run`.
     """
-    await _refuse_beside_another(config_file.parent)
+    await refuse_beside_another(config_file.parent)
     # A run with these files has reached its end.
     for name in (ACCOUNTS_NAME, SUMMARY_NAME):
         (config_file.parent / name).unlink(missing_ok=True)
@@ -299,7 +299,7 @@ async def start_processes(
         return await _supervise(plan, display, view)
 
 
-async def _refuse_beside_another(run_dir: Path) -> None:
+async def refuse_beside_another(run_dir: Path) -> None:
     """Raise ConfigError if a launcher on this machine already runs in the folder."""
     if await launched_processes(run_dir) is not None:
         raise ConfigError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -13,9 +15,10 @@ from rich.console import Console
 
 from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
 from sluice.cli.policy.kept_checkpoints import KeptCheckpoints
-from sluice.cli.run.evaluation import EvaluationEnd, EvaluationOrder
+from sluice.cli.run.evaluation import EvaluationEnd, EvaluationOrder, evaluation_config
+from sluice.cli.run.evaluation_origin import claim
 from sluice.cli.run.up import Display
-from sluice.errors import CheckpointError, DataError
+from sluice.errors import CheckpointError, ConfigError, DataError
 from sluice.evaluation.results import read_results
 from sluice.service_contract import CONFIG_NAME
 from tests.support.stored_evaluation import evaluation, graded
@@ -26,11 +29,11 @@ DISPLAY = Display(Console(quiet=True))
 class Run:
     """A run that has ended, with a stand-in for its evaluations."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, val_files: str = "") -> None:
         self.folder, self.checkpoints = folder, folder / "checkpoints"
         self.orders: list[EvaluationOrder] = []
         folder.mkdir()
-        rows = folder / "held_out.parquet"
+        rows = val_files or folder / "held_out.parquet"
         ports = "trainer: {endpoint: {port: 7001}}, reward: {endpoint: {port: 7002}}"
         text = f"data: {{val_files: {rows}}}\nsluice: {{run_dir: {folder}, {ports}}}\n"
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
@@ -42,14 +45,15 @@ class Run:
             (model / "model.safetensors").write_text(str(step), encoding="utf-8")
         return model
 
-    def follow(self) -> list[str]:
+    def follow(self, **changed: Any) -> list[str]:
         """Follow it; return the evaluated checkpoints."""
-        order = EvaluationOrder(Path(), {}, self.folder / EVALUATIONS_NAME)
+        order = EvaluationOrder(Path(), {}, self.folder / EVALUATIONS_NAME, **changed)
         follow_run(self.folder, order, DISPLAY, self.evaluate, look_every_s=0.001)
         return [one.model.name for one in self.orders]
 
     def evaluate(self, order: EvaluationOrder, _: Display) -> EvaluationEnd:
         self.orders.append(order)
+        claim(order.output, evaluation_config(replace(order, model=order.output / "model")))
         return EvaluationEnd(0, read_results(evaluation(order.output, [graded(0, 1.0)])))
 
 
@@ -94,6 +98,53 @@ def test_what_was_evaluated_before_is_not_evaluated_again(run: Run) -> None:
     run.follow()
     run.save(2)
     assert run.follow() == ["global_step_1", "global_step_2"]
+
+
+@pytest.mark.parametrize("changed", [{"samples_per_prompt": 4}, {"overrides": ["data.seed=7"]}])
+def test_evaluations_with_other_settings_are_not_passed_over(
+    run: Run, changed: dict[str, Any]
+) -> None:
+    run.save(1)
+    run.follow()
+    run.save(2)
+    with pytest.raises(ConfigError, match="global_step_1: holds responses of another evaluation"):
+        run.follow(**changed)
+    assert len(run.orders) == 1
+
+
+def test_evaluations_of_other_benchmarks_are_not_passed_over(run: Run) -> None:
+    run.save(1)
+    run.follow()
+    order = EvaluationOrder(Path(), {"b": Path("b.parquet")}, run.folder / EVALUATIONS_NAME)
+    with pytest.raises(ConfigError, match=r"sluice\.evaluation\.benchmarks = \['held_out'\]"):
+        follow_run(run.folder, order, DISPLAY, run.evaluate, look_every_s=0.001)
+
+
+def test_all_validation_files_are_evaluated_where_they_have_one_name(tmp_path: Path) -> None:
+    files = {f"{one}-test": tmp_path / one / "test.parquet" for one in ("gsm8k", "math")}
+    run = Run(tmp_path / "run", f"[{', '.join(map(str, files.values()))}]")
+    run.save(1)
+    run.follow()
+    assert run.orders[0].benchmarks == files
+
+
+def test_what_a_kill_left_of_an_evaluation_that_has_ended_is_finished_by_the_next_start(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    run.save(1, with_weights=True)
+    with monkeypatch.context() as killed:
+        killed.setattr("sluice.cli.policy.evaluate_follow.write_results", die)
+        with pytest.raises(typer.Exit):
+            run.follow()
+    folder = run.folder / EVALUATIONS_NAME
+    assert (folder / "global_step_1" / "model").exists()
+    assert run.follow() == ["model"]
+    assert not (folder / "global_step_1" / "model").exists()
+    assert read_results(folder / "global_step_1").model == str(run.checkpoints / "global_step_1")
+    assert (folder / "report.html").is_file()
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_left_out(
@@ -142,7 +193,9 @@ def test_a_checkpoint_is_kept_while_another_one_is_evaluated(
     def evaluate(order: EvaluationOrder, display: Display) -> EvaluationEnd:
         if order.output.name == "global_step_1":
             model = run.save(2, with_weights=True)
+            until_s = time.monotonic() + 30
             while not kept.exists():
+                assert time.monotonic() < until_s, "not kept"
                 time.sleep(0.001)
             shutil.rmtree(model.parent.parent)
         return usual(order, display)

@@ -7,18 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.cli.run.evaluation import (
     EvaluationOrder,
-    claim,
     default_output,
+    evaluate_model,
     evaluation_config,
 )
+from sluice.cli.run.evaluation_origin import ORIGIN_NAME, claim
+from sluice.cli.run.up import Display
 from sluice.config.rules.checks import relation_problems
 from sluice.errors import ConfigError
+from sluice.evaluation.results import RESULTS_NAME
 from sluice.launch.service_spec import local_services, with_ports
+from sluice.service_contract import CONFIG_NAME
+from tests.support.stored_evaluation import evaluation, graded, store
 
 RUN = """
 data: {train_files: train.parquet, train_batch_size: 512, max_response_length: 4096}
@@ -83,11 +89,59 @@ def test_a_folder_continues_with_the_same_settings_on_other_replicas(
     order: EvaluationOrder,
 ) -> None:
     claim(order.output, evaluation_config(order))
+    store(order.output, [graded(0, 1.0)])
     claim(order.output, evaluation_config(replace(order, replicas=4)))
+
+
+def test_a_folder_without_a_response_is_that_of_the_newest_settings(order: EvaluationOrder) -> None:
+    claim(order.output, evaluation_config(order))
+    store(order.output, [])
+    other = evaluation_config(replace(order, samples_per_prompt=8))
+    claim(order.output, other)
+    store(order.output, [graded(0, 1.0)])
+    claim(order.output, other)
+
+
+def test_the_folder_of_a_training_run_is_refused_and_stays_as_it_is(order: EvaluationOrder) -> None:
+    order.output.mkdir()
+    (order.output / CONFIG_NAME).write_text(RUN, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"holds a run, or responses .* give another --output"):
+        claim(order.output, evaluation_config(order))
+    assert [one.name for one in order.output.iterdir()] == [CONFIG_NAME]
+
+
+def test_responses_of_unknown_origin_are_refused(order: EvaluationOrder) -> None:
+    store(order.output, [graded(0, 1.0)])
+    with pytest.raises(ConfigError, match=r"responses of unknown origin \(no evaluation\.json\)"):
+        claim(order.output, evaluation_config(order))
+
+
+@pytest.mark.parametrize("text", ["", '{"settings": {', "{}", "[]", "\xff"])
+def test_a_damaged_note_of_the_origin_is_refused(order: EvaluationOrder, text: str) -> None:
+    order.output.mkdir()
+    (order.output / ORIGIN_NAME).write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"evaluation\.json cannot be read .* another --output"):
+        claim(order.output, evaluation_config(order))
+
+
+def test_a_second_command_leaves_the_results_of_an_active_one(
+    order: EvaluationOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(_: Path) -> tuple[()]:
+        return ()
+
+    monkeypatch.setattr("sluice.cli.run.up.launched_processes", answers)
+    monkeypatch.setattr("sluice.cli.run.evaluation.examined_to_start", lambda run, _: run)
+    results = evaluation(order.output, [graded(0, 1.0)]) / RESULTS_NAME
+    with pytest.raises(ConfigError, match="another run is active in this folder"):
+        evaluate_model(order, Display(Console(quiet=True)))
+    assert results.is_file()
+    assert not (order.output / ORIGIN_NAME).exists()
 
 
 def test_a_folder_of_other_settings_is_refused(order: EvaluationOrder) -> None:
     claim(order.output, evaluation_config(order))
+    store(order.output, [graded(0, 1.0)])
     other = evaluation_config(replace(order, samples_per_prompt=8))
     with pytest.raises(ConfigError, match=r"val_kwargs\.n = 1 is now 8; .*give another --output"):
         claim(order.output, other)
@@ -95,6 +149,7 @@ def test_a_folder_of_other_settings_is_refused(order: EvaluationOrder) -> None:
 
 def test_a_folder_of_a_model_that_has_changed_since_is_refused(order: EvaluationOrder) -> None:
     claim(order.output, evaluation_config(order))
+    store(order.output, [graded(0, 1.0)])
     os.utime(order.model / "model.safetensors", ns=(1, 1))
     with pytest.raises(ConfigError, match=r"model\.safetensors has changed"):
         claim(order.output, evaluation_config(order))

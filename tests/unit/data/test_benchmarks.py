@@ -40,10 +40,26 @@ def test_what_is_not_there_is_named_with_the_remedy(
     assert message in str(refusal.value)
 
 
-def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
-    paths = [tmp_path / "a" / "rows.parquet", tmp_path / "b" / "rows.parquet"]
-    for path in paths:
-        path.parent.mkdir()
-        path.touch()
-    with pytest.raises(DataError, match="has the name rows already"):
-        benchmark_files(",".join(map(str, paths)), tmp_path)
+def touched(*files: Path) -> str:
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return ",".join(map(str, files))
+
+
+def test_files_of_one_name_have_their_folders_names_before_it(tmp_path: Path) -> None:
+    files = [tmp_path / one / "test.parquet" for one in ("gsm8k", "math")]
+    wanted = touched(*files, tmp_path / "math" / "hard.parquet")
+    assert list(benchmark_files(wanted, tmp_path)) == ["gsm8k-test", "math-test", "hard"]
+
+
+def test_files_and_folders_of_one_name_are_refused(tmp_path: Path) -> None:
+    wanted = touched(*(tmp_path / one / "math" / "rows.parquet" for one in "ab"))
+    with pytest.raises(DataError, match="has the name math-rows already; rename"):
+        benchmark_files(wanted, tmp_path)
+
+
+def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
+    wanted = touched(tmp_path / "math-500-test.parquet")
+    with pytest.raises(DataError, match=r"math-500-test\.parquet is given twice; leave one out"):
+        benchmark_files(f"math-500,{wanted}", tmp_path)

@@ -1,0 +1,195 @@
+"""What the stored responses of an evaluation come from, as its folder notes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import flat_settings
+from sluice.config.run import RunConfig
+from sluice.config.schema.data import file_list
+from sluice.errors import ConfigError
+from sluice.evaluation.stored_responses import FOLDER_NAME
+from sluice.json_objects import DECODE_ERRORS
+from sluice.launch.plan import with_absolute_paths
+from sluice.service_contract import CONFIG_NAME
+
+ORIGIN_NAME = "evaluation.json"
+"""In an evaluation's folder: the settings and files that its stored responses come from."""
+
+_MODEL = "actor_rollout_ref.model.path"
+_SCORER = "reward.custom_reward_function.path"
+_OF_GRADING = "reward."
+_DECISIVE = (
+    "actor_rollout_ref.model.",
+    *(
+        f"actor_rollout_ref.rollout.{name}"
+        for name in ("name", "dtype", "seed", "quantization", "max_model_len", "ignore_eos")
+    ),
+    "actor_rollout_ref.rollout.val_kwargs.",
+    "actor_rollout_ref.rollout.multi_turn.",
+    "actor_rollout_ref.rollout.agent.",
+    "data.",
+    _OF_GRADING,
+    "sluice.environment.",
+    "sluice.evaluation.",
+)
+_INDIFFERENT = (
+    "reward.scorer_pool.",
+    "sluice.environment.workers",
+    "sluice.environment.memory_limit_mb",
+)
+_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What decides responses and grades.
+
+    Attributes:
+        settings: values by dotted key.
+        files: size in bytes and time in ns of each file.
+    """
+
+    settings: dict[str, Any]
+    files: dict[str, list[int]]
+
+    def without_model(self) -> Origin:
+        """Return what another checkpoint has, too."""
+        model = Path(str(self.settings.get(_MODEL)))
+        return Origin(
+            {key: value for key, value in self.settings.items() if key != _MODEL},
+            {file: mark for file, mark in self.files.items() if Path(file).parent != model},
+        )
+
+
+def claim(folder: Path, config: RunConfig) -> None:
+    """Note what the responses in a folder come from; refuse a folder with those of another origin.
+
+    Raises:
+        ConfigError: names the first differences, or the folder holds something else.
+    """
+    known, now = read_origin(folder), _origin_of(config)
+    if known is None and any((folder / name).exists() for name in (CONFIG_NAME, FOLDER_NAME)):
+        raise ConfigError(
+            f"--output {folder}: holds a run, or responses of unknown origin (no {ORIGIN_NAME}); "
+            "give another --output"
+        )
+    if known is not None and _has_responses(folder):
+        _refuse_changes(folder, known, now)
+    else:
+        write_origin(folder, now)
+
+
+def refuse_other_origin(folder: Path, config: RunConfig) -> None:
+    """Refuse a folder whose responses come from other settings, of whatever model.
+
+    Raises:
+        ConfigError: names the first differences.
+    """
+    if (known := read_origin(folder)) is not None:
+        _refuse_changes(folder, known.without_model(), _origin_of(config).without_model())
+
+
+def regraded_origin(folder: Path, overrides: list[str]) -> Origin | None:
+    """Return the origin of an evaluation once its responses are graded with other settings.
+
+    ``None`` if the folder notes none.
+
+    Raises:
+        ConfigError: a key is not one of grading.
+    """
+    if (known := read_origin(folder)) is None:
+        return None
+    before, now = (_origin_of(load_config(folder / CONFIG_NAME, keys)) for keys in ([], overrides))
+    for key, _, value in _changes(before.settings, now.settings):
+        if not key.startswith(_OF_GRADING):
+            raise ConfigError(
+                f"{key} = {value!r}: the responses were sampled with another value; leave it out, "
+                "or evaluate into another --output"
+            )
+    kept = {k: v for k, v in known.settings.items() if not k.startswith(_OF_GRADING)}
+    grading = {k: v for k, v in now.settings.items() if k.startswith(_OF_GRADING)}
+    files = {k: v for k, v in known.files.items() if k != known.settings.get(_SCORER)}
+    scorer = now.settings.get(_SCORER)
+    return Origin(kept | grading, files | {k: v for k, v in now.files.items() if k == scorer})
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """Return what a folder notes; ``None``: nothing.
+
+    Raises:
+        ConfigError: the note cannot be read.
+    """
+    note = folder / ORIGIN_NAME
+    try:
+        return msgspec.json.decode(note.read_bytes(), type=Origin)
+    except FileNotFoundError:
+        return None
+    except (OSError, *DECODE_ERRORS) as error:
+        raise ConfigError(f"{note} cannot be read ({error}); give another --output") from error
+
+
+def write_origin(folder: Path, origin: Origin) -> None:
+    """Write the note; a kill leaves the former one or the new one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{ORIGIN_NAME}.{os.getpid()}.draft"
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(origin), indent=1) + b"\n")
+    os.replace(draft, folder / ORIGIN_NAME)
+
+
+def _has_responses(folder: Path) -> bool:
+    return any(file.stat().st_size for file in (folder / FOLDER_NAME).glob("*.jsonl"))
+
+
+def _refuse_changes(folder: Path, known: Origin, now: Origin) -> None:
+    settings = _changes(known.settings, now.settings)
+    changes = [f"{key} = {before!r} is now {value!r}" for key, before, value in settings]
+    changes += [f"{file} has changed" for file, _, _ in _changes(known.files, now.files)]
+    if changes:
+        raise ConfigError(
+            f"--output {folder}: holds responses of another evaluation ({'; '.join(changes[:3])}); "
+            "give another --output, or the settings of that one"
+        )
+
+
+def _changes(
+    before: Mapping[str, object], now: Mapping[str, object]
+) -> list[tuple[str, object, object]]:
+    names = sorted(before.keys() | now.keys())
+    return [
+        (name, before.get(name), now.get(name))
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _origin_of(config: RunConfig) -> Origin:
+    config = with_absolute_paths(config)
+    settings = {
+        key: value
+        for key, value in flat_settings(config).items()
+        if key.startswith(_DECISIVE) and not key.startswith(_INDIFFERENT)
+    }
+    # As the note holds it: JSON has no tuples.
+    return msgspec.json.decode(
+        msgspec.json.encode(Origin(settings, _file_marks(config))), type=Origin
+    )
+
+
+def _file_marks(config: RunConfig) -> dict[str, list[int]]:
+    """Return size and time of the files that decide the responses and their grades."""
+    model = Path(config.actor_rollout_ref.model.path)
+    files = [file for pattern in _MODEL_FILES for file in model.glob(pattern)]
+    files += map(Path, file_list(config.data.val_files))
+    functions = (config.reward.custom_reward_function.path, config.sluice.environment.path)
+    files += [Path(one) for one in functions if one is not None]
+    marks = {}
+    for file in filter(Path.is_file, files):
+        found = file.stat()
+        marks[str(file)] = [found.st_size, found.st_mtime_ns]
+    return marks
