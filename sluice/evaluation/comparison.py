@@ -24,6 +24,7 @@ from sluice.evaluation.statistics import (
     REWARD,
     Estimate,
     PromptScores,
+    mean_variable,
     paired_difference,
     prompt_mean,
 )
@@ -81,7 +82,7 @@ class ComparedBenchmark:
 
     Attributes:
         name: of the benchmark.
-        variable: what the means of prompts are of.
+        variable: what all means are of: ``acc`` if all evaluations have it.
         results: of each evaluation.
         differences: of each evaluation from the first one, over the prompts that both have.
         prompts: those that differ most first, then by position.
@@ -167,12 +168,12 @@ def _keyed(prompts: Sequence[PromptScores]) -> dict[PromptKey, PromptScores]:
 
 def _compared(name: str, evaluations: Sequence[Evaluation]) -> ComparedBenchmark:
     prompts = [one.prompts.get(name, {}) for one in evaluations]
+    is_accuracy = all(mean_variable(list(found.values())) == ACCURACY for found in prompts)
+    variable = ACCURACY if is_accuracy else REWARD
     results = tuple(
-        benchmark_results(list(found.values()), one.samples_per_prompt) if found else None
+        benchmark_results(list(found.values()), one.samples_per_prompt, variable) if found else None
         for one, found in zip(evaluations, prompts, strict=True)
     )
-    is_accuracy = all(one.variable == ACCURACY for one in results if one is not None)
-    variable = ACCURACY if is_accuracy else REWARD
     means = [_means(found, variable) for found in prompts]
     return ComparedBenchmark(
         name,

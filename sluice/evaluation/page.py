@@ -65,6 +65,7 @@ def write_page(
     """
     benchmarks = compared_benchmarks(evaluations)
     content = page_of(evaluations, benchmarks, most_prompts, max(1, most_responses))
+    file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f".{file.name}.{os.getpid()}.draft")
     draft.write_text(content, encoding="utf-8")
     os.replace(draft, file)

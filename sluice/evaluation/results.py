@@ -141,11 +141,19 @@ def prompt_scores(stored: Iterable[tuple[int, StoredPrompt]]) -> list[PromptScor
     return sorted(found, key=lambda one: one.position)
 
 
-def benchmark_results(prompts: Sequence[PromptScores], samples_per_prompt: int) -> BenchmarkResults:
-    """Return the numbers of the prompts of one benchmark."""
+def benchmark_results(
+    prompts: Sequence[PromptScores], samples_per_prompt: int, variable: str | None = None
+) -> BenchmarkResults:
+    """Return the numbers of the prompts of one benchmark.
+
+    Args:
+        prompts: finished ones.
+        samples_per_prompt: as asked for.
+        variable: what the mean is of; ``None``: as `mean_variable`.
+    """
     graded = [one for one in prompts if one.scores]
     num_failed = sum(one.num_failed for one in prompts)
-    variable = mean_variable(graded)
+    variable = variable or mean_variable(graded)
     means = [mean for one in graded if (mean := prompt_mean(one, variable)) is not None]
     num_samples = max(1, sum(one.num_samples for one in prompts))
     counts = {

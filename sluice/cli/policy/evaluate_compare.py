@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson
+from sluice.cli.policy.kept_checkpoints import steps_with
 from sluice.cli.terminal import output_console, print_json, print_table
+from sluice.errors import DataError
 from sluice.evaluation.comparison import (
     ComparedBenchmark,
     Evaluation,
@@ -20,10 +22,12 @@ from sluice.evaluation.comparison import (
 )
 from sluice.evaluation.figures import estimate_text
 from sluice.evaluation.page import USUAL_PROMPTS, USUAL_RESPONSES, write_page
+from sluice.evaluation.stored_responses import FOLDER_NAME
 from sluice.safe_text import printable
 
 Evaluations = Annotated[
-    list[Path], typer.Argument(metavar="DIR", help="--output folders of evaluations.")
+    list[Path],
+    typer.Argument(metavar="DIR", help="--output folders of evaluations, or of --follow."),
 ]
 
 
@@ -50,9 +54,9 @@ def compare_evaluations(
     \b
     Examples:
       sluice eval compare runs/base-eval runs/trained-eval
-      sluice eval compare runs/one/evaluations/* --output curve.html
+      sluice eval compare runs/one/evaluations --output curve.html
     """
-    evaluations = read_evaluations(folders)
+    evaluations = read_evaluations([one for folder in folders for one in _expanded(folder)])
     benchmarks = compared_benchmarks(evaluations)
     if output is not None:
         write_page(evaluations, output, most_prompts=prompts, most_responses=responses)
@@ -65,6 +69,14 @@ def compare_evaluations(
         _print(console, evaluations, benchmark)
     if output is not None:
         typer.echo(f"page: {output}")
+
+
+def _expanded(folder: Path) -> list[Path]:
+    """Return the evaluations in a folder of `sluice eval --follow`, the first step first."""
+    if folder.is_file():
+        raise DataError(f"{folder}: is a file; give {folder.parent} for all evaluations in it")
+    steps = steps_with(folder, FOLDER_NAME)
+    return [folder / f"global_step_{step}" for step in steps] or [folder]
 
 
 def _print(

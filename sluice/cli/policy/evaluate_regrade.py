@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import msgspec
 import typer
 
 from sluice.cli.arguments import AsJson, complete_setting
+from sluice.cli.run.evaluation_origin import regraded_origin, write_origin
+from sluice.cli.run.up import refuse_beside_another
 from sluice.cli.terminal import counted, print_json
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, ending_text
 from sluice.errors import ConfigError, DataError
@@ -28,7 +31,7 @@ _COMMAND = "services.reward.regrade"
 
 def regrade(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="--output folder of an evaluation that ended.")
+        Path, typer.Argument(metavar="DIR", help="--output folder of an evaluation.")
     ],
     settings: Annotated[
         list[str] | None,
@@ -47,7 +50,8 @@ def regrade(
     The scorers are those of the evaluation's configuration, in processes with its limits; override
     keys to try others. What an environment graded stays as it is. results.json and the page are
     written again. Each response keeps its earlier grades, and the former results stay as
-    results-1.json, results-2.json and so on.
+    results-1.json, results-2.json and so on. An evaluation that failed is graded again, too; its
+    command then finishes it.
 
     \b
     Examples:
@@ -58,8 +62,19 @@ def regrade(
         raise DataError(
             f"{folder}: holds no {CONFIG_NAME}; give the --output folder of an evaluation"
         )
-    before = read_results(folder)
-    _grade(folder, settings or [], sum(one.prompts for one in before.benchmarks.values()))
+    asyncio.run(refuse_beside_another(folder))
+    before = read_results(folder) if (folder / RESULTS_NAME).is_file() else None
+    origin = regraded_origin(folder, settings or [])
+    total = None if before is None else sum(one.prompts for one in before.benchmarks.values())
+    _grade(folder, settings or [], total)
+    if origin is not None:
+        write_origin(folder, origin)
+    if before is None:
+        if as_json:
+            print_json({"before": None, "now": None, "former": None})
+        else:
+            typer.echo("graded again; the evaluation's command, with these keys, finishes it")
+        return
     kept = _keep(folder)
     now = write_results(
         folder,
@@ -78,7 +93,7 @@ def regrade(
     typer.echo(f"page: {folder / PAGE_NAME}")
 
 
-def _grade(folder: Path, settings: Sequence[str], num_prompts: int) -> None:
+def _grade(folder: Path, settings: Sequence[str], num_prompts: int | None) -> None:
     """Run the reward service's code in a process that ends with this one, and count its prompts.
 
     Raises:

@@ -54,19 +54,19 @@ class KeptCheckpoints:
     def look(self) -> None:
         """Keep what is there and was not evaluated. What vanishes meanwhile is left out."""
         with self._lock:
-            for step in _steps(self._checkpoints, str(_MODEL)):
+            for step in steps_with(self._checkpoints, str(_MODEL)):
                 kept = self._kept(step)
                 if not kept.exists() and not (kept.parent / self._result).exists():
                     self._keep(self.checkpoint(step) / _MODEL, kept)
 
     def waiting(self) -> list[int]:
         """Return the steps without an evaluation that has ended, in order."""
-        there = {*_steps(self._checkpoints, "actor"), *_steps(self._evaluations, _KEPT)}
+        there = {*steps_with(self._checkpoints, "actor"), *steps_with(self._evaluations, _KEPT)}
         return sorted(there - set(self.evaluated()))
 
     def evaluated(self) -> list[int]:
         """Return the steps whose evaluations have ended, in order."""
-        return _steps(self._evaluations, self._result)
+        return steps_with(self._evaluations, self._result)
 
     def checkpoint(self, step: int) -> Path:
         """Return the run's own folder of a checkpoint; the run may have deleted it."""
@@ -117,7 +117,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _steps(folder: Path, content: str) -> list[int]:
+def steps_with(folder: Path, content: str) -> list[int]:
     """Return N of each folder ``global_step_N`` with this content, in order."""
     found = (_CHECKPOINT.fullmatch(path.name) for path in folder.glob("global_step_*"))
     steps = (int(match[1]) for match in found if match)

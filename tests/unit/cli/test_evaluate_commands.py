@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.errors import SluiceError
-from sluice.evaluation.results import read_results
+from sluice.cli.run.evaluation import EvaluationOrder, evaluation_config
+from sluice.cli.run.evaluation_origin import claim
+from sluice.config.loading.yaml_text import write_config
+from sluice.errors import ConfigError, SluiceError
+from sluice.evaluation.results import RESULTS_NAME, read_results
+from sluice.evaluation.stored_responses import read_responses
 from sluice.service_contract import CONFIG_NAME
 from tests.support.stored_evaluation import evaluation, graded, prompt, sample, store
 
@@ -53,8 +59,22 @@ def test_an_evaluation_that_runs_is_marked(tmp_path: Path) -> None:
     assert "a (has not ended)" in invoke("compare", str(tmp_path / "a"))[1]
 
 
+def test_a_folder_of_evaluations_stands_for_all_of_them_in_the_order_of_their_steps(
+    tmp_path: Path,
+) -> None:
+    for step in (12, 4):
+        evaluation(tmp_path / f"global_step_{step}", [graded(0, 1.0)])
+    (tmp_path / "report.html").touch()
+    code, text = invoke("compare", str(tmp_path), "--json")
+    assert code == 0, text
+    found = json.loads(text)["evaluations"]
+    assert [one["label"] for one in found] == ["global_step_4", "global_step_12"]
+    code, text = invoke("compare", *map(str, sorted(tmp_path.iterdir())))
+    assert (code, f"report.html: is a file; give {tmp_path} for all" in text) == (1, True)
+
+
 def test_the_page_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
-    folder, page = evaluation(tmp_path / "a", [graded(0, 1.0)]), tmp_path / "page.html"
+    folder, page = evaluation(tmp_path / "a", [graded(0, 1.0)]), tmp_path / "new" / "page.html"
     code, text = invoke("compare", str(folder), "--output", str(page), "--json")
     assert code == 0
     assert json.loads(text)["page"] == str(page)
@@ -79,9 +99,65 @@ def test_regrading_writes_results_and_page_and_keeps_the_former_ones(tmp_path: P
     assert "before: reward 1" in (folder / "report.html").read_text()
 
 
-def test_an_evaluation_that_has_not_ended_is_not_graded_again(tmp_path: Path) -> None:
-    store(tmp_path, [graded(0, 1.0)])
-    (tmp_path / CONFIG_NAME).write_text("")
-    code, text = invoke("regrade", str(tmp_path))
+@pytest.fixture
+def order(tmp_path: Path) -> EvaluationOrder:
+    """An evaluation whose scorer is ``grade.py``, claimed and stored, without results."""
+    (tmp_path / "rows.jsonl").touch()
+    grade = tmp_path / "grade.py"
+    grade.write_text("def compute_score(**_):\n    raise ValueError\n")
+    keys = [f"reward.custom_reward_function.path={grade}", "reward.num_workers=1"]
+    rows = {"math": tmp_path / "rows.jsonl"}
+    order = EvaluationOrder(tmp_path / "model", rows, tmp_path / "out", overrides=keys)
+    config = evaluation_config(order)
+    claim(order.output, config)
+    write_config(config, order.output / CONFIG_NAME)
+    failed = sample(acc=None, failure="unscorable: ValueError")
+    store(order.output, [prompt(0, [failed])])
+    return order
+
+
+def test_an_evaluation_whose_scorer_failed_continues_once_it_is_graded_again(
+    order: EvaluationOrder,
+) -> None:
+    (order.output.parent / "grade.py").write_text("def compute_score(**_):\n    return 0.25\n")
+    with pytest.raises(ConfigError, match=r"grade\.py has changed"):
+        claim(order.output, evaluation_config(order))
+    code, text = invoke("regrade", str(order.output))
+    assert code == 0, text
+    assert "the evaluation's command, with these keys, finishes it" in text
+    assert not (order.output / RESULTS_NAME).exists()
+    claim(order.output, evaluation_config(order))
+    ((_, stored),) = read_responses(order.output / "responses" / "math.jsonl")
+    assert stored.samples[0].reward == 0.25
+
+
+def test_after_grading_with_another_scorer_only_that_one_continues(order: EvaluationOrder) -> None:
+    other = order.output.parent / "other.py"
+    other.write_text("def compute_score(**_):\n    return 0.5\n")
+    key = f"reward.custom_reward_function.path={other}"
+    assert invoke("regrade", str(order.output), key)[0] == 0
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.path = '.*other\.py' is now"):
+        claim(order.output, evaluation_config(order))
+    claim(order.output, evaluation_config(replace(order, overrides=[*order.overrides, key])))
+    assert invoke("regrade", str(order.output))[0] == 0
+    claim(order.output, evaluation_config(order))
+
+
+def test_what_decided_the_samples_cannot_be_another_when_they_are_graded_again(
+    order: EvaluationOrder,
+) -> None:
+    code, text = invoke("regrade", str(order.output), "data.max_response_length=7")
     assert code == 1
-    assert "give the --output folder of an evaluation that ended" in text
+    assert "data.max_response_length = 7: the responses were sampled with another value" in text
+
+
+def test_responses_of_an_active_evaluation_are_not_graded_again(
+    order: EvaluationOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(_: Path) -> tuple[()]:
+        return ()
+
+    monkeypatch.setattr("sluice.cli.run.up.launched_processes", answers)
+    code, text = invoke("regrade", str(order.output))
+    assert code == 1
+    assert "active in this folder" in text

@@ -41,6 +41,18 @@ def test_equal_prompts_in_one_benchmark_are_compared_one_by_one(tmp_path: Path) 
     assert [one.means for one in found.prompts] == [(1.0, 0.0), (0.0, 0.0)]
 
 
+def test_means_of_an_evaluation_with_acc_beside_one_without_are_of_the_reward(
+    tmp_path: Path,
+) -> None:
+    first = evaluation(tmp_path / "a", [graded(0, 0.25)])  # its reward is -0.5
+    second = evaluation(tmp_path / "b", [prompt(0, [sample(reward=1.0, metrics={})])])
+    (found,) = compared_benchmarks(read_evaluations([first, second]))
+    assert found.variable == "reward"
+    assert [one and one.mean and one.mean.value for one in found.results] == [-0.5, 1.0]
+    assert found.differences[1] is not None
+    assert found.differences[1].value == 1.5
+
+
 def test_labels_are_as_long_as_it_takes_to_differ(tmp_path: Path) -> None:
     folders = [evaluation(tmp_path / one / "eval", [graded(0, 1.0)]) for one in "ab"]
     assert [one.label for one in read_evaluations(folders)] == ["a/eval", "b/eval"]
