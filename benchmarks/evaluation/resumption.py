@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation.stored import Evaluation, differing, largest_difference, responses
+from benchmarks.evaluation.stored import Evaluation, differing, responses
 from benchmarks.reporting import ROOT, print_line
 from sluice.cli.run.quickstart import asset_settings
 from sluice.cli.running_run import is_active, launched_processes
@@ -50,7 +50,7 @@ def measure(folder: Path) -> Mapping[str, Any]:
     if len(killed.lines()) != len(killed.prompts()):
         raise SystemExit("a position is stored twice")
     one, other = ({p: responses(v) for p, v in each.prompts().items()} for each in evaluations)
-    unequal = largest_difference(whole.metrics(), killed.metrics()) > 0
+    unequal = whole.metrics() != killed.metrics()
     return {"resume_differs": differing(one, other) + unequal}
 
 

@@ -349,7 +349,11 @@ def parse_completion(request: CompletionRequest, bounds: Bounds) -> ParsedReques
         bounds,
         logprobs=request.logprobs is not None,
     )
-    options = replace(parsed.options, prompt_logprobs=echo)
+    # The text of a prompt of tokens comes with their logprobs.
+    needs_prompt = echo and (
+        parsed.logprobs or not all(isinstance(one, str) for one in parsed.prompts)
+    )
+    options = replace(parsed.options, prompt_logprobs=needs_prompt)
     return replace(parsed, options=options, echo=echo, prompt_only=prompt_only)
 
 

@@ -35,6 +35,7 @@ from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130
 _MODEL_ONLY = "With --model or --follow:"
+_DATA = Path("data")
 ResultT = TypeVar("ResultT")
 
 
@@ -81,7 +82,12 @@ _Benchmark = Annotated[
         show_default=False,
     ),
 ]
-_DataDir = Annotated[Path, typer.Option(help=f"{_MODEL_ONLY} folder of the prepared sets.")]
+_DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"{_MODEL_ONLY} folder of the prepared sets. Default: {_DATA}.", show_default=False
+    ),
+]
 _Engine = Annotated[Engine | None, typer.Option(help=f"{_MODEL_ONLY} what samples.")]
 _Replicas = Annotated[int | None, typer.Option(min=1, help=f"{_MODEL_ONLY} engines at once.")]
 _Output = Annotated[
@@ -111,7 +117,7 @@ def evaluate(  # noqa: PLR0913 - options of the command
     model: _Model = None,
     follow: _Follow = None,
     benchmark: _Benchmark = None,
-    data_dir: _DataDir = Path("data"),
+    data_dir: _DataDir = None,
     engine: _Engine = None,
     replicas: _Replicas = None,
     output: _Output = None,
@@ -137,16 +143,23 @@ def evaluate(  # noqa: PLR0913 - options of the command
     """
     subject = model or follow
     if subject is None:
-        if benchmark is not None or output is not None or config is not None:
-            raise ConfigError("--benchmark, --output and --config need --model or --follow")
+        given = (benchmark, data_dir, engine, replicas, output, config, logs or None)
+        names = ("benchmark", "data-dir", "engine", "replicas", "output", "config", "logs")
+        for name, value in zip(names, given, strict=True):
+            if value is not None:
+                raise ConfigError(f"--{name} needs --model or --follow")
         _evaluate_run(_run_of(arguments, run_option), n, temperature, wait, as_json=as_json)
         return
     if model is not None and follow is not None:
         raise ConfigError("--model and --follow both name what to evaluate; leave one out")
+    if run_option is not None:
+        raise ConfigError("--run is for the policy of a running run; leave it out, or --model")
+    if model is not None and benchmark is None:
+        raise ConfigError("--model needs --benchmark: one or more, such as math-500,mine.parquet")
     usual = follow / EVALUATIONS_NAME if follow else default_output(subject)
     order = EvaluationOrder(
         model=subject,
-        benchmarks={} if follow and not benchmark else benchmark_files(benchmark or "", data_dir),
+        benchmarks={} if benchmark is None else benchmark_files(benchmark, data_dir or _DATA),
         output=output or usual,
         config=config,
         overrides=arguments or [],

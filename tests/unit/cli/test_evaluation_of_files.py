@@ -167,10 +167,23 @@ def test_the_folder_has_the_models_name(model: str, output: str) -> None:
     assert default_output(Path(model)) == Path("evals") / output
 
 
-def test_options_of_an_evaluation_without_a_run_need_a_model() -> None:
-    shown = CliRunner().invoke(commands, ["eval", "runs/a", "--benchmark", "math-500"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs/a", "--benchmark", "math-500"], "--benchmark needs --model or --follow"),
+        (["runs/a", "--engine", "vllm"], "--engine needs --model or --follow"),
+        (["runs/a", "--data-dir", "data"], "--data-dir needs --model or --follow"),
+        (["runs/a", "--replicas", "2"], "--replicas needs --model or --follow"),
+        (["runs/a", "--logs"], "--logs needs --model or --follow"),
+        (["--model", "a", "--benchmark", "b", "--run", "runs/a"], "--run is for"),
+        (["--model", "a"], "--model needs --benchmark"),
+        (["--model", "a", "--follow", "b"], "leave one out"),
+    ],
+)
+def test_an_option_is_refused_where_it_would_be_ignored(arguments: list[str], message: str) -> None:
+    shown = CliRunner().invoke(commands, ["eval", *arguments])
     assert isinstance(shown.exception, ConfigError)
-    assert "need --model or --follow" in str(shown.exception)
+    assert message in str(shown.exception)
 
 
 def test_the_replicas_have_all_devices_and_no_trainer_starts(

@@ -98,6 +98,15 @@ async def test_what_is_not_offered_with_echo_is_refused_with_the_remedy(
 
 async def test_a_replica_that_knows_no_prompt_logprobs_is_named_and_no_answer_is_made_up() -> None:
     async with token_replicas(TokenReplica()) as addresses, http_front(*addresses) as front:
-        status, body = await front.post(COMPLETION, model="policy", prompt="a", echo=True)
+        status, body = await front.post(
+            COMPLETION, model="policy", prompt="a", echo=True, logprobs=0
+        )
     assert status == 500
     assert "a sample without prompt_logprobs; update the replica" in body["error"]["message"]
+
+
+async def test_a_text_is_echoed_without_the_work_for_its_logprobs() -> None:
+    async with token_replicas(TokenReplica()) as addresses, http_front(*addresses) as front:
+        status, body = await front.post(COMPLETION, model="policy", prompt="a", echo=True)
+    assert status == 200
+    assert body["choices"][0]["text"].startswith("a")
