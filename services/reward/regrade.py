@@ -2,8 +2,9 @@
 
 The scorers, their limits and their processes are those of the reward service, as the evaluation's
 configuration and the overrides after DIR have them. A line on standard output gives the number of
-prompts graded since the line before. The files of responses are replaced at the end, all of them,
-so that a killed process changes nothing; each sample keeps its earlier grades.
+prompts graded since the line before. The files of responses are replaced at the end, one by one: a
+process killed before changes nothing, and after one killed then all are graded again. Each sample
+keeps its earlier grades.
 """
 
 from __future__ import annotations

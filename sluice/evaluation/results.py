@@ -57,7 +57,7 @@ class Results(msgspec.Struct, frozen=True):
         model: folder of the evaluated checkpoint.
         sampling: temperature, top_p, top_k and the like.
         samples_per_prompt: as asked for.
-        seconds: that the evaluation took.
+        seconds: that its last start took.
         benchmarks: by name.
     """
 
