@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,13 +149,9 @@ def _read(folder: Path, label: str) -> Evaluation:
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """Return the last parts of the paths, as many as it takes to tell them apart."""
-    most = max(len(folder.parts) for folder in folders)
-    for count in range(1, most + 1):
-        labels = ["/".join(folder.parts[-count:]) for folder in folders]
-        if len(set(labels)) == len(labels):
-            return labels
-    return [str(folder) for folder in folders]
+    """Return the paths without the folder that all are in."""
+    common = os.path.commonpath([folder.parent for folder in folders])
+    return [str(folder.relative_to(common)) for folder in folders]
 
 
 def _keyed(prompts: Sequence[PromptScores]) -> dict[PromptKey, PromptScores]:
