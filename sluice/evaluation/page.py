@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib.resources import files
-from math import log2
 from pathlib import Path
 
 from sluice.dashboard.page import policy_source
@@ -21,7 +20,6 @@ from sluice.evaluation.comparison import (
     compared_benchmarks,
     read_evaluations,
 )
-from sluice.evaluation.figures import STYLES, Series, estimate_text, estimates_figure
 from sluice.evaluation.markup import Markup, element, joined
 from sluice.evaluation.prompt_view import (
     ShownPrompt,
@@ -29,12 +27,11 @@ from sluice.evaluation.prompt_view import (
     prompt_view,
     shown_prompt,
 )
+from sluice.evaluation.statistics import estimate_text
 from sluice.evaluation.stored_responses import read_at
 
 PAGE_NAME = "report.html"
 USUAL_PROMPTS, USUAL_RESPONSES = 100, 4
-_MOST_LINES = len(STYLES)
-_SHOWN_K = 4  # columns of pass@k
 _FILTERS = {"all": "all", "changed": "changed", "wrong": "never right", "right": "always right"}
 _TITLE = "Evaluation"
 
@@ -171,7 +168,6 @@ def _benchmark(
         "section",
         element("h2", benchmark.name),
         _numbers_table(evaluations, benchmark),
-        _figures(evaluations, benchmark),
         _metrics_table(evaluations, benchmark),
         element("h3", "Prompts and responses"),
         element("p", note, class_="hint"),
@@ -186,7 +182,6 @@ def _benchmark(
 
 def _numbers_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark) -> Markup:
     sizes = sorted({k for one in benchmark.results if one for k in one.pass_at_k})
-    sizes = sizes if len(sizes) <= _SHOWN_K else [*sizes[: _SHOWN_K - 1], sizes[-1]]
     several = len(evaluations) > 1
     columns = ["#", "evaluation", f"mean {benchmark.variable}"]
     columns += ["difference from 1"] if several else []
@@ -212,31 +207,6 @@ def _numbers_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchma
         )
     caption = "Means over prompts ± their standard errors; differences are within each prompt"
     return _table(caption, columns, rows, texts=2)
-
-
-def _figures(evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark) -> Markup:
-    found = [(place, one) for place, one in enumerate(benchmark.results, 1) if one is not None]
-    means = {float(place): one.mean for place, one in found if one.mean is not None}
-    mean = estimates_figure(
-        f"Mean {benchmark.variable}",
-        [Series("mean", STYLES[0], means)] if len(means) > 1 else [],
-        {place: f"{place:.0f}" for place in means},
-        "evaluation",
-    )
-    # The first one, and the newest.
-    chosen = found if len(found) <= _MOST_LINES else [found[0], *found[1 - _MOST_LINES :]]
-    lines = [
-        Series(
-            evaluations[place - 1].label,
-            STYLES[index],
-            {log2(k): each for k, each in one.pass_at_k.items()},
-        )
-        for index, (place, one) in enumerate(chosen)
-        if len(one.pass_at_k) > 1
-    ]
-    sizes = sorted({k for _, one in found for k in one.pass_at_k})
-    passes = estimates_figure("pass@k", lines, {log2(k): str(k) for k in sizes}, "k")
-    return element("div", mean, passes, class_="charts pairs")
 
 
 def _metrics_table(evaluations: Sequence[Evaluation], benchmark: ComparedBenchmark) -> Markup:

@@ -76,6 +76,14 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(float(array.mean()), error, array.size)
 
 
+def estimate_text(one: Estimate | None, *, signed: bool = False) -> str:
+    """Return a value with its standard error, as people read them; ``-`` for none."""
+    if one is None:
+        return "-"
+    value = f"{one.value:{'+' if signed else ''}.3f}"
+    return value if one.standard_error is None else f"{value} ± {one.standard_error:.3f}"
+
+
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return the probability that one of k samples is correct, estimated without bias from n.
 

@@ -30,7 +30,7 @@ from sluice.client.run_monitor import RunMonitor, ValidationResult
 from sluice.concurrency.process import stop_on_signals
 from sluice.data.benchmarks import benchmark_files
 from sluice.errors import ConfigError, NotReadyError
-from sluice.evaluation.figures import estimate_text
+from sluice.evaluation.statistics import estimate_text
 from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130

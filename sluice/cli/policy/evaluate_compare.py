@@ -20,8 +20,8 @@ from sluice.evaluation.comparison import (
     comparison_object,
     read_evaluations,
 )
-from sluice.evaluation.figures import estimate_text
 from sluice.evaluation.page import USUAL_PROMPTS, USUAL_RESPONSES, write_page
+from sluice.evaluation.statistics import estimate_text
 from sluice.evaluation.stored_responses import FOLDER_NAME
 from sluice.safe_text import printable
 

@@ -30,9 +30,9 @@ from sluice.config.schema.data import file_list
 from sluice.data.benchmarks import files_by_name
 from sluice.errors import DataError, SluiceError
 from sluice.evaluation.comparison import Evaluation, compared_benchmarks, read_evaluations
-from sluice.evaluation.figures import estimate_text
 from sluice.evaluation.page import PAGE_NAME, write_page, write_report
 from sluice.evaluation.results import RESULTS_NAME, Results, read_results, write_results
+from sluice.evaluation.statistics import estimate_text
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED
 from sluice.service_contract import CONFIG_NAME
 

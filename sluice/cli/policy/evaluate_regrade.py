@@ -20,9 +20,9 @@ from sluice.cli.run.up import refuse_beside_another
 from sluice.cli.terminal import counted, print_json
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, ending_text
 from sluice.errors import ConfigError, DataError
-from sluice.evaluation.figures import estimate_text
 from sluice.evaluation.page import PAGE_NAME, write_report
 from sluice.evaluation.results import RESULTS_NAME, Results, read_results, write_results
+from sluice.evaluation.statistics import estimate_text
 from sluice.safe_text import printable
 from sluice.service_contract import CONFIG_NAME
 

@@ -20,8 +20,7 @@ HOSTILE = (
 KNOWN_TAGS = {
     *("html", "head", "meta", "title", "style", "body", "header", "nav", "a", "main", "section"),
     *("h1", "h2", "h3", "h4", "div", "p", "pre", "span", "ul", "li", "dl", "dt", "dd"),
-    *("table", "caption", "thead", "tbody", "tr", "th", "td", "figure", "figcaption"),
-    *("svg", "line", "text", "g", "polyline", "path", "circle"),
+    *("table", "caption", "thead", "tbody", "tr", "th", "td"),
     *("details", "summary", "fieldset", "legend", "input", "label"),
 }
 
