@@ -78,7 +78,7 @@ async def test_a_rule_holds_the_run_with_its_reason_until_the_operator_resumes(
 
 
 async def test_a_resumed_run_is_held_again_by_a_new_collapse_only(world: World) -> None:
-    world.accuracy_of = collapses_at(2, 4)
+    world.accuracy_of = collapses_at(2, 3, 4)
     reasons = list[str]()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run(world.loop(guards=guards("hold"), **EVERY_STEP)))
@@ -265,12 +265,12 @@ async def test_a_restarted_run_that_fills_no_batch_validates_its_checkpoint(tmp_
 async def test_a_hold_of_a_policy_that_fills_no_batch_says_what_a_resume_does(world: World) -> None:
     world.accuracy_of = collapses_at(3)
     world.faults["take 4"] = BatchUnfillableError("hardly a group is kept")
+    running = asyncio.create_task(run(world.loop(guards=guards("hold"), **EVERY_STEP)))
+    await until(lambda: bool(world.state.hold_reason))
+    assert "fills no batch, so that a resume ends the run" in world.state.hold_reason
+    world.state.resume()
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(run(world.loop(guards=guards("hold"), **EVERY_STEP)))
-            await until(lambda: bool(world.state.hold_reason))
-            assert "fills no batch, so that a resume ends the run" in world.state.hold_reason
-            world.state.resume()
+        await running
     assert caught.group_contains(BatchUnfillableError)
 
 
