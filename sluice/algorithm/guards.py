@@ -80,7 +80,7 @@ class GuardRule:
         action: what follows when it is broken.
         metric: its name; ``None``: held-out accuracy.
         better: whether larger or smaller values are better.
-        target: broken by a value that is at least as good. For `stop`.
+        target: fires at a value that is at least as good. For `stop`.
         limit: broken by a value that is worse.
         deviations: broken by a value that is worse than the best one by more than so many standard
             errors of the difference.

@@ -217,6 +217,15 @@ def test_after_a_hold_was_ended_only_values_that_come_later_count(tmp_path: Path
     assert found.is_due
 
 
+def test_a_run_that_is_over_obeys_no_rule(tmp_path: Path) -> None:
+    state = RunState("t", 3, 3)
+    found = RunGuards(guards("rollback"), tmp_path / "guards.json", state, GuardRecord(saved=(2,)))
+    for step, accuracy in ((2, 0.9), (3, 0.1)):
+        found.validated(step, report(accuracy))
+    assert found.is_broken
+    assert found.verdict(lambda: {2}) is None
+
+
 async def test_a_rollback_restores_no_checkpoint_of_the_collapse(world: World) -> None:
     world.accuracy_of = lambda version: (0.1 if version >= 3 else 0.9, 0.01)
     settings = {**EVERY_STEP, "save_freq": 3}
