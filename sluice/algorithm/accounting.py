@@ -179,7 +179,7 @@ def with_tokens_before_restart(account: Account, tokens: float) -> Account:
 
     Args:
         account: of the counters since the restart.
-        tokens: its residual at the first reading after the restart. If positive, replicas sampled
+        tokens: its least residual since the restart. If positive, replicas sampled
             them for a reward service that has lost its counts: one more part. If negative, the
             reward service received them from replicas that the present trainer never met: they
             belong to the total.
@@ -236,6 +236,11 @@ class TokenReading:
         They bound the error of the residual.
         """
         return max(0, round(sum(self.after.values()) - sum(self.before.values())))
+
+    @property
+    def most_residual(self) -> float:
+        """Residual if the service got nothing between `before` and the reading of the fleet."""
+        return token_account(self.fleet, self.before).residual
 
     def account(self) -> Account:
         """Return the tokens by use at the moment of `after`.

@@ -150,7 +150,7 @@ class RunAccountant:
         self._reward_has_restarted = False
         self._known_replicas: frozenset[str] | None = None
         self._answered = set[str]()  # replicas whose counters came, at least once
-        self._before_restart = 0.0
+        self._before_restart: float | None = None
         # Keeps the answers of the reward service in order.
         self._reward_turn = asyncio.Lock()
         self._tokens: Account | None = None
@@ -166,7 +166,9 @@ class RunAccountant:
         except TimeoutError:
             logger.debug("not every peer has answered within %g s", _LONGEST_TAKE_S)
         if reading is not None:
-            tokens = self._since_restart(reading.account(), has_restarted=self._notes_restart())
+            tokens = self._since_restart(
+                reading.account(), reading.most_residual, has_restarted=self._notes_restart()
+            )
             self._keep(tokens, reading.moved_tokens)
         age_s = time.monotonic() - self._tokens_read_s
         return self._publish(
@@ -213,7 +215,9 @@ class RunAccountant:
             accounting = self.accounting()
             has_restarted |= self._notes_restart()
             if accounting.tokens is not None:
-                tokens = self._since_restart(accounting.tokens, has_restarted=has_restarted)
+                tokens = self._since_restart(
+                    accounting.tokens, accounting.tokens.residual, has_restarted=has_restarted
+                )
                 accounting = replace(accounting, tokens=tokens)
             if sent_between <= least:
                 kept, least = accounting, sent_between
@@ -250,10 +254,19 @@ class RunAccountant:
         is_new, self._reward_has_restarted = is_new or self._reward_has_restarted, False
         return is_new
 
-    def _since_restart(self, tokens: Account, *, has_restarted: bool) -> Account:
-        """Return the account without what processes counted before a restart."""
+    def _since_restart(
+        self, tokens: Account, most_residual: float, *, has_restarted: bool
+    ) -> Account:
+        """Return the account without what processes counted before a restart.
+
+        Each reading bounds that from above: it may miss tokens that are on the wire, or that came
+        while it was taken. So the least of them counts.
+        """
         if has_restarted:
-            self._before_restart = tokens.residual
+            self._before_restart = most_residual
+        if self._before_restart is None:
+            return tokens
+        self._before_restart = min(self._before_restart, most_residual)
         return with_tokens_before_restart(tokens, self._before_restart)
 
     def _keep(self, tokens: Account, moved: int) -> None:

@@ -191,6 +191,24 @@ async def test_a_replica_that_registers_while_counters_are_read_is_in_the_next_r
     assert (named["tokens/before_restart"], named["tokens_residual"]) == (990, 0)
 
 
+@pytest.mark.parametrize(
+    ("received", "at_the_end"),
+    [
+        pytest.param([10.0, 10.0, 10.0, 40.0], 1000, id="30 were on the wire"),
+        pytest.param([10.0, 40.0, 40.0], 1030, id="30 came after the fleet had answered"),
+    ],
+)
+async def test_tokens_under_way_at_a_restart_are_in_no_residual_at_the_end(
+    accounting: ScriptedCounters, received: list[float], at_the_end: int
+) -> None:
+    accounting.restart()
+    accounting.register("a", load(1000), load(at_the_end))
+    accounting.reported = [reported(pending=tokens) for tokens in received]
+    await accounting.run_accounting.take()
+    named = await accounting.run_accounting.settle()
+    assert (named["tokens/before_restart"], named["tokens_residual"]) == (at_the_end - 40, 0)
+
+
 async def test_tokens_of_replicas_that_a_restarted_trainer_never_met_belong_to_the_total(
     accounting: ScriptedCounters,
 ) -> None:
