@@ -274,13 +274,16 @@ async def test_a_restarted_run_that_fills_no_batch_validates_its_checkpoint(tmp_
 async def test_a_hold_of_a_policy_that_fills_no_batch_says_what_a_resume_does(world: World) -> None:
     world.accuracy_of = collapses_at(3)
     world.faults["take 4"] = BatchUnfillableError("hardly a group is kept")
-    running = asyncio.create_task(run(world.loop(guards=guards("hold"), **EVERY_STEP)))
-    await until(lambda: bool(world.state.hold_reason))
-    assert "fills no batch, so that a resume ends the run" in world.state.hold_reason
-    world.state.resume()
     with pytest.raises(ExceptionGroup) as caught:
-        await running
+        await run_and_resume(world, "fills no batch, so that a resume ends the run")
     assert caught.group_contains(BatchUnfillableError)
+
+
+async def run_and_resume(world: World, reason: str) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop(guards=guards("hold"), **EVERY_STEP)))
+        await until(lambda: reason in world.state.hold_reason)
+        world.state.resume()
 
 
 async def test_a_pause_while_a_rollback_awaits_a_validation_comes_first(world: World) -> None:
