@@ -43,7 +43,7 @@ from services.trainer.learner.sample_reader import reward_samples
 from services.trainer.live_page import live_page
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
-from services.trainer.loop.guards import RECORD_FILE, RunGuards, check_guards, read_record
+from services.trainer.loop.guards import RECORD_FILE, RunGuards, read_record
 from services.trainer.loop.learner_thread import LearnerThread
 from services.trainer.loop.reward_client import RewardClient
 from services.trainer.loop.run_state import RunState
@@ -192,9 +192,8 @@ async def _lead(config: RunConfig) -> None:
 
 
 def _check(config: RunConfig) -> None:
-    """Refuse sinks and guards that cannot work, and log what a reader should know."""
+    """Refuse sinks that cannot work, and log what a reader should know."""
     check_sinks(config.trainer.logger)
-    check_guards(config.sluice.guards)
     notice = sampling_notice(config)
     if notice is not None:
         logger.warning("%s", notice)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from statistics import fmean, stdev
+from itertools import accumulate
+from statistics import stdev
 from typing import Literal
 
 Better = Literal["max", "min"]
@@ -79,7 +80,7 @@ class GuardRule:
         action: what follows when it is broken.
         metric: its name; ``None``: held-out accuracy.
         better: whether larger or smaller values are better.
-        target: broken by a value that is at least as good. For `stop`.
+        target: fires at a value that is at least as good. For `stop`.
         limit: broken by a value that is worse.
         deviations: broken by a value that is worse than the best one by more than so many standard
             errors of the difference.
@@ -143,14 +144,30 @@ class GuardRecord:
     Attributes:
         signals: by name of the metric, in the order of steps.
         rollbacks: in order.
-        counts_after: signals of later steps can break a rule.
+        resumed_after: by name, the newest step that a user had seen who ended a hold.
         saved: steps whose checkpoints are this run's; an earlier run may have left others.
     """
 
     signals: Mapping[str, tuple[Signal, ...]] = field(default_factory=dict)
     rollbacks: tuple[Rollback, ...] = ()
-    counts_after: int = -1
+    resumed_after: Mapping[str, int] = field(default_factory=dict)
     saved: tuple[int, ...] = ()
+
+    def counts_after(self, name: str) -> int:
+        """Return the step whose later signals of a metric can break a rule."""
+        rolled_back = self.rollbacks[-1].version - 1 if self.rollbacks else -1
+        return max(rolled_back, self.resumed_after.get(name, -1))
+
+    def added(self, signals: Mapping[str, Signal]) -> GuardRecord:
+        """Return the record with newer signals; a value replaces the former one of its step."""
+        added = {
+            name: (
+                *(s for s in self.signals.get(name, ()) if one.value is None or s.step != one.step),
+                one,
+            )
+            for name, one in signals.items()
+        }
+        return replace(self, signals={**self.signals, **added})
 
     def until(self, step: int) -> GuardRecord:
         """Return the record of a run that resumes from a checkpoint of `step`."""
@@ -160,7 +177,7 @@ class GuardRecord:
                 for name, signals in self.signals.items()
             },
             tuple(one for one in self.rollbacks if one.version <= step),
-            min(self.counts_after, step),
+            {name: min(after, step) for name, after in self.resumed_after.items()},
             tuple(one for one in self.saved if one <= step),
         )
 
@@ -220,11 +237,11 @@ def signal_of(
     if not found:
         what = "has no accuracy" if metric is None else f"has no metric {metric}"
         return Signal(step, absence=f"the row of step {step} {what}")
-    if not all(map(math.isfinite, found)):
-        return Signal(step, absence=f"the value of step {step} is not a finite number")
+    if any(map(math.isnan, found)):
+        return Signal(step, absence=f"the value of step {step} is not a number")
     errors = [standard_errors[name] for name in names if name in standard_errors]
     combined = math.hypot(*errors) / len(found) if len(errors) == len(found) else None
-    return Signal(step, fmean(found), combined)
+    return Signal(step, sum(found) / len(found), combined)
 
 
 def _accuracy_names(values: Mapping[str, float]) -> list[str]:
@@ -248,61 +265,68 @@ def windowed(signals: Sequence[Signal], window: int) -> list[Signal]:
             continue
         values = [*values[1 - window :], one.value]
         if len(values) == window:
-            found.append(Signal(one.step, fmean(values), stdev(values) / math.sqrt(window)))
+            error = stdev(values) / math.sqrt(window) if all(map(math.isfinite, values)) else None
+            found.append(Signal(one.step, sum(values) / window, error))
     return found
 
 
-def best_signal(signals: Sequence[Signal], better: Better) -> Signal | None:
-    """Return the best value, of equal ones the newest; ``None`` without values."""
-    known = [one for one in signals if one.value is not None]
-    return max(known, key=lambda one: (_goodness(one, better), one.step), default=None)
+def best_signal(signals: Sequence[Signal], better: Better, window: int = 1) -> Signal | None:
+    """Return the best finite value, of equal ones the newest; ``None`` without any.
+
+    With a `window` it is the best mean, as of `windowed`.
+    """
+    known = [one for one in signals if one.value is not None and math.isfinite(one.value)]
+    totals = [_goodness(one, better) for one in known]
+    if window > 1:  # from sums of prefixes: the history of a run is long
+        sums = [0.0, *accumulate(totals)]
+        totals = [after - before for before, after in zip(sums, sums[window:], strict=False)]
+    if not totals:
+        return None
+    newest = len(totals) - 1 - totals[::-1].index(max(totals))
+    return windowed(known[newest : newest + window], window)[-1]
 
 
 def best_steps(
     signals: Sequence[Signal], better: Better, saved: Collection[int], top: int
 ) -> tuple[int, ...]:
-    """Return the steps of the `top` best values among the `saved` checkpoints, the best first.
-
-    A step that was validated twice has its newest value.
-    """
-    newest = {one.step: one for one in signals if one.value is not None and one.step in saved}
-    ranked = sorted(
-        newest.values(), key=lambda one: (_goodness(one, better), one.step), reverse=True
-    )
+    """Return the steps of the `top` best values among the `saved` checkpoints, the best first."""
+    known = [one for one in signals if one.value is not None and one.step in saved]
+    ranked = sorted(known, key=lambda one: (_goodness(one, better), one.step), reverse=True)
     return tuple(one.step for one in ranked[:top])
 
 
 def judge(rule: GuardRule, record: GuardRecord) -> Judgement:
     """Compare a rule's newest values."""
     signals = record.signals.get(rule.name, ())
-    best = best_signal(windowed(signals, rule.window), rule.better)
-    counted = windowed([s for s in signals if s.step > record.counts_after], rule.window)
+    counted = _newest(rule, signals, record.counts_after(rule.name))
     if not counted:
         return Judgement(RuleState.NO_SIGNAL, f"{rule.name} has no value yet")
     newest = counted[-1]
-    if newest.value is None or best is None:
+    if newest.value is None:
         return Judgement(RuleState.NO_SIGNAL, newest.absence)
-    last = [one for one in counted if one.value is not None][-rule.times :]
+    best = _best(rule, signals)
+    last = [one for one in counted if one.value is not None]
     beyond = [_is_beyond(rule, one, best) for one in last]
     if None in beyond:
         return Judgement(RuleState.NO_SIGNAL, f"{rule.name} = {newest.text}: no standard error")
-    versus = "" if rule.deviations is None else f", best {best.text}"
+    versus = "" if best is None else f", best {best.text}"
     detail = f"{rule.name} = {newest.text}{versus}"
     is_broken = len(last) == rule.times and all(beyond)
     return Judgement(RuleState.BROKEN if is_broken else RuleState.WATCHING, detail)
 
 
 def decide(
-    rules: Sequence[GuardRule], record: GuardRecord, restorable: int | None
+    rules: Sequence[GuardRule], record: GuardRecord, restorable: Sequence[int]
 ) -> Verdict | None:
     """Return what the first broken rule demands; ``None``: none is broken.
 
-    A rollback that cannot be becomes a hold.
+    A rollback that cannot be becomes a hold. It restores no step that is beyond under its own rule:
+    the collapse may be in it.
 
     Args:
         rules: in the order of their importance.
         record: all signals.
-        restorable: the step of the best checkpoint; ``None``: there is none.
+        restorable: steps of checkpoints that were validated, the best first.
     """
     for rule in rules:
         judgement = judge(rule, record)
@@ -311,13 +335,43 @@ def decide(
         reason = f"{rule.text}: {judgement.detail}"
         if rule.action is not GuardAction.ROLLBACK:
             return Verdict(rule.action, reason)
-        if restorable is None:
-            return Verdict(GuardAction.HOLD, f"{reason}; no checkpoint with a validation is left")
+        signals = record.signals.get(rule.name, ())
+        restored = next((one for one in restorable if not _breaks(rule, signals, one)), None)
+        if restored is None:
+            return Verdict(
+                GuardAction.HOLD, f"{reason}; no checkpoint with a good validation is left"
+            )
         if len(record.rollbacks) >= rule.most_rollbacks:
             times = len(record.rollbacks)
             return Verdict(GuardAction.HOLD, f"{reason}; rolled back {times} times already")
-        return Verdict(rule.action, reason, restorable, rule.learning_rate_factor)
+        return Verdict(rule.action, reason, restored, rule.learning_rate_factor)
     return None
+
+
+def _newest(rule: GuardRule, signals: Sequence[Signal], after: int) -> list[Signal]:
+    """Return the last `times` values of a rule after a step, with what is missing among them."""
+    needed = rule.window + rule.times - 1
+    found: list[Signal] = []
+    for one in reversed(signals):
+        if one.step <= after or not needed:
+            break
+        found.append(one)
+        needed -= one.value is not None
+    return windowed(found[::-1], rule.window)
+
+
+def _best(rule: GuardRule, signals: Sequence[Signal]) -> Signal | None:
+    """Return the value that a rule compares with, if it compares with the best one."""
+    return None if rule.deviations is None else best_signal(signals, rule.better, rule.window)
+
+
+def _breaks(rule: GuardRule, signals: Sequence[Signal], step: int) -> bool:
+    """Return whether the value of a step is beyond; without a value it is not."""
+    until = [one for one in signals if one.step <= step and one.value is not None][-rule.window :]
+    values = windowed(until, rule.window)
+    if not values or values[-1].step != step:
+        return False
+    return bool(_is_beyond(rule, values[-1], _best(rule, signals)))
 
 
 def _goodness(signal: Signal, better: Better) -> float:
@@ -325,7 +379,7 @@ def _goodness(signal: Signal, better: Better) -> float:
     return signal.value if better == "max" else -signal.value
 
 
-def _is_beyond(rule: GuardRule, signal: Signal, best: Signal) -> bool | None:
+def _is_beyond(rule: GuardRule, signal: Signal, best: Signal | None) -> bool | None:
     """Return whether a value breaks a rule; ``None``: without standard errors nothing can say."""
     goodness = _goodness(signal, rule.better)
     sign = 1.0 if rule.better == "max" else -1.0
@@ -333,7 +387,9 @@ def _is_beyond(rule: GuardRule, signal: Signal, best: Signal) -> bool | None:
         return goodness >= sign * rule.target
     if rule.limit is not None:
         return goodness < sign * rule.limit
-    if signal.standard_error is None or best.standard_error is None:
+    if not math.isfinite(goodness):
+        return goodness < 0.0
+    if best is None or signal.standard_error is None or best.standard_error is None:
         return None
     error = math.hypot(signal.standard_error, best.standard_error)
     return _goodness(best, rule.better) - goodness > (rule.deviations or 0.0) * error

@@ -35,29 +35,10 @@ from sluice.algorithm.guards import (
     signal_of,
 )
 from sluice.config.schema.guards import GuardsConfig, KeepConfig
-from sluice.errors import ConfigError
-from sluice.telemetry.metric_names import described, metrics
 
 logger = logging.getLogger(__name__)
 
 RECORD_FILE = "guards.json"
-_KEEP = "sluice.guards.keep.metric"
-
-
-def check_guards(config: GuardsConfig) -> None:
-    """Refuse guards on metrics that no run has.
-
-    Raises:
-        ConfigError: names key, value and the nearest metrics.
-    """
-    names = {f"sluice.guards.rules[{i}].metric": one.metric for i, one in enumerate(config.rules)}
-    for key, name in {_KEEP: config.keep.metric, **names}.items():
-        if name is not None and described(name) is None:
-            known = [one.name for section in metrics().values() for one in section]
-            raise ConfigError(
-                f"{key}={name}: no metric has this name{_nearest(name, known)}; docs/metrics.md "
-                "lists all"
-            )
 
 
 def guard_rules(config: GuardsConfig) -> tuple[GuardRule, ...]:
@@ -116,12 +97,14 @@ class RunGuards:
     def validated(self, step: int, report: ValidationReport) -> None:
         """Take the numbers of a validation."""
         self._note(step, report.metrics, report.standard_errors, of_validation=True)
+        self._validating = None
         self._write()
 
     def not_validated(self, step: int, why: str) -> None:
         """Note that a validation failed: it says nothing about the policy."""
         absent = Signal(step, absence=f"the validation of step {step} failed: {why}")
         self._add(dict.fromkeys(self._names(of_validation=True), absent))
+        self._validating = None
         self._write()
 
     def stepped(self, step: int, row: Mapping[str, float]) -> None:
@@ -130,38 +113,52 @@ class RunGuards:
 
     @property
     def is_due(self) -> bool:
-        """Return whether a rule is broken that the run has not obeyed."""
-        return not (self._state.is_paused or self._has_held) and any(
-            judgement.state is RuleState.BROKEN for _, judgement in self.judgements()
-        )
+        """Return whether the run can obey a broken rule now."""
+        return not (self._state.is_paused or self._has_held) and self.is_broken
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether the newest values break a rule."""
+        return any(judgement.state is RuleState.BROKEN for _, judgement in self.judgements())
+
+    def has_validated(self, step: int) -> bool:
+        """Return whether a validation of `step` gave any value that is watched."""
+        names = self._names(of_validation=True)
+        signals = [one for name in names for one in self._record.signals.get(name, ())]
+        return any(one.step == step and one.value is not None for one in signals)
+
+    def restored(self, version: int) -> int | None:
+        """Return the step whose weights a version has after a rollback; ``None``: its own."""
+        found = {one.version: one.restored for one in self._record.rollbacks}
+        return found.get(version)
 
     def verdict(self, saved: Callable[[], Collection[int]]) -> Verdict | None:
-        """Return what a broken rule demands now; ``None``: nothing, or the run is paused anyway.
+        """Return what a broken rule demands now; ``None``: nothing, or the run is paused or over.
 
         Args:
             saved: returns the steps of the checkpoints on disk.
         """
-        if self._state.is_paused:  # and its holder may need this version
+        if self._state.is_paused or self._state.is_over:  # a holder may need this version
             return None
         if self._has_held:  # a user has resumed: what was seen so far is settled
             self._has_held = False
             self._settle()
         if not self.is_due:
             return None
-        best = self._best(saved(), 1)
-        verdict = decide(self.rules, self._record, best[0] if best else None)
+        steps = saved()
+        verdict = decide(self.rules, self._record, self._best(steps, len(steps)))
         self._has_held = verdict is not None and verdict.action is GuardAction.HOLD
         return verdict
 
     def rolled_back(self, verdict: Verdict, version: int) -> float:
-        """Note that `version` has the weights that the verdict restores.
+        """Note that `version` has the weights that the verdict restores; write it to disk.
 
         Returns:
             the factor on the learning rate from now on.
         """
         done = Rollback(version, verdict.restores, verdict.learning_rate_factor, verdict.reason)
         self._record = replace(self._record, rollbacks=(*self._record.rollbacks, done))
-        self._settle()
+        self._write()
         return self.learning_rate_factor
 
     def judgements(self) -> Sequence[tuple[GuardRule, Judgement]]:
@@ -228,16 +225,13 @@ class RunGuards:
         self._add(found)
 
     def _add(self, signals: Mapping[str, Signal]) -> None:
-        known = self._record.signals
-        added = {key: (*known.get(key, ()), one) for key, one in signals.items()}
-        self._record = replace(self._record, signals={**known, **added})
-        self._validating = None
+        self._record = self._record.added(signals)
         self._state.wake()
 
     def _settle(self) -> None:
-        """Let nothing seen so far break a rule again."""
-        steps = [one.step for signals in self._record.signals.values() for one in signals]
-        self._record = replace(self._record, counts_after=max([self._state.step, *steps]))
+        """Let nothing seen so far break a rule again; a validation that still runs may."""
+        seen = {name: found[-1].step for name, found in self._record.signals.items() if found}
+        self._record = replace(self._record, resumed_after=seen)
         self._write()
 
     def _write(self) -> None:
@@ -257,14 +251,16 @@ def read_record(checkpoint: Checkpoint | None) -> GuardRecord:
     if checkpoint is None:
         return GuardRecord()
     file = checkpoint.actor.parent.parent / RECORD_FILE
+    found = GuardRecord()
     try:
         found = msgspec.json.decode(file.read_bytes(), type=GuardRecord)
     except FileNotFoundError:
-        return GuardRecord()
+        pass
     except (OSError, msgspec.MsgspecError) as error:
         logger.warning("%s cannot be read, the guards begin without a past: %s", file, error)
-        return GuardRecord()
-    return found.until(checkpoint.step)
+    found = found.until(checkpoint.step)
+    # A trainer that was killed after a save may not have noted it.
+    return replace(found, saved=tuple(dict.fromkeys((*found.saved, checkpoint.step))))
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

@@ -144,6 +144,7 @@ class TrainLoop:
         self._saved_step = state.step
         self._validated_step = state.step
         self._data_exhausted = False
+        self._unfillable_step = -1
         self._groups_trained = 0
         self._acknowledged_before: float | None = None
         self._accounts: Mapping[str, float] = {}
@@ -177,7 +178,8 @@ class TrainLoop:
     async def _begin(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
         await self._freeze(self._state.step)
         await self._deliver(self._state.step)
-        await self._announcer.announce()
+        # A trainer that died in a rollback may have saved the version and not announced it.
+        await self._announcer.announce(rolled_back_to=self._guards.restored(self._state.step))
         # Only now: the announcement makes the reward service settle the batches of an earlier
         # trainer, which do not count as this one's.
         self._acknowledged_before = acknowledged_groups(await self._reward.accounts())
@@ -203,12 +205,19 @@ class TrainLoop:
     async def _obey_guards(self, tasks: asyncio.TaskGroup) -> None:
         """Hold, stop or roll back the run if a rule is broken."""
         verdict = self._guards.verdict(self._learner.saved_steps)
+        if verdict is not None and verdict.action is GuardAction.ROLLBACK:
+            await self._await_delivery()
+            await self._await_validation()
+            # A pause, a stop or a newer value may have come meanwhile.
+            verdict = self._guards.verdict(self._learner.saved_steps)
         if verdict is None:
             return
         logger.warning("%s", verdict.reason)
         match verdict.action:
             case GuardAction.HOLD:
-                self._state.hold(verdict.reason)
+                fills_none = self._unfillable_step == self._state.step
+                ends = "; the policy fills no batch, so that a resume ends the run"
+                self._state.hold(verdict.reason + ends * fills_none)
             case GuardAction.STOP:
                 self._state.stop(verdict.reason)
             case GuardAction.ROLLBACK:
@@ -220,8 +229,6 @@ class TrainLoop:
         The version is saved first, and the record of the guards before that: a trainer that dies on
         the way finds the rule broken again, or continues from the restored weights.
         """
-        await self._await_delivery()
-        await self._await_validation()
         version, restored = self._state.step + 1, verdict.restores
         factor = self._guards.rolled_back(verdict, version)
         async with self._own_devices():
@@ -321,6 +328,7 @@ class TrainLoop:
         except* BatchUnfillableError:
             if not await self._has_collapsed(tasks):
                 raise
+            self._unfillable_step = self._state.step
         return batch
 
     async def _has_collapsed(self, tasks: asyncio.TaskGroup) -> bool:
@@ -329,10 +337,11 @@ class TrainLoop:
         Its next validation would come with a later step, and there will be none.
         """
         if self._guards.rules and self._settings.validates:
-            if self._state.step > self._validated_step:
-                await self._start_validation(tasks, self._state.step)
             await self._await_validation()
-        return self._guards.is_due
+            if not self._guards.has_validated(self._state.step):
+                await self._start_validation(tasks, self._state.step)
+                await self._await_validation()
+        return self._guards.is_broken
 
     async def _take_samples(self, batch: TrainBatch, step: int) -> str:
         check_batch(batch, self._settings.terms, step)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Iterator
 
 from sluice.algorithm.guards import VALIDATION_PREFIX
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 from sluice.config.schema.guards import GuardRuleConfig
+from sluice.telemetry.metric_names import described, metrics
 
 _KEY = "sluice.guards"
 _CONDITIONS = ("target", "limit", "deviations")
@@ -23,14 +26,39 @@ def guard_problems(config: RunConfig) -> Iterator[Problem]:
             "is no metric of validations, and checkpoints are compared by those",
             f"name one that begins with {VALIDATION_PREFIX}, or set it to null: held-out accuracy",
         )
+    yield from _known(f"{_KEY}.keep.metric", guards.keep.metric)
     for number, rule in enumerate(guards.rules):
         key = f"{_KEY}.rules[{number}]"
+        yield from _known(f"{key}.metric", rule.metric)
+        yield from _finite(key, rule)
         yield from _conditions(key, rule)
         yield from _needs(key, rule, config)
 
 
 def _is_of_validations(metric: str | None) -> bool:
     return metric is None or metric.startswith(VALIDATION_PREFIX)
+
+
+def _known(key: str, metric: str | None) -> Iterator[Problem]:
+    if metric is None or described(metric) is not None:
+        return
+    known = [one.name for section in metrics().values() for one in section]
+    nearest = difflib.get_close_matches(metric, known, n=3)
+    yield Problem(
+        key,
+        metric,
+        "is no metric of a run",
+        f"name one of docs/metrics.md{', such as ' if nearest else ''}{', '.join(nearest)}",
+    )
+
+
+def _finite(key: str, rule: GuardRuleConfig) -> Iterator[Problem]:
+    for name in _CONDITIONS:
+        value = getattr(rule, name)
+        if value is not None and not math.isfinite(value):
+            yield Problem(
+                f"{key}.{name}", value, "can never be compared with", "set a finite number"
+            )
 
 
 def _conditions(key: str, rule: GuardRuleConfig) -> Iterator[Problem]:
@@ -46,7 +74,7 @@ def _conditions(key: str, rule: GuardRuleConfig) -> Iterator[Problem]:
         yield Problem(
             f"{key}.action",
             rule.action,
-            f"with target = {rule.target}: a good value is no reason to {rule.action} a run",
+            f"with target = {rule.target}: a good value is a reason to stop a run only",
             "set action to stop, or give a limit instead of the target",
         )
     if rule.window > 1 and _is_of_validations(rule.metric):
@@ -75,10 +103,21 @@ def _needs(key: str, rule: GuardRuleConfig, config: RunConfig) -> Iterator[Probl
             "is measured by validations, and the run has none",
             "set data.val_files and trainer.test_freq, or watch a metric of train steps",
         )
-    if rule.action == "rollback" and (trainer.save_freq <= 0 or not validates):
+    if rule.action != "rollback":
+        return
+    every = sorted((trainer.save_freq, trainer.test_freq))
+    if not validates or every[0] <= 0 or every[1] % every[0]:
         yield Problem(
             f"{key}.action",
             rule.action,
-            "needs checkpoints that were validated",
+            "needs checkpoints that were validated, and "
+            f"trainer.save_freq = {trainer.save_freq}, trainer.test_freq = {trainer.test_freq}",
             "set data.val_files, trainer.test_freq, and trainer.save_freq to a multiple of it",
+        )
+    if config.sluice.guards.keep.top == 0:
+        yield Problem(
+            f"{_KEY}.keep.top",
+            0,
+            "keeps no checkpoint that a rollback could restore",
+            "set it to 1 or more",
         )

@@ -14,6 +14,7 @@ from sluice.algorithm.guards import (
     Rollback,
     RuleState,
     Signal,
+    best_signal,
     best_steps,
     decide,
     judge,
@@ -31,7 +32,7 @@ def record(*values: float | None, counts_after: int = -1, error: float = 0.01) -
         Signal(10 * i, absence="it failed") if value is None else Signal(10 * i, value, error)
         for i, value in enumerate(values)
     )
-    return GuardRecord({ACCURACY: signals}, counts_after=counts_after)
+    return GuardRecord({ACCURACY: signals}, resumed_after={ACCURACY: counts_after})
 
 
 def test_a_value_is_worse_beyond_the_standard_errors_of_both_it_and_the_best() -> None:
@@ -52,7 +53,7 @@ def test_a_failed_validation_breaks_no_rule_and_ends_no_row() -> None:
     assert judge(HOLD, record(0.9, None)) == judge(HOLD, record(0.9, 0.9, None))
     assert judge(twice, record(0.9, 0.1, None)).state is RuleState.NO_SIGNAL
     assert judge(twice, record(0.9, 0.1, None, 0.1)).state is RuleState.BROKEN
-    assert decide([HOLD, BACK], record(0.9, 0.1, None), 0) is None
+    assert decide([HOLD, BACK], record(0.9, 0.1, None), [0]) is None
 
 
 @pytest.mark.parametrize("given", [GuardRecord(), record(None, None)])
@@ -95,35 +96,39 @@ def test_a_window_compares_means_with_the_standard_error_of_the_mean() -> None:
 def test_a_window_begins_again_after_a_rollback() -> None:
     rule = GuardRule(GuardAction.ROLLBACK, "actor/entropy", limit=0.5, window=2)
     signals = tuple(Signal(step, 0.0) for step in range(4))
-    fresh = (*signals, Signal(5, 1.0))
-    assert judge(rule, GuardRecord({"actor/entropy": fresh}, counts_after=4)).state is (
+    fresh = (*signals, Signal(5, 0.0))
+    assert judge(rule, GuardRecord({"actor/entropy": fresh}, (Rollback(5, 0, 0.5),))).state is (
         RuleState.NO_SIGNAL
     )
 
 
 def test_the_first_broken_rule_decides() -> None:
     stop = GuardRule(GuardAction.STOP, deviations=3.0)
-    verdict = decide([HOLD, stop], record(0.9, 0.1), 0)
+    verdict = decide([HOLD, stop], record(0.9, 0.1), [0])
     assert verdict is not None
     assert verdict.action is GuardAction.HOLD
-    assert decide([stop, HOLD], record(0.9, 0.9), 0) is None
+    assert decide([stop, HOLD], record(0.9, 0.9), [0]) is None
 
 
 def test_a_rollback_restores_the_best_checkpoint_and_lowers_the_rate() -> None:
-    verdict = decide([BACK], record(0.9, 0.1), 7)
+    verdict = decide([BACK], record(0.9, 0.1), [0])
     assert verdict is not None
-    assert (verdict.action, verdict.restores) == (GuardAction.ROLLBACK, 7)
+    assert (verdict.action, verdict.restores) == (GuardAction.ROLLBACK, 0)
     assert verdict.learning_rate_factor == 0.5
 
 
 @pytest.mark.parametrize(
     ("rollbacks", "restorable", "why"),
-    [(0, None, "no checkpoint"), (2, 7, "rolled back 2 times already")],
+    [
+        (0, [], "no checkpoint"),
+        (0, [10], "no checkpoint with a good validation"),
+        (2, [0], "rolled back 2 times already"),
+    ],
 )
 def test_a_rollback_that_cannot_be_becomes_a_hold(
-    rollbacks: int, restorable: int | None, why: str
+    rollbacks: int, restorable: list[int], why: str
 ) -> None:
-    done = tuple(Rollback(i, 0, 0.5) for i in range(rollbacks))
+    done = tuple(Rollback(1 + i, 0, 0.5) for i in range(rollbacks))
     given = record(0.9, 0.1)
     verdict = decide([BACK], GuardRecord(given.signals, done), restorable)
     assert verdict is not None
@@ -153,9 +158,47 @@ def test_a_missing_metric_and_one_that_is_not_finite_are_no_values() -> None:
 
 
 def test_a_resumed_run_knows_what_was_before_its_checkpoint() -> None:
-    full = GuardRecord(record(0.9, 0.1).signals, (Rollback(11, 0, 0.5),), 10, (0, 10, 11))
+    full = GuardRecord(
+        record(0.9, 0.1).signals, (Rollback(11, 0, 0.5),), {ACCURACY: 10}, (0, 10, 11)
+    )
     assert full.until(11) == full
-    assert full.until(5) == GuardRecord(record(0.9).signals, (), 5, (0,))
+    assert full.until(5) == GuardRecord(record(0.9).signals, (), {ACCURACY: 5}, (0,))
+
+
+def test_a_step_that_is_validated_again_counts_once_with_its_newest_value() -> None:
+    twice = GuardRule(GuardAction.HOLD, deviations=3.0, times=2)
+    given = record(0.9, 0.2).added({ACCURACY: Signal(10, 0.1, 0.01)})
+    assert judge(twice, given).state is RuleState.WATCHING
+    assert [one.value for one in given.signals[ACCURACY]] == [0.9, 0.1]
+    failed = given.added({ACCURACY: Signal(10, absence="it failed")})
+    assert [one.value for one in failed.signals[ACCURACY]] == [0.9, 0.1, None]
+
+
+def test_a_rollback_restores_no_step_that_is_beyond_under_its_rule() -> None:
+    verdict = decide([BACK], record(0.89, 0.9, 0.2, 0.1), [20, 0])
+    assert verdict is not None
+    assert verdict.restores == 0
+
+
+def test_an_infinite_value_is_a_value_and_as_bad_as_can_be() -> None:
+    row = {"actor/grad_norm": math.inf}
+    infinite = signal_of("actor/grad_norm", 5, row, {})
+    for fields in ({"limit": 10.0}, {"deviations": 4.0, "window": 2}):
+        rule = GuardRule(GuardAction.HOLD, "actor/grad_norm", better="min", **fields)  # type: ignore[arg-type]
+        given = GuardRecord({"actor/grad_norm": (Signal(3, 1.0), Signal(4, 2.0), infinite)})
+        assert judge(rule, given).state is RuleState.BROKEN
+
+
+def test_a_rule_over_a_window_reads_the_last_values_and_compares_with_the_best_mean() -> None:
+    values = [1.0, 2.0, 5.0, 6.0, 3.0, 1.0, 1.5]
+    signals = tuple(Signal(step, value) for step, value in enumerate(values))
+    best = best_signal(signals, "max", 2)
+    assert best == windowed(signals, 2)[2]
+    low = best_signal(signals, "min", 2)
+    assert low == windowed(signals, 2)[-1]
+    rule = GuardRule(GuardAction.HOLD, "actor/entropy", deviations=3.0, window=2, times=2)
+    found = judge(rule, GuardRecord({"actor/entropy": signals}))
+    assert found.detail == f"actor/entropy = {windowed(signals, 2)[-1].text}, best {best.text}"
 
 
 def test_steps_in_the_weights_leave_out_rolled_back_batches_and_the_rollbacks() -> None:

@@ -34,9 +34,12 @@ def test_a_rule_with_one_condition_is_accepted(rule: str) -> None:
     [
         ("action: hold", "has no condition; set exactly one of target, limit, deviations"),
         ("action: hold, limit: 1, deviations: 1", "has limit and deviations"),
-        ("action: rollback, target: 0.9", "a good value is no reason to rollback a run"),
+        ("action: rollback, target: 0.9", "a good value is a reason to stop a run only"),
         ("action: hold, limit: 1, window: 5", "leave window out"),
         ("action: hold, metric: actor/entropy, deviations: 4", "set window to some steps"),
+        ("action: hold, metric: actor/entrpy, limit: 0.1", "such as actor/entropy"),
+        ("action: hold, limit: .nan", "rules[0].limit = nan can never"),
+        ("action: stop, target: .inf", "rules[0].target = inf can never"),
     ],
 )
 def test_a_rule_that_contradicts_itself_is_refused(rule: str, said: str) -> None:
@@ -50,6 +53,20 @@ def test_a_metric_of_validations_needs_validations_and_a_rollback_checkpoints() 
     assert "set data.val_files and trainer.test_freq" in problem
     (problem,) = found("action: rollback, deviations: 4", *VALIDATES[:2], "trainer.save_freq=-1")
     assert "needs checkpoints that were validated" in problem
+
+
+@pytest.mark.parametrize(("save", "meet"), [(5, True), (10, True), (1, True), (7, False)])
+def test_a_rollback_needs_saves_and_validations_of_the_same_steps(save: int, meet: bool) -> None:
+    problems = found("action: rollback, deviations: 4", *VALIDATES, f"trainer.save_freq={save}")
+    assert ["needs checkpoints that were validated" in one for one in problems] == [True] * (
+        not meet
+    )
+
+
+def test_a_rollback_needs_a_best_checkpoint_that_stays() -> None:
+    top = "sluice.guards.keep.top=0"
+    (problem,) = found("action: rollback, deviations: 4", *VALIDATES, top)
+    assert "sluice.guards.keep.top = 0" in problem
 
 
 def test_checkpoints_are_compared_by_a_metric_of_validations() -> None:

@@ -46,6 +46,11 @@ def ids(batch: TrainBatch) -> list[str]:
     return [group.prompt_id for group in batch.groups]
 
 
+def oldest_version(batch: TrainBatch) -> int:
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    return min(one.oldest_version for one in rollouts if one.oldest_version is not None)
+
+
 def ended(app: RewardApp) -> dict[str, int]:
     return {end.value: count for end, count in app.ledger.by_end.items() if count}
 
@@ -72,8 +77,7 @@ async def test_kept_and_running_groups_start_again_as_rolled_back_and_no_prompt_
         assert totals["reward/rollbacks"] == 1
         later = [await train(app, client, step) for step in (3, 4)]
         assert sorted(ids(later[0]) + ids(later[1])) == ["p2", "p3", "p4", "p5"]
-        oldest = [r.oldest_version for b in later for g in b.groups for r in g.rollouts]
-        assert min(version for version in oldest if version is not None) >= 2
+        assert min(map(oldest_version, later)) >= 2
         assert ended(app) == {"trained": 6}
         assert app.statistics()["reward/prompts_lost"] == 0
 
@@ -88,6 +92,7 @@ async def test_a_batch_that_was_leased_and_never_trained_starts_again() -> None:
         assert ended(app) == {}
         again = await train(app, client, 2)
         assert sorted(ids(again)) == sorted(ids(leased))
+        assert oldest_version(again) == 1
 
 
 async def test_a_repeated_announcement_of_a_rollback_drops_nothing_more() -> None:

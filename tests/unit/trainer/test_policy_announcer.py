@@ -23,6 +23,7 @@ class Desk:
     def __init__(self, progress: DataProgress | None = None) -> None:
         self.progress = progress
         self.sent: list[Sent] = []
+        self.restored: list[int | None] = []
         self.fault: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.fleet, self.state = Fleet("layout", 1e9), RunState("t", 10, 0)
@@ -39,6 +40,7 @@ class Desk:
         if self.fault is not None:
             raise self.fault
         self.sent.append((version, tuple(one.info.name for one in replicas), progress()))
+        self.restored.append(rolled_back_to)
         if self.hold is not None:
             await self.hold.wait()
 
@@ -105,6 +107,17 @@ async def test_an_announcement_that_had_to_wait_tells_the_newest_version() -> No
         desk.state.version = 1
         desk.hold.set()
     assert [version for version, _, _ in desk.sent] == [0, 1]
+
+
+async def test_later_announcements_of_a_rollback_repeat_it_and_those_of_others_do_not() -> None:
+    desk = Desk()
+    desk.state.version = 4
+    await desk.announcer.announce(rolled_back_to=2)
+    desk.serve("a", 4)
+    await desk.announcer.announce()
+    desk.state.version = 5
+    await desk.announcer.announce()
+    assert desk.restored == [2, 2, None]
 
 
 async def test_what_comes_first_comes_before_any_other_announcement() -> None:
