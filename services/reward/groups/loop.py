@@ -174,7 +174,7 @@ class GroupAdmission:
         loads = {
             one.name: self._load(one, version)
             for one in self._sources
-            if one.name not in without_prompt
+            if one.name not in without_prompt and not one.is_exhausted
         }
         name = source_to_start(loads)
         return None if name is None else self._sources[name]

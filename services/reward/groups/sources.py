@@ -57,9 +57,16 @@ class TrainingSource:
         return settings.first_sequences(settings.probe_samples or settings.samples_per_group)
 
     @property
+    def is_exhausted(self) -> bool:
+        """Whether its rows have ended or, where they begin again, all end without being sampled."""
+        # Each epoch has another order, so two in a row hold a whole one wherever the count began.
+        has_none = self.guard.num_unsampled >= 2 * self.settings.epoch_rows
+        return (bool(self.name) and has_none) or self.prompts.is_exhausted
+
+    @property
     def is_drained(self) -> bool:
         """Whether none of its groups runs and no more can start."""
-        return self.prompts.is_exhausted and not self.groups.num_in_flight
+        return self.is_exhausted and not self.groups.num_in_flight
 
     def statistics(self) -> dict[str, float]:
         """Return the strategy's gauges and counts, by metric name."""
@@ -100,8 +107,8 @@ class TrainingSources:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether a source has ended and no prompt of it waits: no batch comes without it."""
-        return any(one.prompts.is_exhausted for one in self)
+        """Whether no more groups of a source can start: no batch comes without it."""
+        return any(one.is_exhausted for one in self)
 
     def share_out(self) -> None:
         """Give each source its part of the batches from here on, where shares follow yields."""

@@ -125,6 +125,8 @@ _YIELD_ENDS = {
     PromptEnd.DROPPED_FAILED,
 }
 
+_UNSAMPLED = {EndCause.OVERLONG, EndCause.QUARANTINE}
+
 
 ALIKE_GROUPS = 64
 """So many groups that all fail for one reason, before any other, end the run."""
@@ -137,6 +139,9 @@ class YieldGuard:
         min_yield: least share of kept groups; 0: no bound.
         num_groups: how many of the last groups the share is taken over.
         source: whose groups it watches; empty in a run without several.
+
+    Attributes:
+        num_unsampled: prompts in a row that ended as too long or in quarantine.
     """
 
     def __init__(self, min_yield: float, num_groups: int, source: str = "") -> None:
@@ -146,6 +151,7 @@ class YieldGuard:
         self._last_failure = ""
         self._num_left_out, self._last_left_out = 0, ""
         self._num_quarantined = 0
+        self.num_unsampled = 0
         self._num_alike: int | None = 0  # ``None``: one group has ended in another way
         self._first_reason = ""
         self._frames: tuple[str, ...] = ()
@@ -155,6 +161,7 @@ class YieldGuard:
         quarantine shows nothing about the yield of the others."""
         if event.group.prompt.source != self._source:
             return
+        self._count_unsampled(event)
         if event.kind is EventKind.KEPT:
             self.ended(None, "")
         ending = event.group.ending
@@ -177,6 +184,16 @@ class YieldGuard:
                 is_first = event.group.prompt.origin is PromptOrigin.DATASET
                 counts = is_first and not event.group.version and not is_lost
                 self.ended(ending.end, ending.detail, counts_alike=counts)
+
+    def _count_unsampled(self, event: GroupEvent) -> None:
+        ending = event.group.ending
+        if event.kind is EventKind.ENDED and ending is not None:
+            if ending.cause in _UNSAMPLED:
+                self.num_unsampled += 1
+            elif ending.end is not PromptEnd.SKIPPED:
+                self.num_unsampled = 0
+        elif event.kind in {EventKind.KEPT, EventKind.REQUEUED}:
+            self.num_unsampled = 0
 
     def ended(self, end: PromptEnd | None, detail: str, *, counts_alike: bool = True) -> None:
         """Note how a group ended.
@@ -210,6 +227,7 @@ class YieldGuard:
         """Forget the last groups: another policy samples the next ones."""
         self._last = LastGroups()
         self._ends.clear()
+        self.num_unsampled = 0
 
     def check_yield(self) -> None:
         """Raise `BatchUnfillableError` if the first groups all failed for one reason, or too few of
@@ -228,7 +246,9 @@ class YieldGuard:
         if self._num_left_out and not self._ends:
             remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"
         elif self._source:  # it begins again after its end, so no row of it is left at all
-            remedy = f"give rows that can be read in sluice.sources.{self._source}.files"
+            remedy = f"give other rows in sluice.sources.{self._source}.files"
+            if self._num_quarantined:
+                remedy += ", or release prompts: delete their lines in reward/quarantine.jsonl"
         else:
             remedy = (
                 "raise trainer.total_epochs, give more rows in data.train_files, or lower "

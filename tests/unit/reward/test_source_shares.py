@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from services.reward.app import RewardApp, RunFiles, open_prompt_sets
-from services.reward.generation.request import GroupRequest
+from services.reward.generation.request import GroupRequest, prompt_key
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import Receipt
 from sluice.algorithm.sources import share_error
 from sluice.config.run import RunConfig
-from sluice.errors import DataError
-from sluice.types import TrainBatch
+from sluice.errors import DataError, DataExhaustedError, PromptTooLongError
+from sluice.types import DataProgress, TrainBatch
 from tests.support.metric_rows import without_row
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_app import ScriptedClient, publish, running_app, submit, train
@@ -194,3 +194,56 @@ async def test_a_source_names_the_environment_of_rows_that_name_none(tmp_path: P
     client.before_sample = note
     await batches(run, 1, client)
     assert seen == {"fast": None, "slow": "single_turn_agent"}
+
+
+async def said_at_the_end(
+    run: RunConfig, client: ScriptedClient, files: RunFiles | None = None
+) -> str:
+    async with running_app(run, client, open_prompt_sets(run), files) as app:
+        await publish(app, client, 0)
+        with pytest.raises(DataExhaustedError) as error:
+            await train(app, client, 1)
+    return str(error.value)
+
+
+async def too_long(_name: str, request: GroupRequest, _index: int) -> None:
+    await at_own_speed(_name, request, _index)
+    if request.prompt.source == "slow":
+        raise PromptTooLongError("70 tokens")
+
+
+async def test_a_source_whose_rows_are_all_too_long_ends_the_run(tmp_path: Path) -> None:
+    said = await said_at_the_end(config(tmp_path), ScriptedClient(before_sample=too_long))
+    assert "0 of 2 groups" in said
+    assert "source 'slow'" in said
+    assert "raise data.max_prompt_length" in said
+
+
+async def test_a_row_that_is_still_sampled_keeps_a_source_of_long_rows(tmp_path: Path) -> None:
+    many_ended, seen = asyncio.Event(), Counter[str]()
+
+    async def mostly_too_long(_name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.source != "slow":
+            return
+        seen[request.prompt.ground_truth] += 1
+        if request.prompt.ground_truth == "0":
+            await many_ended.wait()
+            return
+        if seen.total() - seen["0"] >= 40:
+            many_ended.set()
+        raise PromptTooLongError("70 tokens")
+
+    found = await batches(config(tmp_path), 3, ScriptedClient(before_sample=mostly_too_long))
+    assert parts(found) == {"fast": 18, "slow": 6}
+
+
+async def test_a_source_whose_rows_are_all_in_quarantine_ends_the_run(tmp_path: Path) -> None:
+    run, path = config(tmp_path), tmp_path / "quarantine.jsonl"
+    stream = open_prompt_sets(run).stream("slow", run)
+    assert stream is not None
+    rows = stream(DataProgress(0)).take(20)
+    keys = [prompt_key(row.prompt("", number)) for number, row in enumerate(rows)]
+    path.write_bytes(b"".join(msgspec.json.encode({"key": key}) + b"\n" for key in keys))
+    said = await said_at_the_end(run, ScriptedClient(), RunFiles(quarantine=path))
+    assert "40 in quarantine" in said
+    assert "delete their lines" in said
