@@ -18,6 +18,7 @@ from sluice.config.problems import Problem, Severity
 from sluice.config.rules.checks import all_problems
 from sluice.config.rules.sampling import strategy_notes
 from sluice.config.run import RunConfig
+from sluice.config.sources import source_configs
 from sluice.config.verl_sizes import (
     ACTOR,
     ROLLOUT,
@@ -118,14 +119,15 @@ def _correction(config: RunConfig) -> Iterator[Problem]:
 
 
 def _lone_responses(config: RunConfig) -> Iterator[Problem]:
-    estimator = config.algorithm.adv_estimator
-    if config.actor_rollout_ref.rollout.n == 1 and estimator in _KEEPS_LONE_REWARDS:
-        yield _note(
-            f"{ROLLOUT}.n",
-            1,
-            f"with algorithm.adv_estimator = {estimator}: a group of one has nothing to compare "
-            "with, so its advantage is its raw reward, as in verl",
-        )
+    for name, one in source_configs(config).items():
+        estimator = one.algorithm.adv_estimator
+        if one.actor_rollout_ref.rollout.n == 1 and estimator in _KEEPS_LONE_REWARDS:
+            yield _note(
+                f"sluice.sources.{name}.n" if name else f"{ROLLOUT}.n",
+                1,
+                f"with algorithm.adv_estimator = {estimator}: a group of one has nothing to "
+                "compare with, so its advantage is its raw reward, as in verl",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,10 @@ class KeySettings:
         self._typed: Mapping[str, object] = msgspec.to_builtins(config)
         self._as_set = as_set or {}
 
+    def of(self, config: RunConfig) -> KeySettings:
+        """Return the same as the user set them, in another typed configuration."""
+        return KeySettings(config, self._as_set)
+
     def is_set(self, key: str) -> bool:
         """Return whether the user gave the key a value other than null."""
         return self._as_set.get(key) is not None

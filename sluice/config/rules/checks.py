@@ -8,6 +8,7 @@ training; batch and parallel sizes are in `batch`, estimators and losses in `alg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from msgspec import UNSET
 
@@ -97,7 +98,21 @@ def all_problems(
         shape: the model's; without it rules about heads and experts are left out.
         files: require that the paths in the configuration exist.
     """
-    sizes = verl_sizes(config, settings)
+    if config.sluice.sources:
+        check = partial(_rule_problems, settings=settings, shape=shape)
+        found = list(source_problems(config, check))
+    else:
+        found = _rule_problems(config, settings, shape)
+    if files:
+        found += named("files", file_problems(config))
+    return found
+
+
+def _rule_problems(
+    config: RunConfig, settings: KeySettings, shape: ModelShape | None
+) -> list[Problem]:
+    """Return the broken rules of a run without sources, or of one source."""
+    sizes = verl_sizes(config, settings.of(config))
     found = [*verl_problems(sizes), *engine_problems(sizes)]
     if shape is not None:
         found += shape_problems(config, sizes, shape)
@@ -113,9 +128,6 @@ def all_problems(
     found += named("sampling-strategy", strategy_problems(config))
     found += named("truncated-training", truncation_problems(config))
     found += correction_problems(config)
-    found += named("sources", source_problems(config, relation_problems))
-    if files:
-        found += named("files", file_problems(config))
     return found
 
 

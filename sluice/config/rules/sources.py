@@ -10,7 +10,7 @@ from msgspec import UNSET, structs
 
 from sluice.algorithm.episode_rules import SINGLE_TURN, TOOL_AGENT
 from sluice.config.derived import is_bypassed, uses_critic
-from sluice.config.problems import Problem
+from sluice.config.problems import Problem, errors, named
 from sluice.config.run import RunConfig
 from sluice.config.sources import source_configs, source_groups, source_shares
 
@@ -23,26 +23,34 @@ _ROUNDING = 0.05
 def source_problems(
     config: RunConfig, check_source: Callable[[RunConfig], list[Problem]]
 ) -> Iterator[Problem]:
-    """Yield what keeps the sources from training together.
+    """Yield what keeps the sources from training together, and every broken rule of their
+    configurations. The run's own values break a rule only where every source has them.
 
     Args:
-        config: of the run.
+        config: of the run, with sources.
         check_source: returns the problems of the configuration of one source.
     """
-    if not config.sluice.sources:
-        return
-    yield from _share_problems(config)
-    yield from _run_problems(config)
-    known = {problem.statement for problem in check_source(without_sources(config))}
-    for name, one in source_configs(config).items():
-        key = f"{KEY}.{name}"
-        if not _NAME.fullmatch(name):
-            remedy = "name it with up to 64 letters, digits and the signs _ . -"
-            yield Problem(key, UNSET, "is no name that metrics can carry", remedy)
-        yield from _environment_problems(config, name)
-        for problem in check_source(one):
-            if problem.statement not in known:
-                yield replace(problem, message=f"{problem.message} (in {key})", overrides=())
+    yield from named("sources", _share_problems(config))
+    yield from named("sources", _run_problems(config))
+    of_run, configs = check_source(without_sources(config)), source_configs(config)
+    of_sources = {name: check_source(one) for name, one in configs.items()}
+    shared = {problem.statement for problem in of_run}
+    for found in of_sources.values():
+        shared &= {problem.statement for problem in found}
+    yield from (problem for problem in of_run if problem.statement in shared)
+    for name, found in of_sources.items():
+        yield from named("sources", _name_problems(config, name))
+        for problem in errors(found):
+            if problem.statement not in shared:
+                message = f"{problem.message} (in {KEY}.{name})"
+                yield replace(problem, message=message, overrides=())
+
+
+def _name_problems(config: RunConfig, name: str) -> Iterator[Problem]:
+    if not _NAME.fullmatch(name):
+        remedy = "name it with up to 64 letters, digits and the signs _ . -"
+        yield Problem(f"{KEY}.{name}", UNSET, "is no name that metrics can carry", remedy)
+    yield from _environment_problems(config, name)
 
 
 def without_sources(config: RunConfig) -> RunConfig:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sluice.config.check import remarks
 from sluice.config.loading.loader import load_config, read_run
 from sluice.config.rules.checks import relation_problems
 from sluice.config.rules.files import file_problems
@@ -14,8 +15,11 @@ from sluice.config.sources import source_configs, source_groups
 from sluice.errors import ConfigError
 
 KEY = "sluice.sources"
+MODEL_LEN = "actor_rollout_ref.rollout.max_model_len=9"
 GIVEN = (
     "data.train_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
     "trainer.total_training_steps=5",
     f"{KEY}.math.files=math.parquet",
     f"{KEY}.math.share=0.75",
@@ -97,3 +101,28 @@ def test_a_file_of_sources_reads_as_overrides_do(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
     source = read_run(tmp_path / "run.yaml", []).config.sluice.sources["a"]
     assert (source.files, source.clip_ratio_high) == (str(Path.home() / "a.parquet"), 0.28)
+
+
+OWN_SIZES = (f"{KEY}.math.n=8", f"{KEY}.code.n=4")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo_passk"],
+)
+def test_a_group_size_that_no_source_uses_breaks_no_rule(override: str) -> None:
+    config = load_config(None, [*GIVEN, *OWN_SIZES, override])
+    assert [one.text for one in relation_problems(config)] == []
+    (problem,) = relation_problems(load_config(None, [*GIVEN, OWN_SIZES[0], override]))
+    assert f"(in {KEY}.code)" in problem.text
+
+
+def test_a_broken_rule_that_all_sources_share_is_reported_once() -> None:
+    config = load_config(None, [*GIVEN, *OWN_SIZES, "data.max_prompt_length=8", MODEL_LEN])
+    (problem,) = relation_problems(config)
+    assert (problem.rule, f"(in {KEY}" in problem.text) == ("sampling", False)
+
+
+def test_groups_of_one_are_noted_at_the_source_that_has_them() -> None:
+    config = load_config(None, [*GIVEN, OWN_SIZES[0]])
+    assert [one.key for one in remarks(config) if "group of one" in one.text] == [f"{KEY}.code.n"]
