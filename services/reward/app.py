@@ -68,6 +68,7 @@ from sluice.config.derived import (
     needs_greedy_baseline,
     needs_whole_groups,
     prompt_images,
+    rows_per_batch,
 )
 from sluice.config.run import RunConfig
 from sluice.config.sources import (
@@ -140,7 +141,7 @@ def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
         num_samples,
         samples=archive,
         most_chars=most_chars,
-        most_bytes=waiting_bytes(config.data.train_batch_size * num_samples, most_chars),
+        most_bytes=waiting_bytes(rows_per_batch(config), most_chars),
         environments=environment_names(config),
         samples_of_source={
             name: one.actor_rollout_ref.rollout.n for name, one in source_configs(config).items()

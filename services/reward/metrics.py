@@ -20,6 +20,7 @@ from sluice.algorithm.routing import FleetUse, ReplicaUse, replicas_needed, slot
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.deadlines import generate_timeout_s
 from sluice.config.run import RunConfig
+from sluice.config.sources import largest_n
 from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
 from sluice.telemetry.metric_names import exported_rows
@@ -270,7 +271,7 @@ def watching(config: RunConfig, app: RewardApp, address: str) -> AbstractContext
     """Return the reward service's watchdog; `address` is where it serves."""
     timeouts = config.sluice.reward.outcomes.scorer_timeout.max_attempts
     # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
-    grading_s = config.actor_rollout_ref.rollout.n * timeouts * config.reward.scorer_pool.timeout_s
+    grading_s = largest_n(config) * timeouts * config.reward.scorer_pool.timeout_s
     work = RewardWork(app, max(generate_timeout_s(config), grading_s))
     return watched_service("reward", config.sluice, work.work_state, address=address)
 

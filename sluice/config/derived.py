@@ -14,7 +14,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.config.schema.data import DataConfig
-from sluice.config.sources import source_configs
+from sluice.config.sources import largest_n, source_configs
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 from sluice.vision.vision_shape import reads_images
 
@@ -56,12 +56,12 @@ def world_size(config: RunConfig) -> int:
 
 
 def rows_per_batch(config: RunConfig) -> int:
-    """Return the samples in one train batch: prompts times responses per prompt.
+    """Return the most samples in one train batch: prompts times responses per prompt.
 
-    Of several sources it takes the most responses.
+    Of several sources it takes the most responses: where shares follow yields, a batch may be
+    nearly all of one source. `responses_per_step` counts by the configured shares.
     """
-    most = max(one.actor_rollout_ref.rollout.n for one in source_configs(config).values())
-    return config.data.train_batch_size * most
+    return config.data.train_batch_size * largest_n(config)
 
 
 def max_row_tokens(data: DataConfig) -> int:

@@ -20,6 +20,7 @@ from sluice.config.memory.training import guessed_memory
 from sluice.config.memory.work import MEAN_RESPONSE, group_flops
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
+from sluice.config.sources import responses_per_step
 from sluice.errors import ConfigError
 
 PLACEMENT_KEY = "sluice.placement"
@@ -224,7 +225,7 @@ def seconds_per_token(
     """
     data, layout = config.data, rollout_layout(config)
     response = data.max_response_length * MEAN_RESPONSE
-    tokens = config.actor_rollout_ref.rollout.n * response
+    tokens = responses_per_step(config) / data.train_batch_size * response
     train = group_flops(config, shape) / tokens / (device.flops * _TRAINING_SHARE)
     weights = engine_weights(shape, layout) * layout.tp
     engine = rollout_memory(shape, layout, device.size)

@@ -55,6 +55,25 @@ def source_groups(config: RunConfig) -> dict[str, int]:
     return groups_by_share(source_shares(config), config.data.train_batch_size)
 
 
+def largest_n(config: RunConfig) -> int:
+    """Return the most responses to a prompt of any source."""
+    return max(one.actor_rollout_ref.rollout.n for one in source_configs(config).values())
+
+
+def responses_per_step(config: RunConfig) -> int:
+    """Return the responses in a train batch with the shares as configured.
+
+    With more sources than groups, which the rules refuse, all have the largest group size.
+    """
+    if len(config.sluice.sources) > config.data.train_batch_size:
+        return config.data.train_batch_size * largest_n(config)
+    groups = source_groups(config)
+    return sum(
+        groups[name] * one.actor_rollout_ref.rollout.n
+        for name, one in source_configs(config).items()
+    )
+
+
 def follows_yield(config: RunConfig) -> tuple[str, ...]:
     """Return the sources whose shares follow their yields."""
     sources = config.sluice.sources

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sluice.config.derived import max_row_tokens, uses_critic, uses_reference
 from sluice.config.loading.loader import KeySettings
 from sluice.config.run import RunConfig
+from sluice.config.sources import largest_n, responses_per_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class BatchPlan:
         gen_prompts: prompts of one generation round (data.gen_batch_size).
         micro_rows: rows of a micro-batch on one replica; `None` with a token budget.
         split: the trainer's ranks.
+        train_rows: responses of a train batch of several sources; `None`: P·n.
     """
 
     train_prompts: int
@@ -67,11 +69,12 @@ class BatchPlan:
     gen_prompts: int
     micro_rows: int | None
     split: ParallelSplit
+    train_rows: int | None = None
 
     @property
     def rows(self) -> int:
-        """Responses of a train batch: P·n."""
-        return self.train_prompts * self.responses
+        """Responses of a train batch: P·n, or those of all sources."""
+        return self.train_rows or self.train_prompts * self.responses
 
     @property
     def rows_per_replica(self) -> int | None:
@@ -81,7 +84,7 @@ class BatchPlan:
     @property
     def mini_rows(self) -> int:
         """Rows of a mini-batch over all ranks: M·n."""
-        return self.mini_prompts * self.responses
+        return self.rows * self.mini_prompts // self.train_prompts
 
     @property
     def mini_rows_per_replica(self) -> int | None:
@@ -102,7 +105,7 @@ class BatchPlan:
     @property
     def gen_rows(self) -> int:
         """Responses of one generation round."""
-        return self.gen_prompts * self.responses
+        return self.rows * self.gen_prompts // self.train_prompts
 
     def steps_per_epoch(self, dataset_rows: int) -> int:
         """Return the generation rounds in one pass over the data: steps, if nothing is filtered."""
@@ -307,11 +310,12 @@ def _batch(config: RunConfig, split: ParallelSplit) -> BatchPlan:
     return BatchPlan(
         train_prompts=prompts,
         mini_prompts=actor.ppo_mini_batch_size,
-        responses=config.actor_rollout_ref.rollout.n,
+        responses=largest_n(config),
         epochs=actor.ppo_epochs,
         gen_prompts=config.data.gen_batch_size or prompts,
         micro_rows=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
         split=split,
+        train_rows=responses_per_step(config) if config.sluice.sources else None,
     )
 
 

@@ -24,6 +24,7 @@ from sluice.config.memory.work import MEAN_RESPONSE, group_flops
 from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
+from sluice.config.sources import responses_per_step
 from sluice.plan.dry_run import PassBytes
 from sluice.plan.host import (
     DTYPE_BYTES,
@@ -325,7 +326,7 @@ def _wire_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 def _micro_batches(config: RunConfig, layout: ParallelLayout) -> int:
     actor, data = config.actor_rollout_ref.actor, config.data
-    rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
+    rows = responses_per_step(config)
     if actor.use_dynamic_bsz:
         budget = actor.ppo_max_token_len_per_gpu * layout.sequence
         each: float = max(budget, max_row_tokens(data))

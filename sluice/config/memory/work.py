@@ -6,6 +6,7 @@ from sluice.config.derived import adapts, is_bypassed, uses_reference
 from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.shape import ModelShape
 from sluice.config.run import RunConfig
+from sluice.config.sources import responses_per_step
 
 MEAN_RESPONSE = 0.5
 """Mean length of a response over the longest: unknown before a run."""
@@ -20,10 +21,11 @@ def group_flops(config: RunConfig, shape: ModelShape) -> float:
 
     Each epoch has a forward and a backward pass, which computes recomputed layers again. Passes
     without gradients compute the reference's logprobs, and old ones of all mini-batches but the
-    first, unless the behavior policy's are taken. Critic and images do not count.
+    first, unless the behavior policy's are taken. Critic and images do not count. Of several
+    sources it is the mean group of a batch.
     """
     data, actor = config.data, config.actor_rollout_ref.actor
-    n, prompt = config.actor_rollout_ref.rollout.n, data.max_prompt_length
+    n, prompt = responses_per_step(config) / data.train_batch_size, data.max_prompt_length
     response = data.max_response_length * MEAN_RESPONSE
     tokens = prompt + n * response
     pairs = _causal(prompt) + n * (response * prompt + _causal(response))

@@ -8,13 +8,17 @@ import pytest
 
 from sluice.config.check import remarks
 from sluice.config.loading.loader import load_config, read_run
+from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.work import group_flops
 from sluice.config.rules.checks import relation_problems
 from sluice.config.rules.files import file_problems
 from sluice.config.rules.sources import source_problems
-from sluice.config.sources import source_configs, source_groups
+from sluice.config.sources import largest_n, responses_per_step, source_configs, source_groups
+from sluice.config.verl_sizes import own_batch
 from sluice.errors import ConfigError
 
 KEY = "sluice.sources"
+SHAPE = ModelShape(2, 8, 2, 1, 4, 16, 32)
 MODEL_LEN = "actor_rollout_ref.rollout.max_model_len=9"
 GIVEN = (
     "data.train_batch_size=16",
@@ -126,3 +130,13 @@ def test_a_broken_rule_that_all_sources_share_is_reported_once() -> None:
 def test_groups_of_one_are_noted_at_the_source_that_has_them() -> None:
     config = load_config(None, [*GIVEN, OWN_SIZES[0]])
     assert [one.key for one in remarks(config) if "group of one" in one.text] == [f"{KEY}.code.n"]
+
+
+def test_the_responses_of_a_step_are_those_of_each_source() -> None:
+    config = load_config(None, [*GIVEN, *OWN_SIZES])
+    batch = own_batch(config)
+    assert responses_per_step(config) == batch.rows == batch.mini_rows == 12 * 8 + 4 * 4
+    assert largest_n(config) == 8
+    of_sources = {name: group_flops(one, SHAPE) for name, one in source_configs(config).items()}
+    mean = (12 * of_sources["math"] + 4 * of_sources["code"]) / 16
+    assert group_flops(config, SHAPE) == pytest.approx(mean)
