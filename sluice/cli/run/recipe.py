@@ -106,7 +106,10 @@ def run(  # noqa: PLR0913 - options of the command
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Make a tiny model and data, and train it on two cores.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="With --tiny: of data, model and sampling.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="With --tiny: of data, model and sampling.", show_default="0"),
+    ] = None,
     run_dir: Annotated[
         Path | None,
         typer.Option("--run", help="Folder for all files.", show_default="runs/NAME"),
@@ -134,7 +137,10 @@ def run(  # noqa: PLR0913 - options of the command
         if on != "local":
             raise ConfigError("--on ray: a run in small takes one machine; leave one of both out")
         folder = run_dir or Path("runs") / f"{name}-tiny"
-        _run_small(recipe, folder, seed, overrides or [], display, began_s)
+        _run_small(recipe, folder, seed or 0, overrides or [], display, began_s)
+    if seed is not None:
+        keys = " ".join(f"{key}={seed}" for key in _SEEDED)
+        raise ConfigError(f"--seed {seed}: without --tiny it has no effect; set {keys}")
     named = [] if run_dir is None else [f"sluice.run_dir={run_dir}"]
     settings = [*own_files(recipe), *named, *(overrides or [])]
     ray = ray_options(on, ray_address, None, _CAPACITY_TIMEOUT_S)

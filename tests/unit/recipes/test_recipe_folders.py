@@ -154,6 +154,7 @@ def test_the_wheel_has_every_file_of_a_recipe(recipe: Recipe) -> None:
     [
         (("run", "dapo-qwen3-32b-npu", "--tiny", "--on", "ray"), "takes one machine"),
         (("run", "dapo-qwen3-32b-npu", "--tiny", "trainer.nnode=2"), "unknown key"),
+        (("run", "dapo-qwen3-32b-npu", "--seed", "3"), "--seed 3: without --tiny"),
         (("show", "dapo-qwen3-32b-npu", "--tiny", "--config"), "contradict each other"),
     ],
 )
