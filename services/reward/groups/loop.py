@@ -72,7 +72,12 @@ class Blocker:
 
 @dataclass(frozen=True, slots=True)
 class LoopFacts:
-    """The state of the loop that decides what it waits for."""
+    """The state of the loop that decides what it waits for.
+
+    Args:
+        num_kept: groups for the next batch; of each source at most its part.
+        lacking: the named sources that lack groups, each with its count.
+    """
 
     is_announced: bool
     num_replicas: int
@@ -85,6 +90,7 @@ class LoopFacts:
     num_in_training: int
     has_dataset: bool
     is_exhausted: bool
+    lacking: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +340,12 @@ class GroupLoop:
             batch_asked=self.batches.is_asked,
             num_generating=counts[GroupState.GENERATING],
             num_grading=counts[GroupState.GRADING],
-            num_kept=counts[GroupState.KEPT],
+            num_kept=sum(min(one.groups.num_kept, one.num_groups) for one in sources),
             batch_size=self._batch_size,
             num_in_training=self.batches.num_in_training,
             has_dataset=sources.has_dataset,
             is_exhausted=sources.is_exhausted,
+            lacking=sources.lacking(),
         )
         now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
         since = self._awaited_since = {wait.key: before.get(wait.key, now) for wait in found}
@@ -505,7 +512,7 @@ def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
         )
     if facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
-        what = f"generating {facts.num_generating} groups ({progress})"
+        what = f"generating {facts.num_generating} groups ({progress}{_lacking(facts)})"
         found.append(Blocker("generating", "rollout fleet", what))
     if facts.num_grading:
         what = f"grading {facts.num_grading} groups"
@@ -528,7 +535,11 @@ def _idle_reason(facts: LoopFacts) -> Blocker:
         return Blocker("prompts", "clients", "submitting prompts: the data set is exhausted")
     if not facts.has_dataset:
         return Blocker("prompts", "clients", "submitting prompts: there is no data set")
-    return Blocker("data", "data set", "reading prompts")
+    return Blocker("data", "data set", f"reading prompts{_lacking(facts)}")
+
+
+def _lacking(facts: LoopFacts) -> str:
+    return f": {', '.join(facts.lacking)}" if facts.lacking else ""
 
 
 def as_waits(awaited: Sequence[tuple[Blocker, float]]) -> tuple[Waiting, ...]:

@@ -110,6 +110,14 @@ class TrainingSources:
         """Whether no more groups of a source can start: no batch comes without it."""
         return any(one.is_exhausted for one in self)
 
+    def lacking(self) -> tuple[str, ...]:
+        """Return the named sources that keep the next batch waiting, as in ``slow 0 of 2``."""
+        return tuple(
+            f"{one.name} {one.groups.num_kept} of {one.num_groups}"
+            for one in self
+            if one.name and one.groups.num_kept < one.num_groups
+        )
+
     def share_out(self) -> None:
         """Give each source its part of the batches from here on, where shares follow yields."""
         yields = {one.name: one.strategy.estimate.mean for one in self if one.follows_yield}

@@ -21,7 +21,7 @@ from sluice.errors import DataError, DataExhaustedError, PromptTooLongError
 from sluice.types import DataProgress, TrainBatch
 from tests.support.metric_rows import without_row
 from tests.support.prompt_parquet import prompt_rows, write_prompts
-from tests.support.reward_app import ScriptedClient, publish, running_app, submit, train
+from tests.support.reward_app import ScriptedClient, publish, running_app, settled, submit, train
 
 SHARES = {"fast": 0.75, "slow": 0.25}
 
@@ -247,3 +247,19 @@ async def test_a_source_whose_rows_are_all_in_quarantine_ends_the_run(tmp_path: 
     said = await said_at_the_end(run, ScriptedClient(), RunFiles(quarantine=path))
     assert "40 in quarantine" in said
     assert "delete their lines" in said
+
+
+async def test_a_wait_names_the_source_that_lacks_groups(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def hold_slow(_name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.source == "slow":
+            await gate.wait()
+
+    run, client = config(tmp_path), ScriptedClient(before_sample=hold_slow)
+    async with running_app(run, client, open_prompt_sets(run)) as app:
+        await publish(app, client, 0)
+        await settled(lambda: app.sources["fast"].groups.num_kept > 8)
+        (wait, _), *_ = app.loop.awaited()
+        gate.set()
+    assert "(6 of 8 groups kept: slow 0 of 2)" in wait.phase
