@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
-from sluice.algorithm.sampling.admission import LastGroups, YieldFloor
+from sluice.algorithm.sampling.admission import REMEDY, LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError, DataExhaustedError
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin
 
@@ -239,7 +239,10 @@ class YieldGuard:
                 f"{self._last_failure}{at}; {_remedy(self._last_failure)}"
             )
         if self._floor.is_hopeless(self._last):
-            raise self._floor.error(self._last, self._summary())
+            remedy = REMEDY
+            if self._source:
+                remedy += f", or leave the source '{self._source}' out"
+            raise self._floor.error(self._last, self._summary(), remedy)
 
     def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
         """Return the error for a data set that ended before the batch was full."""

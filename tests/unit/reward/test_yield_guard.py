@@ -27,6 +27,13 @@ def test_a_hopeless_yield_says_it_in_verls_words_and_names_both_bounds() -> None
     assert "max_num_gen_batches" in str(caught.value)
 
 
+def test_a_hopeless_yield_of_a_source_proposes_a_run_without_it() -> None:
+    guard = YieldGuard(0.5, 1, "sums")
+    guard.ended(PromptEnd.FILTERED_ALL_RIGHT, "")
+    with pytest.raises(BatchUnfillableError, match="leave the source 'sums' out"):
+        guard.check_yield()
+
+
 def test_prompts_that_are_left_out_are_counted() -> None:
     guard = YieldGuard(0.0, 4)
     guard.ended(None, "")
