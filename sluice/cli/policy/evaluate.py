@@ -106,6 +106,9 @@ _Config = Annotated[
     ),
 ]
 
+_OF_FILES = ("benchmark", "data-dir", "engine", "replicas", "output", "config", "logs")
+"""Options of evaluations without a run."""
+
 
 def evaluate(  # noqa: PLR0913 - options of the command
     arguments: _Arguments = None,
@@ -144,23 +147,16 @@ def evaluate(  # noqa: PLR0913 - options of the command
     subject = model or follow
     if subject is None:
         given = (benchmark, data_dir, engine, replicas, output, config, logs or None)
-        names = ("benchmark", "data-dir", "engine", "replicas", "output", "config", "logs")
-        for name, value in zip(names, given, strict=True):
+        for name, value in zip(_OF_FILES, given, strict=True):
             if value is not None:
                 raise ConfigError(f"--{name} needs --model or --follow")
         _evaluate_run(_run_of(arguments, run_option), n, temperature, wait, as_json=as_json)
         return
-    if model is not None and follow is not None:
-        raise ConfigError("--model and --follow both name what to evaluate; leave one out")
-    if run_option is not None:
-        raise ConfigError("--run is for the policy of a running run; leave it out, or --model")
-    if model is not None and benchmark is None:
-        raise ConfigError("--model needs --benchmark: one or more, such as math-500,mine.parquet")
-    usual = follow / EVALUATIONS_NAME if follow else default_output(subject)
+    _check_subject(model, follow, run_option, benchmark)
     order = EvaluationOrder(
         model=subject,
         benchmarks={} if benchmark is None else benchmark_files(benchmark, data_dir or _DATA),
-        output=output or usual,
+        output=output or (follow / EVALUATIONS_NAME if follow else default_output(subject)),
         config=config,
         overrides=arguments or [],
         samples_per_prompt=n,
@@ -170,6 +166,17 @@ def evaluate(  # noqa: PLR0913 - options of the command
     )
     work = _evaluate_files if follow is None else partial(follow_run, follow)
     work(order, display_of(logs=logs, quiet=False, as_json=as_json))
+
+
+def _check_subject(
+    model: Path | None, follow: Path | None, run: Path | None, benchmark: str | None
+) -> None:
+    if model and follow:
+        raise ConfigError("--model and --follow both name what to evaluate; leave one out")
+    if run is not None:
+        raise ConfigError("--run is for the policy of a running run; leave it out, or --model")
+    if model is not None and benchmark is None:
+        raise ConfigError("--model needs --benchmark: one or more, such as math-500,mine.parquet")
 
 
 def _run_of(arguments: list[str] | None, option: Path | None) -> Path:

@@ -70,10 +70,7 @@ def regrade(
     if origin is not None:
         write_origin(folder, origin)
     if before is None:
-        if as_json:
-            print_json({"before": None, "now": None, "former": None})
-        else:
-            typer.echo("graded again; the evaluation's command, with these keys, finishes it")
+        _say_unfinished(as_json=as_json)
         return
     kept = _keep(folder)
     now = write_results(
@@ -91,6 +88,13 @@ def regrade(
     _print(before, now)
     typer.echo(f"results: {folder / RESULTS_NAME} (former ones: {kept.name})")
     typer.echo(f"page: {folder / PAGE_NAME}")
+
+
+def _say_unfinished(*, as_json: bool) -> None:
+    if as_json:
+        print_json({"before": None, "now": None, "former": None})
+    else:
+        typer.echo("graded again; the evaluation's command, with these keys, finishes it")
 
 
 def _grade(folder: Path, settings: Sequence[str], num_prompts: int | None) -> None:
