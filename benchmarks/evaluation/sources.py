@@ -1,4 +1,4 @@
-"""Two sources of prompts at 3:1, of which the smaller one is ten times slower."""
+"""Two sources of prompts at 3:1, the smaller one ten times slower."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.reporting import empty_run_folder, print_line, quickstart
+from sluice.algorithm.sources import share_error
 
 KEYS = ("share_error",)
 MOST: Mapping[str, float] = {"share_error": 0.1}
@@ -62,8 +63,7 @@ def measure(folder: Path) -> Mapping[str, Any]:
         for line in file.read_text(encoding="utf-8").splitlines()
     )
     print_line(f"trained samples: {dict(counts)}")
-    shares = {name: counts[name] / counts.total() for name in _SHARES}
-    return {"share_error": max(abs(shares[n] - share) / share for n, share in _SHARES.items())}
+    return {"share_error": share_error(counts, _SHARES)}
 
 
 def _file(folder: Path, name: str) -> Path:

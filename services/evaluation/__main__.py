@@ -129,7 +129,7 @@ def _serve(path: Path, overrides: tuple[str, ...]) -> None:
     configure_logging(NAME, config.sluice.log_level)
     with traced_process(config, "trainer", NAME):
         is_complete = asyncio.run(_run(config))
-    if not is_complete:  # a supervisor tells it from an end of its own
+    if not is_complete:  # a supervisor does not take it for an end of its own
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
