@@ -3,17 +3,39 @@ divergence": k1, k2, k3)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
-from sluice.errors import ConfigError
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-
-KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
+
+
+def _difference(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _half_square(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x.square()
+
+
+def _low_variance(x: torch.Tensor) -> torch.Tensor:
+    bounded = (-x).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (bounded.exp() - bounded - 1.0).clamp(-MAX_K3, MAX_K3)
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "kl": _difference,
+    "k1": _difference,
+    "abs": torch.abs,
+    "mse": _half_square,
+    "k2": _half_square,
+    "low_var_kl": _low_variance,
+    "k3": _low_variance,
+}
+"""By verl's names, of the difference of the logprobs. ``full`` is none of them: it needs the
+probabilities of the whole vocabulary, which are not kept.
+"""
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, *, kind: str) -> torch.Tensor:
@@ -27,38 +49,12 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, *, kind: str
     Args:
         logprobs: float, any shape; carries the gradient.
         ref_logprobs: float of the same shape.
-        kind: one of the names, with or without ``+``.
-
-    Raises:
-        ConfigError: unknown kind, or ``full``, which needs whole distributions.
+        kind: one of `KL_ESTIMATORS`, with or without ``+``.
     """
     name = kind.removesuffix("+")
-    if name not in KL_ESTIMATORS:
-        raise ConfigError(_refusal(kind))
     difference = logprobs - ref_logprobs
-    value = _value(difference, name)
+    value = KL_ESTIMATORS[name](difference)
     if name == kind:
         return value
-    k2 = 0.5 * difference.square()
+    k2 = _half_square(difference)
     return k2 - k2.detach() + value.detach()
-
-
-def _value(difference: torch.Tensor, name: str) -> torch.Tensor:
-    if name in {"kl", "k1"}:
-        return difference
-    if name == "abs":
-        return difference.abs()
-    if name in {"mse", "k2"}:
-        return 0.5 * difference.square()
-    bounded = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (bounded.exp() - bounded - 1.0).clamp(-MAX_K3, MAX_K3)
-
-
-def _refusal(kind: str) -> str:
-    known = f"known: {', '.join(KL_ESTIMATORS)}, each also with + behind it"
-    if kind.removesuffix("+") == "full":
-        return (
-            f"kl_penalty, kl_loss_type: '{kind}' needs the probabilities of the whole vocabulary, "
-            f"which are not kept; {known}"
-        )
-    return f"kl_penalty, kl_loss_type: unknown value '{kind}'; {known}"

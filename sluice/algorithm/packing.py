@@ -23,11 +23,6 @@ IMBALANCE_TOLERANCE = 1.1
 """Groups are split between ranks only while the heaviest rank exceeds this times the mean."""
 
 
-def workload(num_tokens: int) -> int:
-    """Cost of a sequence in arbitrary units: ``24576 * L + L**2``."""
-    return LINEAR_WORKLOAD * num_tokens + num_tokens * num_tokens
-
-
 class _Subset(NamedTuple):
     """One part under construction. Ordered by weight, then by number of items, then by items."""
 
@@ -48,32 +43,18 @@ class _State(NamedTuple):
     subsets: tuple[_Subset, ...]
 
 
-def balanced_partition(weights: Sequence[int], num_parts: int, *, equal_size: bool) -> Partition:
+def balanced_partition(weights: Sequence[int], num_parts: int) -> Partition:
     """Split ``range(len(weights))`` into `num_parts` parts of nearly equal weight.
 
     Args:
         weights: cost of each item, >= 0.
         num_parts: k >= 1.
-        equal_size: every part gets the same number of items.
 
     Returns:
-        k tuples of ascending indices, the heaviest part first; parts may be empty unless
-        `equal_size`.
-
-    Raises:
-        ConfigError: k < 1, or `equal_size` and the items do not divide evenly.
+        k tuples of ascending indices, the heaviest part first; parts may be empty.
     """
-    if num_parts < 1 or (equal_size and len(weights) % num_parts):
-        raise ConfigError(
-            f"cannot split {len(weights)} items into {num_parts} "
-            f"{'equally large ' if equal_size else ''}parts; choose a divisor"
-        )
     items = sorted(range(len(weights)), key=lambda index: (weights[index], index))
-    chunk = num_parts if equal_size else 1
-    heap = [
-        _state([_Subset(weights[i], 1, (i,)) for i in items[start : start + chunk]], num_parts)
-        for start in range(0, len(items), chunk)
-    ]
+    heap = [_state([_Subset(weights[i], 1, (i,))], num_parts) for i in items]
     if not heap:
         return ((),) * num_parts
     heapify(heap)
@@ -148,21 +129,14 @@ class MicroBatchPlan:
 
 
 def plan_minibatches(num_groups: int, mini_batch_groups: int) -> tuple[range, ...]:
-    """Return consecutive ranges of groups, one per optimizer step.
-
-    Raises:
-        ConfigError: the groups do not divide evenly into mini-batches.
-    """
-    if mini_batch_groups < 1 or num_groups % mini_batch_groups:
-        raise ConfigError(
-            f"actor.ppo_mini_batch_size={mini_batch_groups} must divide the {num_groups} groups "
-            "of a train batch (data.train_batch_size); change one of them"
-        )
+    """Return consecutive ranges of groups, one per optimizer step; no group may be left over."""
     starts = range(0, num_groups, mini_batch_groups)
     return tuple(range(start, start + mini_batch_groups) for start in starts)
 
 
-def assign_rows_to_ranks(rows: Sequence[RowSize], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+def assign_rows_to_ranks(
+    rows: Sequence[RowSize], num_ranks: int, *, keeps_groups: bool = False
+) -> tuple[tuple[int, ...], ...]:
     """Give each rank rows of nearly equal cost, whole groups where that stays in balance.
 
     While the heaviest rank exceeds `IMBALANCE_TOLERANCE` times the mean or a rank has nothing, the
@@ -172,20 +146,16 @@ def assign_rows_to_ranks(rows: Sequence[RowSize], num_ranks: int) -> tuple[tuple
     Args:
         rows: all rows of a mini-batch.
         num_ranks: data-parallel size, >= 1.
+        keeps_groups: halve no group, since the loss compares all rows of a prompt (ADPO).
 
     Returns:
         per rank the ascending row indices, the costliest rank first; a rank has none only if there
-        are fewer rows than ranks.
-
-    Raises:
-        ConfigError: `num_ranks` < 1.
+        are fewer rows than ranks, or with `keeps_groups` fewer groups.
     """
-    if num_ranks < 1:
-        raise ConfigError(f"rows cannot be spread over {num_ranks} ranks; need at least one")
     pieces = whole_groups(rows, range(len(rows)))
     while True:
         costs = [piece_workload(rows, piece) for piece in pieces]
-        ranks = balanced_partition(costs, num_ranks, equal_size=False)
+        ranks = balanced_partition(costs, num_ranks)
         divisible = {i for i, piece in enumerate(pieces) if len(piece.row_indices) > 1}
         # The heaviest rank comes first, and empty ranks last.
         is_balanced = (
@@ -194,7 +164,7 @@ def assign_rows_to_ranks(rows: Sequence[RowSize], num_ranks: int) -> tuple[tuple
         candidates = set() if is_balanced else divisible.intersection(ranks[0])
         if not ranks[-1]:
             candidates = candidates or divisible
-        if not candidates:
+        if keeps_groups or not candidates:
             return tuple(_rows_of(pieces, rank) for rank in ranks)
         costliest = max(candidates, key=lambda i: (costs[i], -i))
         pieces[costliest : costliest + 1] = _halves(rows, pieces[costliest])
@@ -206,6 +176,7 @@ def plan_micro_batches(
     *,
     token_budget: int | None = None,
     rows_per_micro: int | None = None,
+    keeps_groups: bool = False,
 ) -> tuple[MicroBatchPlan, ...]:
     """Pack one rank's rows of a mini-batch into micro-batches; every row is in exactly one.
 
@@ -219,22 +190,21 @@ def plan_micro_batches(
         row_indices: this rank's share, from `assign_rows_to_ranks`.
         token_budget: most tokens of a micro-batch, each piece's prompt counted once.
         rows_per_micro: rows of a micro-batch instead, the last may have fewer.
+        keeps_groups: split no group, since the loss compares all rows of a prompt (ADPO). One that
+            is longer than the budget gets a micro-batch of its own.
 
     Raises:
-        ConfigError: not exactly one of the two limits is given, or it is < 1.
+        ConfigError: with `keeps_groups`, `rows_per_micro` is no multiple of a group's rows.
     """
-    limit = token_budget if rows_per_micro is None else rows_per_micro
-    if (token_budget is None) == (rows_per_micro is None) or limit is None or limit < 1:
-        raise ConfigError(
-            "micro-batches need either a token budget >= 1 (use_dynamic_bsz, "
-            f"ppo_max_token_len_per_gpu, got {token_budget}) or a number of rows >= 1 "
-            f"(ppo_micro_batch_size_per_gpu, got {rows_per_micro}), not both"
-        )
     groups = whole_groups(rows, row_indices)
-    if token_budget is None:
-        return _by_rows(rows, groups, limit)
-    pieces = [part for piece in groups for part in _split_to_budget(rows, piece, limit)]
-    return _best_fit(rows, pieces, limit)
+    if rows_per_micro is not None:
+        if keeps_groups:
+            _check_rows_per_micro(groups, rows_per_micro)
+        return _by_rows(rows, groups, rows_per_micro)
+    assert token_budget is not None
+    if not keeps_groups:
+        groups = [part for piece in groups for part in _split_to_budget(rows, piece, token_budget)]
+    return _best_fit(rows, groups, token_budget)
 
 
 def whole_groups(rows: Sequence[RowSize], row_indices: Iterable[int]) -> list[GroupPiece]:
@@ -255,7 +225,7 @@ def piece_tokens(rows: Sequence[RowSize], piece: GroupPiece) -> int:
 
 
 def piece_workload(rows: Sequence[RowSize], piece: GroupPiece) -> int:
-    """Return the cost of a piece; for a single row of one answer `workload` of its length."""
+    """Return the cost of a piece; of one row with one answer and L tokens ``24576 * L + L**2``."""
     attention = rows[piece.row_indices[0]].prompt_tokens ** 2
     attention += sum(rows[index].attention for index in piece.row_indices)
     return LINEAR_WORKLOAD * piece_tokens(rows, piece) + attention
@@ -268,7 +238,7 @@ def _rows_of(pieces: Sequence[GroupPiece], chosen: Iterable[int]) -> tuple[int, 
 def _halves(rows: Sequence[RowSize], piece: GroupPiece) -> list[GroupPiece]:
     lengths = [rows[index].response_tokens for index in piece.row_indices]
     # Even an empty response is one row to place, so that neither half is ever empty.
-    halves = balanced_partition([length + 1 for length in lengths], 2, equal_size=False)
+    halves = balanced_partition([length + 1 for length in lengths], 2)
     return [GroupPiece(piece.group, tuple(piece.row_indices[i] for i in half)) for half in halves]
 
 
@@ -323,72 +293,6 @@ def _plan(rows: Sequence[RowSize], pieces: Sequence[GroupPiece]) -> MicroBatchPl
     return MicroBatchPlan(tuple(pieces), sum(piece_tokens(rows, piece) for piece in pieces))
 
 
-# For ADPO, whose loss compares all rows of a prompt: the same packing with whole groups. Above, a
-# heavy group may be split between ranks and micro-batches; below, never.
-
-
-def assign_groups_to_ranks(rows: Sequence[RowSize], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Give each rank whole groups, of nearly equal cost.
-
-    Args:
-        rows: all rows of a mini-batch.
-        num_ranks: data-parallel size, >= 1.
-
-    Returns:
-        per rank the ascending row indices; ranks beyond the number of groups have none.
-
-    Raises:
-        ConfigError: `num_ranks` < 1.
-    """
-    if num_ranks < 1:
-        raise ConfigError(f"groups cannot be spread over {num_ranks} ranks; need at least one")
-    pieces = whole_groups(rows, range(len(rows)))
-    costs = [piece_workload(rows, piece) for piece in pieces]
-    shares = balanced_partition(costs, num_ranks, equal_size=False)
-    return tuple(
-        tuple(sorted(row for i in share for row in pieces[i].row_indices)) for share in shares
-    )
-
-
-def plan_whole_group_micro_batches(
-    rows: Sequence[RowSize],
-    row_indices: Sequence[int],
-    *,
-    token_budget: int | None = None,
-    rows_per_micro: int | None = None,
-) -> tuple[MicroBatchPlan, ...]:
-    """Pack one rank's groups into micro-batches; no group is ever split.
-
-    By budget, groups go largest first into the fullest micro-batch with space for all of their
-    rows; a group longer than the budget gets a micro-batch of its own, which then exceeds it. By
-    rows, consecutive groups share a micro-batch. Micro-batches come largest first.
-
-    Args:
-        rows: all rows of the mini-batch.
-        row_indices: this rank's share, from `assign_groups_to_ranks`.
-        token_budget: tokens of a micro-batch, each group's prompt counted once.
-        rows_per_micro: rows of a micro-batch instead, a multiple of every group's.
-
-    Raises:
-        ConfigError: not exactly one limit is given, it is < 1, or `rows_per_micro` is no multiple
-            of a group's rows.
-    """
-    limit = token_budget if rows_per_micro is None else rows_per_micro
-    if (token_budget is None) == (rows_per_micro is None) or limit is None or limit < 1:
-        raise ConfigError(
-            f"micro-batches of whole groups need either a token budget >= 1, got {token_budget}, "
-            f"or a number of rows >= 1, got {rows_per_micro}, not both"
-        )
-    groups = whole_groups(rows, row_indices)
-    if token_budget is None:
-        _check_rows_per_micro(groups, limit)
-        batches = _in_runs(groups, limit)
-    else:
-        batches = _best_group_fit(rows, groups, limit)
-    plans = [MicroBatchPlan(tuple(batch), _tokens(rows, batch)) for batch in batches]
-    return tuple(sorted(plans, key=lambda plan: (-plan.num_tokens, plan.row_indices)))
-
-
 def _check_rows_per_micro(groups: Sequence[GroupPiece], rows_per_micro: int) -> None:
     for piece in groups:
         if rows_per_micro % len(piece.row_indices):
@@ -399,31 +303,3 @@ def _check_rows_per_micro(groups: Sequence[GroupPiece], rows_per_micro: int) -> 
             )
 
 
-def _in_runs(groups: Sequence[GroupPiece], rows_per_micro: int) -> list[list[GroupPiece]]:
-    batches: list[list[GroupPiece]] = []
-    capacity = 0
-    for piece in groups:
-        if capacity < len(piece.row_indices):
-            batches.append([])
-            capacity = rows_per_micro
-        batches[-1].append(piece)
-        capacity -= len(piece.row_indices)
-    return batches
-
-
-def _best_group_fit(
-    rows: Sequence[RowSize], groups: Sequence[GroupPiece], budget: int
-) -> list[list[GroupPiece]]:
-    batches: list[list[GroupPiece]] = []
-    for piece in sorted(groups, key=lambda group: -piece_tokens(rows, group)):
-        size = piece_tokens(rows, piece)
-        fitting = [batch for batch in batches if _tokens(rows, batch) + size <= budget]
-        if fitting:
-            max(fitting, key=lambda batch: _tokens(rows, batch)).append(piece)
-        else:
-            batches.append([piece])
-    return batches
-
-
-def _tokens(rows: Sequence[RowSize], pieces: Sequence[GroupPiece]) -> int:
-    return sum(piece_tokens(rows, piece) for piece in pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, cast
 
 from sluice.errors import ConfigError
@@ -16,54 +16,54 @@ if TYPE_CHECKING:
     BatchAdvantages = Callable[[AdvantageInputs, AdvantageSettings], Advantages]
 
 _ADVANTAGES = "sluice.algorithm.advantages"
+_OF_GROUPS, _OF_TOKENS = f"{_ADVANTAGES}.group_relative", f"{_ADVANTAGES}.token_returns"
+_OF_ENERGIES = f"{_ADVANTAGES}.optimal_token_baseline"
 
 BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
     {
-        "gae": f"{_ADVANTAGES}.gae:gae",
-        "grpo": f"{_ADVANTAGES}.grpo:grpo",
-        "grpo_vectorized": f"{_ADVANTAGES}.grpo:grpo_vectorized",
-        "grpo_passk": f"{_ADVANTAGES}.grpo_passk:grpo_passk",
-        "gdpo": f"{_ADVANTAGES}.gdpo:gdpo",
-        "reinforce_plus_plus": f"{_ADVANTAGES}.reinforce_plus_plus:reinforce_plus_plus",
-        "reinforce_plus_plus_baseline": (
-            f"{_ADVANTAGES}.reinforce_plus_plus:reinforce_plus_plus_baseline"
-        ),
-        "rloo": f"{_ADVANTAGES}.rloo:rloo",
-        "rloo_vectorized": f"{_ADVANTAGES}.rloo:rloo_vectorized",
-        "opo": f"{_ADVANTAGES}.opo:opo",
-        "remax": f"{_ADVANTAGES}.remax:remax",
-        "gpg": f"{_ADVANTAGES}.gpg:gpg",
-        "optimal_token_baseline": f"{_ADVANTAGES}.optimal_token_baseline:optimal_token_baseline",
-        "tir_optimal_token_baseline": (
-            f"{_ADVANTAGES}.optimal_token_baseline:tir_optimal_token_baseline"
-        ),
-        "adpo": f"{_ADVANTAGES}.adpo:adpo",
+        "gae": _OF_TOKENS,
+        "grpo": _OF_GROUPS,
+        "grpo_vectorized": _OF_GROUPS,
+        "grpo_passk": _OF_GROUPS,
+        "gdpo": _OF_GROUPS,
+        "reinforce_plus_plus": _OF_TOKENS,
+        "reinforce_plus_plus_baseline": _OF_GROUPS,
+        "rloo": _OF_GROUPS,
+        "rloo_vectorized": _OF_GROUPS,
+        "opo": _OF_GROUPS,
+        "remax": _OF_TOKENS,
+        "gpg": _OF_GROUPS,
+        "optimal_token_baseline": _OF_ENERGIES,
+        "tir_optimal_token_baseline": _OF_ENERGIES,
+        "adpo": _OF_GROUPS,
     }
 )
-"""Estimators of whole batches by `algorithm.adv_estimator`, as ``module:function``.
+"""Modules of the estimators of whole batches, by `algorithm.adv_estimator`, which is the name of
+the function, too.
 
 `AdvantageInputs` lists what a batch may hold; each estimator's docstring the fields that it needs.
 """
 
-_LOSSES = "sluice.algorithm.losses"
+_LOSSES, _ADPO = "sluice.algorithm.losses.policy_losses", "sluice.algorithm.losses.adpo"
 
 POLICY_OBJECTIVES: Mapping[str, str] = MappingProxyType(
     {
-        "vanilla": f"{_LOSSES}.vanilla:vanilla_objective",
-        "dppo_tv": f"{_LOSSES}.dppo:dppo_tv_objective",
-        "dppo_kl": f"{_LOSSES}.dppo:dppo_kl_objective",
-        "gspo": f"{_LOSSES}.gspo:gspo_objective",
-        "sapo": f"{_LOSSES}.sapo:sapo_objective",
-        "gpg": f"{_LOSSES}.gpg:gpg_objective",
-        "clip_cov": f"{_LOSSES}.covariance:clip_cov_objective",
-        "kl_cov": f"{_LOSSES}.covariance:kl_cov_objective",
-        "geo_mean": f"{_LOSSES}.geo_mean:geo_mean_objective",
-        "dro": f"{_LOSSES}.dro:dro_objective",
-        "cispo": f"{_LOSSES}.cispo:cispo_objective",
-        "bypass_mode": f"{_LOSSES}.bypass:bypass_objective",
-        "adpo": f"{_LOSSES}.adpo:adpo_objective",
+        "vanilla": _LOSSES,
+        "dppo_tv": _LOSSES,
+        "dppo_kl": _LOSSES,
+        "gspo": _LOSSES,
+        "sapo": _LOSSES,
+        "gpg": _LOSSES,
+        "clip_cov": _LOSSES,
+        "kl_cov": _LOSSES,
+        "geo_mean": _LOSSES,
+        "dro": _LOSSES,
+        "cispo": _LOSSES,
+        "bypass_mode": _LOSSES,
+        "adpo": _ADPO,
     }
 )
+"""Modules of the policy losses by ``loss_mode``; the function's name adds ``_objective``."""
 
 BOUNDED_FROM_BELOW = frozenset({"vanilla", "gspo", "clip_cov", "bypass_mode"})
 """Losses whose clip must keep ``1 - clip_ratio_low`` above 0, as it stops the ratio's fall there.
@@ -96,25 +96,6 @@ choose tokens by comparing all of them, and ``adpo`` compares the rows of a grou
 """
 
 
-def import_named(table: Mapping[str, str], name: str, *, key: str) -> object:
-    """Import what `table` holds under `name` as ``"module:attribute"``.
-
-    Args:
-        table: known names and where they live.
-        name: the configured name.
-        key: the configuration key that held `name`, for the error.
-
-    Raises:
-        ConfigError: `name` is not in `table`.
-    """
-    target = table.get(name)
-    if target is None:
-        raise ConfigError(f"{key}: unknown value '{name}'; known: {', '.join(sorted(table))}")
-    module, _, attribute = target.partition(":")
-    found: object = getattr(import_module(module), attribute)
-    return found
-
-
 def batch_estimator(name: str) -> BatchAdvantages:
     """Import the estimator called `name`; it maps a padded batch to values of [rows, width].
 
@@ -122,8 +103,8 @@ def batch_estimator(name: str) -> BatchAdvantages:
         ConfigError: the name is unknown (lists the known ones), or, when the estimator runs, the
             batch lacks a field.
     """
-    found = import_named(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator")
-    return cast("BatchAdvantages", found)
+    module = _module_of(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator")
+    return cast("BatchAdvantages", getattr(module, name))
 
 
 def policy_objective(name: str) -> ObjectiveFunction:
@@ -133,4 +114,11 @@ def policy_objective(name: str) -> ObjectiveFunction:
         ConfigError: the name is unknown; the message lists the known ones.
     """
     key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    return cast("ObjectiveFunction", import_named(POLICY_OBJECTIVES, name, key=key))
+    module = _module_of(POLICY_OBJECTIVES, name, key=key)
+    return cast("ObjectiveFunction", getattr(module, f"{name}_objective"))
+
+
+def _module_of(table: Mapping[str, str], name: str, *, key: str) -> ModuleType:
+    if name not in table:
+        raise ConfigError(f"{key}: unknown value '{name}'; known: {', '.join(sorted(table))}")
+    return import_module(table[name])

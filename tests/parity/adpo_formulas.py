@@ -35,12 +35,6 @@ def anchored(new: Row, old: Row, s: AdpoSettings) -> list[float]:
     ]
 
 
-def general(u: Row, old: Row, q: Row, s: AdpoSettings) -> list[float]:
-    return [
-        (ui * s.tau + o - s.anchor_coef * o - s.target_coef * qi - s.constant_coef) / s.tau
-        for ui, o, qi in zip(u, old, q, strict=True)
-    ]
-
 
 def plackett_luce(u: Row, advantages: Row, s: AdpoSettings) -> float:
     order = sorted(range(len(u)), key=lambda i: -advantages[i])
@@ -51,20 +45,19 @@ def plackett_luce(u: Row, advantages: Row, s: AdpoSettings) -> float:
         z = log_sum_exp(left)
         loss = (1 - s.label_smoothing) * (z - left[0])
         loss += s.label_smoothing * (z - sum(left) / len(left))
-        total += loss + s.poly_epsilon * (1 - exp(-min(loss, 20.0)))
+        total += loss + 1 - exp(-min(loss, 20.0))
     return total / len(positions)
 
 
-def prompt_loss(u: Row, old: Row, advantages: Row, s: AdpoSettings) -> tuple[float, float]:
+def prompt_loss(u: Row, advantages: Row, s: AdpoSettings) -> tuple[float, float]:
     """Loss of one prompt without regulariser, and its log-partition."""
     if s.variant == "plackett_luce":
         return plackett_luce(u, advantages, s), log_sum_exp(u)
     q = softmax([a / s.beta_reward for a in advantages])
-    w = general(u, old, q, s)
-    center = sum(qi * wi for qi, wi in zip(q, w, strict=True)) if s.center else 0.0
-    w = [wi - center for wi in w]
-    log_z = log_sum_exp(w)
-    loss = log_z - sum(qi * wi for qi, wi in zip(q, w, strict=True))
+    center = sum(qi * ui for qi, ui in zip(q, u, strict=True)) if s.center else 0.0
+    u = [ui - center for ui in u]
+    log_z = log_sum_exp(u)
+    loss = log_z - sum(qi * ui for qi, ui in zip(q, u, strict=True))
     return loss * (s.grad_scale_factor if s.variant == "scaled" else 1.0), log_z
 
 
@@ -76,7 +69,7 @@ def batch_loss(
     for new_rows, old_rows, advantages in prompts:
         new = [sequence_logprob(row, normalised=s.length_normalised) for row in new_rows]
         old = [sequence_logprob(row, normalised=s.length_normalised) for row in old_rows]
-        loss, log_z = prompt_loss(anchored(new, old, s), old, advantages, s)
+        loss, log_z = prompt_loss(anchored(new, old, s), advantages, s)
         losses.append(loss)
         partitions.append(log_z)
     regulariser = s.logit_reg_coef * (sum(partitions) / len(partitions)) ** 2

@@ -25,9 +25,9 @@ def one_token_rows(
 
 
 def scores(
-    name: str, inputs: AdvantageInputs, *, norm_by_std: bool = True, scale_rewards: bool = True
+    name: str, inputs: AdvantageInputs, *, norm_by_std: bool = True
 ) -> list[float]:
-    settings = AdvantageSettings(norm_by_std=norm_by_std, scale_rewards=scale_rewards)
+    settings = AdvantageSettings(norm_by_std=norm_by_std)
     found = batch_estimator(name)(inputs, settings)
     return [float(value) for value in found.advantages[:, 0]]
 
@@ -96,7 +96,7 @@ def test_gae_equals_verls() -> None:
     [(True, [1.5, -0.5, -0.5, -0.5]), (False, [0.75, -0.25, -0.25, -0.25])],
 )
 def test_adpo_equals_the_authors_code(scaled: bool, advantages: list[float]) -> None:
-    found = scores("adpo", one_token_rows([1.0, 0.0, 0.0, 0.0]), scale_rewards=scaled)
+    found = scores("adpo", one_token_rows([1.0, 0.0, 0.0, 0.0]), norm_by_std=scaled)
     assert found == pytest.approx(advantages, abs=1e-6)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sluice.algorithm.losses.objective import aggregate
-from sluice.algorithm.losses.vanilla import vanilla_policy_loss
+from sluice.algorithm.losses.policy_losses import vanilla_policy_loss
 
 TWO_ROWS_LOSS = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 2.0])
 TWO_ROWS_INDEX = torch.tensor([0, 0, 1, 1, 1, 1])

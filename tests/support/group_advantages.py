@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sluice.algorithm.advantages.grpo import group_relative
+from sluice.algorithm.advantages.group_relative import group_relative
 from sluice.algorithm.advantages.inputs import Groups
 
 

@@ -108,17 +108,15 @@ class AdvantageSettings:
     Args:
         gamma: discount a token (gae, reinforce_plus_plus).
         lam: GAE's lambda.
-        norm_by_std: divide by the group's standard deviation (grpo, grpo_vectorized, grpo_passk);
-            False is Dr. GRPO.
+        norm_by_std: divide by the group's standard deviation (grpo, grpo_vectorized, grpo_passk,
+            adpo); False is Dr. GRPO.
         gdpo_reward_weights: weight of each reward component, in the components' order; None: 1.
-        scale_rewards: divide by the group's standard deviation (adpo).
     """
 
     gamma: float = 1.0
     lam: float = 1.0
     norm_by_std: bool = True
     gdpo_reward_weights: tuple[float, ...] | None = None
-    scale_rewards: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,6 +233,20 @@ class Groups:
         squares = self.sum(self.centred(values).square())
         found = (squares / (self.row_sizes - 1).clamp(min=1)).sqrt()
         return torch.where(self.row_sizes == 1, 1.0, found)
+
+    def two_largest(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of the largest value of each group of several and of the second largest.
+
+        Args:
+            values: [rows]; of equal ones the first row counts as the larger.
+
+        Returns:
+            int64 [groups of several] each.
+        """
+        order = torch.argsort(values, descending=True, stable=True)
+        order = order[torch.argsort(self.of_row[order], stable=True)]
+        first = (self.sizes.cumsum(0) - self.sizes)[self.sizes > 1]
+        return order[first], order[first + 1]
 
     def _largest(self, values: torch.Tensor) -> torch.Tensor:
         lowest = values.new_full((self.sizes.numel(),), float("-inf"))

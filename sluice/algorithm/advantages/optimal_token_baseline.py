@@ -52,11 +52,7 @@ def energy_baselines(returns: torch.Tensor, weights: torch.Tensor, groups: Group
 
 def lone_tail(lengths: torch.Tensor, groups: Groups, width: int) -> torch.Tensor:
     """Mark a group's single longest row beyond its second longest; bool [rows, width]."""
-    order = torch.argsort(lengths, descending=True, stable=True)
-    order = order[torch.argsort(groups.of_row[order], stable=True)]
-    several = groups.sizes > 1
-    first = (groups.sizes.cumsum(0) - groups.sizes)[several]
-    longest, second = order[first], order[first + 1]
+    longest, second = groups.two_largest(lengths)
     tail = torch.zeros((lengths.numel(), width), dtype=torch.bool, device=lengths.device)
     positions = torch.arange(width, device=lengths.device)
     beyond = positions >= lengths[second].unsqueeze(-1)

@@ -10,32 +10,28 @@ import torch
 
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean, row_means, row_sums
 from sluice.algorithm.losses.objective import PolicyObjective
-from sluice.algorithm.losses.settings import AdaptiveTauSettings, AdpoSettings, PolicyLossSettings
+from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
 from sluice.errors import ConfigError
 
 MAX_POSITION_LOSS = 20.0
+POLY_EPSILON = 1.0
+# verlm's, of the temperature that follows entropy and reward.
+TAU_ALPHA, TAU_BETA, TAU_RANGE = 0.2, 0.5, (0.2, 1.5)
 
 
 def plackett_luce_loss(
-    scores: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    top_k: int = 0,
-    label_smoothing: float = 0.0,
-    poly_epsilon: float = 0.0,
+    scores: torch.Tensor, advantages: torch.Tensor, adpo: AdpoSettings
 ) -> torch.Tensor:
     """Return the mean over positions of how unlikely the next best row was among those left.
 
     With rows by falling advantage, position k loses ``e_k = -u_k + logsumexp(u_k, u_k+1, ...)``
-    (Plackett-Luce; Xia et al. 2008). Smoothing replaces it by ``(1 - s) e_k + s (logsumexp -
-    mean)`` of the same suffix, and the poly term adds ``epsilon (1 - exp(-min(e_k, 20)))``.
+    (Plackett-Luce; Xia et al. 2008). Smoothing by s replaces it by ``(1 - s) e_k + s (logsumexp -
+    mean)`` of the same suffix, and the poly term adds ``1 - exp(-min(e_k, 20))``.
 
     Args:
         scores: float [P, G], carries the gradient.
         advantages: float [P, G]; equal ones keep the order of their columns.
-        top_k: leading positions counted; 0 or more than G - 2 for all G - 1.
-        label_smoothing: s, in 0..1.
-        poly_epsilon: epsilon.
+        adpo: leading positions that count, all G - 1 at most, and s.
 
     Returns:
         float [P].
@@ -47,9 +43,9 @@ def plackett_luce_loss(
     log_partition = backward.logcumsumexp(-1).flip(-1)[:, :-1]
     uniform = log_partition - (backward.cumsum(-1) / sizes).flip(-1)[:, :-1]
     loss = log_partition - backward.flip(-1)[:, :-1]
-    loss = (1.0 - label_smoothing) * loss + label_smoothing * uniform
-    loss = loss + poly_epsilon * (1.0 - (-loss.clamp(max=MAX_POSITION_LOSS)).exp())
-    return (loss[:, :top_k] if top_k > 0 else loss).mean(dim=-1)
+    loss = (1.0 - adpo.label_smoothing) * loss + adpo.label_smoothing * uniform
+    loss = loss + POLY_EPSILON * (1.0 - (-loss.clamp(max=MAX_POSITION_LOSS)).exp())
+    return (loss[:, : adpo.top_k] if adpo.top_k > 0 else loss).mean(dim=-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,54 +54,38 @@ class GroupScores:
 
     anchored: torch.Tensor  # [P, G], bounded (l - l_old) / tau
     log_ratio: torch.Tensor  # [P, G], bounded l - l_old, detached
-    old: torch.Tensor  # [P, G], l_old
     advantages: torch.Tensor  # [P, G]
     tau: torch.Tensor  # 0-d
-
-    def general(self, targets: torch.Tensor, adpo: AdpoSettings) -> torch.Tensor:
-        """``(l - A l_old - B q - C) / tau`` [P, G], with l restored from the bounded scores."""
-        removed = (
-            (adpo.anchor_coef - 1.0) * self.old + adpo.target_coef * targets + adpo.constant_coef
-        )
-        return self.anchored - removed / self.tau
 
 
 def group_scores(inputs: LossInputs, order: Sequence[int], adpo: AdpoSettings) -> GroupScores:
     """Return scores of rows, taken in `order`; consecutive runs of G rows are a prompt's.
 
-    l is the mean over a row's tokens (`length_normalised`) or their sum, 0 without tokens. A row's
-    advantage is ``inputs.row_advantages`` or the mean over its tokens.
+    l is the mean over a row's tokens (`length_normalised`) or their sum, 0 without tokens.
     """
-    rows = (inputs.row_index, inputs.num_rows)
+    rows, advantages = (inputs.row_index, inputs.num_rows), inputs.row_advantages
+    assert advantages is not None
     reduce = row_means if adpo.length_normalised else row_sums
     new, old = reduce(inputs.logprobs, *rows), reduce(inputs.old_logprobs, *rows).detach()
-    advantages = inputs.row_advantages
-    if advantages is None:
-        advantages = row_means(inputs.advantages, *rows)
     tau = torch.full_like(old.sum(), adpo.tau)
-    if adpo.adaptive_tau is not None:
-        tau = adaptive_tau(new.detach(), old, advantages, adpo.tau, adpo.adaptive_tau)
-    log_ratio = _bounded(new - old, adpo.clip_log_ratio)
-    anchored = _bounded(log_ratio / tau, adpo.clip_anchored_score)
+    if adpo.adaptive_tau_vocab is not None and new.numel():
+        tau = adaptive_tau(new.detach(), old, advantages, adpo.tau, adpo.adaptive_tau_vocab)
+    log_ratio = (new - old).clamp(-adpo.clip_log_ratio, adpo.clip_log_ratio)
+    anchored = (log_ratio / tau).clamp(-adpo.clip_anchored_score, adpo.clip_anchored_score)
     taken = torch.tensor(order, dtype=torch.int64, device=old.device)
     shape = (-1, adpo.num_generations)
     return GroupScores(
         anchored[taken].view(shape),
         log_ratio.detach()[taken].view(shape),
-        old[taken].view(shape),
         advantages[taken].view(shape),
         tau,
     )
 
 
 def adaptive_tau(
-    new: torch.Tensor,
-    old: torch.Tensor,
-    advantages: torch.Tensor,
-    base: float,
-    settings: AdaptiveTauSettings,
+    new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, base: float, vocab_size: int
 ) -> torch.Tensor:
-    """``clamp(base (1 + alpha h - beta c s), minimum, maximum)``, 0-d, without gradient.
+    """``base (1 + 0.2 h - 0.5 c s)`` within 0.2..1.5, 0-d, without gradient.
 
     verlm's rule, over the rows of the micro-batch: h the mean of ``-l_old / ln vocab_size``, c one
     less the same of l, both terms within 0..1; s twice the mean of the advantages scaled to 0..1,
@@ -116,21 +96,15 @@ def adaptive_tau(
         old: float [rows], l_old.
         advantages: float [rows].
         base: tau.
-        settings: the rest.
+        vocab_size: entropies are normalised by its logarithm.
     """
-    if not new.numel():
-        return torch.full((), base, dtype=new.dtype, device=new.device)
-    scale = math.log(settings.vocab_size)
+    scale = math.log(vocab_size)
     entropy = (-old / scale).clamp(0.0, 1.0).mean()
     confidence = 1.0 - (-new / scale).clamp(0.0, 1.0).mean()
     spread = (advantages.max() - advantages.min()).clamp(min=1e-6)
     signal = 2.0 * ((advantages - advantages.min()) / spread).mean() - 1.0
-    factor = 1.0 + settings.alpha * entropy - settings.beta * confidence * signal
-    return (base * factor).clamp(settings.minimum, settings.maximum)
-
-
-def _bounded(values: torch.Tensor, bound: float) -> torch.Tensor:
-    return values.clamp(-bound, bound) if bound > 0.0 else values
+    factor = 1.0 + TAU_ALPHA * entropy - TAU_BETA * confidence * signal
+    return (base * factor).clamp(*TAU_RANGE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,21 +167,19 @@ def adpo_objective(
     ``logsumexp(u)`` over this micro-batch's prompts, weighed by their share.
 
     No ratio is clipped, and neither `loss_agg_mode` nor importance weights are used. Every row
-    counts, with ``l = 0`` if it has no tokens, so they must all be in the inputs.
+    counts, with ``l = 0`` if it has no tokens, so they must all be in the inputs. Needs
+    ``inputs.row_groups``, ``inputs.row_advantages`` and ``counts.groups``.
 
     Returns:
         the loss and verlm's metrics, ``adpo/...``, ``actor/ppo_kl`` (mean absolute log-ratio of
         rows, bounded) and ``actor/pg_clipfrac`` (0).
 
     Raises:
-        ConfigError: groups are not given, incomplete or too large, or `counts` lacks their number.
+        ConfigError: a group is incomplete or too large.
     """
     adpo = settings.adpo
-    if counts.groups is None or inputs.row_groups is None:
-        raise ConfigError(
-            "loss_mode=adpo compares the rows of a prompt: it needs the group of every row and "
-            "the number of groups of the mini-batch"
-        )
+    assert counts.groups is not None
+    assert inputs.row_groups is not None
     order = complete_groups(inputs.row_groups, adpo.num_generations)
     scores = group_scores(inputs, order, adpo)
     terms = _terms(scores, adpo)
@@ -238,17 +210,11 @@ def complete_groups(row_groups: Sequence[int], num_generations: int) -> list[int
 
 def _terms(scores: GroupScores, adpo: AdpoSettings) -> AdpoTerms:
     if adpo.variant == "plackett_luce":
-        losses = plackett_luce_loss(
-            scores.anchored,
-            scores.advantages,
-            top_k=adpo.top_k,
-            label_smoothing=adpo.label_smoothing,
-            poly_epsilon=adpo.poly_epsilon,
-        )
+        losses = plackett_luce_loss(scores.anchored, scores.advantages, adpo)
         zeros = torch.zeros_like(losses).detach()
         return AdpoTerms(losses, zeros, zeros, scores.anchored.logsumexp(-1), zeros)
     targets = torch.softmax(scores.advantages / adpo.beta_reward, dim=-1)
-    u = scores.general(targets, adpo)
+    u = scores.anchored
     center = (targets * u).sum(-1).detach() if adpo.center else torch.zeros_like(u[:, 0]).detach()
     u = u - center[:, None]
     alignment, log_partition = (targets * u).sum(-1), u.logsumexp(-1)

@@ -16,14 +16,9 @@ def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> to
     return zeros.index_add(0, row_index, values)
 
 
-def row_lengths(row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return tokens of each row, int64 [rows]."""
-    return torch.bincount(row_index, minlength=num_rows)
-
-
 def row_means(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return the mean of each row's tokens, [rows]; 0 for a row without tokens."""
-    lengths = row_lengths(row_index, num_rows).clamp(min=1)
+    lengths = torch.bincount(row_index, minlength=num_rows).clamp(min=1)
     return row_sums(values, row_index, num_rows) / lengths
 
 

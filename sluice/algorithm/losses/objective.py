@@ -12,7 +12,6 @@ import torch
 
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.settings import PolicyLossSettings
-from sluice.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are kept within +- this where a loss needs it; float32 stays finite."""
@@ -35,7 +34,7 @@ def aggregate(
     mode: str,
     global_tokens: float,
     global_rows: float,
-    loss_scale_factor: float | None = None,
+    loss_scale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Return this micro-batch's share of the mini-batch's loss.
 
@@ -56,38 +55,19 @@ def aggregate(
 
     Returns:
         scalar (0-d) in float32, or float64 for such a loss; 0 for no tokens.
-
-    Raises:
-        ConfigError: unknown mode, or no scale factor where the mode needs one.
     """
-    if mode not in set(LossAggregation):
-        raise ConfigError(
-            f"actor_rollout_ref.actor.loss_agg_mode: unknown value '{mode}'; known: "
-            f"{', '.join(LossAggregation)}"
-        )
-    needs_factor = mode == LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM
-    if needs_factor and (loss_scale_factor is None or loss_scale_factor <= 0):
-        raise ConfigError(
-            "actor_rollout_ref.actor.loss_scale_factor must be positive with "
-            f"loss_agg_mode={mode}, got {loss_scale_factor}; "
-            "data.max_response_length is verl's default"
-        )
     values = loss.to(torch.promote_types(loss.dtype, torch.float32))
     if mode == LossAggregation.SEQ_MEAN_TOKEN_MEAN:
-        values = values / _row_lengths(row_index)
+        values = values / torch.bincount(row_index)[row_index]
     divisors = {
         LossAggregation.TOKEN_MEAN: global_tokens,
         LossAggregation.TOKEN_SUM: 1.0,
         LossAggregation.SEQ_MEAN_TOKEN_SUM: global_rows,
-        LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM: global_rows * (loss_scale_factor or 1.0),
+        LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM: global_rows * loss_scale_factor,
         LossAggregation.SEQ_MEAN_TOKEN_MEAN: global_rows,
     }
     return values.sum() / divisors[LossAggregation(mode)]
 
-
-def _row_lengths(row_index: torch.Tensor) -> torch.Tensor:
-    """Return the length of each token's row, int64 [tokens]."""
-    return torch.bincount(row_index)[row_index]
 
 
 def bounded_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -125,10 +105,6 @@ def token_metric(values: torch.Tensor) -> MetricMean:
     dtype = torch.promote_types(values.dtype, torch.float32)
     return MetricMean(values.detach().sum(dtype=dtype), values.numel())
 
-
-def zero_metric(inputs: LossInputs) -> MetricMean:
-    """Return the token mean of a condition that a loss does not have."""
-    return MetricMean(torch.zeros((), device=inputs.logprobs.device), inputs.num_tokens)
 
 
 def token_objective(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,13 +42,8 @@ def value_loss(
         returns: float [tokens], R.
         cliprange_value: how far a value may move before its error is held, > 0.
         aggregate: turns per-token losses [tokens] into this micro-batch's scalar, for example
-            `losses.aggregate.aggregate` with all but its first argument bound.
-
-    Raises:
-        ConfigError: ``cliprange_value <= 0``.
+            `losses.objective.aggregate` with all but its first argument bound.
     """
-    if cliprange_value <= 0.0:
-        raise ConfigError(f"critic.cliprange_value must be > 0, got {cliprange_value}")
     near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     free_error, held_error = (values - returns).square(), (near - returns).square()
     loss = 0.5 * aggregate(torch.maximum(free_error, held_error))

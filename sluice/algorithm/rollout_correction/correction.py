@@ -1,16 +1,24 @@
-"""Correct one set of tokens: weights, rejection and diagnostics together, also inside the loss
-``bypass_mode``.
+"""Correct one set of tokens, also inside the loss ``bypass_mode``: importance weights of the
+trainer's policy against the one that sampled them, rejection where the two diverge too far, and
+diagnostics.
+
+Truncation bounds the variance of weights (TIS; Ionides 2008), a band drops implausible tokens
+(IcePop).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sluice.algorithm.losses.inputs import Correction, Corrector, MetricMean
-from sluice.algorithm.rollout_correction.rejection import reject
-from sluice.algorithm.rollout_correction.settings import RolloutCorrectionSettings
+from sluice.algorithm.rollout_correction.settings import (
+    RejectionRule,
+    RolloutCorrectionSettings,
+    WeightBounds,
+)
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     Reading,
@@ -18,15 +26,63 @@ from sluice.algorithm.rollout_correction.statistics import (
     Statistics,
     TokenRows,
 )
-from sluice.algorithm.rollout_correction.weights import importance_weights
 
 MAX_LOG_RATIO = 20.0
 
 NORM_FACTOR = "rollout_is_batch_norm_factor"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutCorrection:
+    """What to multiply losses and masks with, and what to report.
+
+    Args:
+        weights: float32 [tokens] without gradient, None without `rollout_is`. Not normalised; see
+            `normalized_weights`.
+        kept: bool [tokens], all True without `rollout_rs`.
+        statistics: merge them over micro-batches and ranks, then `statistics.metrics_of`.
+    """
+
+    weights: torch.Tensor | None
+    kept: torch.Tensor
+    statistics: Statistics
+
+
 @torch.no_grad()
-def off_policy_statistics(
+def rollout_correction(
+    logprobs: torch.Tensor,
+    behavior_logprobs: torch.Tensor,
+    row_index: torch.Tensor,
+    settings: RolloutCorrectionSettings,
+) -> RolloutCorrection:
+    """Compare a policy of the trainer with the one that sampled the tokens.
+
+    Args:
+        logprobs: float [tokens]; the old policy's, or in bypass mode the current one's.
+        behavior_logprobs: float [tokens], of the distribution that sampled each token.
+        row_index: int64 [tokens]; all tokens of a row are in the same call.
+        settings: which weights and rules.
+    """
+    policy, behavior = logprobs.detach().float(), behavior_logprobs.detach().float()
+    log_ratio, rows = policy - behavior, TokenRows.of(row_index)
+    statistics: dict[str, Statistic] = {}
+    weights: torch.Tensor | None = None
+    kept = torch.ones_like(log_ratio, dtype=torch.bool)
+    if settings.rollout_is is not None:
+        of_tokens = settings.rollout_is == "token"
+        weights, statistics = _weighed(log_ratio, rows, settings.bounds(), of_tokens=of_tokens)
+        if settings.rollout_is_batch_normalize:
+            averaged = weights if of_tokens else rows.mean(weights)
+            statistics[NORM_FACTOR] = Statistic(Moments.of(averaged), Reading.NORMALIZER)
+    rules = settings.rules()
+    if rules:
+        kept, rejections = _rejected(log_ratio, rows, rules)
+        statistics |= rejections
+    statistics |= _off_policy_statistics(policy, behavior, rows)
+    return RolloutCorrection(weights, kept, statistics)
+
+
+def _off_policy_statistics(
     old_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, rows: TokenRows
 ) -> dict[str, Statistic]:
     """Return statistics of a batch, taken in float64.
@@ -70,57 +126,162 @@ def _squared_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     return (2.0 * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RolloutCorrection:
-    """What to multiply losses and masks with, and what to report.
+def _weighed(
+    log_ratio: torch.Tensor, rows: TokenRows, bounds: WeightBounds, *, of_tokens: bool
+) -> tuple[torch.Tensor, dict[str, Statistic]]:
+    """Return ``exp`` of the log ratio within +-20, of each token or of the sum over its row.
 
     Args:
-        weights: float32 [tokens] without gradient, None without `rollout_is`. Not normalised; see
-            `normalized_weights`.
-        kept: bool [tokens], all True without `rollout_rs`.
-        statistics: merge them over micro-batches and ranks, then `statistics.metrics_of`.
+        log_ratio: float32 [tokens], trainer's logprob less the engine's.
+        rows: of the tokens.
+        bounds: truncation or band.
+        of_tokens: else all tokens of a row have one weight.
+
+    Returns:
+        float32 [tokens], bounded, not normalised; and the statistics of ``rollout_is_*``.
     """
+    exponent = log_ratio if of_tokens else rows.sum(log_ratio)[rows.of_token]
+    raw = exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if bounds.lower is None:
+        weights = raw.clamp(max=bounds.upper)
+    else:
+        inside = (raw >= bounds.lower) & (raw <= bounds.upper)
+        weights = torch.where(inside, raw, torch.zeros_like(raw))
+    statistics = {
+        **_token_statistics(raw, weights, bounds),
+        **_row_statistics(rows.mean(raw), rows.mean(weights), bounds),
+    }
+    if not of_tokens:
+        statistics |= _ratio_statistics(rows.sum(log_ratio), bounds)
+    return weights, statistics
 
-    weights: torch.Tensor | None
-    kept: torch.Tensor
-    statistics: Statistics
+
+def _lower(bounds: WeightBounds) -> float:
+    return 1.0 / bounds.upper if bounds.lower is None else bounds.lower
 
 
-@torch.no_grad()
-def rollout_correction(
-    logprobs: torch.Tensor,
-    behavior_logprobs: torch.Tensor,
-    row_index: torch.Tensor,
-    settings: RolloutCorrectionSettings,
-) -> RolloutCorrection:
-    """Compare a policy of the trainer with the one that sampled the tokens.
+def _token_statistics(
+    raw: torch.Tensor, weights: torch.Tensor, bounds: WeightBounds
+) -> dict[str, Statistic]:
+    applied = Moments.of(weights)
+    high, low = raw > bounds.upper, raw < _lower(bounds)
+    found = {
+        "rollout_is_mean": Statistic(applied, Reading.MEAN),
+        "rollout_is_std": Statistic(applied, Reading.STD),
+        "rollout_is_max": Statistic(applied, Reading.MAX),
+        "rollout_is_min": Statistic(applied, Reading.MIN),
+        "rollout_is_eff_sample_size": Statistic(applied, Reading.EFFECTIVE_FRACTION),
+        "rollout_is_ratio_fraction_high": Statistic(Moments.of(high), Reading.MEAN),
+        "rollout_is_ratio_fraction_low": Statistic(Moments.of(low), Reading.MEAN),
+    }
+    if bounds.lower is not None:
+        found["rollout_is_oob_ratio"] = Statistic(Moments.of(high | low), Reading.MEAN)
+    return found
 
-    Args:
-        logprobs: float [tokens]; the old policy's, or in bypass mode the current one's.
-        behavior_logprobs: float [tokens], of the distribution that sampled each token.
-        row_index: int64 [tokens]; all tokens of a row are in the same call.
-        settings: which weights and rules.
+
+def _row_statistics(
+    raw: torch.Tensor, weights: torch.Tensor, bounds: WeightBounds
+) -> dict[str, Statistic]:
+    """Return statistics of the mean weights of rows [rows], before and after the bounds."""
+    applied = Moments.of(weights)
+    high, low = Moments.of(raw > bounds.upper), Moments.of(raw < _lower(bounds))
+    return {
+        "rollout_is_seq_mean": Statistic(applied, Reading.MEAN),
+        "rollout_is_seq_std": Statistic(applied, Reading.SAMPLE_STD),
+        "rollout_is_seq_max": Statistic(applied, Reading.MAX),
+        "rollout_is_seq_min": Statistic(applied, Reading.MIN),
+        "rollout_is_seq_max_deviation": Statistic(Moments.of((weights - 1.0).abs()), Reading.MAX),
+        "rollout_is_seq_fraction_high": Statistic(high, Reading.MEAN),
+        "rollout_is_seq_fraction_low": Statistic(low, Reading.MEAN),
+    }
+
+
+def _ratio_statistics(log_ratio_sums: torch.Tensor, bounds: WeightBounds) -> dict[str, Statistic]:
+    """Return what a sequence's weights report of their ratios [rows] before any bound."""
+    sums = log_ratio_sums.cpu().double()
+    ratios = Moments.of(sums.clamp(max=MAX_LOG_RATIO).exp())
+    high = Moments.of(sums > torch.tensor(bounds.upper, dtype=torch.float64).log())
+    low = Moments.of(sums < torch.tensor(_lower(bounds), dtype=torch.float64).log())
+    return {
+        "rollout_is_max": Statistic(ratios, Reading.MAX),
+        "rollout_is_min": Statistic(ratios, Reading.MIN),
+        "rollout_is_ratio_fraction_high": Statistic(high, Reading.MEAN),
+        "rollout_is_ratio_fraction_low": Statistic(low, Reading.MEAN),
+    }
+
+
+def _rejected(
+    log_ratio: torch.Tensor, rows: TokenRows, rules: Sequence[RejectionRule]
+) -> tuple[torch.Tensor, dict[str, Statistic]]:
+    """Keep the tokens that pass all rules; a rule over rows keeps or drops whole rows.
+
+    With x the log ratio (trainer's less the engine's logprob) within +-20: k1 = -x, k2 = x^2 / 2,
+    k3 = exp(x) - 1 - x, of a token, or their sum, mean or maximum over the row.
+
+    Returns:
+        bool [tokens], true where the token stays; and the statistics of ``rollout_rs_*``.
     """
-    policy, behavior = logprobs.detach().float(), behavior_logprobs.detach().float()
-    log_ratio, rows = policy - behavior, TokenRows.of(row_index)
-    statistics: dict[str, Statistic] = {}
-    weights: torch.Tensor | None = None
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
-    if settings.rollout_is is not None:
-        found = importance_weights(
-            log_ratio, rows, level=settings.rollout_is, bounds=settings.bounds()
-        )
-        weights = found.weights
-        statistics |= found.statistics
-        if settings.rollout_is_batch_normalize:
-            statistics[NORM_FACTOR] = found.normalizer
-    rules = settings.rules()
-    if rules:
-        rejection = reject(log_ratio, rows, rules)
-        kept = rejection.kept
-        statistics |= rejection.statistics
-    statistics |= off_policy_statistics(policy, behavior, rows)
-    return RolloutCorrection(weights, kept, statistics)
+    statistics: dict[str, Statistic] = {}
+    for rule in rules:
+        of_tokens = _divergence(log_ratio, rule.estimator)
+        of_rows = _row_divergence(of_tokens, rows, rule.scope)
+        if rule.scope != "token":
+            of_tokens = of_rows[rows.of_token]
+        passed = (of_tokens >= rule.lower) & (of_tokens <= rule.upper)
+        kept &= passed
+        statistics |= _rule_statistics(rule, of_tokens, of_rows)
+        statistics |= _masked(f"rollout_rs_{rule.option}", passed, rows)
+    return kept, {**statistics, **_masked("rollout_rs", kept, rows)}
+
+
+def _divergence(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
+    x = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return -x
+    return 0.5 * x.square() if estimator == "k2" else x.expm1() - x
+
+
+def _row_divergence(values: torch.Tensor, rows: TokenRows, scope: str) -> torch.Tensor:
+    if scope == "seq_sum":
+        return rows.sum(values)
+    return rows.max(values) if scope == "seq_max" else rows.mean(values)
+
+
+def _rule_statistics(
+    rule: RejectionRule, of_tokens: torch.Tensor, of_rows: torch.Tensor
+) -> dict[str, Statistic]:
+    name, of_row = f"rollout_rs_{rule.option}", Moments.of(of_rows)
+    judged = of_tokens if rule.scope == "token" else of_rows
+    extremes = Moments.of(judged)
+    # k2 and k3 are never negative: without a lower bound the clamp starts at 0.
+    lowest = 0.0 if rule.lower == -torch.inf else rule.lower
+    clamped = Moments.of(of_tokens.clamp(lowest, rule.upper))
+    row_high, row_low = Moments.of(of_rows > rule.upper), Moments.of(of_rows < rule.lower)
+    high, low = Moments.of(judged > rule.upper), Moments.of(judged < rule.lower)
+    return {
+        f"{name}_mean": Statistic(Moments.of(of_tokens), Reading.MEAN),
+        f"{name}_max": Statistic(extremes, Reading.MAX),
+        f"{name}_min": Statistic(extremes, Reading.MIN),
+        f"{name}_std": Statistic(clamped, Reading.STD),
+        f"{name}_fraction_high": Statistic(high, Reading.MEAN),
+        f"{name}_fraction_low": Statistic(low, Reading.MEAN),
+        f"{name}_seq_mean": Statistic(of_row, Reading.MEAN),
+        f"{name}_seq_std": Statistic(of_row, Reading.SAMPLE_STD),
+        f"{name}_seq_max": Statistic(of_row, Reading.MAX),
+        f"{name}_seq_min": Statistic(of_row, Reading.MIN),
+        f"{name}_seq_max_deviation": Statistic(Moments.of(of_rows.abs()), Reading.MAX),
+        f"{name}_seq_fraction_high": Statistic(row_high, Reading.MEAN),
+        f"{name}_seq_fraction_low": Statistic(row_low, Reading.MEAN),
+    }
+
+
+def _masked(prefix: str, kept: torch.Tensor, rows: TokenRows) -> dict[str, Statistic]:
+    """Return the share of tokens dropped, and of rows that lost a token."""
+    return {
+        f"{prefix}_masked_fraction": Statistic(Moments.of(~kept), Reading.MEAN),
+        f"{prefix}_seq_masked_fraction": Statistic(Moments.of(rows.any(~kept)), Reading.MEAN),
+    }
 
 
 def normalized_weights(weights: torch.Tensor, batch_statistics: Statistics) -> torch.Tensor:

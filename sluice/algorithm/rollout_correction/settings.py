@@ -23,8 +23,6 @@ REJECTION_OPTIONS = (
 
 _SECTION = "algorithm.rollout_correction"
 
-WEIGHT_LEVELS = ("token", "sequence")
-BYPASS_LOSS_TYPES = ("ppo_clip", "reinforce")
 BYPASS_LOSS_MODE = "bypass_mode"
 
 
@@ -150,13 +148,6 @@ class RolloutCorrectionSettings:
     loss_type: str = "ppo_clip"
 
     def __post_init__(self) -> None:
-        if self.rollout_is is not None:
-            check_level(self.rollout_is)
-        if self.loss_type not in BYPASS_LOSS_TYPES:
-            raise ConfigError(
-                f"algorithm.rollout_correction.loss_type: unknown value '{self.loss_type}'; known: "
-                f"{', '.join(BYPASS_LOSS_TYPES)}"
-            )
         self.bounds()
         self.rules()
 
@@ -171,14 +162,3 @@ class RolloutCorrectionSettings:
         return rejection_rules(self.rollout_rs, self.rollout_rs_threshold)
 
 
-def check_level(level: str) -> None:
-    """Check the value of `rollout_is`.
-
-    Raises:
-        ConfigError: it is none of `WEIGHT_LEVELS`.
-    """
-    if level not in WEIGHT_LEVELS:
-        raise ConfigError(
-            f"algorithm.rollout_correction.rollout_is: unknown value '{level}'; known: "
-            f"{', '.join(WEIGHT_LEVELS)}, or null for no weights"
-        )

@@ -13,6 +13,7 @@ from sluice.config.schema.section import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PositiveShare,
     Section,
     Share,
 )
@@ -88,7 +89,7 @@ class PolicyLossConfig(Section, frozen=True):
     loss_mode: PolicyLossName = "vanilla"
     """Name of the loss; vanilla is PPO with clipping and dual clip."""
 
-    clip_cov_ratio: Share = 0.0002
+    clip_cov_ratio: PositiveShare = 0.0002
     """clip_cov: share of tokens whose gradient is removed."""
 
     clip_cov_lb: float = 1.0
@@ -97,7 +98,7 @@ class PolicyLossConfig(Section, frozen=True):
     clip_cov_ub: float = 5.0
     """clip_cov: upper bound of the covariance of tokens that may be chosen."""
 
-    kl_cov_ratio: Share = 0.0002
+    kl_cov_ratio: PositiveShare = 0.0002
     """kl_cov: share of tokens with a KL penalty, those of the highest covariance."""
 
     ppo_kl_coef: NonNegativeFloat = 0.1

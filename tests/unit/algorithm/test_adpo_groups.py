@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sluice.algorithm.packing import (
     MicroBatchPlan,
     RowSize,
-    assign_groups_to_ranks,
-    plan_whole_group_micro_batches,
+    assign_rows_to_ranks,
+    plan_micro_batches,
 )
 from sluice.errors import ConfigError
 
@@ -49,8 +49,8 @@ def test_every_group_is_whole_in_exactly_one_micro_batch(
 ) -> None:
     rows, sizes = rows_of(groups), tokens_of(groups)
     seen: list[int] = []
-    for share in assign_groups_to_ranks(rows, num_ranks):
-        plans = plan_whole_group_micro_batches(rows, share, token_budget=budget)
+    for share in assign_rows_to_ranks(rows, num_ranks, keeps_groups=True):
+        plans = plan_micro_batches(rows, share, token_budget=budget, keeps_groups=True)
         assert [p.num_tokens for p in plans] == sorted((p.num_tokens for p in plans), reverse=True)
         for plan in plans:
             found = groups_in(rows, plan)
@@ -65,36 +65,25 @@ def test_by_rows_micro_batches_hold_as_many_groups_as_fit(
     groups: list[tuple[int, list[int]]], per_micro: int
 ) -> None:
     rows = rows_of(groups)
-    plans = plan_whole_group_micro_batches(rows, range(len(rows)), rows_per_micro=per_micro * G)
+    plans = plan_micro_batches(
+        rows, range(len(rows)), rows_per_micro=per_micro * G, keeps_groups=True
+    )
     assert sum(len(groups_in(rows, plan)) for plan in plans) == len(groups)
     assert len(plans) == -(-len(groups) // per_micro)
 
 
 def test_groups_fill_a_micro_batch_to_its_budget() -> None:
     rows = rows_of([(4, [2, 2, 2]), (1, [3, 3, 3]), (5, [5, 5, 5]), (10, [10, 10, 10])])
-    plans = plan_whole_group_micro_batches(rows, range(len(rows)), token_budget=20)
+    plans = plan_micro_batches(rows, range(len(rows)), token_budget=20, keeps_groups=True)
     assert [plan.num_tokens for plan in plans] == [40, 20, 20]
 
 
 def test_ranks_get_equal_shares_of_equal_groups() -> None:
-    shares = assign_groups_to_ranks(rows_of([(5, [4, 4, 4])] * 6), 3)
+    shares = assign_rows_to_ranks(rows_of([(5, [4, 4, 4])] * 6), 3, keeps_groups=True)
     assert [len(share) for share in shares] == [2 * G] * 3
 
 
 def test_rows_that_do_not_hold_whole_groups_are_refused() -> None:
     rows = rows_of([(1, [1, 1, 1])])
     with pytest.raises(ConfigError, match="=4 is no multiple of the 3 rows of a prompt"):
-        plan_whole_group_micro_batches(rows, range(3), rows_per_micro=4)
-
-
-@pytest.mark.parametrize(
-    "limits", [{}, {"token_budget": 0}, {"token_budget": 5, "rows_per_micro": 3}]
-)
-def test_exactly_one_limit_is_needed(limits: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="not both"):
-        plan_whole_group_micro_batches(rows_of([(1, [1, 1, 1])]), range(3), **limits)
-
-
-def test_no_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one"):
-        assign_groups_to_ranks([], 0)
+        plan_micro_batches(rows, range(3), rows_per_micro=4, keeps_groups=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sluice.algorithm.advantages.gdpo import gdpo_metrics
+from sluice.algorithm.advantages.group_relative import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
 from sluice.algorithm.advantages.rewards import last_token_rewards
 from sluice.algorithm.registry import BATCH_ESTIMATORS, batch_estimator

@@ -17,7 +17,6 @@ from sluice.algorithm.packing import (
     plan_micro_batches,
     plan_minibatches,
     whole_groups,
-    workload,
 )
 from sluice.errors import ConfigError
 
@@ -40,42 +39,24 @@ def test_mini_batches_are_consecutive() -> None:
     assert plan_minibatches(64, 32) == (range(32), range(32, 64))
 
 
-@pytest.mark.parametrize("mini_batch", [0, 48, 128])
-def test_mini_batches_that_do_not_divide_the_batch_are_refused(mini_batch: int) -> None:
-    with pytest.raises(ConfigError, match=f"ppo_mini_batch_size={mini_batch} must divide the 64"):
-        plan_minibatches(64, mini_batch)
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 6), st.booleans())
-def test_partitions_hold_every_item_once(
-    weights: list[int], num_parts: int, equal_size: bool
-) -> None:
-    if equal_size:
-        weights = weights * num_parts
-    parts = balanced_partition(weights, num_parts, equal_size=equal_size)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 6))
+def test_partitions_hold_every_item_once(weights: list[int], num_parts: int) -> None:
+    parts = balanced_partition(weights, num_parts)
     assert sorted(i for part in parts for i in part) == list(range(len(weights)))
     assert len(parts) == num_parts
-    if equal_size:
-        assert {len(part) for part in parts} == {len(weights) // num_parts}
     sums = [sum(weights[i] for i in part) for part in parts]
     assert max(sums) == sums[0]
-    if not equal_size:
-        assert max(sums) - min(sums) <= max(weights)
-
-
-def test_items_that_do_not_divide_equally_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot split 5 items into 2 equally large parts"):
-        balanced_partition([1] * 5, 2, equal_size=True)
+    assert max(sums) - min(sums) <= max(weights)
 
 
 def test_no_items_make_empty_parts() -> None:
-    assert balanced_partition([], 3, equal_size=False) == ((), (), ())
+    assert balanced_partition([], 3) == ((), (), ())
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000))
 def test_a_piece_of_one_row_costs_what_its_sequence_costs(prompt: int, response: int) -> None:
     rows = [RowSize(0, prompt, response)]
-    assert piece_workload(rows, GroupPiece(0, (0,))) == workload(prompt + response)
+    assert piece_workload(rows, GroupPiece(0, (0,))) == 24_576 * (prompt + response) + (prompt + response) ** 2
 
 
 @given(mini_batches())
@@ -138,11 +119,6 @@ def test_more_ranks_than_rows_leave_ranks_empty() -> None:
     assert sorted(len(rank) for rank in ranks) == [0, 1, 1]
 
 
-def test_no_rank_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 ranks"):
-        assign_rows_to_ranks([RowSize(0, 1, 1)], 0)
-
-
 @given(mini_batches(), st.integers(1, 400))
 def test_every_row_is_in_one_micro_batch_within_the_budget_or_alone(
     rows: list[RowSize], budget: int
@@ -186,11 +162,3 @@ def test_a_row_longer_than_the_budget_is_not_dropped() -> None:
 
 def test_a_rank_without_rows_has_no_micro_batches() -> None:
     assert plan_micro_batches([RowSize(0, 1, 1)], [], token_budget=10) == ()
-
-
-@pytest.mark.parametrize(
-    "limits", [{}, {"token_budget": 8, "rows_per_micro": 2}, {"token_budget": 0}]
-)
-def test_micro_batches_need_exactly_one_limit(limits: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="either a token budget >= 1"):
-        plan_micro_batches([RowSize(0, 1, 1)], [0], **limits)

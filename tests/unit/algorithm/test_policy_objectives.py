@@ -267,70 +267,11 @@ def test_bypass_applies_weights_and_rejections_and_keeps_the_denominators() -> N
     )
 
 
-def test_bypass_needs_the_engines_logprobs() -> None:
-    inputs = replace(rows_of([2, 2], 3), rollout_logprobs=None)
-    with pytest.raises(ConfigError, match="calculate_log_probs=true"):
-        policy_objective("bypass_mode")(inputs, counts_of(inputs), SETTINGS)
-
-
 @pytest.mark.parametrize("groups", [(0, 0, 0, 1), (0, 1, 2, 3)])
 def test_adpo_refuses_incomplete_groups(groups: tuple[int, ...]) -> None:
     inputs = replace(rows_of([2, 2, 1, 1], 3), row_groups=groups)
     with pytest.raises(ConfigError, match=r"rows in a micro-batch instead of .*=2; set that to ro"):
         policy_objective("adpo")(inputs, counts_of(inputs), SETTINGS)
-
-
-def test_adpo_needs_groups_and_their_number() -> None:
-    inputs = rows_of([2, 2], 3)
-    for one, counts in (
-        (replace(inputs, row_groups=None), counts_of(inputs)),
-        (inputs, GlobalCounts(4, 2)),
-    ):
-        with pytest.raises(ConfigError, match="it needs the group of every row"):
-            policy_objective("adpo")(one, counts, SETTINGS)
-
-
-@pytest.mark.parametrize("beta", [None, 0.0, -1.0])
-def test_dro_needs_a_positive_beta(beta: float | None) -> None:
-    inputs = rows_of([2, 2], 3)
-    with pytest.raises(ConfigError, match=rf"{ACTOR}\.policy_loss\.dro_beta must be > 0"):
-        policy_objective("dro")(inputs, counts_of(inputs), replace(SETTINGS, dro_beta=beta))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"clip_c": 1.0}, rf"{ACTOR}\.clip_ratio_c must be > 1"),
-        ({"clip_low": -0.1}, "clip_ratio_low, clip_ratio_high >= 0"),
-        (
-            {"kl_cov_ratio": 0.0},
-            rf"{ACTOR}\.policy_loss\.kl_cov_ratio must be > 0, got 0",
-        ),
-        ({"tau_neg": -1.0}, rf"{ACTOR}\.tau_neg must be > 0"),
-        ({"bypass_loss": "ppo"}, "unknown value 'ppo'; known: ppo_clip, reinforce"),
-    ],
-)
-def test_impossible_settings_are_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PolicyLossSettings(**change)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"variant": "alphapo"}, "alphapo is not supported: only verlm has it"),
-        (
-            {"variant": "soft"},
-            rf"{ACTOR}\.policy_loss\.loss_variant: unknown value 'soft'; known: softmax, scaled",
-        ),
-        ({"tau": 0.0}, rf"{ACTOR}\.policy_loss\.tau must be > 0"),
-        ({"beta_reward": -1.0}, "beta_reward must be > 0"),
-        ({"num_generations": 1}, r"the same as actor_rollout_ref\.rollout\.n"),
-    ],
-)
-def test_impossible_adpo_settings_are_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        AdpoSettings(**change)  # type: ignore[arg-type]
 
 
 def test_an_unknown_objective_is_named_with_the_known_ones() -> None:

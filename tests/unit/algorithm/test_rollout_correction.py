@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sluice.algorithm.losses.bypass import bypass_objective
+from sluice.algorithm.losses.policy_losses import bypass_mode_objective
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
 from sluice.algorithm.losses.settings import PolicyLossSettings
 from sluice.algorithm.rollout_correction.correction import (
@@ -201,10 +201,6 @@ def test_rejection_rules_that_cannot_be_read_are_refused(
 
 
 def test_settings_are_checked_when_they_are_made() -> None:
-    with pytest.raises(ConfigError, match="rollout_is: unknown value 'row'"):
-        RolloutCorrectionSettings(rollout_is="row")
-    with pytest.raises(ConfigError, match="loss_type: unknown value 'pg'"):
-        RolloutCorrectionSettings(loss_type="pg")
     with pytest.raises(ConfigError, match="rollout_rs_threshold = None"):
         RolloutCorrectionSettings(rollout_rs="token_k1")
 
@@ -222,7 +218,7 @@ def test_the_loss_corrects_by_itself_in_bypass_mode() -> None:
         num_rows=3,
         rollout_logprobs=BEHAVIOR,
     )
-    found = bypass_objective(
+    found = bypass_mode_objective(
         inputs,
         GlobalCounts(tokens=6, rows=3),
         PolicyLossSettings(bypass_loss="reinforce", bypass_corrector=bypass_corrector(settings)),

@@ -20,11 +20,9 @@ from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
     MicroBatchPlan,
-    assign_groups_to_ranks,
     assign_rows_to_ranks,
     plan_micro_batches,
     plan_minibatches,
-    plan_whole_group_micro_batches,
 )
 from sluice.errors import ConfigError, PeerError
 from sluice.types import RoutedExperts, TrainBatch, TrainGroup, expert_dtype, is_absent
@@ -315,12 +313,14 @@ def _divided(
     # Rows keep their indices in the whole batch: tables find their tokens by them.
     ends = list(accumulate(len(group.rollouts) for group in groups))
     numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
-    assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
     for members in plan_minibatches(len(groups), cut.mini_batch_groups):
         own = [groups[order[i]] for i in members]
         all_rows = training_rows(own, [numbers[order[i]] for i in members])
         rows = [row for row in all_rows if row.number not in skipped]
-        yield _Shares(own, all_rows, rows, assign([row.size for row in rows], parallel.data_size))
+        of_ranks = assign_rows_to_ranks(
+            [row.size for row in rows], parallel.data_size, keeps_groups=cut.whole_groups
+        )
+        yield _Shares(own, all_rows, rows, of_ranks)
 
 
 def _without_routing(group: TrainGroup) -> TrainGroup:
@@ -339,18 +339,18 @@ def _mini_batch(
     own = shares.of_ranks[parallel.data_rank]
     missing = [rows[index].number for index in own if is_absent(rows[index].token_ids)]
     assert not missing, f"samples {missing} are another rank's"
-    plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
     of_sources: dict[str, list[int]] = {}
     for index in own:  # each source has its loss, so a pass has rows of one
         of_sources.setdefault(groups[rows[index].group].source, []).append(index)
     plans = [
         (source, planned)
         for source, indices in of_sources.items()
-        for planned in plan(
+        for planned in plan_micro_batches(
             [row.size for row in rows],
             indices,
             token_budget=cut.token_budget,
             rows_per_micro=cut.rows_per_micro,
+            keeps_groups=cut.whole_groups,
         )
     ]
     images = _images(groups, rows, [planned for _, planned in plans], image_prompts)

@@ -11,7 +11,7 @@ from torch import Tensor
 from services.trainer.learner.batch.train_batch import BatchTable, reward_components
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
-from sluice.algorithm.advantages.gdpo import gdpo_metrics
+from sluice.algorithm.advantages.group_relative import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs
 from sluice.algorithm.advantages.rewards import KlController, last_token_rewards, penalize_rewards
 from sluice.algorithm.registry import batch_estimator

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from services.trainer.learner.batch.train_batch import BatchCut
 from sluice.algorithm.advantages.inputs import AdvantageSettings
 from sluice.algorithm.losses.settings import (
-    AdaptiveTauSettings,
     AdpoSettings,
     PolicyLossSettings,
 )
-from sluice.algorithm.packing import plan_minibatches
 from sluice.algorithm.registry import GROUP_LOSSES, batch_estimator, policy_objective
 from sluice.algorithm.rollout_correction.correction import bypass_corrector
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
@@ -134,12 +132,11 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
         vocab_size: the policy's.
 
     Raises:
-        ConfigError: a loss or estimator is unknown or not available here, the batch does not
-            divide into mini-batches, or the size of micro-batches is missing.
+        ConfigError: a loss or estimator is unknown or not available here, or the size of
+            micro-batches is missing.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     batch_estimator(algorithm.adv_estimator)
-    plan_minibatches(config.data.train_batch_size, actor.ppo_mini_batch_size)
     correction = rollout_correction(config)
     loss_mode = BYPASS_LOSS_MODE if is_bypassed(config) else actor.policy_loss.loss_mode
     policy_objective(loss_mode)
@@ -158,7 +155,6 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
             lam=algorithm.lam,
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
             gdpo_reward_weights=None if weights is None else tuple(weights),
-            scale_rewards=algorithm.norm_adv_by_std_in_grpo,
         ),
         loss=_loss(config, correction, vocab_size),
         loss_mode=loss_mode,
@@ -219,7 +215,7 @@ def _adpo(config: RunConfig, vocab_size: int) -> AdpoSettings:
     constants = config.actor_rollout_ref.actor.policy_loss
     samples = config.algorithm.num_generations or config.actor_rollout_ref.rollout.n
     return AdpoSettings(
-        num_generations=max(2, samples) if constants.loss_mode != "adpo" else samples,
+        num_generations=samples,
         variant=constants.loss_variant,
         tau=constants.tau,
         beta_reward=constants.beta_reward,
@@ -231,5 +227,5 @@ def _adpo(config: RunConfig, vocab_size: int) -> AdpoSettings:
         logit_reg_coef=constants.logit_reg_coef,
         top_k=constants.top_k,
         label_smoothing=constants.label_smoothing,
-        adaptive_tau=AdaptiveTauSettings(vocab_size) if constants.use_adaptive_tau else None,
+        adaptive_tau_vocab=vocab_size if constants.use_adaptive_tau else None,
     )

@@ -1,0 +1,236 @@
+"""Estimators that compare the score of a response with those of its group: one number a response,
+on all of its tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sluice.algorithm.advantages.inputs import (
+    AdvantageInputs,
+    Advantages,
+    AdvantageSettings,
+    Groups,
+    masked_whiten,
+    missing_field,
+)
+from sluice.errors import ConfigError
+
+STD_EPSILON = 1e-6
+ADPO_STD_FLOOR = 1e-5
+
+
+@torch.no_grad()
+def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """``A = (R - mean) / (std + 1e-6)`` within the group, on every token of the row.
+
+    GRPO (DeepSeekMath §4.1.2); Dr. GRPO without the division. The std is unbiased (n - 1); without
+    `settings.norm_by_std` there is no division. A group of one keeps its raw reward (mean 0,
+    std 1), as in verl; a group of equal rewards gets exactly 0. Needs `group_index`.
+
+    With `turn_rewards` R is the return from the token's turn on, and mean and std are those of the
+    group's whole returns. They must not be taken by the turn's index: the policy decides how many
+    turns there are, so that such a baseline depends on what it did, and rewards or punishes it for
+    another turn.
+    """
+    return _grpo(inputs, settings, estimator="grpo")
+
+
+@torch.no_grad()
+def grpo_vectorized(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Return the same as `grpo`, under verl's other name.
+
+    verl always divides by the std under this name; here the setting holds for both names.
+    Needs `group_index`.
+    """
+    return _grpo(inputs, settings, estimator="grpo_vectorized")
+
+
+def _grpo(inputs: AdvantageInputs, settings: AdvantageSettings, *, estimator: str) -> Advantages:
+    groups = Groups.of(inputs, estimator=estimator)
+    rewards = inputs.row_rewards()
+    scores = group_relative(rewards, groups, norm_by_std=settings.norm_by_std)
+    advantages = inputs.on_tokens(scores)
+    if inputs.turn_rewards is not None:
+        scale = torch.ones_like(rewards)
+        if settings.norm_by_std:
+            std = groups.std(rewards)
+            scale = torch.where(std > 0, 1.0 / (std + STD_EPSILON), 0.0)
+        earned_before = inputs.turn_rewards.cumsum(-1) - inputs.turn_rewards
+        advantages -= earned_before * inputs.on_tokens(scale)
+    return Advantages(advantages, advantages)
+
+
+def group_relative(rewards: torch.Tensor, groups: Groups, *, norm_by_std: bool) -> torch.Tensor:
+    """Return GRPO's number for each row, [rows], of the rewards [rows]."""
+    scores = centred_or_raw(rewards, groups)
+    return scores / (groups.std(rewards) + STD_EPSILON) if norm_by_std else scores
+
+
+def centred_or_raw(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``R - mean of the group``, and R itself in a group of one; float [rows]."""
+    return torch.where(groups.row_sizes == 1, rewards, groups.centred(rewards))
+
+
+def _on_all_tokens(inputs: AdvantageInputs, scores: torch.Tensor) -> Advantages:
+    """Return the scores [rows] on the tokens of their rows, as advantages and as returns."""
+    advantages = inputs.on_tokens(scores)
+    return Advantages(advantages, advantages)
+
+
+@torch.no_grad()
+def grpo_passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """``(best - second best) / (std + 1e-6)`` on the best row of each group, 0 on all others.
+
+    For pass@k (Tang et al. 2025, arXiv 2503.19595: leave-one-out maximum). The std is the group's,
+    unbiased; without `settings.norm_by_std` there is no division. Where two rows share the best
+    reward all advantages are 0. Needs `group_index`.
+
+    Raises:
+        ValueError: a group has one row only.
+    """
+    groups = Groups.of(inputs, estimator="grpo_passk")
+    if int(groups.sizes.min()) < 2:
+        raise ValueError(
+            "algorithm.adv_estimator: 'grpo_passk' needs groups of at least 2 rows, got one of "
+            "size 1; set actor_rollout_ref.rollout.n to 2 or more"
+        )
+    rewards = inputs.row_rewards()
+    best, second = groups.two_largest(rewards)
+    scores = torch.zeros_like(rewards)
+    scores[best] = rewards[best] - rewards[second]
+    if settings.norm_by_std:
+        scores = scores / (groups.std(rewards) + STD_EPSILON)
+    return _on_all_tokens(inputs, scores)
+
+
+@torch.no_grad()
+def gdpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Whitened ``sum over components of weight * GRPO advantage of the component``.
+
+    Reward-decoupled normalisation (GDPO, arXiv 2601.05242): each component is divided by its own
+    std in the group, so none drowns the others; whitening counts the batch's masked positions.
+    `rewards` is not read. Needs `group_index` and `reward_components`.
+
+    Raises:
+        ConfigError: there are no components, or as many weights as components were not given.
+        ValueError: the batch has fewer than two masked positions.
+    """
+    components, weights = inputs.reward_components, settings.gdpo_reward_weights
+    if not components:
+        raise missing_field("reward_components", estimator="gdpo")
+    if weights is None:
+        weights = (1.0,) * len(components)
+    if len(weights) != len(components):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights has {len(weights)} entries for {len(components)} "
+            f"reward components ({', '.join(components)}); give one weight each"
+        )
+    groups = Groups.of(inputs, estimator="gdpo")
+    scores = torch.zeros_like(inputs.row_rewards())
+    for weight, component in zip(weights, components.values(), strict=True):
+        scores += weight * group_relative(component.double(), groups, norm_by_std=True)
+    return _whitened(inputs, scores)
+
+
+def _whitened(inputs: AdvantageInputs, scores: torch.Tensor) -> Advantages:
+    advantages = masked_whiten(inputs.on_tokens(scores), inputs.mask) * inputs.mask
+    return Advantages(advantages, advantages)
+
+
+def gdpo_metrics(inputs: AdvantageInputs) -> dict[str, float]:
+    """``gdpo/{component}/mean, std, max, min`` over rows; the std is the population's (n)."""
+    metrics: dict[str, float] = {}
+    for key, component in inputs.reward_components.items():
+        values = component.double()
+        metrics |= {
+            f"gdpo/{key}/mean": float(values.mean()),
+            f"gdpo/{key}/std": float(values.std(correction=0)),
+            f"gdpo/{key}/max": float(values.max()),
+            f"gdpo/{key}/min": float(values.min()),
+        }
+    return metrics
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline(
+    inputs: AdvantageInputs, _settings: AdvantageSettings
+) -> Advantages:
+    """``R - mean of the group`` on every token, then whitened over the batch's tokens.
+
+    The variant of REINFORCE++ (Hu 2025, arXiv 2501.03262) with a baseline. A group of one keeps R.
+    Long rows weigh more in the whitening, since it counts tokens. Needs `group_index`.
+
+    Raises:
+        ValueError: the batch has fewer than two masked positions.
+    """
+    groups = Groups.of(inputs, estimator="reinforce_plus_plus_baseline")
+    return _whitened(inputs, centred_or_raw(inputs.row_rewards(), groups))
+
+
+@torch.no_grad()
+def rloo(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
+    """``R - mean of the group's other rewards``; a group of one keeps R. Needs `group_index`.
+
+    REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, §3.3).
+    """
+    groups = Groups.of(inputs, estimator="rloo")
+    return _on_all_tokens(inputs, _leave_one_out(inputs.row_rewards(), groups))
+
+
+@torch.no_grad()
+def rloo_vectorized(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
+    """`rloo`, but a group of one gets 0, as in verl. Needs `group_index`."""
+    groups = Groups.of(inputs, estimator="rloo_vectorized")
+    scores = _leave_one_out(inputs.row_rewards(), groups)
+    return _on_all_tokens(inputs, torch.where(groups.row_sizes == 1, 0.0, scores))
+
+
+def _leave_one_out(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+    # R - (sum - R) / (n - 1) = (R - mean) n / (n - 1)
+    n = groups.row_sizes
+    return centred_or_raw(rewards, groups) * n / (n - 1).clamp(min=1)
+
+
+@torch.no_grad()
+def opo(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
+    """``R - sum(length R) / sum(length)`` over the group; a group of one keeps R.
+
+    The optimal reward baseline (OPO, Hao et al. 2025, arXiv 2505.23585). Lengths count masked
+    positions; the baseline of a group without any is 0. Needs `group_index`.
+    """
+    groups = Groups.of(inputs, estimator="opo")
+    rewards, lengths = inputs.row_rewards(), inputs.mask.sum(-1)
+    baselines = groups.sum(lengths * rewards) / groups.sum(lengths).clamp(min=1)
+    return _on_all_tokens(inputs, rewards - torch.where(groups.row_sizes == 1, 0.0, baselines))
+
+
+@torch.no_grad()
+def gpg(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
+    """``alpha (R - mean of the group)`` with alpha = rows / max(rows with R != 0, 1).
+
+    Group policy gradient (GPG, Chu et al. 2025, arXiv 2504.02546). The mean of a group of one is
+    0. Needs `group_index`.
+    """
+    groups = Groups.of(inputs, estimator="gpg")
+    rewards = inputs.row_rewards()
+    alpha = rewards.numel() / max(int(torch.count_nonzero(rewards)), 1)
+    return _on_all_tokens(inputs, alpha * centred_or_raw(rewards, groups))
+
+
+@torch.no_grad()
+def adpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Z-score of the reward in its group: ``(R - mean) / max(std, 1e-5)``, std unbiased.
+
+    Of anchored direct preference optimisation (ADPO, arXiv 2510.18913). R sums the rewards on the
+    mask only. Without `settings.norm_by_std` there is no division. A group of one gets 0: a
+    ranking of one candidate prefers nothing. Returns are R on the mask. The ADPO loss reads one
+    number a row, here on all of its tokens. Needs `group_index`.
+    """
+    groups = Groups.of(inputs, estimator="adpo")
+    masked = torch.where(inputs.mask, inputs.rewards, torch.zeros_like(inputs.rewards))
+    rewards = masked.sum(-1, dtype=torch.float64)
+    scores = groups.centred(rewards)
+    if settings.norm_by_std:
+        scores = scores / groups.std(rewards).clamp(min=ADPO_STD_FLOOR)
+    return Advantages(inputs.on_tokens(scores), inputs.on_tokens(rewards))
