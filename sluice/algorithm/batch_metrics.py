@@ -23,12 +23,10 @@ PER_TOKEN_PHASES = ("gen", "ref", "values", "adv", "update_critic", "update_acto
 class BatchRows:
     """One entry per response, groups one after the other; all arrays are [rows].
 
-    `advantages` is the value that every token of the row carries. The last three are there if any
-    row is an episode.
+    The last three are there if any row is an episode.
     """
 
     rewards: FloatRows
-    advantages: FloatRows
     prompt_lengths: IntRows
     response_lengths: IntRows
     read_lengths: IntRows | None = None  # tokens that turns read beyond the prompt
@@ -61,21 +59,9 @@ def repetition_share(token_ids: TokenIds) -> float:
     return 1.0 - np.unique(grams).size / count
 
 
-def batch_rows(batch: TrainBatch, advantages: FloatRows) -> BatchRows:
-    """Lay a batch out by rows, in the order of its groups and their rollouts.
-
-    Args:
-        batch: the leased batch.
-        advantages: float64 [rows], in the same order.
-
-    Raises:
-        ValueError: the number of advantages differs from the number of rows.
-    """
+def batch_rows(batch: TrainBatch) -> BatchRows:
+    """Lay a batch out by rows, in the order of its groups and their rollouts."""
     rows = [(group, i) for group in batch.groups for i in range(len(group.rollouts))]
-    if len(rows) != advantages.size:
-        raise ValueError(
-            f"batch {batch.batch_id} has {len(rows)} rows, but {advantages.size} advantages"
-        )
     episodes: dict[str, IntRows] = {}
     if any(not g.rollouts[i].is_plain for g, i in rows):
         counts = [
@@ -86,7 +72,6 @@ def batch_rows(batch: TrainBatch, advantages: FloatRows) -> BatchRows:
         episodes = dict(zip(names, np.array(counts, dtype=np.int64).T, strict=True))
     return BatchRows(
         rewards=np.array([group.scores[i].reward for group, i in rows], dtype=np.float64),
-        advantages=advantages,
         prompt_lengths=np.array([g.prompt_token_ids.size for g, _ in rows], dtype=np.int64),
         response_lengths=np.array([g.rollouts[i].num_tokens for g, i in rows], dtype=np.int64),
         **episodes,
@@ -98,26 +83,18 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return metrics that depend on the batch alone.
 
-    ``critic/score`` and ``critic/rewards`` both contain the overlong penalty (they differ by a KL
-    term in the reward, which is not used here) and, like ``response_length_non_aborted``, count
-    rows with tokens only. ``critic/advantages`` and ``critic/returns`` are over tokens, so a long
-    row weighs more. ``clip_ratio`` is the share of rows at the limit. A metric over no rows is
-    left out.
+    ``critic/score`` contains the overlong penalty and, like ``response_length_non_aborted``, counts
+    rows with tokens only. ``clip_ratio`` is the share of rows at the limit. A metric over no rows
+    is left out.
     """
     with_tokens = rows.response_lengths > 0
-    rewards = rows.rewards[with_tokens]
     lengths = rows.response_lengths[with_tokens]
-    advantages = np.repeat(rows.advantages[with_tokens], lengths)
     return {
-        **_spread("critic/score", rewards),
-        **_spread("critic/rewards", rewards),
-        **_spread("critic/advantages", advantages),
-        **_spread("critic/returns", advantages),
+        **_spread("critic/score", rows.rewards[with_tokens]),
         **_lengths("response_length", rows.response_lengths, max_response_tokens),
         **_lengths("response_length_non_aborted", lengths, max_response_tokens),
         **_lengths("prompt_length", rows.prompt_lengths, max_prompt_tokens),
         "response/aborted_ratio": 1.0 - float(with_tokens.mean()) if with_tokens.size else 0.0,
-        "perf/total_num_tokens": float(rows.lengths.sum()),
         **_episodes(rows),
     }
 
@@ -174,6 +151,16 @@ def _lengths(name: str, lengths: IntRows, limit: int) -> dict[str, float]:
     return {**_spread(name, lengths), f"{name}/clip_ratio": float((lengths >= limit).mean())}
 
 
+def batch_tokens(batch: TrainBatch) -> tuple[int, int]:
+    """Return the response tokens of a batch, and all tokens with the prompt counted for each row."""
+    prompts = responses = read = 0
+    for group in batch.groups:
+        prompts += int(group.prompt_token_ids.size) * len(group.rollouts)
+        responses += sum(rollout.num_tokens for rollout in group.rollouts)
+        read += sum(rollout.num_context_tokens for rollout in group.rollouts)
+    return responses, prompts + responses + read
+
+
 def throughput_metrics(
     phase_seconds: Mapping[str, float],
     *,
@@ -181,7 +168,7 @@ def throughput_metrics(
     response_tokens: int,
     num_ranks: int,
 ) -> dict[str, float]:
-    """``timing_s/*``, ``timing_per_token_ms/*``, ``perf/time_per_step`` and ``perf/throughput``.
+    """Return seconds and speed: ``timing_s/*``, ``timing_per_token_ms/*`` and ``perf/*``.
 
     Throughput is prompt and response tokens per second **per rank** (per GPU in verl's words).
 
@@ -192,6 +179,7 @@ def throughput_metrics(
         num_ranks: all ranks of the trainer.
     """
     metrics = {f"timing_s/{phase}": seconds for phase, seconds in phase_seconds.items()}
+    metrics["perf/total_num_tokens"] = float(total_tokens)
     for phase in PER_TOKEN_PHASES:
         tokens = response_tokens if phase in RESPONSE_PHASES else total_tokens
         if phase in phase_seconds and tokens:

@@ -48,14 +48,8 @@ class GrowingSample:
         return tuple(self._spans)
 
     def append(self, token_ids: TokenIds, logprobs: Logprobs, version: int) -> None:
-        """Append new tokens of one version; an empty piece changes nothing.
-
-        Raises:
-            ValueError: the number of logprobs differs from the number of tokens.
-        """
+        """Append new tokens of one version; an empty piece changes nothing."""
         size = int(token_ids.size)
-        if logprobs.shape != token_ids.shape:
-            raise ValueError(f"{logprobs.size} logprobs for {size} tokens")
         if size == 0:
             return
         self._token_ids += np.asarray(token_ids, np.uint32).tobytes()

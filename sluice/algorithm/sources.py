@@ -28,13 +28,8 @@ def groups_by_share(shares: Mapping[str, float], batch_size: int) -> dict[str, i
 
     Args:
         shares: of the batch by source, each above 0; only their ratios matter.
-        batch_size: B, groups in a train batch.
-
-    Raises:
-        ValueError: there are more sources than groups.
+        batch_size: B, groups in a train batch; at least as many as sources.
     """
-    if len(shares) > batch_size:
-        raise ValueError(f"{len(shares)} sources in a batch of {batch_size} groups")
     total = sum(shares.values())
     exact = {name: share / total * batch_size for name, share in shares.items()}
     groups = {name: max(1, int(wanted)) for name, wanted in exact.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sluice.algorithm.batch_metrics import throughput_metrics
+from sluice.algorithm.batch_metrics import batch_tokens, throughput_metrics
 from sluice.device.cpu import used_memory_bytes
 from sluice.types import TrainBatch
 
@@ -126,20 +126,16 @@ def _wait_groups(batch: TrainBatch, wait_batch_s: float) -> dict[str, float]:
 
 
 def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:
-    response_tokens = sum(r.num_tokens for group in batch.groups for r in group.rollouts)
-    prompt_tokens = sum(int(g.prompt_token_ids.size) * len(g.rollouts) for g in batch.groups)
-    read_tokens = sum(r.num_context_tokens for group in batch.groups for r in group.rollouts)
-    total_tokens = prompt_tokens + response_tokens + read_tokens
+    response_tokens, total_tokens = batch_tokens(batch)
     phases = {
         "gen": times.wait_batch_s,
         "update_weights": times.update_weights_s,
         "save_checkpoint": times.save_checkpoint_s,
         "step": times.step_s,
     }
-    speed = throughput_metrics(
+    return throughput_metrics(
         phases, total_tokens=total_tokens, response_tokens=response_tokens, num_ranks=ranks
     )
-    return {**speed, "perf/total_num_tokens": float(total_tokens)}
 
 
 def _epoch(batch: TrainBatch, dataset_rows: int) -> dict[str, float]:

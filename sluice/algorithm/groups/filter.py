@@ -39,11 +39,6 @@ class OutcomeAction(StrEnum):
 FINAL_ACTIONS = frozenset({OutcomeAction.LEAVE_OUT, OutcomeAction.DROP_GROUP})
 """Those that end a sample."""
 
-RESPONDED = frozenset(
-    {FailureKind.UNSCORABLE, FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH}
-)
-"""Failures of samples that have a response: to score it again, or to generate another, may help."""
-
 STRIKING_KINDS = frozenset(
     {FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH, FailureKind.ENGINE_ERROR}
 )
@@ -70,18 +65,11 @@ class OutcomeRule:
         action: at first.
         max_attempts: how often the sample is scored (or generated) in all, if `action` repeats it.
         then: the action after the last attempt; a final one.
-
-    Raises:
-        ValueError: `max_attempts` is below 1, or `then` is not final.
     """
 
     action: OutcomeAction = OutcomeAction.LEAVE_OUT
     max_attempts: int = 1
     then: OutcomeAction = OutcomeAction.LEAVE_OUT
-
-    def __post_init__(self) -> None:
-        if self.max_attempts < 1 or self.then not in FINAL_ACTIONS:
-            raise ValueError(f"no rule ends with {self.max_attempts} attempts, then {self.then}")
 
     @property
     def final(self) -> OutcomeAction:
@@ -101,19 +89,10 @@ class OutcomePolicy:
     """The rules of a run; kinds without one are left out.
 
     Args:
-        rules: by kind of failure.
-
-    Raises:
-        ValueError: a rule repeats what has no response: aborted samples are never repeated, and the
-            engine's failures count by group.
+        rules: by kind of failure; only of failures to score one may repeat a sample.
     """
 
     rules: Mapping[FailureKind, OutcomeRule] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for kind, rule in self.rules.items():
-            if kind not in RESPONDED and rule.action not in FINAL_ACTIONS:
-                raise ValueError(f"{kind}: {rule.action} needs a response, and there is none")
 
     def rule(self, kind: FailureKind) -> OutcomeRule:
         """Return the rule for failures of a kind."""
@@ -204,10 +183,7 @@ def filter_scores(scores: Sequence[Scored], *, metric: str | None) -> PromptEnd 
     Raises:
         ConfigError: a sample does not have `metric`.
         DataError: a metric is not finite.
-        ValueError: `scores` is empty.
     """
-    if not scores:
-        raise ValueError("a group without a scored sample can be neither kept nor filtered")
     if metric is None:
         return None
     values = [metric_value(scored, metric) for scored in scores]
@@ -222,9 +198,6 @@ def filter_values(
     Args:
         values: the filter's metric of each sample, at least one; ``None``: the filter is off.
         grades: `is_right` of each sample; not looked at unless the group is filtered.
-
-    Raises:
-        ValueError: `values` is empty.
     """
     # Equality, not std > 0: the rounded std of three times 0.1 is not zero.
     if values is None or len(values) == 1 or min(values) != max(values):

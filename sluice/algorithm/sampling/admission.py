@@ -20,7 +20,7 @@ full, the groups still running are preempted and generated again by the next pol
 (`GroupAges.without_slot`): tokens are lost, never a kept group.
 
 At S >= 1 the trivial bound would idle a fleet whose groups are mostly filtered. The bound is then
-``mean + z * sd`` of a binomial whose rate is itself an upper confidence limit. Groups that end
+``mean + Z * sd`` of a binomial whose rate is itself an upper confidence limit. Groups that end
 early are not typical of those still running (short answers are more often all right), which is
 why the rate errs upwards twice. What exceeds the bound by bad luck still waits for later batches;
 if even those are full, `GroupAges.without_slot` names the groups to cancel while they run.
@@ -51,9 +51,11 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from sluice.errors import BatchUnfillableError, ConfigError
+from sluice.errors import BatchUnfillableError
 
-DEFAULT_Z = 3.0
+Z = 3.0
+"""Standard errors, and standard deviations, by which the bound on kept groups errs upwards."""
+_KEPT_OF_YIELD = 0.98  # the weight of the past at each group: about 50 are remembered
 _ROUNDING = 1e-9
 
 DEFAULT_MIN_YIELD, DEFAULT_NUM_GROUPS = 0.005, 2000
@@ -79,32 +81,22 @@ class YieldEstimate:
     as careful as at S = 0 and open up as filtered groups are seen.
 
     Args:
-        decay: weight of the past at each observation; 0.98 remembers about 50 groups.
         prior_yield: yield assumed before anything is seen, above 0 and at most 1.
         prior_weight: how many observations the prior is worth; it never decays, so the estimate
             never reaches 0 and admission never grows without bound.
     """
 
-    decay: float = 0.98
     prior_yield: float = 1.0
     prior_weight: float = 8.0
     kept_weight: float = 0.0
     observed_weight: float = 0.0
 
-    def __post_init__(self) -> None:
-        rates_are_valid = 0.0 < self.decay <= 1.0 and 0.0 < self.prior_yield <= 1.0
-        if not rates_are_valid or self.prior_weight <= 0.0:
-            raise ConfigError(
-                f"yield estimate: decay {self.decay} and prior yield {self.prior_yield} must lie "
-                f"in (0, 1] and prior weight {self.prior_weight} above 0"
-            )
-
     def observe(self, kept: bool) -> YieldEstimate:
         """Return the estimate after one more group ended, kept or filtered."""
         return replace(
             self,
-            kept_weight=self.decay * self.kept_weight + float(kept),
-            observed_weight=self.decay * self.observed_weight + 1.0,
+            kept_weight=_KEPT_OF_YIELD * self.kept_weight + float(kept),
+            observed_weight=_KEPT_OF_YIELD * self.observed_weight + 1.0,
         )
 
     @property
@@ -113,19 +105,19 @@ class YieldEstimate:
         kept = self.kept_weight + self.prior_yield * self.prior_weight
         return kept / (self.observed_weight + self.prior_weight)
 
-    def upper(self, z: float = DEFAULT_Z) -> float:
-        """Return the upper confidence limit of the yield, `z` standard errors above the mean."""
+    def upper(self) -> float:
+        """Return the upper confidence limit of the yield, `Z` standard errors above the mean."""
         mean = self.mean
         # The sum of decaying weights is about half their effective number: errs upwards.
         variance = max(mean * (1.0 - mean), 0.0) / (self.observed_weight + self.prior_weight)
-        return min(1.0, mean + z * math.sqrt(variance))
+        return min(1.0, mean + Z * math.sqrt(variance))
 
 
-def kept_upper_bound(num_groups: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> float:
-    """Return how many of `num_groups` running groups may be kept: mean and `z` sd, at most all."""
-    rate = estimate.upper(z)
+def kept_upper_bound(num_groups: int, estimate: YieldEstimate) -> float:
+    """Return how many of `num_groups` running groups may be kept: mean and `Z` sd, at most all."""
+    rate = estimate.upper()
     spread = math.sqrt(num_groups * rate * (1.0 - rate))
-    return min(float(num_groups), num_groups * rate + z * spread)
+    return min(float(num_groups), num_groups * rate + Z * spread)
 
 
 def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
@@ -166,16 +158,16 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
 
 
 @lru_cache(maxsize=4096)  # called at every event, while estimate and capacity change at few
-def most_in_flight(capacity: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> int:
+def most_in_flight(capacity: int, estimate: YieldEstimate) -> int:
     """Return the most running groups n whose `kept_upper_bound` is at most `capacity`; 0 for none.
 
-    With ``x = sqrt(n)`` the bound ``r x^2 + z sqrt(r (1 - r)) x`` is a parabola, whose larger root
+    With ``x = sqrt(n)`` the bound ``r x^2 + Z sqrt(r (1 - r)) x`` is a parabola, whose larger root
     is at `capacity`.
     """
     if capacity <= 0:
         return 0
-    rate = estimate.upper(z)
-    half = z * math.sqrt(rate * (1.0 - rate)) / 2.0
+    rate = estimate.upper()
+    half = Z * math.sqrt(rate * (1.0 - rate)) / 2.0
     root = (math.sqrt(half * half + rate * capacity) - half) / rate
     return max(capacity, math.floor(root * root + _ROUNDING))
 
@@ -343,17 +335,12 @@ class AdmissionOrder:
         self._line[sequence] = step, version
 
     def take(self, version: int, tokens_in_time: float | None) -> int:
-        """Return the sequence of the prompt to start now, which leaves the line.
+        """Return the sequence of the prompt to start now, which leaves the line; there must be one.
 
         Args:
             version: announced now.
             tokens_in_time: see `FinishForecast`; ``None``: in their order of arrival.
-
-        Raises:
-            IndexError: no prompt is in line.
         """
-        if not self._line:
-            raise IndexError("no prompt is in line")
         step, since = next(iter(self._line.values()))
         if version < since:  # a trainer went back to an older policy: the wait begins again
             self._line = OrderedDict(

@@ -16,8 +16,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from sluice.errors import ConfigError
-
 HARD_BELOW = 0.1
 """Prompts with a pass rate below this are hard."""
 
@@ -44,10 +42,6 @@ class GradeCounts:
 
     num_right: float = 0.0
     num_wrong: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.num_right < 0.0 or self.num_wrong < 0.0:
-            raise ConfigError(f"counts of samples must not be negative: {self}")
 
     def __add__(self, other: GradeCounts) -> GradeCounts:
         return GradeCounts(self.num_right + other.num_right, self.num_wrong + other.num_wrong)

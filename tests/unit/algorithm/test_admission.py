@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.algorithm.sampling.admission import YieldEstimate, groups_to_admit, kept_upper_bound
-from sluice.errors import ConfigError
 
 counts = st.integers(0, 300)
 
@@ -119,11 +118,6 @@ def test_the_estimate_follows_a_yield_that_falls() -> None:
         estimate = estimate.observe(index % 4 == 0)
     assert 0.2 < estimate.mean < 0.4
     assert estimate.mean < estimate.upper() < 1.0
-
-
-def test_wrong_estimate_parameters_are_refused() -> None:
-    with pytest.raises(ConfigError, match="prior weight 0"):
-        YieldEstimate(prior_weight=0.0)
 
 
 @given(

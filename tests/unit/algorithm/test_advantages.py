@@ -1,4 +1,4 @@
-"""Properties of group-normalised advantages and the estimator registry."""
+"""Properties of group-normalised advantages."""
 
 from __future__ import annotations
 
@@ -36,17 +36,3 @@ def test_normalised_advantages_have_unit_unbiased_std(
 
 def test_equal_rewards_give_exactly_zero_however_they_round() -> None:
     assert (grpo_advantages(np.full(3, 0.1), norm_by_std=True) == 0.0).all()
-
-
-def test_the_rewards_given_are_not_written_to() -> None:
-    rewards = np.array([0.5])
-    rewards.setflags(write=False)
-    found = grpo_advantages(rewards, norm_by_std=False)
-    found += 1.0
-    assert rewards[0] == 0.5
-
-
-@pytest.mark.parametrize("rewards", [[], [[1.0, 2.0]], [1.0, float("nan")]])
-def test_rewards_of_no_group_are_refused(rewards: list[float]) -> None:
-    with pytest.raises(ValueError, match="rewards of one group must"):
-        grpo_advantages(np.array(rewards), norm_by_std=True)

@@ -9,6 +9,7 @@ from sluice.algorithm.batch_metrics import (
     BatchRows,
     batch_metrics,
     batch_rows,
+    batch_tokens,
     repetition_share,
     sequence_balance_metrics,
 )
@@ -50,41 +51,33 @@ def train_batch() -> TrainBatch:
 
 
 def test_rows_follow_groups_and_their_rollouts() -> None:
-    rows = batch_rows(train_batch(), np.array([1.0, -1.0, 1.0, -1.0]))
+    rows = batch_rows(train_batch())
     assert rows.prompt_lengths.tolist() == [3, 3, 5, 5]
     assert rows.response_lengths.tolist() == [2, 4, 2, 4]
     assert rows.rewards.tolist() == [0.5, -1.0, 0.5, -1.0]
 
 
-def test_a_missing_advantage_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch b0 has 4 rows, but 3 advantages"):
-        batch_rows(train_batch(), np.zeros(3))
-
-
-def test_scores_are_by_row_and_advantages_by_token() -> None:
-    rows = batch_rows(train_batch(), np.array([1.0, -1.0, 1.0, -1.0]))
+def test_scores_and_lengths_are_by_row() -> None:
+    rows = batch_rows(train_batch())
     found = batch_metrics(rows, max_prompt_tokens=5, max_response_tokens=8)
-    assert found["critic/score/mean"] == found["critic/rewards/mean"] == -0.25
-    assert found["critic/advantages/mean"] == pytest.approx(-1 / 3)
+    assert found["critic/score/mean"] == -0.25
     assert found["prompt_length/clip_ratio"] == 0.5
     assert found["response_length/mean"] == 3.0
-    assert found["perf/total_num_tokens"] == 28.0
 
 
 def test_rows_without_tokens_count_as_aborted_only() -> None:
     rows = BatchRows(
-        np.array([1.0, -9.0]), np.array([1.0, 7.0]), np.array([3, 3]), np.array([2, 0])
+        np.array([1.0, -9.0]), np.array([3, 3]), np.array([2, 0])
     )
     found = batch_metrics(rows, max_prompt_tokens=5, max_response_tokens=8)
     assert found["response/aborted_ratio"] == 0.5
     assert found["response_length/min"] == 0.0
     assert found["response_length_non_aborted/min"] == 2.0
     assert found["critic/score/min"] == 1.0
-    assert found["critic/advantages/max"] == 1.0
 
 
 def test_metrics_over_nothing_are_left_out() -> None:
-    rows = BatchRows(np.array([1.0]), np.array([1.0]), np.array([3]), np.array([0]))
+    rows = BatchRows(np.array([1.0]), np.array([3]), np.array([0]))
     found = batch_metrics(rows, max_prompt_tokens=5, max_response_tokens=8)
     assert "critic/score/mean" not in found
     assert found["response/aborted_ratio"] == 1.0
@@ -117,3 +110,7 @@ def test_repetition_counts_runs_of_four_tokens_that_occurred_before(
     tokens: list[int], share: float
 ) -> None:
     assert repetition_share(np.array(tokens, np.uint32)) == pytest.approx(share)
+
+
+def test_a_prompt_counts_for_each_of_its_rows() -> None:
+    assert batch_tokens(train_batch()) == (12, 28)

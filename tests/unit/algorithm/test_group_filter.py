@@ -110,11 +110,6 @@ def test_only_scored_samples_count() -> None:
     assert filter_scores(group.scored, metric="acc") is PromptEnd.FILTERED_ALL_RIGHT
 
 
-def test_a_group_without_scored_samples_has_no_verdict() -> None:
-    with pytest.raises(ValueError, match="without a scored sample"):
-        filter_scores(graded(Failed(FailureKind.SCORER_CRASH, "died")).scored, metric="acc")
-
-
 @given(st.lists(st.floats(-3, 3), min_size=2, max_size=16), st.booleans())
 def test_kept_exactly_if_some_value_differs(values: list[float], uniform: bool) -> None:
     values = [values[0]] * len(values) if uniform else values

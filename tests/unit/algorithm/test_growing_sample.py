@@ -65,8 +65,3 @@ def test_what_was_handed_out_does_not_change_when_more_tokens_come() -> None:
     grown.append(*part(sample, 2, 4))  # type: ignore[arg-type]
     assert before.token_ids.tolist() == [100, 101]
     assert grown.rollout(5).token_ids.tolist() == [100, 101, 102, 103]
-
-
-def test_tokens_without_their_logprobs_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 logprobs for 2 tokens"):
-        GrowingSample().append(np.zeros(2, np.uint32), np.zeros(1, np.float32), 0)

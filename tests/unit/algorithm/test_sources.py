@@ -35,11 +35,6 @@ def test_every_group_of_a_batch_is_of_one_source_and_each_has_one(
             assert abs(found[name] - exact) < 1.0 + 1e-9
 
 
-def test_more_sources_than_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 sources in a batch of 1"):
-        groups_by_share({"a": 0.5, "b": 0.5}, 1)
-
-
 def test_sources_by_yield_divide_their_shares_and_others_keep_theirs() -> None:
     shares = {"fixed": 0.5, "solved": 0.25, "mixed": 0.25}
     found = shares_by_yield(shares, {"solved": 0.1, "mixed": 0.4})

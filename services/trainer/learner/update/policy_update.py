@@ -67,6 +67,7 @@ from sluice.algorithm.advantages.rewards import KlController
 from sluice.algorithm.batch_metrics import (
     batch_metrics,
     batch_rows,
+    batch_tokens,
     sequence_balance_metrics,
     throughput_metrics,
 )
@@ -531,7 +532,7 @@ class PolicyUpdate:
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch]
     ) -> dict[str, float]:
         num_rows = sum(len(group.rollouts) for group in batch.groups)
-        rows = batch_rows(batch, np.zeros(num_rows))  # advantages are reported by the estimate
+        rows = batch_rows(batch)
         replays = self._actor.router_replay.mode == "R3"
         of_ranks = zip(*(mini_batch.rank_rows for mini_batch in mini_batches), strict=True)
         return {
@@ -548,14 +549,12 @@ class PolicyUpdate:
         }
 
     def _speed(self, batch: TrainBatch, seconds: dict[str, float]) -> dict[str, float]:
-        responses = sum(r.num_tokens for group in batch.groups for r in group.rollouts)
-        prompts = sum(g.prompt_token_ids.size * len(g.rollouts) for g in batch.groups)
-        read = sum(r.num_context_tokens for group in batch.groups for r in group.rollouts)
+        responses, total = batch_tokens(batch)
         busy_s = sum(seconds.values())
         return {
             **throughput_metrics(
                 seconds,
-                total_tokens=int(responses + prompts + read),
+                total_tokens=total,
                 response_tokens=responses,
                 num_ranks=self._parallel.world_size,
             ),

@@ -57,11 +57,6 @@ def test_after_a_return_to_an_older_version_nobody_is_passed_by_for_longer() -> 
     assert [order.take(5 + number, tokens_in_time=40.0) for number in range(3)] == [1, 2, 0]
 
 
-def test_an_empty_line_is_an_error() -> None:
-    with pytest.raises(IndexError, match="no prompt"):
-        AdmissionOrder().take(VERSION, None)
-
-
 def test_whoever_starts_leaves_the_line() -> None:
     order = _line(30.0, 90.0, 90.0)
     assert [order.take(VERSION, 100.0) for _ in range(3)] == [1, 2, 0]
