@@ -9,7 +9,7 @@ import sys
 
 from sluice.concurrency.process import exit_status, stop_on_signals
 from sluice.config.addresses import bare_host, split_host_port
-from sluice.environment.server import serving
+from sluice.environment.servicer import serving
 from sluice.environment.source import EnvironmentSource
 from sluice.rpc.credentials import OPEN
 from sluice.telemetry.logs import configure_logging

@@ -11,19 +11,21 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
 from sluice.environment.episodes import (
     AuthorCalls,
+    CallResult,
     PlayedRow,
     grade_of,
+    made_calls,
     messages_of,
-    raised,
     text_of,
     with_reward,
 )
-from sluice.environment.schemas import ArgumentsError, MethodTool, method_tool
-from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
+from sluice.environment.schemas import MethodTool, method_tool
+from sluice.errors import ConfigError
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
 RESET, TURN, SCORE, CLOSE, DONE = "reset", "turn", "score", "close", "done"
@@ -176,35 +178,17 @@ class ClassEpisode:
             await self._calls.required(f"{self._environment.name}.close", close)
 
     async def _called(self, answer: Answer) -> Observation:
-        messages, rewards = [], list[float]()
-        for call in answer.tool_calls:
-            message, reward = await self._result(call)
-            messages.append(message)
-            rewards += [] if reward is None else [reward]
-        if answer.tool_error:
-            role = TOOL if self._environment.methods else USER
-            messages.append(unreadable(answer.tool_error, role))
-        reward = sum(rewards) if rewards else None
-        return Observation(tuple(messages), done=self._is_done, reward=reward)
+        methods = self._environment.methods
+        messages, reward = await made_calls(
+            answer, methods, self._result, unreadable_role=TOOL if methods else USER
+        )
+        return Observation(messages, done=self._is_done, reward=reward)
 
-    async def _result(self, call: ToolCall) -> tuple[ChatMessage, float | None]:
-        method = self._environment.methods.get(call.name)
-        if method is None:
-            return unknown_tool(call, self._environment.methods), None
-        try:
-            arguments = method.arguments(call.arguments)
-        except ArgumentsError as error:
-            return error_of(call, str(error)), None
-        try:
-            bound = getattr(self._instance, call.name)
-            returned = await self._calls.run(bound, **arguments)
-            what = f"{self._environment.name}.{call.name}"
-            value, reward = with_reward(what, returned)
-            return ChatMessage(TOOL, text_of(what, value), tool_call_id=call.call_id), reward
-        except (EnvironmentUnavailable, EnvironmentDefectError):
-            raise
-        except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
-            return error_of(call, raised(error)), None
+    async def _result(self, call: ToolCall, arguments: Mapping[str, Any]) -> CallResult:
+        what = f"{self._environment.name}.{call.name}"
+        bound = getattr(self._instance, call.name)
+        value, reward = with_reward(what, await self._calls.run(bound, **arguments))
+        return ChatMessage(TOOL, text_of(what, value), tool_call_id=call.call_id), reward
 
     def _method(self, name: str) -> Callable[..., object] | None:
         found = getattr(self._instance, name, None)
@@ -221,17 +205,3 @@ def _has_no_constructor(kind: type) -> bool:
     return type(kind) is type and not {"__init__", "__new__"}.intersection(own)
 
 
-def unreadable(error: str, role: str = TOOL) -> ChatMessage:
-    """Return what the policy reads after calls that cannot be read."""
-    return ChatMessage(role, f"Error: the call cannot be read: {error}", is_error=True)
-
-
-def error_of(call: ToolCall, error: str) -> ChatMessage:
-    """Return what the policy reads after a call that failed."""
-    return ChatMessage(TOOL, f"Error: {error}", tool_call_id=call.call_id, is_error=True)
-
-
-def unknown_tool(call: ToolCall, known: Mapping[str, object]) -> ChatMessage:
-    """Return what the policy reads after a call of a tool that does not exist."""
-    tools = ", ".join(known) or "none"
-    return error_of(call, f"there is no tool {call.name[:64]!r}; the tools are: {tools}")

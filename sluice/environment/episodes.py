@@ -11,17 +11,18 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol, SupportsFloat, TypeGuard
+from typing import Any, NoReturn, Protocol, SupportsFloat, TypeGuard
 
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
+from sluice.environment.schemas import ArgumentsError
 from sluice.environment.threads import MethodThreads
 from sluice.errors import EnvironmentDefectError, EnvironmentUnavailable
-from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool
+from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -337,3 +338,65 @@ def _continuing(what: str, value: object) -> ChatMessage:
             "and content, a text"
         )
     return ChatMessage(str(role), text_of(what, content))
+
+
+class CallableTool(Protocol):
+    """A tool, as far as a call of it is read."""
+
+    @property
+    def arguments(self) -> Callable[[str], Mapping[str, Any]]:
+        """Read a call's JSON; raise ArgumentsError if it does not fit."""
+        ...
+
+
+CallResult = tuple[ChatMessage, float | None]
+"""What the policy reads after a call, and the call's reward."""
+
+
+async def made_calls(
+    answer: Answer,
+    tools: Mapping[str, CallableTool],
+    make: Callable[[ToolCall, Mapping[str, Any]], Awaitable[CallResult]],
+    *,
+    unreadable_role: str = TOOL,
+) -> tuple[tuple[ChatMessage, ...], float | None]:
+    """Make an answer's calls one after the other; return what the policy reads, and their reward.
+
+    Args:
+        answer: with calls, readable or not.
+        tools: by name.
+        make: makes a call with its arguments. What it raises is an error that the policy reads, but
+            for the environment's own.
+        unreadable_role: of the message about calls that cannot be read.
+    """
+    results = [await _made(call, tools, make) for call in answer.tool_calls]
+    messages = [message for message, _ in results]
+    rewards = [reward for _, reward in results if reward is not None]
+    if answer.tool_error:
+        text = f"Error: the call cannot be read: {answer.tool_error}"
+        messages.append(ChatMessage(unreadable_role, text, is_error=True))
+    return tuple(messages), sum(rewards) if rewards else None
+
+
+async def _made(
+    call: ToolCall,
+    tools: Mapping[str, CallableTool],
+    make: Callable[[ToolCall, Mapping[str, Any]], Awaitable[CallResult]],
+) -> CallResult:
+    tool = tools.get(call.name)
+    if tool is None:
+        known = ", ".join(tools) or "none"
+        return error_of(call, f"there is no tool {call.name[:64]!r}; the tools are: {known}"), None
+    try:
+        return await make(call, tool.arguments(call.arguments))
+    except ArgumentsError as error:
+        return error_of(call, str(error)), None
+    except (EnvironmentUnavailable, EnvironmentDefectError):
+        raise
+    except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
+        return error_of(call, raised(error)), None
+
+
+def error_of(call: ToolCall, error: str) -> ChatMessage:
+    """Return what the policy reads after a call that failed."""
+    return ChatMessage(TOOL, f"Error: {error}", tool_call_id=call.call_id, is_error=True)

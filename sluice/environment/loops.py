@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from sluice.algorithm.episode_rules import Observation
 from sluice.environment.episodes import AuthorCalls, PlayedRow, defect, grade_of, text_of
-from sluice.environment.schemas import method_tool
+from sluice.environment.schemas import method_tool, openai_tool
 from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
@@ -300,10 +299,4 @@ def _message(value: Mapping[str, Any]) -> ChatMessage:
 def _tool(value: Any) -> Tool:  # noqa: ANN401  a dict or a function
     if callable(value):
         return method_tool(value, f"tool {value.__name__}", is_method=False).tool
-    function = value.get("function", value)
-    parameters = function.get("parameters")
-    return Tool(
-        function["name"],
-        function.get("description") or "",
-        json.dumps(parameters, ensure_ascii=False) if parameters else "",
-    )
+    return openai_tool(value.get("function", value))

@@ -81,6 +81,16 @@ def json_object(text: str) -> dict[str, Any]:
     return given
 
 
+def openai_tool(function: Mapping[str, Any]) -> Tool:
+    """Return the tool of a ``function`` in OpenAI's form."""
+    parameters = function.get("parameters")
+    return Tool(
+        function["name"],
+        function.get("description") or "",
+        json.dumps(parameters, ensure_ascii=False) if parameters else "",
+    )
+
+
 def method_tool(
     function: Callable[..., object], where: str, *, name: str = "", is_method: bool = True
 ) -> MethodTool:

@@ -1,4 +1,4 @@
-"""EnvironmentService over a loaded environment: its open episodes and their kept answers.
+"""EnvironmentService over a loaded environment: its open episodes, their kept answers, its server.
 
 Each call of an episode is a task, so that a caller whose connection breaks gets the answer of the
 first call when it calls again. It ends at its caller's deadline, or when the episode is given up.
@@ -12,7 +12,8 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
@@ -33,11 +34,15 @@ from sluice.errors import (
     NotFoundError,
     SluiceError,
 )
+from sluice.rpc.credentials import OPEN, Credentials
+from sluice.rpc.server import RpcServer
 from sluice.rpc.status import RPC_ERRORS, status_of
 from sluice.types import FinishReason, Scored
 
 logger = logging.getLogger(__name__)
 
+SERVICE = "sluice.api.environment.v1.EnvironmentService"
+MAX_MESSAGE_BYTES = 64 << 20
 MAX_EPISODES = 4096
 MAX_RESULT_BYTES = 16 << 20
 """Of what an answer leads to. A larger message might not be sent, and end calls beside it."""
@@ -409,3 +414,42 @@ def _row(text: str) -> dict[str, object]:
     if not isinstance(found, dict):
         raise InvalidRequestError("row_json: no JSON object")
     return found
+
+
+@asynccontextmanager
+async def serving(
+    world: Environment, host: str, port: int, credentials: Credentials = OPEN
+) -> AsyncIterator[str]:
+    """Serve for the length of the block; yield the address.
+
+    Args:
+        world: the environment.
+        host: to listen on, or ``unix:`` and a path.
+        port: 0 lets the system choose.
+        credentials: what callers show.
+
+    Raises:
+        ConfigError: the port is taken, or the interface does not exist.
+    """
+    calls = AuthorCalls()
+    async with asyncio.TaskGroup() as tasks:
+        servicer = EnvironmentServicer(world, tasks, calls)
+        server = RpcServer(
+            [
+                lambda found: environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(
+                    servicer, found
+                )
+            ],
+            [SERVICE],
+            host=host,
+            port=port,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            credentials=credentials,
+        )
+        await server.start()
+        try:
+            yield server.address
+        finally:
+            await server.stop(0)
+            await servicer.close()
+            calls.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,19 @@ import yaml
 
 from sluice.algorithm.episode_rules import TOOL, Observation
 from sluice.environment import verl_stand_in
-from sluice.environment.classes import error_of, unknown_tool, unreadable
-from sluice.environment.episodes import AuthorCalls, PlayedRow, raised, text_of, with_reward
+from sluice.environment.episodes import (
+    AuthorCalls,
+    CallResult,
+    PlayedRow,
+    error_of,
+    made_calls,
+    raised,
+    text_of,
+    with_reward,
+)
 from sluice.environment.loading import file_module
-from sluice.environment.schemas import ArgumentsError, json_object, method_tool
-from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
+from sluice.environment.schemas import json_object, method_tool, openai_tool
+from sluice.errors import ConfigError
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
 
 FUNCTIONS_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
@@ -129,12 +136,7 @@ def _tool(schema: Any, path: str) -> Tool:  # noqa: ANN401  verl's class or ours
     function = written.get("function", {})
     if "name" not in function:
         raise ConfigError(f"{path}: a tool_schema without function.name; write OpenAI's form")
-    parameters = function.get("parameters")
-    return Tool(
-        function["name"],
-        function.get("description") or "",
-        json.dumps(parameters, ensure_ascii=False) if parameters else "",
-    )
+    return openai_tool(function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +195,8 @@ class VerlEpisode:
         """Make the calls of an answer; text without calls ends the episode."""
         if not answer.tool_calls and not answer.tool_error:
             return Observation(done=finish is not FinishReason.LENGTH)
-        messages, rewards = [], list[float]()
-        for call in answer.tool_calls:
-            message, reward = await self._result(call)
-            messages.append(message)
-            rewards += [reward] if reward else []
-        if answer.tool_error:
-            messages.append(unreadable(answer.tool_error))
-        return Observation(tuple(messages), reward=sum(rewards) if rewards else None)
+        messages, reward = await made_calls(answer, self._tools, self._result)
+        return Observation(messages, reward=reward)
 
     async def score(self) -> Scored | None:
         """Leave it to the row's scorer, as verl does."""
@@ -214,26 +210,13 @@ class VerlEpisode:
             given = self._given(name, "release_kwargs")
             await self._calls.required(f"{name}.release", release, instance, **given)
 
-    async def _result(self, call: ToolCall) -> tuple[ChatMessage, float]:
-        one = self._tools.get(call.name)
-        if one is None:
-            return unknown_tool(call, self._tools), 0.0
-        try:
-            arguments = one.arguments(call.arguments)
-        except ArgumentsError as error:
-            return error_of(call, str(error)), 0.0
-        try:
-            if one.function is not None:
-                returned = await self._calls.run(one.function, **arguments)
-            else:
-                returned = await self._executed(call.name, one, arguments)
-            return _response(call, returned)
-        except (EnvironmentUnavailable, EnvironmentDefectError):
-            raise
-        except Exception as error:  # noqa: BLE001  the policy's arguments may cause anything
-            return error_of(call, raised(error)), 0.0
+    async def _result(self, call: ToolCall, arguments: Mapping[str, Any]) -> CallResult:
+        one = self._tools[call.name]
+        if one.function is not None:
+            return _response(call, await self._calls.run(one.function, **arguments))
+        return _response(call, await self._executed(call.name, one, arguments))
 
-    async def _executed(self, name: str, one: VerlTool, arguments: dict[str, Any]) -> object:
+    async def _executed(self, name: str, one: VerlTool, arguments: Mapping[str, Any]) -> object:
         given = self._given(name, "execute_kwargs")
         if "agent_data" in inspect.signature(one.state.execute).parameters:
             given["agent_data"] = SimpleNamespace(
@@ -246,7 +229,7 @@ class VerlEpisode:
         return dict(found.get(kind) or {}) if isinstance(found, Mapping) else {}
 
 
-def _response(call: ToolCall, returned: object) -> tuple[ChatMessage, float]:
+def _response(call: ToolCall, returned: object) -> CallResult:
     """Return message and reward of verl's ``(response, reward, metrics)``, or of parts of it."""
     if isinstance(returned, tuple) and len(returned) == 3:
         returned = returned[:2]
@@ -254,6 +237,6 @@ def _response(call: ToolCall, returned: object) -> tuple[ChatMessage, float]:
     if isinstance(response, tuple) and response[1:] in ((), (None,)):  # without a reward
         response = response[0]
     if getattr(response, "image", None) or getattr(response, "video", None):
-        return error_of(call, f"{call.name} returned an image, which cannot be read here"), 0.0
+        return error_of(call, f"{call.name} returned an image, which cannot be read here"), None
     text = response.text if hasattr(response, "text") else response
-    return ChatMessage(TOOL, text_of(call.name, text), tool_call_id=call.call_id), reward or 0.0
+    return ChatMessage(TOOL, text_of(call.name, text), tool_call_id=call.call_id), reward or None

@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from sluice.errors import SandboxUnavailableError
-from sluice.sandbox.contained import Containment, run_contained
-from sluice.sandbox.run_result import MIB, NO_FILES, PYTHON, Limits, Result
+from sluice.sandbox.contained import Containment, ProcessSandbox
+from sluice.sandbox.run_result import MIB, PYTHON, Limits
 from sluice.sandbox.system_calls import filter_program
 
 NOBODY = 65534
@@ -60,7 +60,7 @@ _NOT_INSTALLED = (
 )
 
 
-class BubblewrapSandbox:
+class BubblewrapSandbox(ProcessSandbox):
     """Runs programs on this machine.
 
     Args:
@@ -73,22 +73,11 @@ class BubblewrapSandbox:
     """
 
     def __init__(self, limits: Limits, python: str | None = None) -> None:
-        self._limits, self._program = limits, bubblewrap_program()
+        super().__init__(limits)
+        self._program = bubblewrap_program()
         self._user = NOBODY if os.geteuid() == 0 else None
         self._python, self._shown = self._interpreter(python)
         self._filter = filter_program()
-
-    def run(
-        self,
-        argv: Sequence[str],
-        files: Mapping[str, str] = NO_FILES,
-        stdin: bytes = b"",
-        limits: Limits | None = None,
-    ) -> Result:
-        """Run a program; see `Sandbox.run`."""
-        limits = limits or self._limits
-        with self.command(argv, files, limits) as containment:
-            return run_contained(containment, stdin, limits)
 
     @contextmanager
     def command(

@@ -12,6 +12,7 @@ from sluice.config.schema.reward import SandboxFusionConfig
 from sluice.config.schema.sandbox import BackendKey, SandboxConfig
 from sluice.errors import ConfigError, SandboxUnavailableError
 from sluice.sandbox.bubblewrap import PROBE_LIMITS, BubblewrapSandbox, with_remedy
+from sluice.sandbox.contained import ProcessSandbox
 from sluice.sandbox.own_command import CommandSandbox
 from sluice.sandbox.run_result import MIB, PYTHON, Limits
 from sluice.sandbox.sandbox_fusion import SandboxFusionSandbox
@@ -24,8 +25,6 @@ NO_SANDBOX = (
 )
 _WORD = "sluice"
 _NO_FUSION = SandboxFusionConfig()
-ProcessSandbox = BubblewrapSandbox | CommandSandbox
-"""Sandboxes whose programs are processes of this machine, and can be talked to as they run."""
 
 
 def backend_of(

@@ -13,13 +13,14 @@ import selectors
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sluice.errors import SandboxUnavailableError
-from sluice.sandbox.run_result import Limits, Result, SandboxEnd
+from sluice.sandbox.run_result import NO_FILES, Limits, Result, SandboxEnd
 
 END_TIMEOUT_S = 2.0
 """Seconds in which a killed sandbox has to be gone."""
@@ -223,6 +224,35 @@ def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Res
         end = _end_of(code, limits, time.monotonic() - began_s)
     stderr = stderr.removeprefix(READY) if containment.announces_ready else stderr
     return Result(end, code if end is SandboxEnd.FINISHED else None, stdout, stderr)
+
+
+class ProcessSandbox(ABC):
+    """Runs programs as processes of this machine, which can be talked to as they run.
+
+    Args:
+        limits: of runs that name none.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+
+    def run(
+        self,
+        argv: Sequence[str],
+        files: Mapping[str, str] = NO_FILES,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+    ) -> Result:
+        """Run a program; see `Sandbox.run`."""
+        limits = limits or self._limits
+        with self.command(argv, files, limits) as containment:
+            return run_contained(containment, stdin, limits)
+
+    @abstractmethod
+    def command(
+        self, argv: Sequence[str], files: Mapping[str, str], limits: Limits
+    ) -> AbstractContextManager[Containment]:
+        """Give the command line of a program; what it needs is there for the length of the block."""
 
 
 def _end_of(code: int | None, limits: Limits, taken_s: float) -> SandboxEnd:

@@ -15,8 +15,13 @@ from pathlib import Path
 from sluice.errors import SandboxUnavailableError
 from sluice.sandbox import interpreter_loop
 from sluice.sandbox.bubblewrap import with_remedy
-from sluice.sandbox.choice import ProcessSandbox
-from sluice.sandbox.contained import READY, ContainedProcess, contained, holds_too_much
+from sluice.sandbox.contained import (
+    READY,
+    ContainedProcess,
+    ProcessSandbox,
+    contained,
+    holds_too_much,
+)
 from sluice.sandbox.run_result import NO_FILES, PYTHON, Limits, SandboxEnd
 
 _LOOK_S = 0.05

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sluice.errors import SandboxUnavailableError
-from sluice.sandbox.contained import Containment, run_contained
-from sluice.sandbox.run_result import MIB, NO_FILES, PYTHON, Limits, Result
+from sluice.sandbox.contained import Containment, ProcessSandbox
+from sluice.sandbox.run_result import MIB, PYTHON, Limits
 
 FAILURE_CODE = 125
 """Exit code of the command if it has failed itself, as Docker's."""
 _INHERITED = ("PATH", "HOME", "LANG", "XDG_RUNTIME_DIR", "DOCKER_HOST")
 
 
-class CommandSandbox:
+class CommandSandbox(ProcessSandbox):
     """Runs programs through a command, which has to contain them.
 
     The time limit and that of the output hold here; for the others the command's words may hold
@@ -43,19 +43,8 @@ class CommandSandbox:
                 f"sluice.sandbox.command: {shown} cannot be run; give the path of your sandbox's "
                 "program and its arguments"
             )
-        self._command, self._limits, self._python = list(command), limits, python or PYTHON
-
-    def run(
-        self,
-        argv: Sequence[str],
-        files: Mapping[str, str] = NO_FILES,
-        stdin: bytes = b"",
-        limits: Limits | None = None,
-    ) -> Result:
-        """Run a program; see `Sandbox.run`."""
-        limits = limits or self._limits
-        with self.command(argv, files, limits) as containment:
-            return run_contained(containment, stdin, limits)
+        super().__init__(limits)
+        self._command, self._python = list(command), python or PYTHON
 
     @contextmanager
     def command(

@@ -13,7 +13,7 @@ from services.reward.episodes.client import GivenServers, ServedEnvironments, Se
 from services.reward.episodes.drivers import EnvironmentServers, EpisodeTask
 from services.reward.episodes.workers import EnvironmentWorkers, running_workers
 from sluice.config.schema.environment import EnvironmentConfig
-from sluice.environment.server import serving
+from sluice.environment.servicer import serving
 from sluice.environment.source import EnvironmentSource
 from sluice.types import Answer, ChatMessage, Prompt, PromptOrigin, ToolCall
 

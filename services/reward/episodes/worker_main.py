@@ -25,7 +25,7 @@ from services.reward.grading.scorer_main import (
     limited_output,
 )
 from sluice.environment.episodes import Environment
-from sluice.environment.server import serving
+from sluice.environment.servicer import serving
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import SluiceError
 from sluice.rpc.credentials import OPEN

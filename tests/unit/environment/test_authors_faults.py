@@ -13,7 +13,7 @@ import pytest
 from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
-from sluice.environment.server import serving
+from sluice.environment.servicer import serving
 from sluice.types import Answer, FinishReason
 from tests.support.environments import author_file, calls, episode, served
 from tests.support.scripted_environment import eventually
