@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sluice.concurrency.process import stat_fields
 from sluice.errors import SandboxUnavailableError
 from sluice.sandbox.run_result import NO_FILES, Limits, Result, SandboxEnd
 
@@ -34,6 +35,7 @@ _LOOK_S = 0.05
 _CHUNK_BYTES = 1 << 16
 _SHOWN_BYTES = 500
 _PROC = Path("/proc")
+_PARENT_FIELD = 1  # of `stat_fields`
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -359,14 +361,6 @@ def resident_of(pid: int) -> int:
     return sum(map(_resident, list(descendants(pid))))
 
 
-def _parent_of(pid: int) -> int:
-    try:
-        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])
-
-
 def _resident(pid: int) -> int:
     try:
         return int((_PROC / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
@@ -398,7 +392,9 @@ class ProcessHandle:
 
     def __init__(self, pid: int, parent: int) -> None:
         self._descriptor = os.pidfd_open(pid)
-        if _parent_of(pid) != parent:  # it ended, and the number may be another one's by now
+        fields = stat_fields(pid)
+        # It ended, and the number may be another one's by now.
+        if not fields or int(fields[_PARENT_FIELD]) != parent:
             self.close()
             raise ProcessLookupError(pid)
 
