@@ -13,7 +13,7 @@ from pathlib import Path
 from services.trainer.fleet.delivery import SyncCounts, SyncPhase
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState, phase_waits
-from services.trainer.metrics.validation import Example
+from services.trainer.metrics.sinks import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
 from sluice.algorithm.guards import RuleState
 from sluice.concurrency.process import process_age_s

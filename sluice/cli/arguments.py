@@ -12,8 +12,14 @@ import typer
 from sluice.config.loading.keys import all_names
 from sluice.config.loading.overrides import YAML_SUFFIXES
 from sluice.errors import ConfigError
-from sluice.launch.script.launch import is_script, launch_of
-from sluice.launch.script.recording import RECORDED, printers_in, script_text
+from sluice.launch.script.launch import (
+    RECORDED,
+    is_script,
+    launch_of,
+    printers_in,
+    script_text,
+)
+
 from sluice.safe_text import printable
 from sluice.service_contract import CONFIG_NAME
 

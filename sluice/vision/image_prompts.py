@@ -1,4 +1,11 @@
-"""Expand one placeholder token per image to one token per merged patch, and read the pixels."""
+"""Prompts with images as the model takes them: one token for each merged patch, the positions of all
+tokens, and the pixels.
+
+Rotary embeddings of these models have three axes: time, height and width. Text has equal positions
+on all three. An image's tokens share one time; they take height and width from their patch, counted
+from the image's start. Text after an image continues behind the largest position in it (M-RoPE:
+Wang et al., "Qwen2-VL", 2024, section 2.1).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +21,100 @@ import numpy.typing as npt
 from sluice.errors import ConfigError, InvalidRequestError
 from sluice.types import TokenIds
 from sluice.vision.image_files import decode_image, image_size
-from sluice.vision.rope_positions import Grid, RopePositions, find_images, rope_positions
 from sluice.vision.vision_shape import VisionShape, read_vision_shape
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """An image's tokens by rows and columns, after patches were merged."""
+
+    rows: int
+    columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the image takes."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlace:
+    """The place of an image: tokens ``[start, start + grid.num_tokens)`` of the prompt."""
+
+    start: int
+    grid: Grid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopePositions:
+    """Positions of a prompt.
+
+    Attributes:
+        prompt: [3, prompt tokens] int64: time, height, width.
+        shift: token t after the prompt has position ``t + shift`` on all axes; 0 or below.
+    """
+
+    prompt: npt.NDArray[np.int64]
+    shift: int
+
+    def extended(self, num_tokens: int) -> npt.NDArray[np.int64]:
+        """Return positions [3, num_tokens]: a part of the prompt, or all of it and more."""
+        known = self.prompt.shape[1]
+        behind = np.arange(known, num_tokens, dtype=np.int64) + self.shift
+        return np.concatenate(
+            [self.prompt[:, :num_tokens], np.broadcast_to(behind, (3, behind.size))], axis=1
+        )
+
+
+def find_images(
+    token_ids: npt.NDArray[np.integer], image_token_id: int, grids: Sequence[Grid]
+) -> tuple[ImagePlace, ...]:
+    """Return where each image's tokens are in a prompt.
+
+    Raises:
+        InvalidRequestError: the prompt holds more or fewer of them than `grids` need, or other
+            tokens interrupt an image's.
+    """
+    found = np.flatnonzero(token_ids == image_token_id)
+    wanted = sum(grid.num_tokens for grid in grids)
+    if found.size != wanted:
+        raise InvalidRequestError(
+            f"prompt: {found.size} image tokens, but its {len(grids)} images take {wanted}; send "
+            "the tokens that the prompt was accepted with, and its images"
+        )
+    places = []
+    cursor = 0
+    for number, grid in enumerate(grids):
+        own = found[cursor : cursor + grid.num_tokens]
+        if own[-1] - own[0] != grid.num_tokens - 1:
+            raise InvalidRequestError(f"prompt: the tokens of image {number} do not lie together")
+        places.append(ImagePlace(int(own[0]), grid))
+        cursor += grid.num_tokens
+    return tuple(places)
+
+
+def rope_positions(num_tokens: int, images: Sequence[ImagePlace]) -> RopePositions:
+    """Return the positions of a prompt of `num_tokens` with `images` in their order."""
+    parts: list[npt.NDArray[np.int64]] = []
+    place = position = 0
+    for image in images:
+        parts.append(_text(image.start - place, position))
+        position += image.start - place
+        rows, columns = image.grid.rows, image.grid.columns
+        patch = np.indices((1, rows, columns), dtype=np.int64).reshape(3, -1)
+        parts.append(patch + position)
+        place = image.start + image.grid.num_tokens
+        position += max(rows, columns)
+    parts.append(_text(num_tokens - place, position))
+    return RopePositions(np.concatenate(parts, axis=1), position - place)
+
+
+def _text(num_tokens: int, start: int) -> npt.NDArray[np.int64]:
+    counted = np.arange(start, start + num_tokens, dtype=np.int64)
+    return np.broadcast_to(counted, (3, num_tokens))
 
 
 def expand_placeholders(
@@ -90,8 +186,7 @@ class ImagePromptReader:
             InvalidRequestError: an image cannot be read, or placeholders and images differ in
                 number.
         """
-        sizes = [image_size(encoded, f"images[{n}]") for n, encoded in enumerate(images)]
-        counts = [self._grid(*size, number).num_tokens for number, size in enumerate(sizes)]
+        counts = [grid.num_tokens for grid in self._grids(images)]
         return expand_placeholders(token_ids, self.shape.image_token_id, counts)
 
     def read(self, token_ids: TokenIds, images: Sequence[bytes]) -> ImagePrompt:
@@ -113,8 +208,7 @@ class ImagePromptReader:
             InvalidRequestError: an image cannot be read, the tokens are of other images, or the
                 prompt ends with an image.
         """
-        sizes = [image_size(encoded, f"images[{n}]") for n, encoded in enumerate(images)]
-        grids = [self._grid(*size, number) for number, size in enumerate(sizes)]
+        grids = self._grids(images)
         size = self.shape.merge_size
         found = find_images(token_ids, self.shape.image_token_id, grids)
         places = np.concatenate([image.start + np.arange(image.grid.num_tokens) for image in found])
@@ -179,6 +273,10 @@ class ImagePromptReader:
         except ValueError as error:  # an aspect ratio that no grid fits
             raise _unfit(number, error) from error
         return np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
+
+    def _grids(self, images: Sequence[bytes]) -> list[Grid]:
+        sizes = [image_size(encoded, f"images[{n}]") for n, encoded in enumerate(images)]
+        return [self._grid(*size, number) for number, size in enumerate(sizes)]
 
     def _grid(self, height: int, width: int, number: int) -> Grid:
         """Return the grid of the processor's rule, in merged patches."""

@@ -14,7 +14,7 @@ from sluice.launch.cluster.placement import (
     PlacementPlan,
     Resources,
 )
-from sluice.launch.cluster.service_host import ServiceHost
+from sluice.launch.cluster.nodes import ServiceHost
 
 POLL_S = 0.01
 

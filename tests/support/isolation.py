@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.launch.script.recording import record
+from sluice.launch.script.launch import record
 
 
 def _no_isolation() -> str:

@@ -21,7 +21,7 @@ from services.trainer.loop.guards import RunGuards
 from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.step_metrics import RunScale
-from services.trainer.metrics.validation import ValidationReport
+from services.trainer.metrics.sinks import ValidationReport
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 import msgspec
 import torch
 
-from services.trainer.dry_run.fake_ranks import FakeRanks, fake_tensors
-from services.trainer.dry_run.measure import counted
+from services.trainer.dry_run.measure import FakeRanks, counted, fake_tensors
 from sluice.algorithm import token_statistics
 from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status

@@ -1,20 +1,25 @@
-"""One rank's step, counted: build, share, a pass for logprobs, an optimizer step, a micro-batch."""
+"""One rank's step, counted: build, share, a pass for logprobs, an optimizer step, a micro-batch. Its
+peers need not be there: collectives of `FakeRanks` return at once, and move nothing.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
-from services.trainer.dry_run.fake_ranks import FakeRanks
 from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow
@@ -25,13 +30,14 @@ from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGrad
 from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
-from services.trainer.learner.ranks import TorchDistributed
+from services.trainer.learner.ranks import RankPlace, TorchDistributed
 from services.trainer.learner.sequence_share import SequenceShare
 from services.trainer.learner.update.settings import update_settings
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.config.derived import max_row_tokens
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
+from sluice.device.select import select_device
 from sluice.plan.dry_run import PassBytes
 
 if TYPE_CHECKING:
@@ -40,6 +46,64 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 _STEPS = 1
+_NO_DEADLINE_S = 60.0
+
+
+
+
+class FakeRanks(TorchDistributed):
+    """Rank 0 of `world_size`; a process has one such group at a time."""
+
+    def __init__(self, world_size: int) -> None:
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # so that none is opened
+        }
+        super().__init__(select_device("cpu"), _NO_DEADLINE_S)
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        """Return this rank's numbers for every rank."""
+        return [list(values)] * self.world_size
+
+    def share_sequences(self, size: int) -> None:
+        with unset_fake_temporarily():  # groups are made of numbers
+            super().share_sequences(size)
+
+    def shard_mesh(self, size: int) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return super().shard_mesh(size)
+
+    def expert_mesh(self, size: int) -> DeviceMesh | None:
+        with unset_fake_temporarily():
+            return super().expert_mesh(size)
+
+    def _form(self, backend: str, place: RankPlace) -> None:
+        store = FakeStore()
+        dist.init_process_group("fake", store=store, rank=0, world_size=place.world_size)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Make tensors without memory in the block; but meshes hold the numbers of ranks."""
+    mesh, init = DeviceMesh.mesh, DeviceMesh.__init__
+    DeviceMesh.mesh = property(_really(mesh.fget))  # type: ignore[assignment,method-assign,attr-defined]
+    DeviceMesh.__init__ = _really(init)  # type: ignore[method-assign]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        DeviceMesh.mesh, DeviceMesh.__init__ = mesh, init  # type: ignore[method-assign]
+
+
+def _really(function: Callable[..., Any]) -> Callable[..., Any]:
+    def outside(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any function's
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return outside
 
 
 def counted(

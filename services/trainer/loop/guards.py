@@ -17,7 +17,7 @@ import msgspec
 
 from services.trainer.learner.checkpoint import Checkpoint
 from services.trainer.loop.run_state import RunState
-from services.trainer.metrics.validation import ValidationReport
+from services.trainer.metrics.sinks import ValidationReport
 from sluice.algorithm.guards import (
     ACCURACY,
     VALIDATION_PREFIX,

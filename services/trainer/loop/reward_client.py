@@ -9,7 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-from services.trainer.metrics.validation import Example, ValidationReport
+from services.trainer.metrics.sinks import Example, ValidationReport
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc

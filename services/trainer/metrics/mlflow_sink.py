@@ -13,8 +13,7 @@ from mlflow.tracking import MlflowClient
 from services.trainer.metrics.sinks import TABLE_COLUMNS, mlflow_name
 
 if TYPE_CHECKING:
-    from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.validation import Example
+    from services.trainer.metrics.sinks import Example, SinkTarget
 
 # MLflow's limits for one call and one value.
 _METRICS_A_CALL = 1000

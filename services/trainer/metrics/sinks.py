@@ -23,7 +23,6 @@ from typing import Protocol
 
 import numpy as np
 
-from services.trainer.metrics.validation import Example, ValidationReport
 from sluice.concurrency.threads import BoundedWriter
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
@@ -44,6 +43,26 @@ _OPEN_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
 _REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. /]", re.ASCII)
 _LONGEST_MLFLOW_NAME = 250
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One validation response for readers."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """Validation numbers of one version, with standard errors of the metrics over prompts."""
+
+    metrics: Mapping[str, float]
+    examples: tuple[Example, ...]
+    generated_tokens: int
+    standard_errors: Mapping[str, float] = field(default_factory=dict)
 
 
 class MetricSink(Protocol):

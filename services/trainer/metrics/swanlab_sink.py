@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import swanlab
 
 if TYPE_CHECKING:
-    from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.validation import Example
+    from services.trainer.metrics.sinks import Example, SinkTarget
 
 _REFUSED_IN_PROJECTS = re.compile(r"[^0-9a-zA-Z_\-+.]+")
 _LONGEST_PROJECT = 100

@@ -12,8 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from services.trainer.metrics.sinks import TABLE_COLUMNS
 
 if TYPE_CHECKING:
-    from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.validation import Example
+    from services.trainer.metrics.sinks import Example, SinkTarget
 
 FOLDER_VARIABLE = "TENSORBOARD_DIR"
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from services.trainer.metrics.sinks import TABLE_COLUMNS
 
 if TYPE_CHECKING:
-    from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.validation import Example
+    from services.trainer.metrics.sinks import Example, SinkTarget
 
 FOLDER_VARIABLE = "TRACKIO_DIR"
 _REFUSED_IN_PROJECTS = re.compile(r"[^\w\-]+", re.ASCII)  # the file is named after the project

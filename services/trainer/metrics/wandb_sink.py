@@ -15,8 +15,7 @@ import wandb
 from services.trainer.metrics.sinks import TABLE_COLUMNS, VALIDATION_FAILED
 
 if TYPE_CHECKING:
-    from services.trainer.metrics.sinks import SinkTarget
-    from services.trainer.metrics.validation import Example
+    from services.trainer.metrics.sinks import Example, SinkTarget
 
 logger = logging.getLogger(__name__)
 

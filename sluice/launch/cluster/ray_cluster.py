@@ -24,7 +24,7 @@ from sluice.launch.cluster.placement import (
     PlacementPlan,
     Resources,
 )
-from sluice.launch.cluster.service_host import ServiceHost
+from sluice.launch.cluster.nodes import ServiceHost
 
 _SLICE_S = 1.0
 

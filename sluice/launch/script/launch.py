@@ -1,20 +1,61 @@
-"""Find the launch among the recorded calls of a script: its module and its arguments."""
+"""The launch that a script would make: run the script under bash without its programs, record their
+calls, and find the launch among them, with its module and its arguments.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Sequence
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from sluice.errors import ConfigError
-from sluice.launch.script.recording import Recording, record
+from sluice.errors import ConfigError, DeadlineError
 
 SUFFIXES = (".sh", ".bash")
 _SETTING = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)*=|~[A-Za-z_][\w.-]*)")
 _DOTTED = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)+=)")
 _MOST_SHOWN = 100
+# They read and print, or make what a redirection needs.
+PRINTERS = (
+    *("awk", "basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "hostname", "id"),
+    *("jq", "ls", "mkdir", "mktemp", "nproc", "printenv", "readlink", "realpath", "sed", "seq"),
+    *("sort", "tail", "tee", "tr", "uname", "uniq", "wc", "which", "whoami"),
+)
+# A script may look for them before it uses them, or call them by a path.
+RECORDED = (
+    *("python", "python3", "torchrun", "ray", "accelerate", "deepspeed", "srun", "nohup", "env"),
+    *("pip", "conda"),
+)
+_RUN_WITH_CARE = ("bash", "sh", "nvidia-smi")  # as recorder.sh says
+_RECORDER = """#!/bin/sh
+printf '%s\\0' "$(($# + 1))" "${0##*/}" "$@" >>"$__SLUICE_CALLS"
+"""
+_NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
+# A user who is not root needs a namespace of its own to get the others.
+_OF_A_USER = ("--user", "--map-current-user", "--keep-caps")
+_READY = "ready\0"
+_UNSET = ("unset",)  # no program's name: bash would run its own command
+_HERE = Path(__file__).resolve().parent
+TIME_LIMIT_S = 20.0
+_BACKGROUND_S = 2.0
+_MOST_ERROR_CHARS = 600
+_REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[^\]]*\])?\}|([A-Za-z_]\w*))")
+_UNBOUND = re.compile(r"([A-Za-z_]\w*): unbound variable")
+_HIDDEN = re.compile(
+    r"\\.|'[^']*'|(?:^|(?<=[\s;]))#[^\n]*"  # an escape, a text in single quotes, a comment
+    r'|"(?P<text>(?:\\.|[^"\\])*)"',
+    re.DOTALL | re.MULTILINE,
+)
+_LOCAL = re.compile(r"\b(?:local|declare|read)\b([^\n;]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +161,190 @@ def shown(call: Sequence[str]) -> str:
     """Return a call as a line for people, cut if it is long."""
     line = shlex.join(call).replace("\n", " ")
     return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
+
+
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a script did.
+
+    Attributes:
+        calls: every program that it would have run, with its arguments.
+        unset: variables without a value that it used up to its launch.
+        errors: what it wrote to standard error, without the lines of ``set -x``.
+        exit_code: its own.
+    """
+
+    calls: tuple[tuple[str, ...], ...]
+    unset: tuple[str, ...]
+    errors: str
+    exit_code: int
+
+
+def printers_in(script: str) -> list[str]:
+    """Return the programs in a script's text that will really run: they only print."""
+    words = set(re.findall(r"(?<![\w./=$-])[a-z]+(?:-[a-z]+)?(?![\w./=-])", _code(script)))
+    return sorted(words & {*PRINTERS, "nvidia-smi"})
+
+
+def record(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    isolated: bool = True,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> Recording:
+    """Run a script in the present folder; its programs are recorded in place of being run.
+
+    Only `PRINTERS` and shells run. In isolation the script has no network and no other process,
+    what it writes is lost, and everything below it ends with it.
+
+    Args:
+        script: the file.
+        arguments: what the script gets as ``"$@"``.
+        isolated: run it in namespaces of its own; else nothing protects from what it writes.
+        time_limit_s: seconds after which it is killed.
+
+    Raises:
+        ConfigError: it cannot be read, there is no bash, or this machine cannot isolate it.
+        DeadlineError: it does not end.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise ConfigError(f"{script}: a launch script needs bash, which is not on the PATH")
+    names = referenced_names(script_text(script))
+    with tempfile.TemporaryDirectory(prefix="sluice-script-") as scratch:
+        folder = Path(scratch).resolve()
+        calls = folder / "calls"
+        calls.touch()
+        environment = {
+            **os.environ,
+            "BASH_ENV": str(_HERE / "recorder.sh"),
+            "__SLUICE_BIN": str(_programs(folder / "bin")),
+            "__SLUICE_CALLS": str(calls),
+            "__SLUICE_NAMES": " ".join(names),
+            "__SLUICE_RECORDED": " ".join((*RECORDED, *_RUN_WITH_CARE)),
+        }
+        before = _isolation(folder, bash) if isolated else []
+        command = [*before, bash, str(script), *arguments]
+        with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as opened:
+            try:
+                exit_code = _run(command, environment, opened, time_limit_s)
+            except OSError as error:
+                raise ConfigError(_no_isolation(script, str(error))) from error
+            except subprocess.TimeoutExpired as error:
+                raise _no_end(script, time_limit_s) from error
+            opened.seek(0)
+            errors = "".join(line for line in opened if not line.startswith("+"))
+        recorded = calls.read_text(encoding="utf-8", errors="replace")
+        if isolated and not recorded.startswith(_READY):
+            raise ConfigError(_no_isolation(script, errors))
+        made = list(_calls(recorded.removeprefix(_READY)))
+        unset = [name for call in made if call[:1] == _UNSET for name in call[1:]]
+        return Recording(
+            tuple(call for call in made if call[:1] != _UNSET),
+            tuple(dict.fromkeys([*unset, *_UNBOUND.findall(errors)])),
+            errors[-_MOST_ERROR_CHARS:],
+            exit_code,
+        )
+
+
+def _isolation(folder: Path, bash: str) -> list[str]:
+    """Return the words before a command that isolate it. `folder` holds its calls."""
+    memory = folder / "memory"
+    memory.mkdir()
+    user = () if os.geteuid() == 0 else _OF_A_USER
+    first = (bash, "-p", str(_HERE / "isolation.sh"), str(memory), str(folder / "calls"))
+    return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *_NAMESPACES, *first]
+
+
+def _no_end(script: Path, time_limit_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"script {script}",
+        "running it without its programs",
+        time_limit_s,
+        remedy="it may wait for a program's answer; give its key=value lines in a file",
+    )
+
+
+def _no_isolation(script: Path, errors: str) -> str:
+    reason = (errors.strip().splitlines() or ["no reason given"])[-1]
+    return (
+        f"script {script}: this machine cannot isolate it ({reason}); give --trust-script to run "
+        "it with your rights, or see docs/migrating-from-verl.md for what isolation needs"
+    )
+
+
+def script_text(script: Path) -> str:
+    """Return the text of a script. Raise ConfigError if it cannot be read."""
+    try:
+        return script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"script {script} cannot be read: {error}") from error
+
+
+def referenced_names(script: str) -> list[str]:
+    """Return the variables that a script uses without a default, without names local to it."""
+    code = _code(script)
+    local = {word.partition("=")[0] for found in _LOCAL.findall(code) for word in found.split()}
+    found = (braced or plain for braced, plain in _REFERENCE.findall(code))
+    return [name for name in dict.fromkeys(found) if name not in local]
+
+
+def _code(script: str) -> str:
+    """Return a script's text without comments and texts in single quotes."""
+    return _HIDDEN.sub(lambda found: re.sub(r"\\.", " ", found["text"] or " "), script)
+
+
+def _programs(folder: Path) -> Path:
+    """Fill a folder with the programs that a script finds."""
+    folder.mkdir()
+    for name in (*PRINTERS, *_RUN_WITH_CARE):
+        if (found := shutil.which(name)) is not None:
+            (folder / name).symlink_to(found)
+    recorder = folder / "recorder"
+    recorder.write_text(_RECORDER, encoding="utf-8")
+    recorder.chmod(0o700)
+    for name in RECORDED:
+        (folder / name).symlink_to(recorder)
+    return folder
+
+
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], errors: IO[str], time_limit_s: float
+) -> int:
+    """Return the exit code of a command; it is killed at the limit, with its process group."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,
+    )
+    try:
+        exit_code = process.wait(time_limit_s)
+        _wait_for_group(process.pid)
+        return exit_code
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for_group(group: int) -> None:
+    """Wait a moment for the background of a script, which may still start the training."""
+    until_s = time.monotonic() + _BACKGROUND_S
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until_s:
+            os.killpg(group, 0)
+            time.sleep(0.05)
+
+
+def _calls(recorded: str) -> Iterator[tuple[str, ...]]:
+    words = recorded.split("\0")[:-1]
+    while words and words[0].isdecimal():
+        end = 1 + int(words[0])
+        yield tuple(words[1:end])
+        words = words[end:]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError
-from sluice.launch.cluster.service_host import ServiceHost
+from sluice.launch.cluster.nodes import ServiceHost
 from sluice.launch.processes.child import LocalChild, start_child
 from sluice.launch.service_spec import ServiceSpec
 from tests.support.scripted_children import (

@@ -174,7 +174,7 @@ def test_only_files_that_a_service_opens_have_to_be_on_its_node() -> None:
         "actor_rollout_ref.model.path=/m",
         "data.train_files=[/a.parquet,/b.parquet]",
         "data.val_files=/v.parquet",
-        "reward.custom_reward_function.path=file:///r.py",
+        "reward.custom_reward_function.path=/r.py",
         "trainer.resume_mode=resume_path",
         "trainer.resume_from_path=/ckpt/global_step_5",
         "sluice.security.token_file=/tokens",

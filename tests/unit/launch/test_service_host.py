@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 
-from sluice.launch.cluster.service_host import ServiceHost
+from sluice.launch.cluster.nodes import ServiceHost
 from tests.support.scripted_children import POLITE, WAIT_S, until_gone
 
 ADDRESS = "127.0.0.1"

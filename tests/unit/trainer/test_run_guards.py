@@ -10,7 +10,7 @@ import pytest
 from services.trainer.learner.checkpoint import Checkpoint
 from services.trainer.loop.guards import RunGuards, read_record
 from services.trainer.loop.run_state import RunState
-from services.trainer.metrics.validation import ValidationReport
+from services.trainer.metrics.sinks import ValidationReport
 from sluice.algorithm.guards import GuardRecord, Rollback
 from sluice.config.schema.guards import GuardRuleConfig, GuardsConfig
 from sluice.errors import BatchUnfillableError, PeerError

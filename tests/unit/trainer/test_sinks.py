@@ -26,7 +26,7 @@ from services.trainer.metrics.sinks import (
     choose_examples,
     open_sinks,
 )
-from services.trainer.metrics.validation import Example, ValidationReport
+from services.trainer.metrics.sinks import Example, ValidationReport
 from sluice.errors import ConfigError, DeadlineError
 
 
