@@ -20,19 +20,21 @@ from sluice.launch.network_layout import (
     CONFIG_FILE,
     JOBS_MOUNT,
     KINDS,
+    LAUNCHER,
     PREPARE,
     PREPARED_FOLDER,
     RUN_FOLDER,
     RUNS_MOUNT,
+    SERVICE_PORTS,
     USER_ID,
     Kind,
-    container_layout,
     engine_grace_s,
     metrics_settings,
     network_settings,
 )
 from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import RestartPolicy, reward_service, trainer_services
+from sluice.service_contract import WEIGHTS_HEALTH
 from tools.generated_pages import write_or_check
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -76,15 +78,16 @@ def copies() -> dict[str, str]:
 
 
 def _service(kind: Kind) -> dict[str, object]:
-    layout = container_layout(kind)
+    place = SERVICE_PORTS[kind]
     return {
-        "entrypoint": list(layout.entrypoint),
-        "arguments": list(layout.arguments),
-        "port": layout.place.port,
-        "health_port": layout.place.health_port,
-        "metrics_port": layout.place.metrics_port,
-        "readiness": layout.readiness,
-        "takes_devices": layout.takes_devices,
+        "entrypoint": list(LAUNCHER),
+        "arguments": [str(kind), "--config", CONFIG_FILE],
+        "port": place.port,
+        "health_port": place.health_port,
+        "metrics_port": place.metrics_port,
+        # The name of the health state that stands for readiness; empty: that of the service.
+        "readiness": WEIGHTS_HEALTH if kind == "rollout" else "",
+        "takes_devices": kind != "reward",
     }
 
 

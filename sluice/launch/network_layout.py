@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sluice.service_contract import CONFIG_NAME, WEIGHTS_HEALTH
+from sluice.service_contract import CONFIG_NAME
 
 Kind = Literal["trainer", "reward", "rollout"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -56,59 +56,6 @@ SERVICE_PORTS: dict[Kind, ServicePorts] = {
     "rollout": ServicePorts(7001, 7101, 7201),
     "reward": ServicePorts(7002, 7102, 7202),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ContainerLayout:
-    """One service as a container runs it.
-
-    Args:
-        kind: the service; also its name for the other services.
-        image: the container image.
-        entrypoint: program of the image; it keeps the service's process and restarts it.
-        arguments: of that program.
-        health: a command inside the container; code 0 while the service serves.
-        readiness: the name of the health state that stands for readiness; empty: the service's.
-        place: its ports.
-        mounts: volumes that it sees, and whether it may write there.
-        takes_devices: whether it computes on NPUs or GPUs.
-        stop_grace_s: seconds an engine waits after SIGTERM before it kills.
-        keeps_state: whether only one may run at a time, with its state in the run's folder.
-    """
-
-    kind: Kind
-    image: str
-    entrypoint: tuple[str, ...]
-    arguments: tuple[str, ...]
-    health: tuple[str, ...]
-    readiness: str
-    place: ServicePorts
-    mounts: tuple[tuple[str, bool], ...]
-    takes_devices: bool
-    stop_grace_s: int
-    keeps_state: bool
-
-
-def container_layout(kind: Kind, shutdown_grace_s: float = 15.0) -> ContainerLayout:
-    """Return how a service runs as a container, in Compose and in Kubernetes.
-
-    Args:
-        kind: of the service.
-        shutdown_grace_s: ``sluice.shutdown_grace_s``, by default the key's own default.
-    """
-    return ContainerLayout(
-        kind=kind,
-        image=REWARD_IMAGE if kind == "reward" else COMPUTE_IMAGE,
-        entrypoint=LAUNCHER,
-        arguments=(kind, "--config", CONFIG_FILE),
-        health=(*HEALTH_PROBE, kind),
-        readiness=WEIGHTS_HEALTH if kind == "rollout" else "",
-        place=SERVICE_PORTS[kind],
-        mounts=((RUNS_MOUNT, True), (JOBS_MOUNT, False)),
-        takes_devices=kind != "reward",
-        stop_grace_s=engine_grace_s(shutdown_grace_s),
-        keeps_state=kind != "rollout",
-    )
 
 
 def launcher_grace_s(shutdown_grace_s: float) -> float:

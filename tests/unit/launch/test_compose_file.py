@@ -28,15 +28,17 @@ from sluice.launch.network_layout import (
     COMPUTE_IMAGE,
     CONFIG_FILE,
     DASHBOARD_PORT,
+    HEALTH_PROBE,
     JOBS_MOUNT,
     KINDS,
     LAUNCHER,
     PREPARE,
     PREPARED_FOLDER,
+    REWARD_IMAGE,
     RUNS_MOUNT,
     SERVICE_PORTS,
     USER_ID,
-    container_layout,
+    engine_grace_s,
     launcher_grace_s,
 )
 from sluice.launch.service_spec import RESTARTS_AFTER_ERRORS_TOO, RESTARTS_AFTER_SIGNALS
@@ -109,10 +111,9 @@ def test_every_service_runs_its_launcher_with_the_one_configuration() -> None:
     assert find_spec("sluice.launch.container") is not None
     assert DOCKERFILE.count(f"ENTRYPOINT {json.dumps(LAUNCHER)}") == len(TARGETS)
     for kind in KINDS:
-        layout = container_layout(kind)
-        assert layout.entrypoint == LAUNCHER
-        assert services()[kind]["command"] == list(layout.arguments)
-        assert f":-{layout.image}}}:" in services()[kind]["image"]
+        built = REWARD_IMAGE if kind == "reward" else COMPUTE_IMAGE
+        assert services()[kind]["command"] == [kind, "--config", CONFIG_FILE]
+        assert f":-{built}}}:" in services()[kind]["image"]
 
 
 @pytest.mark.parametrize("overlay", ["compose.yaml", "compose.secure.yaml"])
@@ -138,15 +139,13 @@ def test_all_services_see_the_runs_folder_and_the_jobs() -> None:
     assert f"run:{RUNS_MOUNT}" in mounts["trainer"]
     seen = {mount.split(":")[-2] if mount.endswith(":ro") else mount for mount in mounts["trainer"]}
     assert seen == {f"run:{RUNS_MOUNT}", JOBS_MOUNT}
-    for kind in KINDS:
-        assert container_layout(kind).mounts == ((RUNS_MOUNT, True), (JOBS_MOUNT, False))
     assert set(read(ROOT / "compose.yaml")["volumes"]) == {"run"}
 
 
 def test_health_is_asked_of_the_service_that_the_container_runs() -> None:
     for kind in KINDS:
         test = services()[kind]["healthcheck"]["test"]
-        assert test == ["CMD", *container_layout(kind).health]
+        assert test == ["CMD", *HEALTH_PROBE, kind]
 
 
 def test_ports_stand_in_the_layout_alone_but_where_they_are_published() -> None:
@@ -194,7 +193,7 @@ def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
     longest_s = launcher_grace_s(service.shutdown_grace_s)
     assert service.rollout.drain_timeout_s < longest_s
     for kind in KINDS:
-        grace_s = container_layout(kind, service.shutdown_grace_s).stop_grace_s
+        grace_s = engine_grace_s(service.shutdown_grace_s)
         assert filled_in(services()[kind]["stop_grace_period"]) == f"{grace_s}s"
         assert grace_s > longest_s
         assert services()[kind]["init"] is True
