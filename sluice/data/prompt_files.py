@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -215,13 +215,8 @@ def _first_filled(path: str, file: pq.ParquetFile, group: int, column: str) -> i
     return None
 
 
-def row_digests(files: PromptFiles, on_rows: Callable[[int], None] | None = None) -> Digests:
-    """Return the digest of every row: [num_rows]. Read all files once and hold 8 bytes a row.
-
-    Args:
-        files: checked files.
-        on_rows: called with the number of rows read since the last call.
-    """
+def row_digests(files: PromptFiles) -> Digests:
+    """Return the digest of every row: [num_rows]. Read all files once and hold 8 bytes a row."""
     digests = np.empty(files.num_rows, dtype=np.uint64)
     reader, columns = SlabReader(), files.columns
     names = (columns.prompt, columns.reward_model)
@@ -232,8 +227,6 @@ def row_digests(files: PromptFiles, on_rows: Callable[[int], None] | None = None
             for digest in slab.digests(columns):
                 digests[row] = digest
                 row += 1
-            if on_rows is not None:
-                on_rows(len(slab))
     return digests
 
 

@@ -241,7 +241,7 @@ class TrainLoop:
         await self._deliver(version)
         await self._announcer.announce(rolled_back_to=restored)
         logger.warning("version %d has the weights of step %d again", version, restored)
-        self._reporter.rolled_back(version, self._guards.row(version))
+        self._reporter.step(version, self._guards.row(version))
         if self._settings.validates:
             await self._start_validation(tasks, version)
 

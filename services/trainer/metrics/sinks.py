@@ -361,10 +361,6 @@ class Reporter:
         """Record that the version after `step` could not be validated."""
         self.step(step, {VALIDATION_FAILED: 1.0, "timing_s/testing": seconds})
 
-    def rolled_back(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Record that `version` has the weights of an earlier one; `metrics` are the guards'."""
-        self.step(version, metrics)
-
     def accounts(self, accounts: Mapping[str, float]) -> None:
         """Record how the run's prompts and tokens ended."""
         text = json.dumps(dict(accounts), indent=2, sort_keys=True)

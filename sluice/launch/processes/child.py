@@ -61,14 +61,14 @@ class Child(ABC):
     @abstractmethod
     def _send_kill(self) -> None: ...
 
-    async def end(self, grace_s: float) -> bool:
-        """Send SIGTERM, then SIGKILL after `grace_s` seconds; return whether it had to be killed.
+    async def end(self, grace_s: float) -> None:
+        """Send SIGTERM, then SIGKILL after `grace_s` seconds.
 
         A process that does not end then is left to the kernel, and `has_ended` stays false.
         """
         if not self.has_ended:
             self.terminate()
-        killed = not await self._ends_within(grace_s if self._killed_s is None else 0.0)
+        await self._ends_within(grace_s if self._killed_s is None else 0.0)
         self.kill()
         since_s = self._killed_s or time.monotonic()
         if not await self._ends_within(max(0.0, since_s + KILLED_S - time.monotonic())):
@@ -158,10 +158,9 @@ class LocalChild(Child):
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    async def end(self, grace_s: float) -> bool:
-        killed = await super().end(grace_s)
+    async def end(self, grace_s: float) -> None:
+        await super().end(grace_s)
         self._pipe.close()
-        return killed
 
 
 async def piped_output() -> tuple[asyncio.StreamReader, asyncio.BaseTransport, int]:

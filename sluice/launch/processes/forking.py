@@ -97,9 +97,8 @@ class Template:
         self._asked: deque[asyncio.Future[Fork]] = deque()
         self._forks: dict[int, Fork] = {}
         self.is_gone = False
-        self._is_stuck = (
-            False  # it has left a request without an answer, and has not answered since
-        )
+        # It has left a request without an answer, and has not answered since.
+        self._is_stuck = False
 
     async def fork(self, spec: ServiceSpec, environment: Mapping[str, str], output: int) -> Fork:
         """Fork a service.

@@ -213,9 +213,8 @@ def _loss(
 
 def _adpo(config: RunConfig, vocab_size: int) -> AdpoSettings:
     constants = config.actor_rollout_ref.actor.policy_loss
-    samples = config.algorithm.num_generations or config.actor_rollout_ref.rollout.n
     return AdpoSettings(
-        num_generations=samples,
+        num_generations=config.algorithm.num_generations or config.actor_rollout_ref.rollout.n,
         variant=constants.loss_variant,
         tau=constants.tau,
         beta_reward=constants.beta_reward,
