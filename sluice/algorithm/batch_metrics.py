@@ -152,7 +152,7 @@ def _lengths(name: str, lengths: IntRows, limit: int) -> dict[str, float]:
 
 
 def batch_tokens(batch: TrainBatch) -> tuple[int, int]:
-    """Return the response tokens of a batch, and all tokens with the prompt counted for each row."""
+    """Return a batch's response tokens, and all tokens with the prompt counted for each row."""
     prompts = responses = read = 0
     for group in batch.groups:
         prompts += int(group.prompt_token_ids.size) * len(group.rollouts)

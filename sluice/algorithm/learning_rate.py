@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 
-
 def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: int) -> int:
     """Return `warmup_steps` if positive, else the share `warmup_ratio` of the run (verl's rule)."""
     return warmup_steps if warmup_steps > 0 else int(warmup_ratio * total_steps)

@@ -301,5 +301,3 @@ def _check_rows_per_micro(groups: Sequence[GroupPiece], rows_per_micro: int) -> 
                 f"{len(piece.row_indices)} rows of a prompt (rollout.n), which ADPO needs in one "
                 "micro-batch; make it one, or set use_dynamic_bsz=true"
             )
-
-

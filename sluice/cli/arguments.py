@@ -19,7 +19,6 @@ from sluice.launch.script.launch import (
     printers_in,
     script_text,
 )
-
 from sluice.safe_text import printable
 from sluice.service_contract import CONFIG_NAME
 

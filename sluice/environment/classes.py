@@ -203,5 +203,3 @@ def _has_no_constructor(kind: type) -> bool:
     """Return whether none of the author's code runs when an instance is made."""
     own = (name for base in kind.__mro__[:-1] for name in vars(base))
     return type(kind) is type and not {"__init__", "__new__"}.intersection(own)
-
-

@@ -254,7 +254,7 @@ class ProcessSandbox(ABC):
     def command(
         self, argv: Sequence[str], files: Mapping[str, str], limits: Limits
     ) -> AbstractContextManager[Containment]:
-        """Give the command line of a program; what it needs is there for the length of the block."""
+        """Give the command line of a program; what it needs is there during the block."""
 
 
 def _end_of(code: int | None, limits: Limits, taken_s: float) -> SandboxEnd:

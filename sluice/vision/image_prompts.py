@@ -1,5 +1,5 @@
-"""Prompts with images as the model takes them: one token for each merged patch, the positions of all
-tokens, and the pixels.
+"""Prompts with images as the model takes them: one token for each merged patch, the positions of
+all tokens, and the pixels.
 
 Rotary embeddings of these models have three axes: time, height and width. Text has equal positions
 on all three. An image's tokens share one time; they take height and width from their patch, counted

@@ -35,7 +35,6 @@ def anchored(new: Row, old: Row, s: AdpoSettings) -> list[float]:
     ]
 
 
-
 def plackett_luce(u: Row, advantages: Row, s: AdpoSettings) -> float:
     order = sorted(range(len(u)), key=lambda i: -advantages[i])
     positions = range(len(u) - 1)[: s.top_k or None]

@@ -22,14 +22,10 @@ CASES = {
     "by sums": replace(BASE, length_normalised=False, tau=2.0),
     "sharp": replace(BASE, tau=0.5, beta_reward=0.3),
     "bounded": replace(BASE, clip_log_ratio=0.2, clip_anchored_score=0.15),
-    "not centred": replace(
-        BASE, center=False, logit_reg_coef=0.2
-    ),
+    "not centred": replace(BASE, center=False, logit_reg_coef=0.2),
     "scaled": replace(BASE, variant="scaled"),
     "plackett_luce": replace(BASE, variant="plackett_luce"),
-    "plain plackett_luce": replace(
-        BASE, variant="plackett_luce", top_k=0, label_smoothing=0.0
-    ),
+    "plain plackett_luce": replace(BASE, variant="plackett_luce", top_k=0, label_smoothing=0.0),
     "best only": replace(BASE, variant="plackett_luce", top_k=1),
     "plackett_luce with regulariser": replace(BASE, variant="plackett_luce", logit_reg_coef=0.3),
 }

@@ -24,9 +24,7 @@ def one_token_rows(
     )
 
 
-def scores(
-    name: str, inputs: AdvantageInputs, *, norm_by_std: bool = True
-) -> list[float]:
+def scores(name: str, inputs: AdvantageInputs, *, norm_by_std: bool = True) -> list[float]:
     settings = AdvantageSettings(norm_by_std=norm_by_std)
     found = batch_estimator(name)(inputs, settings)
     return [float(value) for value in found.advantages[:, 0]]

@@ -17,8 +17,6 @@ from sluice.algorithm.packing import balanced_partition
         ([1, 1, 2, 1], 3, [{0, 1}, {2}, {3}]),
     ],
 )
-def test_partition_equals_verls(
-    weights: list[int], num_parts: int, parts: list[set[int]]
-) -> None:
+def test_partition_equals_verls(weights: list[int], num_parts: int, parts: list[set[int]]) -> None:
     found = balanced_partition(weights, num_parts)
     assert [set(part) for part in found] == parts

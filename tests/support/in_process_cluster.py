@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sluice.errors import PeerError
+from sluice.launch.cluster.nodes import ServiceHost
 from sluice.launch.cluster.placement import (
     HostLostError,
     NodeCapacity,
@@ -14,7 +15,6 @@ from sluice.launch.cluster.placement import (
     PlacementPlan,
     Resources,
 )
-from sluice.launch.cluster.nodes import ServiceHost
 
 POLL_S = 0.01
 

@@ -20,8 +20,8 @@ from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.guards import RunGuards
 from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import LoopSettings, TrainLoop
-from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.metrics.sinks import ValidationReport
+from services.trainer.metrics.step_metrics import RunScale
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse

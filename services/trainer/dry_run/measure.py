@@ -1,5 +1,6 @@
-"""One rank's step, counted: build, share, a pass for logprobs, an optimizer step, a micro-batch. Its
-peers need not be there: collectives of `FakeRanks` return at once, and move nothing.
+"""One rank's step, counted: build, share, a pass for logprobs, an optimizer step, a micro-batch.
+
+Its peers need not be there: collectives of `FakeRanks` return at once, and move nothing.
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _STEPS = 1
 _NO_DEADLINE_S = 60.0
-
-
 
 
 class FakeRanks(TorchDistributed):

@@ -69,7 +69,6 @@ def aggregate(
     return values.sum() / divisors[LossAggregation(mode)]
 
 
-
 def bounded_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
     """``logprobs - old_logprobs`` within +-`MAX_LOG_RATIO`, beyond which no gradient flows."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -104,7 +103,6 @@ def token_metric(values: torch.Tensor) -> MetricMean:
     """Return the mean of `values` [N], a number or a condition of each token."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     return MetricMean(values.detach().sum(dtype=dtype), values.numel())
-
 
 
 def token_objective(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueLoss:
     """A micro-batch's share of the critic's loss, and what its metrics are made of.

@@ -160,5 +160,3 @@ class RolloutCorrectionSettings:
         if self.rollout_rs is None:
             return ()
         return rejection_rules(self.rollout_rs, self.rollout_rs_threshold)
-
-

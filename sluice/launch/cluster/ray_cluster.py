@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sluice.errors import ConfigError, PeerDefectError, PeerError
+from sluice.launch.cluster.nodes import ServiceHost
 from sluice.launch.cluster.placement import (
     CPU,
     GPU,
@@ -24,7 +25,6 @@ from sluice.launch.cluster.placement import (
     PlacementPlan,
     Resources,
 )
-from sluice.launch.cluster.nodes import ServiceHost
 
 _SLICE_S = 1.0
 

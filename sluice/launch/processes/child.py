@@ -80,7 +80,6 @@ class Child(ABC):
                 KILLED_S,
                 self.pid,
             )
-        return killed
 
     async def _ends_within(self, seconds: float) -> bool:
         try:

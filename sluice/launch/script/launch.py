@@ -163,8 +163,6 @@ def shown(call: Sequence[str]) -> str:
     return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Recording:
     """What a script did.

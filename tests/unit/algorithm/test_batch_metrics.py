@@ -66,9 +66,7 @@ def test_scores_and_lengths_are_by_row() -> None:
 
 
 def test_rows_without_tokens_count_as_aborted_only() -> None:
-    rows = BatchRows(
-        np.array([1.0, -9.0]), np.array([3, 3]), np.array([2, 0])
-    )
+    rows = BatchRows(np.array([1.0, -9.0]), np.array([3, 3]), np.array([2, 0]))
     found = batch_metrics(rows, max_prompt_tokens=5, max_response_tokens=8)
     assert found["response/aborted_ratio"] == 0.5
     assert found["response_length/min"] == 0.0

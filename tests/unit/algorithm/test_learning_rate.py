@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.algorithm.learning_rate import (
-
     learning_rate_multiplier,
     resolve_warmup_steps,
 )

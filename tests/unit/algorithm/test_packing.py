@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +17,6 @@ from sluice.algorithm.packing import (
     plan_minibatches,
     whole_groups,
 )
-from sluice.errors import ConfigError
 
 
 @st.composite
@@ -56,7 +54,10 @@ def test_no_items_make_empty_parts() -> None:
 @given(st.integers(0, 5000), st.integers(0, 5000))
 def test_a_piece_of_one_row_costs_what_its_sequence_costs(prompt: int, response: int) -> None:
     rows = [RowSize(0, prompt, response)]
-    assert piece_workload(rows, GroupPiece(0, (0,))) == 24_576 * (prompt + response) + (prompt + response) ** 2
+    assert (
+        piece_workload(rows, GroupPiece(0, (0,)))
+        == 24_576 * (prompt + response) + (prompt + response) ** 2
+    )
 
 
 @given(mini_batches())

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from sluice.algorithm.losses.policy_losses import bypass_mode_objective
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
+from sluice.algorithm.losses.policy_losses import bypass_mode_objective
 from sluice.algorithm.losses.settings import PolicyLossSettings
 from sluice.algorithm.rollout_correction.correction import (
     RolloutCorrection,

@@ -19,8 +19,7 @@ from services.reward.episodes.drivers import EpisodeFailedError
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.environment.episodes import AuthorCalls
-from sluice.environment.servicer import serving
-from sluice.environment.servicer import EnvironmentServicer
+from sluice.environment.servicer import EnvironmentServicer, serving
 from sluice.environment.threads import MethodThreads
 from sluice.types import Answer, FinishReason, Scored
 from tests.support.environments import author_file, drivers, episode, row

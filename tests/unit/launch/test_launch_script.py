@@ -13,8 +13,14 @@ from pathlib import Path
 import pytest
 
 from sluice.errors import ConfigError, DeadlineError
-from sluice.launch.script.launch import ScriptLaunch, is_script, launch_of
-from sluice.launch.script.launch import printers_in, record, referenced_names
+from sluice.launch.script.launch import (
+    ScriptLaunch,
+    is_script,
+    launch_of,
+    printers_in,
+    record,
+    referenced_names,
+)
 from tests.support.isolation import NO_ISOLATION, forbid_isolation, isolated
 
 VERL = "python3 -m verl.trainer.main_ppo"

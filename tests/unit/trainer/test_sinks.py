@@ -17,16 +17,17 @@ from services.trainer.metrics import sinks as sinks_module
 from services.trainer.metrics.sinks import (
     BackgroundSink,
     ConsoleSink,
+    Example,
     GuardedSink,
     JsonlSink,
     MetricSink,
     Reporter,
     SinkTarget,
+    ValidationReport,
     check_sinks,
     choose_examples,
     open_sinks,
 )
-from services.trainer.metrics.sinks import Example, ValidationReport
 from sluice.errors import ConfigError, DeadlineError
 
 

@@ -13,8 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from services.trainer.metrics.sinks import SinkTarget, mlflow_name, open_sinks
-from services.trainer.metrics.sinks import Example
+from services.trainer.metrics.sinks import Example, SinkTarget, mlflow_name, open_sinks
 
 METRICS = {"actor/pg_loss": 0.25, "val-core/math_dapo/acc/mean@1": 0.5}
 LATE = {"val/failed": 0.0}

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.errors import InvalidRequestError
-from sluice.vision.image_prompts import expand_placeholders
-from sluice.vision.image_prompts import Grid, find_images, rope_positions
+from sluice.vision.image_prompts import Grid, expand_placeholders, find_images, rope_positions
 from tests.support.tiny_vision import FAMILIES, IMAGE, save_model
 
 WORD = 40
