@@ -262,9 +262,6 @@ class Record:
     def validation_failed(self, step: int, seconds: float) -> None:
         self._world.recorded[f"failed evaluation {step}"] = seconds
 
-    def rolled_back(self, version: int, metrics: Mapping[str, float]) -> None:
-        self._world.recorded[f"rollback {version}"] = dict(metrics)
-
     def accounts(self, accounts: Mapping[str, float]) -> None:
         self._world.recorded["accounts"] = dict(accounts)
 

@@ -94,7 +94,7 @@ async def test_a_process_that_the_kernel_holds_is_left_behind_and_named(
 ) -> None:
     child = await start_child(ServiceSpec("rollout-0", SLEEPER))
     async with asyncio.timeout(WAIT_S):
-        assert await child.end(0.0)
+        await child.end(0.0)
     assert not child.has_ended
     assert f"process {child.pid} has not ended 0.1 s after SIGKILL" in caplog.text
     assert held_by_the_kernel == [child, child]

@@ -118,11 +118,10 @@ async def test_a_process_that_does_not_end_when_asked_is_killed() -> None:
     host = ScriptedHost(ended)
     child = RemoteChild("rollout-0", PID, host)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-        ending = tasks.create_task(child.end(0.01))
+        tasks.create_task(child.end(0.01))
         while "kill" not in host.calls:
             await asyncio.sleep(0.01)
         ended.set()
-    assert ending.result() is True
     assert [call for call in host.calls if call != "ended"] == ["terminate", "kill"]
 
 
@@ -133,7 +132,7 @@ async def test_a_process_that_its_node_s_kernel_holds_is_left_behind_and_named(
     host = ScriptedHost(asyncio.Event())
     child = RemoteChild("rollout-0", PID, host)
     async with asyncio.timeout(WAIT_S):
-        assert await child.end(0.0)
+        await child.end(0.0)
     assert not child.has_ended
     assert "rollout-0: process 77 has not ended 0.1 s after SIGKILL" in caplog.text
     assert [call for call in host.calls if call != "ended"] == ["terminate", "kill"]

@@ -55,7 +55,7 @@ async def test_a_collapse_is_rolled_back_as_the_next_version_and_the_data_contin
         "announce 5 on a from 40 with the weights of 2",
         "evaluate 5",
     ]
-    assert world.recorded["rollback 5"]["guards/rollbacks"] == 1.0
+    assert world.recorded["step 5"]["guards/rollbacks"] == 1.0
     last = world.recorded["step 6"]
     assert last["guards/rollbacks"] == 1.0
     assert last["guards/learning_rate_factor"] == 0.5
