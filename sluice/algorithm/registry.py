@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _ADVANTAGES = "sluice.algorithm.advantages"
 _OF_GROUPS, _OF_TOKENS = f"{_ADVANTAGES}.group_relative", f"{_ADVANTAGES}.token_returns"
-_OF_ENERGIES = f"{_ADVANTAGES}.optimal_token_baseline"
 
 BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
     {
@@ -33,8 +32,8 @@ BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
         "opo": _OF_GROUPS,
         "remax": _OF_TOKENS,
         "gpg": _OF_GROUPS,
-        "optimal_token_baseline": _OF_ENERGIES,
-        "tir_optimal_token_baseline": _OF_ENERGIES,
+        "optimal_token_baseline": _OF_TOKENS,
+        "tir_optimal_token_baseline": _OF_TOKENS,
         "adpo": _OF_GROUPS,
     }
 )

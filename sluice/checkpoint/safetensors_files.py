@@ -159,15 +159,10 @@ def _check_tied(where: dict[str, Path], dropped: list[str]) -> None:
         check_equal_embeddings(read_tensor(where[name], name), tied, name)
 
 
-def compare_weights(
-    found: Path,
-    wanted: Path,
-    on_tensor: Callable[[int, int], None],
-    tolerance: float = TOLERANCE,
-) -> list[str]:
+def compare_weights(found: Path, wanted: Path, on_tensor: Callable[[int, int], None]) -> list[str]:
     """Return a sentence for every tensor that differs in presence, shape, dtype or value.
 
-    Values are close if ``|found - wanted| <= tolerance * (1 + |wanted|)``, in float64; two
+    Values are close if ``|found - wanted| <= TOLERANCE * (1 + |wanted|)``, in float64; two
     not-a-numbers are equal.
 
     Raises:
@@ -179,20 +174,20 @@ def compare_weights(
     shared = sorted(ours.keys() & theirs.keys())
     for number, name in enumerate(shared, 1):
         one, other = read_tensor(ours[name], name), read_tensor(theirs[name], name)
-        difference = _difference(one, other, tolerance)
+        difference = _difference(one, other)
         if difference is not None:
             differences.append(f"{name}: {difference}")
         on_tensor(number, len(shared))
     return differences
 
 
-def _difference(found: Tensor, wanted: Tensor, tolerance: float) -> str | None:
+def _difference(found: Tensor, wanted: Tensor) -> str | None:
     if found.shape != wanted.shape:
         return f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
     if found.dtype != wanted.dtype:
         return f"dtype {_name(found)} instead of {_name(wanted)}"
     close = torch.isclose(
-        found.double(), wanted.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+        found.double(), wanted.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True
     )
     if bool(close.all()):
         return None

@@ -46,10 +46,10 @@ def corrected(
 
 
 def assert_metrics(found: RolloutCorrection, expected: dict[str, float]) -> None:
-    metrics = metrics_of(found.statistics, prefix="")
-    assert metrics.keys() == expected.keys()
+    metrics = metrics_of(found.statistics)
+    assert metrics.keys() == {f"rollout_corr/{name}" for name in expected}
     for name, value in expected.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -209,11 +209,10 @@ class TransferSession:
         next_epoch: returns rising numbers, shared by all sessions.
         timeout_s: seconds that the trainer's part of a collective has to end after a failure.
         probe_timeout_s: seconds that a replica has to answer a probe.
-        signs_of_life: heartbeats of the replicas; ``None``: only answers count.
+        signs_of_life: heartbeats of the replicas.
         read_again: opens earlier snapshots; ``None``: all weights are sent every time.
         counts: shared by all sessions.
-        swaps_at_once: returns how many of the members swap at the same time, at least 1; by
-            default all of them.
+        swaps_at_once: returns how many of the members swap at the same time, at least 1.
     """
 
     def __init__(  # noqa: PLR0913 - everything that a delivery touches
@@ -225,14 +224,14 @@ class TransferSession:
         *,
         timeout_s: float,
         probe_timeout_s: float,
-        signs_of_life: SignsOfLife | None = None,
-        read_again: ReadAgain | None = None,
-        counts: SyncCounts | None = None,
-        swaps_at_once: Callable[[Sequence[ReplicaInfo]], int] = len,
+        signs_of_life: SignsOfLife,
+        read_again: ReadAgain | None,
+        counts: SyncCounts,
+        swaps_at_once: Callable[[Sequence[ReplicaInfo]], int],
     ) -> None:
-        self._counts = counts or SyncCounts()
+        self._counts = counts
         self._swaps_at_once = swaps_at_once
-        self._signs_of_life = signs_of_life or dict
+        self._signs_of_life = signs_of_life
         self._read_again = read_again
         self._group_base: _GroupBase | None = None
         self._sender = sender

@@ -151,10 +151,10 @@ def statistics_from_vector(like: Statistics, vector: Sequence[float]) -> dict[st
     }
 
 
-def metrics_of(statistics: Statistics, *, prefix: str = "rollout_corr/") -> dict[str, float]:
+def metrics_of(statistics: Statistics) -> dict[str, float]:
     """Return metrics by name; a statistic over no numbers is left out."""
     return {
-        f"{prefix}{name}": one.moments.read(one.reading)
+        f"rollout_corr/{name}": one.moments.read(one.reading)
         for name, one in statistics.items()
         if one.moments.count
     }

@@ -53,7 +53,16 @@ async def test_our_own_part_that_does_not_end_after_a_failure_is_an_error_that_s
     sender: Any = HangingSender()
     replica: Any = RefusingReplica()
     session = TransferSession(
-        sender, lambda _: replica, (), lambda: 1, timeout_s=0.05, probe_timeout_s=1.0
+        sender,
+        lambda _: replica,
+        (),
+        lambda: 1,
+        timeout_s=0.05,
+        probe_timeout_s=1.0,
+        signs_of_life=dict,
+        read_again=None,
+        counts=SyncCounts(),
+        swaps_at_once=len,
     )
     snapshot: Any = None
     try:
