@@ -52,8 +52,7 @@ from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
 from services.reward.records.failures import FailureLog, YieldGuard
 from services.reward.records.group_log import GroupLog, sample_dumps, waiting_bytes
-from services.reward.records.prompt_audit import prompts_lost
-from services.reward.records.statistics import GroupStatistics
+from services.reward.records.statistics import GroupStatistics, prompts_lost
 from services.reward.records.stored_prompts import PromptStore, open_store
 from services.reward.records.traces import PromptTraces, trace_key
 from services.reward.source_groups import GroupState

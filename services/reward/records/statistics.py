@@ -27,25 +27,28 @@ from services.reward.group_table import (
     Group,
     GroupEnding,
     GroupEvent,
+    GroupTable,
     outcome_counts,
 )
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
-from services.reward.records.source_statistics import SourceStatistics
-from services.reward.source_groups import GroupState
+from services.reward.source_groups import IN_FLIGHT, GroupState
 from sluice.algorithm.batch_metrics import repetition_share
+from sluice.algorithm.sources import source_metric
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
 
 logger = logging.getLogger(__name__)
 
 _NAME_BY_END = {
-    PromptEnd.FILTERED_ALL_RIGHT: "train/groups_all_right",
-    PromptEnd.FILTERED_ALL_WRONG: "train/groups_all_wrong",
-    PromptEnd.FILTERED_UNIFORM: "train/groups_uniform",
-    PromptEnd.DROPPED_STALE: "train/groups_stale",
-    PromptEnd.DROPPED_FAILED: "train/groups_failed",
-    PromptEnd.DROPPED_SURPLUS: "train/groups_surplus",
-    PromptEnd.SKIPPED: "train/prompts_skipped",
+    PromptEnd.FILTERED_ALL_RIGHT: "groups_all_right",
+    PromptEnd.FILTERED_ALL_WRONG: "groups_all_wrong",
+    PromptEnd.FILTERED_UNIFORM: "groups_uniform",
+    PromptEnd.DROPPED_STALE: "groups_stale",
+    PromptEnd.DROPPED_FAILED: "groups_failed",
+    PromptEnd.DROPPED_SURPLUS: "groups_surplus",
+    PromptEnd.SKIPPED: "prompts_skipped",
 }
+_COUNTED_BY_SOURCE = _NAME_BY_END.keys() - {PromptEnd.DROPPED_SURPLUS, PromptEnd.SKIPPED}
 _FILTERED = (
     PromptEnd.FILTERED_ALL_RIGHT,
     PromptEnd.FILTERED_ALL_WRONG,
@@ -200,6 +203,69 @@ _COUNTERS = (
 )
 
 
+class SourceStatistics:
+    """Counts of each of several sources; those of a run without them are empty.
+
+    Args:
+        sources: their names.
+    """
+
+    def __init__(self, sources: Collection[str] = ()) -> None:
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in sources if name}
+        self._before = {name: Counter[str]() for name in self._counts}
+
+    def count(self, source: str, name: str, number: int = 1) -> None:
+        """Count groups or tokens of a source; nothing in a run without several."""
+        if source:
+            self._counts[source][name] += number
+
+    def totals(self) -> dict[str, float]:
+        """Return the counters since the start; of tokens, those of all sources add up to the
+        run's, less those of validations."""
+        return {
+            f"reward/{source_metric(source, name)}": float(number)
+            for source, counts in self._counts.items()
+            for name, number in counts.items()
+        }
+
+    def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
+        """Return what was counted since the last batch, and what this one has of each source.
+
+        Args:
+            groups: the batch.
+            version: the version that it will update.
+        """
+        found: dict[str, float] = {}
+        for source, counts in self._counts.items():
+            own = [group for group in groups if group.source == source]
+            before = self._before[source]
+            values = {
+                **{name: float(number - before[name]) for name, number in counts.items()},
+                **_of_batch(own, version),
+                "groups": float(len(own)),
+                "share": len(own) / max(len(groups), 1),
+            }
+            found |= {source_metric(source, name): value for name, value in values.items()}
+            self._before[source] = counts.copy()
+        return found
+
+
+def _of_batch(groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
+    """Return means over the samples of one source in a batch for `version`."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [scored.reward for group in groups for scored in group.scores]
+    if not rollouts:
+        return {}
+    oldest = [one.oldest_version for one in rollouts if one.oldest_version is not None]
+    num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+    return {
+        "trained_tokens": float(num_tokens),
+        "response_length_mean": num_tokens / len(rollouts),
+        "reward_mean": sum(rewards) / len(rewards),
+        "staleness_mean": sum(version - each for each in oldest) / max(len(oldest), 1),
+    }
+
+
 class GroupStatistics:
     """An observer that counts.
 
@@ -251,7 +317,7 @@ class GroupStatistics:
                 self._totals["reward/samples_generated_again"] += event.num_replaced
             case EventKind.KEPT:
                 self._totals["reward/groups_kept"] += 1
-                self._sources.kept(event.group.prompt.source)
+                self._sources.count(event.group.prompt.source, "groups_kept")
             case EventKind.REQUEUED:
                 assert event.why is not None
                 self._requeued(event.group, event.why)
@@ -304,7 +370,8 @@ class GroupStatistics:
             self._assign(TokenUse.FAILED, group, None)
             return
         self._ends[ending.end] += 1
-        self._sources.ended(group.prompt.source, ending.end)
+        if ending.end in _COUNTED_BY_SOURCE:
+            self._sources.count(group.prompt.source, _NAME_BY_END[ending.end])
         if ending.end is PromptEnd.SKIPPED:
             totals["reward/prompts_skipped"] += 1
             return
@@ -328,9 +395,9 @@ class GroupStatistics:
 
     def _assign(self, use: TokenUse, group: Group, graded: GradedGroup | None) -> None:
         uses = uses_of_group(use, group.progress, graded)
-        self._sources.assigned(group.prompt.source, uses.items())
         for found, num_tokens in uses.items():
             self._totals[f"reward/tokens/{found}"] += num_tokens
+            self._sources.count(group.prompt.source, f"tokens/{found}", num_tokens)
 
     def acknowledged(self, num_groups: int) -> None:
         """Note that the trainer has trained a batch of `num_groups`."""
@@ -354,7 +421,7 @@ class GroupStatistics:
         batch_fill_s = now - self._started_s
         statistics = {
             **growth,
-            **{name: float(ends[end]) for end, name in _NAME_BY_END.items()},
+            **{f"train/{name}": float(ends[end]) for end, name in _NAME_BY_END.items()},
             "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
             **self._episodes.take(),
@@ -399,3 +466,21 @@ def _peak_memory_mb() -> float:
         return 0.0
     lines = (line.split() for line in status.read_text(encoding="ascii").splitlines())
     return next((int(words[1]) / 1024 for words in lines if words[0] == "VmHWM:"), 0.0)
+
+
+def prompts_lost(ledger: PromptLedger, groups: GroupTable, num_waiting: int) -> int:
+    """Count prompts that no event explains or that nothing holds; 0 unless there is a defect.
+
+    The ledger's counts alone add up by construction. So its pending prompts are compared with two
+    independent things: the events (accepted, ended), and what must hold a group in its state: the
+    source of prompts, a task, the samples, the lease. The result is a sum of differences.
+    """
+    unexplained = ledger.num_submitted - sum(ledger.by_end.values()) - ledger.num_pending
+    untracked = ledger.num_pending - len(groups)
+    found = Counter(group.state for group in groups)
+    leased = set(ledger.leased_ids())
+    unheld = max(0, found[GroupState.WAITING] - num_waiting)
+    unheld += sum(group.task is None for group in groups.in_state(*IN_FLIGHT))
+    unheld += sum(group.graded is None for group in groups.in_state(GroupState.KEPT))
+    unheld += sum(group.prompt_id not in leased for group in groups.in_state(GroupState.LEASED))
+    return abs(unexplained) + abs(untracked) + unheld

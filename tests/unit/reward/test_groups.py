@@ -22,7 +22,7 @@ from services.reward.group_table import (
     IllegalTransitionError,
 )
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.records.prompt_audit import prompts_lost
+from services.reward.records.statistics import prompts_lost
 from services.reward.source_groups import IN_FLIGHT, GroupState
 from sluice.algorithm.groups.staleness import RESERVE_AFTER, GroupAges, reserves_slot
 from sluice.algorithm.sampling.attempt import Attempt
