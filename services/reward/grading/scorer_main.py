@@ -19,18 +19,20 @@ import resource
 import select
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from mmap import mmap
+from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from services.reward.grading.frames import frame_texts, place_of
 from services.reward.grading.messages import (
     FRAME_HEADER,
     PROGRESS_BYTES,
@@ -75,6 +77,10 @@ MAX_OPEN_FILES = 256
 MAX_OUTPUT_BYTES = 64 * 2**10
 CPU_SLACK_S = 10
 _PR_SET_PDEATHSIG = 1
+MAX_FRAMES = 3
+MAX_LINE_CHARS = 120
+_OWN = frozenset({"scorer_main.py", "custom.py"})
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 ItemScorer = Callable[[ScorerInput], object]
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -367,6 +373,39 @@ def _refusal_of(error: Exception) -> ScorerRefusal:
     text = f"{type(error).__name__}: {error}"[: MAX_DETAIL_CHARS - len(place)]
     frames = tuple(map(_sendable, frame_texts(error)))
     return ScorerRefusal(_sendable(f"{text}{place}"), frames)
+
+
+def last_frames(error: BaseException) -> tuple[traceback.FrameSummary, ...]:
+    """Return the scorer's frames, the last first, without the calls that lead to the scorer.
+
+    Frames of libraries count only where there are no others.
+    """
+    own = Path(__file__).parent
+    found = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not (Path(frame.filename).name in _OWN and own in Path(frame.filename).parents)
+    ]
+    of_author = [frame for frame in found if not frame.filename.startswith(_LIBRARIES)]
+    return tuple(reversed(of_author or found))[:MAX_FRAMES]
+
+
+def place_of(error: BaseException) -> str:
+    """Return `` in compute_score (my_reward.py:12)``; empty if no frame is known."""
+    frames = last_frames(error)
+    return (
+        f" in {frames[0].name} ({Path(frames[0].filename).name}:{frames[0].lineno})"
+        if frames
+        else ""
+    )
+
+
+def frame_texts(error: BaseException) -> tuple[str, ...]:
+    """Return a line for each of the last frames, with its code."""
+    return tuple(
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '')[:MAX_LINE_CHARS]}"
+        for frame in last_frames(error)
+    )
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
