@@ -23,7 +23,12 @@ from services.reward.episodes.drivers import (
 )
 from services.reward.episodes.leases import LeasedEpisode
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.request import GroupFailedError, GroupRequest, TurnRequest
+from services.reward.generation.request import (
+    GroupFailedError,
+    GroupOverError,
+    GroupRequest,
+    TurnRequest,
+)
 from services.reward.generation.stream import CollectedSamples
 from services.reward.ledger.leases import CommittedTurn
 from sluice.algorithm.episode_rules import (
@@ -70,10 +75,6 @@ TEMPLATE_REWRITES = (
 """Why turns begin new roots."""
 
 ResultT = TypeVar("ResultT")
-
-
-class _GroupOverError(Exception):
-    """The group has used its time or its tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +176,7 @@ class Episode:
                 return rollout
         except EpisodeFailedError as error:
             return self._failed(self._failure, str(error))
-        except _GroupOverError:
+        except GroupOverError:
             detail = f"its group was over while {self._phase}"
             return self._failed(FailureKind.ABORTED, detail)
         except TimeoutError:
@@ -415,21 +416,10 @@ class Episode:
 
     async def _called(self, phase: str, call: Awaitable[ResultT]) -> ResultT:
         """Wait for the environment, at most until the group is over."""
-        self._phase, progress = phase, self._request.progress
-        try:
-            async with asyncio.timeout_at(progress.over_at) as scope:
-
-                def reschedule() -> None:
-                    if not scope.expired():
-                        scope.reschedule(progress.over_at)
-
-                with progress.observed(reschedule):
-                    return await call
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            progress.end()
-            raise _GroupOverError from None
+        self._phase = phase
+        async with self._request.progress.bounded():
+            result = await call
+        return result
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:

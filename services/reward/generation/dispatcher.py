@@ -24,6 +24,7 @@ from services.reward.generation.request import (
     GenerateEvent,
     GenerationClient,
     GroupFailedError,
+    GroupOverError,
     GroupRequest,
     OverlongPromptError,
     Purpose,
@@ -311,15 +312,19 @@ class GroupDispatcher:
             SequenceTooLongError: the turn's prompt leaves no token to sample.
         """
         request, progress = collected.request, collected.request.progress
+        rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
         failures: list[str] = []
         while (missing := collected.missing) and not progress.check(_now()):
             partials = collected.partials()
             collected.note_version()
             queued_since = _now()
-            reservation = await self._reserved(request, len(missing))
-            collected.queued_s += _now() - queued_since
-            if reservation is None:
+            try:
+                async with progress.bounded():
+                    reservation = await self._queue.reserve(request.requirement(len(missing)), rank)
+            except GroupOverError:
                 break
+            finally:
+                collected.queued_s += _now() - queued_since
             try:
                 failure = await self._attempt(reservation, collected, partials)
             finally:
@@ -330,23 +335,6 @@ class GroupDispatcher:
                 end_without_missing(collected, failures)
         if collected.missing:
             end_early(collected)
-
-    async def _reserved(self, request: GroupRequest, num_sequences: int) -> Reservation | None:
-        """Reserve capacity on a replica; ``None``: the group was over before."""
-        progress = request.progress
-        rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
-        try:
-            async with asyncio.timeout_at(progress.over_at) as scope:
-
-                def reschedule() -> None:
-                    if not scope.expired():
-                        scope.reschedule(progress.over_at)
-
-                with progress.observed(reschedule):
-                    return await self._queue.reserve(request.requirement(num_sequences), rank)
-        except TimeoutError:
-            progress.end()
-            return None
 
     async def _attempt(
         self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]

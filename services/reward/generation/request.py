@@ -4,8 +4,9 @@ share, what a replica answers, and the errors that end it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
@@ -54,6 +55,10 @@ class Purpose(Enum):
 
     VALIDATION = "validation"
     TRAINING = "training"
+
+
+class GroupOverError(Exception):
+    """A group has used its time or its tokens while it waited."""
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +165,28 @@ class GroupProgress:
             yield
         finally:
             self._observers.remove(observer)
+
+    @asynccontextmanager
+    async def bounded(self) -> AsyncIterator[None]:
+        """End the block when the group has used its time or its tokens.
+
+        Raises:
+            GroupOverError: it has, before the block has ended.
+        """
+        try:
+            async with asyncio.timeout_at(self.over_at) as scope:
+
+                def reschedule() -> None:
+                    if not scope.expired():
+                        scope.reschedule(self.over_at)
+
+                with self.observed(reschedule):
+                    yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            self.end()
+            raise GroupOverError from None
 
     def _notify(self) -> None:
         for observer in tuple(self._observers):
