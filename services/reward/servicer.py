@@ -372,7 +372,9 @@ def _validation_to_proto(result: FinishedValidation) -> reward.EvaluateResponse:
 def _status_to_proto(app: RewardApp) -> reward.GetStatusResponse:
     loop, ledger = app.loop, app.ledger
     awaited = loop.awaited()
-    replicas: list[common.Replica] = [announced_to_proto(replica) for replica in app.queue.replicas]
+    replicas: list[common.Replica] = [
+        announced_to_proto(replica) for replica in app.queue.fleet.announced
+    ]
     return reward.GetStatusResponse(
         prompts_submitted=ledger.num_submitted,
         prompts_by_end={end.value: count for end, count in ledger.by_end.items()},

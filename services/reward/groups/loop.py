@@ -335,7 +335,7 @@ class GroupLoop:
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
         facts = LoopFacts(
             is_announced=self._groups.policy_version is not None,
-            num_replicas=len(self._queue.replicas),
+            num_replicas=len(self._queue.fleet.announced),
             leased_step=lease.version + 1 if lease else None,
             batch_asked=self.batches.is_asked,
             num_generating=counts[GroupState.GENERATING],

@@ -184,7 +184,7 @@ async def test_another_trainer_closes_the_episodes_that_run() -> None:
         before = set(worlds.open_now)
         assert before
         client.versions["a"] = 0
-        await app.loop.announce("another", 0, [*app.queue.replicas], None)
+        await app.loop.announce("another", 0, [*app.queue.fleet.announced], None)
         assert not before & worlds.open_now
         gate.set()
         batch = await app.loop.batches.take(1, 0, 5)
