@@ -80,7 +80,7 @@ from sluice.data.known_sources import PROGRAM_TESTS
 from sluice.data.prompt_files import PromptFiles
 from sluice.errors import DataError, NotReadyError
 from sluice.sandbox.choice import backend_of
-from sluice.telemetry.samples import FOLDER_NAME, SampleArchive, mib
+from sluice.telemetry.samples import FOLDER_NAME, SampleArchive
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress
 from sluice.vision.image_limits import ImageLimits
@@ -131,7 +131,7 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
 def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
     path = folder / LOG_FILE if config.sluice.reward.group_log else None
     kept = config.sluice.dashboard
-    archive = SampleArchive(folder / FOLDER_NAME, mib(kept.samples_mb)) if kept.samples_mb else None
+    archive = SampleArchive(folder / FOLDER_NAME, kept.samples_mb << 20) if kept.samples_mb else None
     if path is None and archive is None:
         return None
     num_samples, most_chars = config.actor_rollout_ref.rollout.n, kept.sample_chars

@@ -319,10 +319,6 @@ class GroupTable:
     def __getitem__(self, prompt_id: str) -> Group:
         return self._groups[prompt_id]
 
-    def get(self, prompt_id: str) -> Group | None:
-        """Return the group of a pending prompt; ``None`` if it is not pending."""
-        return self._groups.get(prompt_id)
-
     def of(self, group: Group) -> SourceGroups:
         """Return the groups of a group's source."""
         return self.of_source[group.prompt.source]

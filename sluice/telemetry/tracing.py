@@ -187,7 +187,7 @@ class Span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end()
+        """Leave its block."""
 
 
 NOTHING = Span()
@@ -400,7 +400,7 @@ class Tracer:
 
     def current(self) -> TraceContext | None:
         """Return the current span, recorded or not; ``None``: there is none."""
-        return _current.get() if self.is_on else None
+        return _current.get() if self._recorder is not None else None
 
 
 TRACER = Tracer()

@@ -33,7 +33,6 @@ from services.reward.generation.request import (
     SampleCallback,
     SampleGenerator,
     decisive_error,
-    first_samples,
     for_prompt,
 )
 from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
@@ -520,7 +519,7 @@ async def generate_group(
         return GeneratedGroup(await dispatcher.generate(request, on_sample))
     beside = replace(
         request,
-        sample_indexes=first_samples(1),
+        sample_indexes=(0,),
         sampling=for_prompt(greedy, request.prompt, label="greedy"),
         allows_missing=False,
         is_baseline=True,

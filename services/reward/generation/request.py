@@ -262,11 +262,6 @@ class GroupRequest:
         return ReplicaRequirement(num_sequences, self.lowest_version, self.highest_version, prefer)
 
 
-def first_samples(count: int) -> tuple[int, ...]:
-    """Return the indexes of a prompt's first `count` samples."""
-    return tuple(range(count))
-
-
 @dataclass(frozen=True, slots=True)
 class GenerateEvent:
     """Something a replica sent.

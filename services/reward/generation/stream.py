@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -50,6 +50,7 @@ class CollectedSamples:
         prompt_token_ids: what the replica read, [tokens]; ``None``: none accepted it yet.
         replica: the last one that got the request.
         queued_s: seconds without a replica.
+        rollouts: the samples that have ended, by their index.
     """
 
     request: GroupRequest
@@ -59,7 +60,7 @@ class CollectedSamples:
     prompt_token_ids: TokenIds | None = None
     replica: str = ""
     queued_s: float = 0.0
-    _rollouts: dict[int, Rollout] = field(default_factory=dict)
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
     _requested: set[int] = field(default_factory=set)
     _is_accepted: bool = False  # by the replica of the present stream
@@ -77,11 +78,11 @@ class CollectedSamples:
     @property
     def missing(self) -> tuple[int, ...]:
         """Samples that have not ended."""
-        return tuple(i for i in self.request.sample_indexes if i not in self._rollouts)
+        return tuple(i for i in self.request.sample_indexes if i not in self.rollouts)
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
         """Return the oldest version among its tokens and `or_version`; ``None``: there is none."""
-        sampled_by = [rollout.oldest_version for rollout in self._rollouts.values()]
+        sampled_by = [rollout.oldest_version for rollout in self.rollouts.values()]
         growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
         versions = (*sampled_by, *growing_by, or_version)
         return min((v for v in versions if v is not None), default=None)
@@ -141,7 +142,7 @@ class CollectedSamples:
         for rollout in event.rollouts:
             self._end(rollout, replica)
         ended = tuple(rollout.sample_index for rollout in event.rollouts)
-        return Arrival(new_tokens, ended, sum(index in self._rollouts for index in ended))
+        return Arrival(new_tokens, ended, sum(index in self.rollouts for index in ended))
 
     def _count_received(self, event: GenerateEvent) -> dict[int, int]:
         """Count the tokens that are new, used or not."""
@@ -151,7 +152,7 @@ class CollectedSamples:
             new_tokens[delta.sample_index] = new_tokens.get(delta.sample_index, 0) + size
         for rollout in event.rollouts:  # a whole sample repeats its earlier tokens
             index = rollout.sample_index
-            known = self._rollouts.get(index) or self._growing.get(index)
+            known = self.rollouts.get(index) or self._growing.get(index)
             beyond = rollout.num_tokens - (known.num_tokens if known else 0)
             # One event may bring a delta and then the whole sample, which counts the delta again.
             new_tokens[index] = max(new_tokens.get(index, 0), beyond)
@@ -179,7 +180,7 @@ class CollectedSamples:
             self._growing[index] = GrowingSample()
             self._growing[index].adopt(rollout)
             return
-        self._rollouts[index] = rollout
+        self.rollouts[index] = rollout
         if self.request.turn is None:  # else more turns may follow
             self.request.progress.has_finished_samples = True
         if self.on_sample is not None:
@@ -190,7 +191,7 @@ class CollectedSamples:
         self.request.progress.num_tokens += tokens
 
     def _check_requested(self, sample_index: int, replica: str) -> None:
-        if sample_index in self._rollouts or sample_index not in self.request.sample_indexes:
+        if sample_index in self.rollouts or sample_index not in self.request.sample_indexes:
             raise PeerError(replica, PHASE, f"sample {sample_index} was not asked for")
 
     def partials(self) -> Sequence[Rollout]:
@@ -210,17 +211,12 @@ class CollectedSamples:
     def end_unfinished(self) -> None:
         """End each missing sample with the tokens that came of it."""
         for index in self.missing:
-            self._rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
-
-    @property
-    def rollouts(self) -> Mapping[int, Rollout]:
-        """The samples that have ended, by their index."""
-        return self._rollouts
+            self.rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
 
     def state(self) -> str:
         """Describe how far it is, for the log."""
         num_finished = sum(
-            rollout.finish_reason is not FinishReason.ABORTED for rollout in self._rollouts.values()
+            rollout.finish_reason is not FinishReason.ABORTED for rollout in self.rollouts.values()
         )
         oldest = self.oldest_version()
         version = "no version" if oldest is None else f"version {oldest}"
@@ -236,7 +232,7 @@ class CollectedSamples:
         """
         prompt_token_ids = self.request.progress.prompt_token_ids
         assert prompt_token_ids is not None
-        rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
+        rollouts = tuple(self.rollouts[i] for i in sorted(self.rollouts))
         return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)
 
 

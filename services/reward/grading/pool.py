@@ -240,16 +240,10 @@ class ScorerPool:
             if slot.worker is not None and slot.is_idle
         }
 
-    def _idle_slot(self, mark: str, num_uses: int) -> _WorkerSlot | None:
-        """Return the slot of an idle process; ``None``: it got a request since, or was replaced."""
-        for slot in self._slots:
-            if slot.worker is not None and slot.worker.mark == mark:
-                return slot if slot.is_idle and slot.num_uses == num_uses else None
-        return None
-
     async def _end_idle(self, mark: str, num_uses: int, used: IdleCpu) -> None:
-        slot = self._idle_slot(mark, num_uses)
-        if slot is None or slot.worker is None:
+        idle = [slot for slot in self._slots if slot.is_idle and slot.num_uses == num_uses]
+        slot = next((one for one in idle if one.worker and one.worker.mark == mark), None)
+        if slot is None or slot.worker is None:  # it got a request since, or was replaced
             return
         self._take_out(slot)
         self.num_replaced += 1

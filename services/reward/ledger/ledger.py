@@ -465,10 +465,6 @@ class PromptLedger:
 
     # ------------------------------------------------------------------------------------ strikes
 
-    def strikes(self, key: str) -> int:
-        """Return the strikes in a row of the prompt with this key (`prompt_key`)."""
-        return self.all_strikes.get(key, 0)
-
     def note_strikes(self, key: str, strikes: int) -> None:
         """Set a prompt's strikes; of prompts with strikes the last are remembered."""
         self._write((_STRIKE, (key, strikes)) if strikes else (_FORGET_STRIKES, (key,)))

@@ -204,19 +204,16 @@ class YieldGuard:
             counts_alike: whether it counts among the first groups that may all fail alike.
         """
         if counts_alike:
-            self._count_alike(end, detail)
+            reason = reason_of(detail)
+            self._first_reason = self._first_reason or reason
+            if end is not PromptEnd.DROPPED_FAILED or reason != self._first_reason:
+                self._num_alike = None
+            elif self._num_alike is not None:
+                self._num_alike += 1
         self._last = self._floor.after(self._last, is_kept=end is None)
         self._ends.append("kept" if end is None else end.value)
         if end is PromptEnd.DROPPED_FAILED:
             self._last_failure = detail
-
-    def _count_alike(self, end: PromptEnd | None, detail: str) -> None:
-        reason = reason_of(detail)
-        self._first_reason = self._first_reason or reason
-        if end is not PromptEnd.DROPPED_FAILED or reason != self._first_reason:
-            self._num_alike = None
-        elif self._num_alike is not None:
-            self._num_alike += 1
 
     def left_out(self, detail: str) -> None:
         """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""

@@ -151,8 +151,6 @@ class PromptTraces:
 
     def within(self, prompt_id: str) -> Span:
         """Let what happens in the block, and the tasks that begin there, belong to the prompt."""
-        if not self._tracer.is_on:
-            return NOTHING
         context = self._context(prompt_id)
         return self._tracer.within(context) if context else self._tracer.unrecorded()
 
