@@ -331,6 +331,7 @@ class RewardApp:
             if validation is None
             else partial(validation_stream, validation, config.data, images=sets.images),
             self.generator,
+            self.queue,
             self.grader,
             self.dumps,
             lambda: self.groups.policy_version,

@@ -30,7 +30,6 @@ from services.reward.generation.request import (
 )
 from services.reward.generation.stream import CollectedSamples
 from sluice.algorithm.episode_rules import EpisodeRules, environment_of, same_prompt_key
-from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.types import (
     ChatMessage,
     Failed,
@@ -80,15 +79,6 @@ class EpisodeGenerator:
         self.num_rewritten = 0
         self._warned: set[str] = set()
         self.tool_names: set[str] = set()
-
-    @property
-    def rules(self) -> StragglerRules:
-        """When streams and groups are given up."""
-        return self._dispatcher.rules
-
-    def may_validate(self, version: int) -> bool:
-        """Return whether a replica, busy or paused, serves validations of `version`."""
-        return self._dispatcher.may_validate(version)
 
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None

@@ -232,7 +232,7 @@ class GroupLoop:
     Args:
         parts: shared with `admission`.
         ledger: the durable part.
-        dispatcher: gets every announced fleet.
+        dispatcher: gets every announced fleet, and has the bounds of groups.
         admission: starts groups.
         runs: runs each group.
         traces: the spans of prompts.
@@ -381,7 +381,9 @@ class GroupLoop:
         Any other error, also an observer's, is a defect: the task group ends the service. Only the
         group log survives an error of its own.
         """
-        group.is_running = True
+        group.is_running, progress = True, group.progress
+        progress.rules = self._dispatcher.rules
+        progress.on_oldest_version = partial(self._note_oldest_version, group)
         try:
             group.check_cancelled()
             await self._runs.run(group)
@@ -389,8 +391,15 @@ class GroupLoop:
             self._give_up(group)
             raise
         finally:
+            # Otherwise group and progress hold each other: samples live until a full collection.
+            progress.on_oldest_version = lambda _version: None
             group.task = None
             self._changes.notify()
+
+    def _note_oldest_version(self, group: Group, version: int | None) -> None:
+        self._groups.set_oldest_version(group, version)
+        if version is not None:
+            self.batches.cancel_without_slot()
 
     def _give_up(self, group: Group) -> None:
         """End the attempt of a cancelled task.

@@ -23,7 +23,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 
 from services.reward.generation.dispatcher import GeneratedGroup, generate_group
@@ -106,16 +105,6 @@ class GroupRun:
 
     async def run(self, group: Group) -> None:
         """Run one attempt until its group is kept or its prompt has ended."""
-        progress = group.progress
-        progress.rules = self._generator.rules
-        progress.on_oldest_version = partial(self._note_oldest_version, group)
-        try:
-            await self._run(group)
-        finally:
-            # Otherwise group and progress hold each other: samples live until a full collection.
-            progress.on_oldest_version = lambda _version: None
-
-    async def _run(self, group: Group) -> None:
         try:
             graded, decision = await self._graded_and_filtered(group)
         except OverlongPromptError as error:
@@ -315,11 +304,6 @@ class GroupRun:
         )
         self._groups.graded(group, graded)
         return graded
-
-    def _note_oldest_version(self, group: Group, version: int | None) -> None:
-        self._groups.set_oldest_version(group, version)
-        if version is not None:
-            self._batches.cancel_without_slot()
 
     def _notify_strategy(self, group: Group, graded: GradedGroup, *, kept: bool) -> None:
         rollouts, num_right = graded.group.rollouts, _num_right(graded)
