@@ -315,7 +315,7 @@ class Tracer:
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
         """Begin a span below the current one; `NOTHING` where that one is not recorded."""
-        parent = self.current()
+        parent = _current.get()
         return NOTHING if parent is None else self.child(parent, name, attributes, kind)
 
     def child(

@@ -486,11 +486,6 @@ class GeneratedGroup:
     samples: RolloutGroup
     greedy: RolloutGroup | None = None
 
-    @property
-    def num_greedy_tokens(self) -> int:
-        """Length of the greedy response; 0 without one."""
-        return self.greedy.num_response_tokens if self.greedy else 0
-
 
 async def generate_group(
     dispatcher: SampleGenerator,

@@ -293,7 +293,8 @@ class GroupRun:
         group.num_ungraded += request.num_samples + (greedy is not None)
         with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
             sampled = await generate_group(self._generator, request, greedy, on_sample)
-        self._groups.generated(group, sampled.num_greedy_tokens)
+        greedy_tokens = sampled.greedy.num_response_tokens if sampled.greedy else 0
+        self._groups.generated(group, greedy_tokens)
         return sampled
 
     async def _graded(
