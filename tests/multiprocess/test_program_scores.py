@@ -7,7 +7,7 @@ import json
 import pytest
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import ScorerPool, running_scorer_pool
+from services.reward.grading.pool import ScorerPool
 from services.reward.grading.scorers.program_tests import ProgramTests
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
@@ -19,6 +19,7 @@ from sluice.errors import ConfigError, SandboxUnavailableError
 from sluice.sandbox.choice import limits_of, process_sandbox
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.sandboxes import BUBBLEWRAP, OWN_COMMAND, need_bubblewrap
+from tests.support.scorer_pools import running_scorer_pool
 
 DOUBLES = json.dumps({"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]})
 SUMS = json.dumps({"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1, 2]"]})

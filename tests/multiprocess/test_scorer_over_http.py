@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import ScorerPool, running_scorer_pool
+from services.reward.grading.pool import ScorerPool
 from sluice.config.run import RunConfig
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
@@ -26,6 +26,7 @@ from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.reward import try_responses
 from sluice.errors import ConfigError
 from sluice.types import ChatMessage, Failed, FailureKind, Scored
+from tests.support.scorer_pools import running_scorer_pool
 
 POOL = ScorerPoolConfig(num_workers=1, timeout_s=8.0)
 RULES_ONLY = CustomRewardFunctionConfig()

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import ScorerPool, running_scorer_pool
+from services.reward.grading.pool import ScorerPool
 from services.reward.grading.scorer_worker import ScorerWorker
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.reward_process import own_children
+from tests.support.scorer_pools import running_scorer_pool
 
 SCORER = """
 import os, subprocess, sys, time
