@@ -45,7 +45,6 @@ class CollectedSamples:
 
     Attributes:
         on_sample: called with each sample that has finished.
-        num_tokens: response tokens that it holds, of unfinished samples too.
         was_moved: it was taken away from a slow replica.
         prompt_token_ids: what the replica read, [tokens]; ``None``: none accepted it yet.
         replica: the last one that got the request.
@@ -55,7 +54,6 @@ class CollectedSamples:
 
     request: GroupRequest
     on_sample: SampleCallback | None = None
-    num_tokens: int = 0
     was_moved: bool = False
     prompt_token_ids: TokenIds | None = None
     replica: str = ""
@@ -79,6 +77,12 @@ class CollectedSamples:
     def missing(self) -> tuple[int, ...]:
         """Samples that have not ended."""
         return tuple(i for i in self.request.sample_indexes if i not in self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens that it holds, of unfinished samples too."""
+        ended = sum(rollout.num_tokens for rollout in self.rollouts.values())
+        return ended + sum(sample.num_tokens for sample in self._growing.values())
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
         """Return the oldest version among its tokens and `or_version`; ``None``: there is none."""
@@ -138,7 +142,7 @@ class CollectedSamples:
             self._check_requested(delta.sample_index, replica)
             sample = self._growing.setdefault(delta.sample_index, GrowingSample())
             sample.append(delta.token_ids, delta.behavior_logprobs, delta.version)
-            self._count(int(delta.token_ids.size))
+            self.request.progress.num_tokens += int(delta.token_ids.size)
         for rollout in event.rollouts:
             self._end(rollout, replica)
         ended = tuple(rollout.sample_index for rollout in event.rollouts)
@@ -167,7 +171,7 @@ class CollectedSamples:
         num_known = growing.num_tokens if growing else 0
         if growing and not np.array_equal(rollout.token_ids[:num_known], growing.token_ids()):
             # One of the two is wrong, and nothing shows which: the sample starts again.
-            self._count(-num_known)
+            self.request.progress.num_tokens -= num_known
             self.request.progress.num_thrown_away += max(num_known, rollout.num_tokens)
             raise PeerError(
                 replica,
@@ -175,7 +179,7 @@ class CollectedSamples:
                 f"sample {index} came with {rollout.num_tokens} tokens that do not continue the "
                 f"{num_known} that came before",
             )
-        self._count(rollout.num_tokens - num_known)
+        self.request.progress.num_tokens += rollout.num_tokens - num_known
         if rollout.finish_reason is FinishReason.ABORTED:
             self._growing[index] = GrowingSample()
             self._growing[index].adopt(rollout)
@@ -185,10 +189,6 @@ class CollectedSamples:
             self.request.progress.has_finished_samples = True
         if self.on_sample is not None:
             self.on_sample(rollout)
-
-    def _count(self, tokens: int) -> None:
-        self.num_tokens += tokens
-        self.request.progress.num_tokens += tokens
 
     def _check_requested(self, sample_index: int, replica: str) -> None:
         if sample_index in self.rollouts or sample_index not in self.request.sample_indexes:
@@ -204,7 +204,7 @@ class CollectedSamples:
         for index, sample in list(self._growing.items()):
             if not all(wanted.accepts(span.version) for span in sample.version_spans):
                 del self._growing[index]
-                self._count(-sample.num_tokens)
+                self.request.progress.num_tokens -= sample.num_tokens
                 self.request.progress.num_thrown_away += sample.num_tokens
         return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
 

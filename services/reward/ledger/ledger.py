@@ -30,11 +30,11 @@ from typing import Self
 import msgspec
 
 from services.reward.ledger.leases import KeptLeases, LeaseRecord, read_leases
-from services.reward.ledger.positions import SourcePositions
 from services.reward.ledger.schema import (
     EndedPrompt,
     LedgerContent,
     OpenLease,
+    SourcePositions,
     body_digest,
     encode_body,
     open_ledger_file,
