@@ -280,6 +280,7 @@ class GroupTable:
         ages: for the staleness rules, by source.
 
     Attributes, written by this class alone, except `policy_version`:
+        counts: groups of all sources, by state.
         of_source: the groups of each source.
         policy_version: the version announced; ``None`` before the first, and while a trainer takes
             over.
@@ -292,12 +293,14 @@ class GroupTable:
     def __init__(self, ledger: PromptLedger, ages: Mapping[str, GroupAges]) -> None:
         self._ledger = ledger
         self._observers: list[Observer] = []
+        self.counts = Counter[GroupState]()
         self.of_source = {name: SourceGroups(one) for name, one in ages.items()}
         self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
         for prompt_id in ledger.leased_ids():
             self._groups[prompt_id].state = GroupState.LEASED
         for group in self._groups.values():
             self._check_source(group.prompt)
+            self.counts[group.state] += 1
             self.of(group).counts[group.state] += 1
         self.policy_version: int | None = None
         self.num_unrequested = 0
@@ -324,19 +327,14 @@ class GroupTable:
         return self.of_source[group.prompt.source]
 
     @property
-    def counts(self) -> Counter[GroupState]:
-        """Groups of all sources, by state."""
-        return sum((one.counts for one in self.of_source.values()), Counter())
-
-    @property
     def num_in_flight(self) -> int:
         """Groups of all sources being generated or graded."""
-        return sum(one.num_in_flight for one in self.of_source.values())
+        return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
 
     @property
     def num_kept(self) -> int:
         """Groups of all sources that wait for a train batch."""
-        return sum(one.num_kept for one in self.of_source.values())
+        return self.counts[GroupState.KEPT]
 
     def in_state(self, *states: GroupState) -> list[Group]:
         """Return the groups in these states."""
@@ -537,7 +535,8 @@ class GroupTable:
 
     def _add(self, prompt: Prompt) -> Group:
         group = self._groups[prompt.prompt_id] = Group(prompt)
-        self.of(group).counts[GroupState.WAITING] += 1
+        self.counts[group.state] += 1
+        self.of(group).counts[group.state] += 1
         self._publish(GroupEvent(EventKind.ACCEPTED, group, GroupState.WAITING))
         return group
 
@@ -554,9 +553,10 @@ class GroupTable:
         before, group.state = group.state, after
         if before is after:
             return before
-        (of_source := self.of(group)).counts[before] -= 1
-        if after is not GroupState.ENDED:
-            of_source.counts[after] += 1
+        of_source = self.of(group)
+        for counts in (self.counts, of_source.counts):
+            counts[before] -= 1
+            counts[after] += 1
         if before in IN_FLIGHT and after not in IN_FLIGHT:
             self.num_unrequested -= group.num_unrequested
             of_source.num_sure -= group.is_sure
