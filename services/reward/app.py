@@ -274,7 +274,7 @@ class RewardApp:
                 are_leased=self.leases is not None,
                 seed=config.actor_rollout_ref.rollout.seed,
             )
-            self.generator, self.tool_names = episodes, episodes.tool_names
+            self.generator, self.tool_names = episodes, episodes.notes.tool_names
 
     def _build_loop(
         self, rules: BatchRules, memory: PromptMemoryStore | None, capacity: ChangeSignal

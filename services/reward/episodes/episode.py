@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -65,6 +65,8 @@ QUEUE, MODEL, ENVIRONMENT = "queue", "model", "environment"
 """Parts of a turn's seconds."""
 READ_TEXT = "plain"
 """How answers are read where the policy has no tools."""
+MAX_TOOL_NAMES = 256
+"""Each has a metric; calls of further tools count as calls of unknown ones."""
 CONTINUES_NONE = (
     "a conversation continues none of the sample's answers; an agent that appends to its history, "
     "and offers the same tools with each request, avoids this"
@@ -108,17 +110,40 @@ FirstTurn = Callable[[int, Sequence[ChatMessage], Sequence[Tool]], Awaitable[Ans
 """Samples the first turn of a sample, perhaps together with others'."""
 
 
-class EpisodeNotes(Protocol):
-    """Where the run counts what happens in episodes."""
+class EpisodeNotes:
+    """What happens in the episodes of a run.
+
+    Attributes:
+        num_rewritten: later turns that began a new root.
+        tool_names: of tools that environments have offered, the first `MAX_TOOL_NAMES`.
+    """
+
+    def __init__(self) -> None:
+        self.num_rewritten = 0
+        self.tool_names: set[str] = set()
+        self._warned: set[str] = set()
 
     def offered(self, tools: Sequence[Tool]) -> None:
         """Note tools that an environment offers."""
-        ...
+        for tool in tools[: MAX_TOOL_NAMES - len(self.tool_names)]:
+            self.tool_names.add(tool.name)
 
     def rewritten(self, reason: str, detail: str = "") -> None:
-        """Note a later turn that continues no earlier one: `CONTINUES_NONE` or
-        `TEMPLATE_REWRITES`."""
-        ...
+        """Note a later turn that continues no earlier one; warn of the first with a reason.
+
+        Args:
+            reason: `CONTINUES_NONE` or `TEMPLATE_REWRITES`.
+            detail: further words for the warning.
+        """
+        self.num_rewritten += 1
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning(
+                "turns begin new roots, which are trained apart, and whose history is read again "
+                "each time: %s%s",
+                reason,
+                f" ({detail})" if detail else "",
+            )
 
 
 class Episode:
