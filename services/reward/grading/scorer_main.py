@@ -52,6 +52,7 @@ from services.reward.grading.scorers.custom import load_custom_scorer
 from services.reward.grading.scorers.program_tests import ProgramTests
 from services.reward.grading.scorers.registry import Scorer, check_routes, scorer_for
 from sluice.errors import SluiceError
+from sluice.safe_text import encodable
 from sluice.sandbox.choice import backend_of, limits_of, proven_sandbox
 
 SCORE_KEY = "score"
@@ -108,14 +109,14 @@ def answer_of(returned: object) -> ScorerAnswer:
 
 def refusal(detail: str) -> ScorerRefusal:
     """Return why there is no number, in at most 500 characters."""
-    return ScorerRefusal(_sendable(detail[:MAX_DETAIL_CHARS]))
+    return ScorerRefusal(encodable(detail[:MAX_DETAIL_CHARS]))
 
 
 def _of_mapping(returned: Mapping[object, object]) -> ScorerAnswer:
     problem = _shape_problem(returned)
     if problem is not None:
         return refusal(problem)
-    numbers = {_sendable(str(key)): _number(value) for key, value in returned.items()}
+    numbers = {encodable(str(key)): _number(value) for key, value in returned.items()}
     metrics = {key: value for key, value in numbers.items() if value is not None}
     metrics.pop(PREDICTION_KEY, None)
     score = metrics.pop(SCORE_KEY, None)
@@ -145,12 +146,7 @@ def _shape_problem(returned: Mapping[object, object]) -> str | None:
 
 
 def _prediction(value: object) -> str | None:
-    return None if value is None else _sendable(str(value)[:MAX_PREDICTION_CHARS])
-
-
-def _sendable(text: str) -> str:
-    """Replace what UTF-8 cannot hold: half a surrogate pair would end the sending process."""
-    return text.encode(errors="replace").decode()
+    return None if value is None else encodable(str(value)[:MAX_PREDICTION_CHARS])
 
 
 def _shown(value: object) -> str:
@@ -371,8 +367,8 @@ def _refusal_of(error: Exception) -> ScorerRefusal:
     """Return the exception with its place, which a long message does not push out."""
     place = place_of(error)
     text = f"{type(error).__name__}: {error}"[: MAX_DETAIL_CHARS - len(place)]
-    frames = tuple(map(_sendable, frame_texts(error)))
-    return ScorerRefusal(_sendable(f"{text}{place}"), frames)
+    frames = tuple(map(encodable, frame_texts(error)))
+    return ScorerRefusal(encodable(f"{text}{place}"), frames)
 
 
 def last_frames(error: BaseException) -> tuple[traceback.FrameSummary, ...]:
