@@ -184,9 +184,9 @@ def family_of(run_dir: Path | None = None) -> str:
     return f"{run}:{os.getpid()}-{_start_of(os.getpid()) or 0}"
 
 
-def new_mark(family: str | None = None) -> str:
-    """Return a value of `MARK_VARIABLE` that no other scorer has; by default of another family."""
-    return f"{family or family_of()}:{uuid4().hex}"
+def new_mark(family: str) -> str:
+    """Return a value of `MARK_VARIABLE` that no other scorer has."""
+    return f"{family}:{uuid4().hex}"
 
 
 def mark_in(environment: bytes) -> str | None:

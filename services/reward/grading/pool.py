@@ -205,7 +205,7 @@ class ScorerPool:
             self._put_back(slot)
 
     async def _new_worker(self) -> ScorerWorker:
-        return await loaded(partial(start_worker, self._setup, family=self._family))
+        return await loaded(partial(start_worker, self._setup, self._family))
 
     def _put_back(self, slot: _WorkerSlot) -> None:
         slot.is_idle = True
