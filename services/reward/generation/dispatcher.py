@@ -60,7 +60,7 @@ from sluice.errors import (
 )
 from sluice.safe_text import printable
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
-from sluice.types import FailureKind, Rollout, RolloutGroup, SamplingParams
+from sluice.types import Failed, FailureKind, Rollout, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -578,7 +578,8 @@ def end_without_missing(collected: CollectedSamples, failures: Sequence[str]) ->
     logger.warning(
         "prompt %s: continues without samples %s: %s", request.prompt.prompt_id, missing, detail
     )
-    request.progress.engine_errors.update(dict.fromkeys(missing, detail))
+    failed = Failed(FailureKind.ENGINE_ERROR, detail)
+    request.progress.engine_errors.update(dict.fromkeys(missing, failed))
     collected.end_unfinished()
 
 

@@ -20,6 +20,7 @@ from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import SluiceError, leaves
 from sluice.types import (
     ChatMessage,
+    Failed,
     FailureKind,
     Prompt,
     ReplicaInfo,
@@ -77,7 +78,7 @@ class GroupProgress:
         has_finished_samples: any of its samples is complete.
         is_over: it has used its time or its tokens.
         engine_answered: a replica answered a request for it with an error of its engine.
-        engine_errors: why no replica could generate a sample, by its index.
+        engine_errors: outcomes of samples that no replica could generate, by their index.
         replicas: replicas that got a request, by name, in the order of their first request.
         num_requested: samples that were requested from a replica.
         num_received: response tokens, each once, even if a sample was interrupted or came in
@@ -95,7 +96,7 @@ class GroupProgress:
     has_finished_samples: bool = False
     is_over: bool = False
     engine_answered: bool = False
-    engine_errors: dict[int, str] = field(default_factory=dict)
+    engine_errors: dict[int, Failed] = field(default_factory=dict)
     replicas: list[str] = field(default_factory=list)
     num_requested: int = 0
     num_received: int = 0

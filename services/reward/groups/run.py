@@ -23,7 +23,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from services.reward.generation.dispatcher import GeneratedGroup, generate_group
 from services.reward.generation.request import (
@@ -65,8 +64,6 @@ from sluice.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-_NONE_KNOWN: Mapping[int, Outcome] = MappingProxyType({})
 
 
 class GroupRun:
@@ -298,11 +295,10 @@ class GroupRun:
         return sampled
 
     async def _graded(
-        self, group: Group, sampled: GeneratedGroup, known: Mapping[int, Outcome] = _NONE_KNOWN
+        self, group: Group, sampled: GeneratedGroup, known: Mapping[int, Outcome] | None = None
     ) -> GradedGroup:
-        graded = await self._grader.grade(
-            sampled.samples, sampled.greedy, known, group.progress.engine_errors
-        )
+        known = {**(known or {}), **group.progress.engine_errors}
+        graded = await self._grader.grade(sampled.samples, sampled.greedy, known)
         self._groups.graded(group, graded)
         return graded
 
