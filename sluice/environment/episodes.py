@@ -21,7 +21,6 @@ from typing import NoReturn, Protocol, SupportsFloat, TypeGuard
 from sluice.algorithm.episode_rules import TOOL, USER, Observation
 from sluice.environment.threads import MethodThreads
 from sluice.errors import EnvironmentDefectError, EnvironmentUnavailable
-from sluice.safe_text import encodable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool
 
 logger = logging.getLogger(__name__)
@@ -253,7 +252,7 @@ def text_of(what: str, value: object) -> str:
             )
         _CUT_BEFORE.add(what)
         text = text[:MAX_RESULT_CHARS] + _CUT
-    return encodable(text)
+    return text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
 
 
 def _json(value: object) -> str:

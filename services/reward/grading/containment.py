@@ -21,8 +21,6 @@ from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
-from sluice.concurrency.process import START_FIELD, stat_fields
-
 ProcessKey = tuple[int, int]
 """A process's id and its start in ticks, which distinguishes it from a later one with this id."""
 
@@ -39,7 +37,7 @@ _PROC = Path("/proc")
 # The second is some containers' own invention, with an id of the machine's.
 _LAST_PID = (_PROC / "sys" / "kernel" / "ns_last_pid", _PROC / "loadavg")
 _PAUSE_S = 0.01
-_STATE_FIELD, _USER_FIELD, _SYSTEM_FIELD = 0, 11, 12  # of `stat_fields`
+_STATE_FIELD, _USER_FIELD, _SYSTEM_FIELD, _START_FIELD = 0, 11, 12, 19  # of `_stat_fields`
 
 MARK_VARIABLE = "SLUICE_SCORER_MARK"
 """The environment variable of the mark: ``RUN:SERVICE:SCORER``, a digest of the run's folder, the
@@ -153,13 +151,22 @@ def _newest_pids() -> list[str]:
     return []
 
 
+def _stat_fields(pid: int | str) -> list[str] | None:
+    """Return the fields of /proc/PID/stat after the command's name; ``None`` if it has ended."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()  # the name, in parentheses, may hold anything
+
+
 def _cpu_used(pid: str) -> tuple[ProcessKey, float] | None:
     """Return key and CPU seconds of a process; ``None`` if it has ended."""
-    fields = stat_fields(int(pid))
-    if not fields:
+    fields = _stat_fields(pid)
+    if fields is None:
         return None
     num_ticks = int(fields[_USER_FIELD]) + int(fields[_SYSTEM_FIELD])
-    return (int(pid), int(fields[START_FIELD])), num_ticks / os.sysconf("SC_CLK_TCK")
+    return (int(pid), int(fields[_START_FIELD])), num_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _mark_of(pid: str) -> str:
@@ -207,10 +214,10 @@ def is_left_behind(mark: str, family: str) -> bool:
 
 def _start_of(pid: int) -> int | None:
     """Return a process's start in ticks since the machine's; ``None`` if the process has ended."""
-    fields = stat_fields(int(pid))
-    if not fields or fields[_STATE_FIELD] in _ENDED:
+    fields = _stat_fields(pid)
+    if fields is None or fields[_STATE_FIELD] in _ENDED:
         return None
-    return int(fields[START_FIELD])
+    return int(fields[_START_FIELD])
 
 
 def _process_namespace() -> str:

@@ -43,6 +43,18 @@ class BatchDecision:
     num_missing: int
 
 
+def staleness(current_version: int, oldest_version: int) -> int:
+    """Return how many versions the oldest token of a group lags behind the version to be updated.
+
+    Raises:
+        ValueError: `oldest_version` is newer than `current_version`.
+    """
+    if oldest_version > current_version:
+        raise ValueError(
+            f"tokens of version {oldest_version} cannot meet a policy of version {current_version}"
+        )
+    return current_version - oldest_version
+
 
 class GroupAges:
     """Kept and running groups of one run, counted by version as they change.

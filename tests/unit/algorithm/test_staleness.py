@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.groups.staleness import GroupAges, OnStale
+from sluice.algorithm.groups.staleness import GroupAges, OnStale, staleness
 from sluice.algorithm.sampling.admission import YieldEstimate, groups_to_admit, kept_upper_bound
 
 
@@ -68,6 +68,13 @@ def decide(
         found.without_slot,
         found.num_missing,
     )
+
+
+def test_staleness_counts_versions_behind() -> None:
+    assert staleness(5, 5) == 0
+    assert staleness(5, 3) == 2
+    with pytest.raises(ValueError, match="version 6 cannot meet a policy of version 5"):
+        staleness(5, 6)
 
 
 def test_too_few_kept_groups_form_no_batch() -> None:
@@ -255,7 +262,7 @@ class Loop:
             kept_bound=lambda number: kept_upper_bound(number, self.estimate),
         )
         chosen = [self.kept[i] for i in found.chosen]
-        self.trained += [(g.sequence, self.version - g.oldest_version) for g in chosen]
+        self.trained += [(g.sequence, staleness(self.version, g.oldest_version)) for g in chosen]
         self.dropped += [self.kept[i].sequence for i in found.dropped]
         gone = {*found.chosen, *found.dropped}
         self.kept = [group for i, group in enumerate(self.kept) if i not in gone]
