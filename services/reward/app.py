@@ -131,7 +131,9 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
 def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
     path = folder / LOG_FILE if config.sluice.reward.group_log else None
     kept = config.sluice.dashboard
-    archive = SampleArchive(folder / FOLDER_NAME, kept.samples_mb << 20) if kept.samples_mb else None
+    archive = (
+        SampleArchive(folder / FOLDER_NAME, kept.samples_mb << 20) if kept.samples_mb else None
+    )
     if path is None and archive is None:
         return None
     num_samples, most_chars = config.actor_rollout_ref.rollout.n, kept.sample_chars
@@ -331,7 +333,6 @@ class RewardApp:
             if validation is None
             else partial(validation_stream, validation, config.data, images=sets.images),
             self.generator,
-            self.queue,
             self.grader,
             self.dumps,
             lambda: self.groups.policy_version,

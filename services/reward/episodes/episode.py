@@ -443,8 +443,7 @@ class Episode:
         """Wait for the environment, at most until the group is over."""
         self._phase = phase
         async with self._request.progress.bounded():
-            result = await call
-        return result
+            return await call
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:

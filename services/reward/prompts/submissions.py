@@ -137,9 +137,7 @@ class Submissions:
         if (ended := self._known_end(sent)) is not None:
             session.put(Receipt(sent.prompt_id, ended.sequence))
             session.put(
-                PromptOutcome(
-                    sent.prompt_id, ended.end, ended.step, ended.rewards, ended.detail
-                )
+                PromptOutcome(sent.prompt_id, ended.end, ended.step, ended.rewards, ended.detail)
             )
             return
         try:
@@ -264,8 +262,7 @@ def _check_fields(sent: Prompt) -> None:
     for prefix in (DATASET_ID_PREFIX, VALIDATION_ID_PREFIX):
         if sent.prompt_id.startswith(prefix):
             raise InvalidRequestError(
-                f"prompt_id '{sent.prompt_id}': '{prefix}…' names data-set rows; "
-                "choose another"
+                f"prompt_id '{sent.prompt_id}': '{prefix}…' names data-set rows; choose another"
             )
     if not sent.messages or not all(turn.role for turn in sent.messages):
         raise InvalidRequestError("messages: send at least one turn, each with a role")

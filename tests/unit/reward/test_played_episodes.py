@@ -414,8 +414,8 @@ async def test_waiting_for_siblings_is_no_time_of_the_model(tmp_path: Path) -> N
 async def test_names_of_tools_that_become_metrics_are_bounded(tmp_path: Path) -> None:
     async with playing(tmp_path, jar_policy("C"), ScriptedEnvironment()) as played:
         for number in range(400):
-            played.generator.offered([Tool(f"tool{number}", "", "")])
-        played.generator.offered([Tool("tool3", "", "")])
+            played.generator.notes.offered([Tool(f"tool{number}", "", "")])
+        played.generator.notes.offered([Tool("tool3", "", "")])
         assert len(played.generator.notes.tool_names) == 256
 
 
