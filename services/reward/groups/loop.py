@@ -76,7 +76,7 @@ class LoopFacts:
 
     Args:
         num_kept: groups for the next batch; of each source at most its part.
-        lacking: the named sources that lack groups, each with its count.
+        lacking: words about the named sources that lack groups (`TrainingSources.lacking`).
     """
 
     is_announced: bool
@@ -87,10 +87,10 @@ class LoopFacts:
     num_grading: int
     num_kept: int
     batch_size: int
-    num_in_training: int
+    num_batches_in_training: int
     has_dataset: bool
     is_exhausted: bool
-    lacking: tuple[str, ...] = ()
+    lacking: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ class GroupLoop:
             num_grading=counts[GroupState.GRADING],
             num_kept=sum(min(one.groups.num_kept, one.num_groups) for one in sources),
             batch_size=self._batch_size,
-            num_in_training=self.batches.num_in_training,
+            num_batches_in_training=self.batches.num_batches_in_training,
             has_dataset=sources.has_dataset,
             is_exhausted=sources.is_exhausted,
             lacking=sources.lacking(),
@@ -521,7 +521,7 @@ def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
         )
     if facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
-        what = f"generating {facts.num_generating} groups ({progress}{_lacking(facts)})"
+        what = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"
         found.append(Blocker("generating", "rollout fleet", what))
     if facts.num_grading:
         what = f"grading {facts.num_grading} groups"
@@ -538,17 +538,13 @@ def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
 
 
 def _idle_reason(facts: LoopFacts) -> Blocker:
-    if facts.num_in_training:
+    if facts.num_batches_in_training:
         return Blocker("publish", "trainer", "announcing the next policy version")
     if facts.is_exhausted:
         return Blocker("prompts", "clients", "submitting prompts: the data set is exhausted")
     if not facts.has_dataset:
         return Blocker("prompts", "clients", "submitting prompts: there is no data set")
-    return Blocker("data", "data set", f"reading prompts{_lacking(facts)}")
-
-
-def _lacking(facts: LoopFacts) -> str:
-    return f": {', '.join(facts.lacking)}" if facts.lacking else ""
+    return Blocker("data", "data set", f"reading prompts{facts.lacking}")
 
 
 def as_waits(awaited: Sequence[tuple[Blocker, float]]) -> tuple[Waiting, ...]:

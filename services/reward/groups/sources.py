@@ -83,6 +83,7 @@ class TrainingSources:
 
     def __init__(self, sources: list[TrainingSource]) -> None:
         self._by_name = {one.name: one for one in sources}
+        self._that_follow_yields = [one for one in sources if one.follows_yield]
         self.batch_size = sum(one.num_groups for one in sources)
 
     def __iter__(self) -> Iterator[TrainingSource]:
@@ -110,19 +111,20 @@ class TrainingSources:
         """Whether no more groups of a source can start: no batch comes without it."""
         return any(one.is_exhausted for one in self)
 
-    def lacking(self) -> tuple[str, ...]:
-        """Return the named sources that keep the next batch waiting, as in ``slow 0 of 2``."""
-        return tuple(
+    def lacking(self) -> str:
+        """Return the named sources that keep the next batch waiting, as in ``: slow 0 of 2``."""
+        found = [
             f"{one.name} {one.groups.num_kept} of {one.num_groups}"
             for one in self
             if one.name and one.groups.num_kept < one.num_groups
-        )
+        ]
+        return f": {', '.join(found)}" if found else ""
 
     def share_out(self) -> None:
         """Give each source its part of the batches from here on, where shares follow yields."""
-        yields = {one.name: one.strategy.estimate.mean for one in self if one.follows_yield}
-        if not yields:
+        if not self._that_follow_yields:
             return
+        yields = {one.name: one.strategy.estimate.mean for one in self._that_follow_yields}
         shares = shares_by_yield({one.name: one.share for one in self}, yields)
         for name, num_groups in groups_by_share(shares, self.batch_size).items():
             one = self._by_name[name]

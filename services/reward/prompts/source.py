@@ -122,8 +122,9 @@ class PromptSource:
             DataError: the data set holds a row that cannot be used.
         """
         while not self._waiting and len(self._in_line) < self._num_in_line:
-            if not self._issued and not self._at_end:
-                await self._read_ahead()
+            stream = self._stream
+            if stream is not None and not self._issued and not self._at_end:
+                await self._read_ahead(stream)
             if not self._issued:
                 break
             self._line_up(self._accept(self._issued.popleft()), version)
@@ -139,10 +140,7 @@ class PromptSource:
         self._order.add(prompt.sequence, expected, version)
         self._in_line[prompt.sequence] = prompt
 
-    async def _read_ahead(self) -> None:
-        stream = self._stream
-        if stream is None:
-            return
+    async def _read_ahead(self, stream: RowStream) -> None:
         issued_rows = await asyncio.to_thread(stream.take, ROWS_PER_READ)
         if stream is self._stream:  # a restart may have replaced it meanwhile
             self._issued.extend(issued_rows)

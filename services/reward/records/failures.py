@@ -68,26 +68,23 @@ class FailureLog:
     def observe(self, event: GroupEvent) -> None:
         """Note the failures of graded samples, and of groups that failed without such samples."""
         if event.kind is EventKind.GRADED and event.graded is not None:
-            self._graded(event.group, event.graded)
+            greedy = event.graded.greedy.outcomes if event.graded.greedy else ()
+            for outcome in (*event.graded.outcomes, *greedy):
+                if isinstance(outcome, Failed):
+                    replicas = event.group.progress.replica_names
+                    self.failed(outcome, f"prompt {event.group.prompt_id} (replica {replicas})")
         elif event.kind is EventKind.ENDED and event.group.ending is not None:
             self._ended(event.group, event.group.ending)
 
-    def _graded(self, group: Group, graded: GradedGroup) -> None:
-        where = f"prompt {group.prompt_id} (replica {group.progress.replica_names})"
-        greedy = graded.greedy.outcomes if graded.greedy else ()
-        for outcome in (*graded.outcomes, *greedy):
-            if isinstance(outcome, Failed):
-                self.failed(outcome, where)
-
     def _ended(self, group: Group, ending: GroupEnding) -> None:
-        replicas = f"(replica {group.progress.replica_names})"
         if ending.cause is EndCause.OVERLONG:
-            where = f"prompt {group.prompt_id} left out {replicas}"
+            where = f"prompt {group.prompt_id} left out (replica {group.progress.replica_names})"
             self.note(ending.detail, "prompts left out", where)
         elif ending.end is PromptEnd.DROPPED_FAILED and ending.cause is EndCause.RESULT:
             outcomes = group.graded.outcomes if group.graded else ()
             if not any(isinstance(one, Failed) for one in outcomes):  # else noted when graded
-                where = f"prompt {group.prompt_id} dropped as failed {replicas}"
+                replicas = group.progress.replica_names
+                where = f"prompt {group.prompt_id} dropped as failed (replica {replicas})"
                 self.note(ending.detail, "groups dropped", where)
 
     def failed(self, failed: Failed, where: str) -> None:
