@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
 from sluice.algorithm.sampling.admission import REMEDY, LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError, DataExhaustedError
-from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin
+from sluice.types import Failed, FailureKind, PromptEnd, PromptOrigin
 
 logger = logging.getLogger(__name__)
 
