@@ -146,10 +146,9 @@ class ReplicaQueue:
         self._capacity_changed()
 
     def answered(self, member: RoutedReplica) -> None:
-        """Note that a replica works, which ends its probation."""
-        if member.on_probation:
-            self.fleet.answered(member)
-            self._capacity_changed()
+        """Note that a replica on probation works, which ends it."""
+        self.fleet.answered(member)
+        self._capacity_changed()
 
     def sequences_ended(self, reservation: Reservation, count: int) -> None:
         """Give back the capacity of finished sequences."""
@@ -417,7 +416,8 @@ class GroupDispatcher:
     ) -> None:
         now, request = _now(), collected.request
         if event.started is not None:
-            self._queue.answered(reservation.member)
+            if reservation.member.on_probation:
+                self._queue.answered(reservation.member)
             prompt_token_ids, version = event.started
             collected.accepted(prompt_token_ids, reservation.member.announced.info.name, now)
             watch.pace.accepted(now)

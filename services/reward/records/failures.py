@@ -158,39 +158,36 @@ class YieldGuard:
         quarantine shows nothing about the yield of the others."""
         if event.group.prompt.source != self._source:
             return
-        self._count_unsampled(event)
+        ending = event.group.ending
+        if event.kind is EventKind.ENDED and ending is not None:
+            self._ended(event.group, ending)
+        elif event.kind in {EventKind.KEPT, EventKind.REQUEUED}:
+            self.num_unsampled = 0
         if event.kind is EventKind.KEPT:
             self.ended(None, "")
-        ending = event.group.ending
-        if event.kind is not EventKind.ENDED or ending is None:
-            return
+
+    def _ended(self, group: Group, ending: GroupEnding) -> None:
+        if ending.cause in _UNSAMPLED:
+            self.num_unsampled += 1
+        elif ending.end is not PromptEnd.SKIPPED:
+            self.num_unsampled = 0
         match ending.cause:
             case EndCause.OVERLONG:
                 self.left_out(ending.detail)
             case EndCause.QUARANTINE:
                 self._num_quarantined += 1
             case EndCause.RESULT if ending.end in _YIELD_ENDS:
-                outcomes = event.group.graded.outcomes if event.group.graded else ()
+                outcomes = group.graded.outcomes if group.graded else ()
                 failed = next((one for one in outcomes if isinstance(one, Failed)), None)
                 self._frames = self._frames or (failed.frames if failed else ())
                 # A replica that was lost says nothing about the groups to come.
-                may_pass = failed is None and not event.group.progress.engine_answered
+                may_pass = failed is None and not group.progress.engine_answered
                 is_lost = ending.detail.startswith(FailureKind.ENGINE_ERROR) and may_pass
                 # A client's prompts must not end the run of everybody, and neither must an outage
                 # after the first step, or of a service that has restarted.
-                is_first = event.group.prompt.origin is PromptOrigin.DATASET
-                counts = is_first and not event.group.version and not is_lost
+                is_first = group.prompt.origin is PromptOrigin.DATASET
+                counts = is_first and not group.version and not is_lost
                 self.ended(ending.end, ending.detail, counts_alike=counts)
-
-    def _count_unsampled(self, event: GroupEvent) -> None:
-        ending = event.group.ending
-        if event.kind is EventKind.ENDED and ending is not None:
-            if ending.cause in _UNSAMPLED:
-                self.num_unsampled += 1
-            elif ending.end is not PromptEnd.SKIPPED:
-                self.num_unsampled = 0
-        elif event.kind in {EventKind.KEPT, EventKind.REQUEUED}:
-            self.num_unsampled = 0
 
     def ended(self, end: PromptEnd | None, detail: str, *, counts_alike: bool = True) -> None:
         """Note how a group ended.

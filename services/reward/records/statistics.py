@@ -194,6 +194,8 @@ _GROWTH = {
     **{f"train/tokens/{use}": f"reward/tokens/{use}" for use in TokenUse},
 }
 """Metrics of a batch, and the counter whose growth since the batch before each is."""
+_OF_SOURCES = "reward/sources/"
+"""Before the names of counters of one of several sources."""
 _COUNTERS = (
     *_GROWTH.values(),
     "reward/batches_acknowledged",
@@ -201,53 +203,6 @@ _COUNTERS = (
     "reward/prompts_quarantined",
     "reward/samples_generated_again",
 )
-
-
-class SourceStatistics:
-    """Counts of each of several sources; those of a run without them are empty.
-
-    Args:
-        sources: their names.
-    """
-
-    def __init__(self, sources: Collection[str] = ()) -> None:
-        self._counts: dict[str, Counter[str]] = {name: Counter() for name in sources if name}
-        self._before = {name: Counter[str]() for name in self._counts}
-
-    def count(self, source: str, name: str, number: int = 1) -> None:
-        """Count groups or tokens of a source; nothing in a run without several."""
-        if source:
-            self._counts[source][name] += number
-
-    def totals(self) -> dict[str, float]:
-        """Return the counters since the start; of tokens, those of all sources add up to the
-        run's, less those of validations."""
-        return {
-            f"reward/{source_metric(source, name)}": float(number)
-            for source, counts in self._counts.items()
-            for name, number in counts.items()
-        }
-
-    def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
-        """Return what was counted since the last batch, and what this one has of each source.
-
-        Args:
-            groups: the batch.
-            version: the version that it will update.
-        """
-        found: dict[str, float] = {}
-        for source, counts in self._counts.items():
-            own = [group for group in groups if group.source == source]
-            before = self._before[source]
-            values = {
-                **{name: float(number - before[name]) for name, number in counts.items()},
-                **_of_batch(own, version),
-                "groups": float(len(own)),
-                "share": len(own) / max(len(groups), 1),
-            }
-            found |= {source_metric(source, name): value for name, value in values.items()}
-            self._before[source] = counts.copy()
-        return found
 
 
 def _of_batch(groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
@@ -300,7 +255,7 @@ class GroupStatistics:
         # Of the interval since the last batch, and the counters at its start.
         self._ends: Counter[PromptEnd] = Counter()
         self._episodes = EpisodeStatistics(tool_names, environments)
-        self._sources = SourceStatistics(sources)
+        self._sources = [name for name in sources if name]
         self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
         self._before = self.totals()
         self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] | None = None
@@ -317,7 +272,7 @@ class GroupStatistics:
                 self._totals["reward/samples_generated_again"] += event.num_replaced
             case EventKind.KEPT:
                 self._totals["reward/groups_kept"] += 1
-                self._sources.count(event.group.prompt.source, "groups_kept")
+                self._count_of_source(event.group, "groups_kept")
             case EventKind.REQUEUED:
                 assert event.why is not None
                 self._requeued(event.group, event.why)
@@ -371,7 +326,7 @@ class GroupStatistics:
             return
         self._ends[ending.end] += 1
         if ending.end in _COUNTED_BY_SOURCE:
-            self._sources.count(group.prompt.source, _NAME_BY_END[ending.end])
+            self._count_of_source(group, _NAME_BY_END[ending.end])
         if ending.end is PromptEnd.SKIPPED:
             totals["reward/prompts_skipped"] += 1
             return
@@ -397,7 +352,12 @@ class GroupStatistics:
         uses = uses_of_group(use, group.progress, graded)
         for found, num_tokens in uses.items():
             self._totals[f"reward/tokens/{found}"] += num_tokens
-            self._sources.count(group.prompt.source, f"tokens/{found}", num_tokens)
+            self._count_of_source(group, f"tokens/{found}", num_tokens)
+
+    def _count_of_source(self, group: Group, name: str, number: int = 1) -> None:
+        """Count groups or tokens of one of several sources."""
+        if source := group.prompt.source:
+            self._totals[f"reward/{source_metric(source, name)}"] += number
 
     def acknowledged(self, num_groups: int) -> None:
         """Note that the trainer has trained a batch of `num_groups`."""
@@ -425,7 +385,12 @@ class GroupStatistics:
             "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
             **self._episodes.take(),
-            **self._sources.close_interval(groups, version),
+            **{
+                counter.removeprefix("reward/"): total - self._before.get(counter, 0.0)
+                for counter, total in totals.items()
+                if counter.startswith(_OF_SOURCES)
+            },
+            **self._of_sources(groups, version),
             "timing_s/batch_fill": batch_fill_s,
             "timing_s/reward": scorer_seconds - self._scorer_seconds_before,
             "perf/reward_rss_mb": _peak_memory_mb(),
@@ -435,6 +400,19 @@ class GroupStatistics:
         self._ends, self._before = Counter(), totals
         self._started_s, self._scorer_seconds_before = now, scorer_seconds
         return statistics
+
+    def _of_sources(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
+        """Return what a batch for `version` has of each of several sources."""
+        found: dict[str, float] = {}
+        for source in self._sources:
+            own = [group for group in groups if group.source == source]
+            values = {
+                **_of_batch(own, version),
+                "groups": float(len(own)),
+                "share": len(own) / max(len(groups), 1),
+            }
+            found |= {source_metric(source, name): value for name, value in values.items()}
+        return found
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -446,11 +424,10 @@ class GroupStatistics:
         """Return the counters since the start; they stand still while nothing happens.
 
         ``reward/tokens/<use>`` and the tokens of pending groups and validations add up to
-        ``reward/tokens/received``.
+        ``reward/tokens/received``; those of all sources to the run's, less those of validations.
         """
         return {
             **{name: float(count) for name, count in self._totals.items()},
-            **self._sources.totals(),
             "reward/tokens/received": float(sum(self._received.values())),
             "reward/generated_tokens": float(self._received[Purpose.TRAINING]),
         }
