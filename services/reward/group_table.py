@@ -446,7 +446,7 @@ class GroupTable:
         before = self._move(group, EventKind.KEPT, GroupState.KEPT)
         group.graded = graded
         group.num_preemptions = 0
-        self._age(group, graded)
+        self.of(group).ages.keep(group.prompt_id, graded.oldest_version, group.prompt.sequence)
         self._publish(GroupEvent(EventKind.KEPT, group, before))
 
     def lease(self, batch_id: str, version: int, groups: Sequence[Group]) -> None:
@@ -473,7 +473,8 @@ class GroupTable:
         for group in groups:
             if group.graded is not None:
                 before = self._move(group, EventKind.RETURNED, GroupState.KEPT)
-                self._age(group, group.graded)
+                oldest_version, sequence = group.graded.oldest_version, group.prompt.sequence
+                self.of(group).ages.keep(group.prompt_id, oldest_version, sequence)
                 self._publish(GroupEvent(EventKind.RETURNED, group, before))
         return [group for group in groups if group.graded is None]
 
@@ -520,9 +521,6 @@ class GroupTable:
         """Reset all counts of preemptions; they were counted for an earlier trainer's batches."""
         for group in self:
             group.num_preemptions = 0
-
-    def _age(self, group: Group, kept: GradedGroup) -> None:
-        self.of(group).ages.keep(group.prompt_id, kept.oldest_version, group.prompt.sequence)
 
     def _check_source(self, prompt: Prompt) -> None:
         if prompt.source not in self.of_source:

@@ -79,11 +79,15 @@ class TrainingSources:
 
     Args:
         sources: at least one.
+
+    Attributes:
+        has_dataset: whether rows are read at all.
     """
 
     def __init__(self, sources: list[TrainingSource]) -> None:
         self._by_name = {one.name: one for one in sources}
         self._that_follow_yields = [one for one in sources if one.follows_yield]
+        self.has_dataset = any(one.prompts.has_dataset for one in sources)
         self.batch_size = sum(one.num_groups for one in sources)
 
     def __iter__(self) -> Iterator[TrainingSource]:
@@ -95,11 +99,6 @@ class TrainingSources:
     def of(self, group: Group) -> TrainingSource:
         """Return the source of a group."""
         return self._by_name[group.prompt.source]
-
-    @property
-    def has_dataset(self) -> bool:
-        """Whether rows are read at all."""
-        return any(one.prompts.has_dataset for one in self)
 
     @property
     def num_waiting(self) -> int:

@@ -46,6 +46,9 @@ class PromptSource:
         num_in_line: rows that compete for the next start; 1 keeps the data set's order.
         name: of the source; empty in a run without several.
         environment: what plays rows that do not name one; ``None``: what the run says.
+
+    Attributes:
+        has_dataset: whether there is a data set at all.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class PromptSource:
     ) -> None:
         self._name, self._environment = name, environment
         self._groups, self._open_stream = groups, open_stream
+        self.has_dataset = open_stream is not None
         self._check_data_source = check_data_source
         self._forecast, self._num_in_line = forecast, num_in_line
         self._waiting: list[tuple[int, Prompt]] = []
@@ -69,11 +73,6 @@ class PromptSource:
         self._issued: deque[IssuedRow] = deque()
         self._at_end = False
         self._num_in_hand = 0
-
-    @property
-    def has_dataset(self) -> bool:
-        """Whether there is a data set at all."""
-        return self._open_stream is not None
 
     @property
     def num_waiting(self) -> int:
