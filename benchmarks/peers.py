@@ -23,6 +23,8 @@ from sluice.weights.sender import WeightSender
 
 _NEVER = threading.Event()
 _TIMEOUT_S = 120.0
+# Of engines, which print otherwise; no download either.
+_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
 class PeerProcess:
@@ -46,7 +48,7 @@ class PeerProcess:
         self._process = subprocess.Popen(
             [python, "-m", module],
             cwd=tree,
-            env=os.environ | {"OMP_NUM_THREADS": "1", **(environment or {})},
+            env=os.environ | _QUIET | {"OMP_NUM_THREADS": "1", **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -105,14 +107,15 @@ class Fleet:
 
     Args:
         replicas: started peers.
-        specs: the tensors that are sent.
+        layout: the tensors that are sent, as an engine answers its own.
         bucket_mb: size of a transfer's buckets.
     """
 
     def __init__(
-        self, replicas: Sequence[PeerProcess], specs: Sequence[TensorSpec], bucket_mb: int
+        self, replicas: Sequence[PeerProcess], layout: Sequence[Any], bucket_mb: int
     ) -> None:
-        self.replicas, self._specs = replicas, tuple(specs)
+        self.replicas = replicas
+        self._specs = msgspec.convert(layout, tuple[TensorSpec, ...])
         self._sender = WeightSender(
             device=CpuDevice(), bucket_bytes=bucket_mb << 20, timeout_s=_TIMEOUT_S
         )

@@ -1,9 +1,9 @@
 """What it costs to read vLLM: Python CPU per token and tokens/s over vLLM alone, on the CPU.
 
-``python -m benchmarks.devices.engines --vllm-python PYTHON``, or a part of `make bench-devices`.
-128 samples of a tiny random Qwen3 at a time, in groups of 8, with tokens of unfinished samples
-every 500 ms. vLLM alone is its own client in the same process, which reports whole samples only;
-the earlier commit reads token by token. All take turns.
+A part of `make bench-devices` that needs an environment with vLLM. 128 samples of a tiny random
+Qwen3 at a time, in groups of 8, with tokens of unfinished samples every 500 ms. vLLM alone is its
+own client in the same process, which reports whole samples only; the earlier commit reads token by
+token. All take turns.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from __future__ import annotations
 import io
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
@@ -23,8 +21,7 @@ from typing import Any
 from benchmarks.engine.__main__ import VLLM, save_config
 from benchmarks.engine.peer import PROMPT_TOKENS
 from benchmarks.peers import PeerProcess
-from benchmarks.reporting import ROOT, print_line, print_report
-from tools.phases import tool_parser
+from benchmarks.reporting import ROOT, print_line
 
 BEFORE = "513f083d"
 """The last commit that reads token by token."""
@@ -34,24 +31,16 @@ LEAST = {"vllm_overhead": 0.95}
 
 _PEER = Path(__file__).with_name("engine_peer.py")
 _GROUPS, _SAMPLES, _NEW_TOKENS = 16, 8, 256
+_REPEATS = 7  # of each kind, after one that does not count
 _TREES = ("sluice", "services", "tests", "benchmarks", "tools")
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
-def measure(vllm_python: str, before: str = BEFORE, repeats: int = 7) -> dict[str, object]:
-    """Return the figures.
-
-    Args:
-        vllm_python: of an environment with vLLM.
-        before: the commit that is compared with.
-        repeats: of each kind, after one that does not count.
-    """
+def measure(vllm_python: str) -> dict[str, object]:
+    """Return the figures; `vllm_python` is of an environment with vLLM."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         model, old = Path(name) / "model", Path(name) / "tree"
         save_config("tiny", model)
-        export(before, old, _TREES)
-        (old / "benchmarks" / "devices").mkdir(exist_ok=True)
-        shutil.copy(_PEER, old / "benchmarks" / "devices")
+        _export(old)
         peers = [
             stack.enter_context(closing(_start(vllm_python, tree, model))) for tree in (ROOT, old)
         ]
@@ -61,31 +50,33 @@ def measure(vllm_python: str, before: str = BEFORE, repeats: int = 7) -> dict[st
             "before": (peers[1], "groups"),
         }
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-        for _ in range(1 + repeats):
+        for _ in range(1 + _REPEATS):
             for kind, (peer, op) in kinds.items():
                 found[kind].append(_draw(peer, op))
-    return figures({kind: runs[1:] for kind, runs in found.items()})
+    return _figures({kind: runs[1:] for kind, runs in found.items()})
 
 
-def export(commit: str, folder: Path, wanted: Sequence[str]) -> None:
-    """Write folders of a commit.
+def _export(folder: Path) -> None:
+    """Write the earlier commit, with this tree's peer.
 
     Raises:
         SystemExit: there is no such commit here.
     """
     archive = subprocess.run(
-        ["git", "archive", "--format=tar", commit, *wanted],
+        ["git", "archive", "--format=tar", BEFORE, *_TREES],
         cwd=ROOT,
         capture_output=True,
         check=False,
     )
     if archive.returncode != 0:
-        raise SystemExit(f"--before {commit}: {archive.stderr.decode().strip()}")
+        raise SystemExit(f"commit {BEFORE}: {archive.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(folder, filter="data")
+    (folder / "benchmarks" / "devices").mkdir(exist_ok=True)
+    shutil.copy(_PEER, folder / "benchmarks" / "devices")
 
 
-def figures(found: dict[str, list[dict[str, float]]]) -> dict[str, object]:
+def _figures(found: dict[str, list[dict[str, float]]]) -> dict[str, object]:
     """Return the figures of runs, by kind; what vLLM's client costs alone is not sluice's."""
     cpu_us = {
         kind: 1e6 * median(run["cpu_s"] / run["tokens"] for run in runs)
@@ -106,7 +97,7 @@ def figures(found: dict[str, list[dict[str, float]]]) -> dict[str, object]:
 
 
 def _start(python: str, tree: Path, model: Path) -> PeerProcess:
-    environment = _ENVIRONMENT | {"PYTHONPATH": str(tree)}
+    environment = {"PYTHONPATH": str(tree)}
     peer = PeerProcess("benchmarks.devices.engine_peer", python, environment, tree)
     try:
         peer.call(
@@ -129,17 +120,3 @@ def _draw(peer: PeerProcess, op: str) -> dict[str, float]:
     if found["tokens"] != _GROUPS * _SAMPLES * _NEW_TOKENS:
         raise RuntimeError(f"{op}: {found['tokens']} tokens")
     return found
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure; return the exit status."""
-    parser = tool_parser(__doc__, "python -m benchmarks.devices.engines --vllm-python PYTHON")
-    parser.add_argument("--vllm-python", required=True, help="of an environment with vLLM")
-    parser.add_argument("--before", default=BEFORE, help="commit that is compared with")
-    parser.add_argument("--repeats", type=int, default=7, help="of each kind, after a warm-up")
-    parsed = parser.parse_args(arguments)
-    return print_report(measure(parsed.vllm_python, parsed.before, parsed.repeats))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

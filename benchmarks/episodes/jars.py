@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import ROOT, print_line
+from benchmarks.reporting import ROOT, print_line, quickstart
 
 SEEDS = (0, 1, 2)
 KEYS = ("accuracy_before", "accuracy_after", "accuracy_blind", "seconds")
@@ -35,32 +35,27 @@ def measure() -> Mapping[str, Any]:
 
 def _seed(run_dir: Path, seed: int) -> Mapping[str, float]:
     began_s = time.monotonic()
-    _sluice("quickstart", "--task", "jars", "--seed", str(seed), "--run-dir", str(run_dir))
+    sighted = quickstart(run_dir, seed, ["--task", "jars"])
     seconds = time.monotonic() - began_s
-    sighted, blind = _summary(run_dir), run_dir / "blind"
-    (checkpoint,) = (run_dir / "checkpoints").glob("global_step_*")
-    _sluice(
-        *("up", str(run_dir / "config.yaml")),
-        "trainer.val_only=true",
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={checkpoint}",
-        "sluice.environment.name=BlindJars",
-        f"sluice.run_dir={blind}",
-    )
     return {
         "accuracy_before": sighted["accuracy_before"],
         "accuracy_after": sighted["accuracy_after"],
-        "accuracy_blind": _summary(blind)["accuracy_after"],
+        "accuracy_blind": _blind_accuracy(run_dir),
         "seconds": seconds,
     }
 
 
-def _sluice(*arguments: str) -> None:
-    command = [sys.executable, "-m", "sluice.cli.main", *arguments]
+def _blind_accuracy(run_dir: Path) -> float:
+    (checkpoint,) = (run_dir / "checkpoints").glob("global_step_*")
+    command = (
+        *(sys.executable, "-m", "sluice.cli.main", "up", str(run_dir / "config.yaml")),
+        "trainer.val_only=true",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={checkpoint}",
+        "sluice.environment.name=BlindJars",
+        f"sluice.run_dir={run_dir / 'blind'}",
+    )
     print_line(" ".join(command[2:]))
     subprocess.run(command, cwd=ROOT, check=True)
-
-
-def _summary(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    return found
+    found = json.loads((run_dir / "blind" / "summary.json").read_text(encoding="utf-8"))
+    return float(found["accuracy_after"])

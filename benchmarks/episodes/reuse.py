@@ -1,6 +1,6 @@
 """What the engine's kept prefixes and sticky routing bring to episodes of eight turns.
 
-Prints one JSON object by itself:
+The figures:
 
 reuse_speedup  time of an episode that computes its whole history at each turn, over that of one
                that reuses it: one torch engine, in turns, the median of the rounds
@@ -12,7 +12,6 @@ load_spread    the most over the mean of the replicas' running turns, at the sta
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine.__main__ import save_config
-from benchmarks.reporting import print_line, print_report
+from benchmarks.reporting import print_line
 from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
 from services.rollout.engines.protocol import GenerationRequest
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaRequirement, ReplicaRouter
@@ -161,7 +160,3 @@ def reuse_figures() -> dict[str, float]:
         speedup = asyncio.run(_speedup(Path(folder)))
         hit, spread = asyncio.run(_sticky(Path(folder)))
     return {"reuse_speedup": speedup, "prefix_hit": hit, "load_spread": spread}
-
-
-if __name__ == "__main__":
-    sys.exit(print_report(reuse_figures()))
