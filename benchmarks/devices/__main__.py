@@ -37,10 +37,8 @@ the keys that miss their bars, failed the parts with an error; the exit code is 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from benchmarks.devices import (
     engines,
@@ -53,61 +51,18 @@ from benchmarks.devices import (
     shares,
     wire,
 )
-from benchmarks.parts import Part, missed, parts_parser, run_parts
-
-KEYS_OF: Mapping[str, Sequence[str]] = {
-    "overlap": overlap.KEYS,
-    "wire": wire.KEYS,
-    "receipts": receipts.KEYS,
-    "shares": shares.KEYS,
-    "shards": shards.KEYS,
-    "launches": launches.KEYS,
-    "engines": engines.KEYS,
-    "fleet": fleet.KEYS,
-    "recovery": recovery.KEYS,
-}
-KEYS = tuple(key for keys in KEYS_OF.values() for key in keys)
-MOST: Mapping[str, float] = {
-    **overlap.MOST,
-    **wire.MOST,
-    **receipts.MOST,
-    **shares.MOST,
-    **shards.MOST,
-    **engines.MOST,
-    **fleet.MOST,
-    **recovery.MOST,
-}
-LEAST: Mapping[str, float] = {
-    **overlap.LEAST,
-    **receipts.LEAST,
-    **launches.LEAST,
-    **engines.LEAST,
-    **fleet.LEAST,
-}
-
-
-def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
-    if parsed.vllm_python is None:
-        return dict.fromkeys(engines.KEYS, "left out: there is no --vllm-python")
-    return engines.measure(parsed.vllm_python)
-
-
-def _launches(parsed: argparse.Namespace) -> Mapping[str, object]:
-    if parsed.ray_python is None:
-        return dict.fromkeys(launches.KEYS, "left out: there is no --ray-python")
-    return launches.measure(parsed.ray_python)
-
+from benchmarks.parts import Part, parts_parser, run_parts
 
 PARTS: Mapping[str, Part] = {
-    "overlap": lambda _: overlap.measure(),
-    "wire": lambda _: wire.measure(),
-    "receipts": lambda _: receipts.measure(),
-    "shares": lambda _: shares.measure(),
-    "shards": lambda _: shards.measure(),
-    "launches": _launches,
-    "engines": _engines,
-    "fleet": lambda parsed: fleet.measure(fleet.Scale(parsed.concurrent)),
-    "recovery": lambda _: recovery.measure(),
+    "overlap": overlap.PART,
+    "wire": wire.PART,
+    "receipts": receipts.PART,
+    "shares": shares.PART,
+    "shards": shards.PART,
+    "launches": launches.PART,
+    "engines": engines.PART,
+    "fleet": fleet.PART,
+    "recovery": recovery.PART,
 }
 
 
@@ -118,8 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--concurrent", type=int, default=fleet.CONCURRENT, help="samples of the part fleet"
     )
-    parsed = parser.parse_args(arguments)
-    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST), KEYS_OF)
+    return run_parts(parser.parse_args(arguments), PARTS)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,12 @@ from typing import Any
 
 from benchmarks.engine.__main__ import VLLM, save_config
 from benchmarks.engine.peer import PROMPT_TOKENS
+from benchmarks.parts import Part
 from benchmarks.peers import PeerProcess
 from benchmarks.reporting import ROOT, print_line
 
 BEFORE = "513f083d"
 """The last commit that reads token by token."""
-KEYS = ("vllm_python_ratio", "vllm_overhead", "vllm_cpu_us", "vllm_tokens_per_s")
-MOST = {"vllm_python_ratio": 0.3}
-LEAST = {"vllm_overhead": 0.95}
 
 _PEER = Path(__file__).with_name("engine_peer.py")
 _GROUPS, _SAMPLES, _NEW_TOKENS = 16, 8, 256
@@ -120,3 +118,12 @@ def _draw(peer: PeerProcess, op: str) -> dict[str, float]:
     if found["tokens"] != _GROUPS * _SAMPLES * _NEW_TOKENS:
         raise RuntimeError(f"{op}: {found['tokens']} tokens")
     return found
+
+
+PART = Part(
+    lambda parsed: measure(parsed.vllm_python),
+    most={"vllm_python_ratio": 0.3},
+    least={"vllm_overhead": 0.95},
+    further=("vllm_cpu_us", "vllm_tokens_per_s"),
+    needs="vllm_python",
+)

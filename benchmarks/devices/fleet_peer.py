@@ -61,7 +61,6 @@ class Sent:
     samples: int = 0
     sample_tokens: int = 0
     tokens: int = 0
-    messages: int = 0
     largest_answer: int = 0
     largest_request: int = 0
 
@@ -200,7 +199,6 @@ class ClockReplica(rollout_pb2_grpc.RolloutServiceServicer):
                 for sample in running:
                     message.deltas.extend(self._deltas(sample, since, now))
             if message.rollouts or message.deltas:
-                sent.messages += 1
                 sent.largest_answer = max(sent.largest_answer, message.ByteSize())
                 await context.write(message)
 

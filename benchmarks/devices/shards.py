@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts import Part
 from benchmarks.reporting import print_line
 from tests.support.tiny_policy import save_model
 from tests.support.trainer_ranks import ranks_of
-
-KEYS = ("rank_host_ratio", "rank_bytes_ratio")
-MOST: Mapping[str, float] = {"rank_host_ratio": 1.2, "rank_bytes_ratio": 1.1}
 
 _RANKS, _ANSWER_S, _SNAPSHOTS = 2, 300.0, 2
 _MODEL = {
@@ -24,14 +22,10 @@ _MODEL = {
 }
 
 
-def measure(changes: Mapping[str, int] | None = None) -> Mapping[str, Any]:
-    """Let two ranks with half of a llama each publish three versions to one replica over gloo.
-
-    Args:
-        changes: of the model's configuration.
-    """
+def measure() -> Mapping[str, Any]:
+    """Let two ranks with half of a llama each publish three versions to one replica over gloo."""
     with tempfile.TemporaryDirectory() as folder:
-        model = save_model(Path(folder) / "model", "llama", **{**_MODEL, **(changes or {})})
+        model = save_model(Path(folder) / "model", "llama", **_MODEL)
         arguments = {"model": str(model)}
         with ranks_of("benchmarks.devices.shard_peer", _RANKS, arguments) as ranks:
             answers = [rank.answer(_ANSWER_S) for rank in ranks]
@@ -52,3 +46,6 @@ def measure(changes: Mapping[str, int] | None = None) -> Mapping[str, Any]:
         ),
         "rank_bytes_ratio": max(sent) / (sum(held) / _RANKS),
     }
+
+
+PART = Part(lambda _: measure(), most={"rank_host_ratio": 1.2, "rank_bytes_ratio": 1.1})

@@ -19,15 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.parts import Part
 from benchmarks.reporting import print_line
 from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_process import RewardProcess, reward_process, write_config
 from tests.support.scripted_rollout import ScriptedReplica, scripted_replicas
-
-KEYS = ("idle_points", "reward_rss_mb")
-MOST: Mapping[str, float] = {"idle_points": 5.0, "reward_rss_mb": 400.0}
 
 TOOL_S = 1.0
 _REPLICAS, _SLOTS, _SLACK, _TURN_S = 8, 160, 1.5, 12.0
@@ -192,3 +190,6 @@ def _config(folder: Path, tool_s: float) -> Path:
             },
         },
     )
+
+
+PART = Part(lambda _: measure(), most={"idle_points": 5.0, "reward_rss_mb": 400.0})

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine.__main__ import save_config
+from benchmarks.parts import Part
 from benchmarks.reporting import print_line
 from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
 from services.rollout.engines.protocol import GenerationRequest
@@ -160,3 +161,10 @@ def reuse_figures() -> dict[str, float]:
         speedup = asyncio.run(_speedup(Path(folder)))
         hit, spread = asyncio.run(_sticky(Path(folder)))
     return {"reuse_speedup": speedup, "prefix_hit": hit, "load_spread": spread}
+
+
+PART = Part(
+    lambda _: reuse_figures(),
+    most={"load_spread": 1.3},
+    least={"prefix_hit": 0.9, "reuse_speedup": 1.5},
+)

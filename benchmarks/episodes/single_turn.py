@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.parts import Part
 from benchmarks.reporting import alternate, empty_run_folder, print_line, quickstart
 from sluice.report.run_record import read_progress
-
-KEYS = ("single_turn_equal", "single_turn_ratio")
-LEAST: Mapping[str, float] = {"single_turn_equal": 1.0, "single_turn_ratio": 0.97}
 
 _ROUNDS, _STEPS, _COMPARED = 3, 6, 3
 _WORLD = """
@@ -77,3 +75,6 @@ def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+PART = Part(lambda _: measure(), least={"single_turn_equal": 1.0, "single_turn_ratio": 0.97})
