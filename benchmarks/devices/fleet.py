@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.devices.fleet_peer import LONGEST
 from benchmarks.parts import Part
 from benchmarks.peers import PeerProcess
 from benchmarks.reporting import print_line
@@ -33,9 +34,7 @@ from tests.support.reward_process import RewardProcess, reward_process, write_co
 
 CONCURRENT = 50_000
 _REPLICAS, _PROCESSES = 512, 2
-_GROUP, _BATCH_GROUPS, _LONGEST = 16, 512, 8192
-_OFFERED_PER_S = 600.0
-_MEAN_TOKENS = (256 + _LONGEST) / 2
+_GROUP, _BATCH_GROUPS = 16, 512
 _FREE_SHARE = 0.075
 """Slots of a replica that are free on average: a group starts when all of its samples fit."""
 _STALENESS = 16
@@ -96,7 +95,7 @@ def _config(folder: Path, scale: Scale) -> Path:
                 "train_files": str(write_prompts(folder / "train.parquet", rows)),
                 "train_batch_size": max(1, round(_BATCH_GROUPS * scale.part)),
                 "max_prompt_length": 1024,
-                "max_response_length": _LONGEST,
+                "max_response_length": LONGEST,
             },
             "actor_rollout_ref": {"rollout": {"n": _GROUP}},
             "algorithm": {"filter_groups": {"enable": True, "metric": "acc"}},
@@ -162,12 +161,7 @@ class _Measurement:
     async def _start_fleet(self) -> None:
         share = self.scale.replicas // _PROCESSES
         for number, peer in enumerate(self.peers):
-            peer.send(
-                "start",
-                replicas=share,
-                longest=_LONGEST,
-                tokens_per_s=_MEAN_TOKENS * _OFFERED_PER_S / CONCURRENT,
-            )
+            peer.send("start", replicas=share)
             addresses = (await asyncio.to_thread(peer.answer))["addresses"]
             for index, address in enumerate(addresses):
                 name = f"rollout-{number * share + index}"
