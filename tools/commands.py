@@ -57,10 +57,10 @@ def output_of(
     return done.stdout
 
 
-def succeeds(*command: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> bool:
+def succeeds(*command: str, timeout_s: float) -> bool:
     """Return whether a program ends in time and with code 0."""
     try:
-        output_of(*command, timeout_s=timeout_s, environment=environment)
+        output_of(*command, timeout_s=timeout_s)
     except CommandError:
         return False
     return True
