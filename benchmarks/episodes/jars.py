@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -13,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parts import Part
-from benchmarks.reporting import ROOT, print_line, quickstart
+from benchmarks.reporting import quickstart, sluice, summary_of
 
 SEEDS = (0, 1, 2)
 
@@ -42,18 +39,15 @@ def _seed(run_dir: Path, seed: int) -> Mapping[str, float]:
 
 def _blind_accuracy(run_dir: Path) -> float:
     (checkpoint,) = (run_dir / "checkpoints").glob("global_step_*")
-    command = (
-        *(sys.executable, "-m", "sluice.cli.main", "up", str(run_dir / "config.yaml")),
+    sluice(
+        *("up", str(run_dir / "config.yaml")),
         "trainer.val_only=true",
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={checkpoint}",
         "sluice.environment.name=BlindJars",
         f"sluice.run_dir={run_dir / 'blind'}",
     )
-    print_line(" ".join(command[2:]))
-    subprocess.run(command, cwd=ROOT, check=True)
-    found = json.loads((run_dir / "blind" / "summary.json").read_text(encoding="utf-8"))
-    return float(found["accuracy_after"])
+    return float(summary_of(run_dir / "blind")["accuracy_after"])
 
 
 PART = Part(
