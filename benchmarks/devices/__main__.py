@@ -15,9 +15,6 @@ launches    launches_placed: published launches whose processes have the devices
 shares      bytes_share_ratio: bytes into a worker of a replica of four over a quarter of the model,
             the worst; host_share_ratio: its host memory for weights over its share, the most
             during three updates
-shards      rank_host_ratio: host memory of a trainer rank beside its shards over two snapshots of
-            what it sends, the most of two ranks during three updates; rank_bytes_ratio: bytes that
-            a rank sends over half of the model, the worst
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
@@ -47,7 +44,6 @@ from benchmarks.devices import (
     overlap,
     receipts,
     recovery,
-    shards,
     shares,
     wire,
 )
@@ -58,7 +54,6 @@ PARTS: Mapping[str, Part] = {
     "wire": wire.PART,
     "receipts": receipts.PART,
     "shares": shares.PART,
-    "shards": shards.PART,
     "launches": launches.PART,
     "engines": engines.PART,
     "fleet": fleet.PART,
