@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,7 +33,6 @@ class PeerProcess:
         module: the peer's, with a `main` that calls `serve`.
         python: of an environment that has what the peer needs.
         environment: on top of this process's.
-        tree: that it is part of; an earlier commit's may be compared with.
     """
 
     def __init__(
@@ -42,12 +40,11 @@ class PeerProcess:
         module: str,
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
-        tree: Path = ROOT,
     ) -> None:
         self._module = module
         self._process = subprocess.Popen(
             [python, "-m", module],
-            cwd=tree,
+            cwd=ROOT,
             env=os.environ | _QUIET | {"OMP_NUM_THREADS": "1", **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -2,9 +2,9 @@
 
 Parts, and the keys of the JSON object that is printed last; those of parts not chosen are null:
 
-engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM over that of an earlier
-            commit; vllm_overhead: tokens/s at 128 sequences over vLLM alone; with --vllm-python
-            only
+engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM, relative to vLLM's own,
+            over that of the last commit that read every token; vllm_overhead: tokens/s at 128
+            sequences over vLLM alone; with --vllm-python only
 overlap     overlap_speedup: trained samples/s with the transfer of a version beside the next step
             over awaited, by what the run waits for and its staleness; staleness_exceeded: samples
             beyond the bound; fleet_capacity_min: least share of eight replicas that sample while

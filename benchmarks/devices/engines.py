@@ -2,18 +2,13 @@
 
 A part of `make bench-devices` that needs an environment with vLLM. 128 samples of a tiny random
 Qwen3 at a time, in groups of 8, with tokens of unfinished samples every 500 ms. vLLM alone is its
-own client in the same process, which reports whole samples only; the earlier commit reads token by
-token. All take turns.
+own client in the same process, which reports whole samples only. Both take turns.
 """
 
 from __future__ import annotations
 
-import io
-import shutil
-import subprocess
-import tarfile
 import tempfile
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,56 +17,43 @@ from benchmarks.engine.__main__ import VLLM, save_config
 from benchmarks.engine.peer import PROMPT_TOKENS
 from benchmarks.parts import Part
 from benchmarks.peers import PeerProcess
-from benchmarks.reporting import ROOT, print_line
+from benchmarks.reporting import print_line
 
-BEFORE = "513f083d"
-"""The last commit that reads token by token."""
-
-_PEER = Path(__file__).with_name("engine_peer.py")
 _GROUPS, _SAMPLES, _NEW_TOKENS = 16, 8, 256
 _REPEATS = 7  # of each kind, after one that does not count
-_TREES = ("sluice", "services", "tests", "benchmarks", "tools")
+_BEFORE = 1.9
+"""CPU of a token that was not vLLM's over vLLM's own, in the last commit that read token by token
+(513f083d: 47.0 and 16.2 us)."""
 
 
 def measure(vllm_python: str) -> dict[str, object]:
     """Return the figures; `vllm_python` is of an environment with vLLM."""
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        model, old = Path(name) / "model", Path(name) / "tree"
-        save_config("tiny", model)
-        _export(old)
-        peers = [
-            stack.enter_context(closing(_start(vllm_python, tree, model))) for tree in (ROOT, old)
-        ]
-        kinds = {
-            "now": (peers[0], "groups"),
-            "alone": (peers[0], "alone"),
-            "before": (peers[1], "groups"),
-        }
-        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(PeerProcess("benchmarks.devices.engine_peer", vllm_python)) as peer,
+    ):
+        save_config("tiny", Path(folder))
+        peer.call(
+            "start",
+            engine=VLLM,
+            folder=folder,
+            dtype="bfloat16",
+            slots=_GROUPS * _SAMPLES,
+            tokens=-(-(PROMPT_TOKENS + _NEW_TOKENS) // 64) * 64,  # whole blocks of its cache
+        )
+        peer.call("serve_dummies")
+        found: dict[str, list[dict[str, float]]] = {"groups": [], "alone": []}
         for _ in range(1 + _REPEATS):
-            for kind, (peer, op) in kinds.items():
-                found[kind].append(_draw(peer, op))
-    return _figures({kind: runs[1:] for kind, runs in found.items()})
+            for op, runs in found.items():
+                runs.append(_draw(peer, op))
+    return _figures({"now": found["groups"][1:], "alone": found["alone"][1:]})
 
 
-def _export(folder: Path) -> None:
-    """Write the earlier commit, with this tree's peer.
-
-    Raises:
-        SystemExit: there is no such commit here.
-    """
-    archive = subprocess.run(
-        ["git", "archive", "--format=tar", BEFORE, *_TREES],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-    )
-    if archive.returncode != 0:
-        raise SystemExit(f"commit {BEFORE}: {archive.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-        tar.extractall(folder, filter="data")
-    (folder / "benchmarks" / "devices").mkdir(exist_ok=True)
-    shutil.copy(_PEER, folder / "benchmarks" / "devices")
+def _draw(peer: PeerProcess, op: str) -> dict[str, float]:
+    found: dict[str, Any] = peer.call(op, groups=_GROUPS, samples=_SAMPLES, new_tokens=_NEW_TOKENS)
+    if found["tokens"] != _GROUPS * _SAMPLES * _NEW_TOKENS:
+        raise RuntimeError(f"{op}: {found['tokens']} tokens")
+    return found
 
 
 def _figures(found: dict[str, list[dict[str, float]]]) -> dict[str, object]:
@@ -81,10 +63,9 @@ def _figures(found: dict[str, list[dict[str, float]]]) -> dict[str, object]:
         for kind, runs in found.items()
     }
     rates = {kind: [run["tokens"] / run["seconds"] for run in runs] for kind, runs in found.items()}
-    ours, theirs = cpu_us["now"] - cpu_us["alone"], cpu_us["before"] - cpu_us["alone"]
     pairs = zip(rates["now"], rates["alone"], strict=True)
     report: dict[str, object] = {
-        "vllm_python_ratio": round(ours / theirs, 3),
+        "vllm_python_ratio": round((cpu_us["now"] / cpu_us["alone"] - 1) / _BEFORE, 3),
         "vllm_overhead": round(median(now / alone for now, alone in pairs), 3),
         "vllm_cpu_us": {kind: round(value, 1) for kind, value in cpu_us.items()},
         "vllm_tokens_per_s": {kind: round(median(each)) for kind, each in rates.items()},
@@ -92,32 +73,6 @@ def _figures(found: dict[str, list[dict[str, float]]]) -> dict[str, object]:
     print_line(f"vLLM, CPU us a token in the replica's process: {report['vllm_cpu_us']}")
     print_line(f"vLLM, tokens/s at {_GROUPS * _SAMPLES} sequences: {report['vllm_tokens_per_s']}")
     return report
-
-
-def _start(python: str, tree: Path, model: Path) -> PeerProcess:
-    environment = {"PYTHONPATH": str(tree)}
-    peer = PeerProcess("benchmarks.devices.engine_peer", python, environment, tree)
-    try:
-        peer.call(
-            "start",
-            engine=VLLM,
-            folder=str(model),
-            dtype="bfloat16",
-            slots=_GROUPS * _SAMPLES,
-            tokens=-(-(PROMPT_TOKENS + _NEW_TOKENS) // 64) * 64,  # whole blocks of its cache
-        )
-        peer.call("serve_dummies")
-    except BaseException:
-        peer.close()
-        raise
-    return peer
-
-
-def _draw(peer: PeerProcess, op: str) -> dict[str, float]:
-    found: dict[str, Any] = peer.call(op, groups=_GROUPS, samples=_SAMPLES, new_tokens=_NEW_TOKENS)
-    if found["tokens"] != _GROUPS * _SAMPLES * _NEW_TOKENS:
-        raise RuntimeError(f"{op}: {found['tokens']} tokens")
-    return found
 
 
 PART = Part(
