@@ -18,33 +18,29 @@ spans_a_step, cpu_s_a_step    by share of prompts
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.reporting import ROOT, empty_run_folder, print_line, print_report
 from benchmarks.telemetry.span_cost import record_us
-from benchmarks.telemetry.span_sink import span_sink
 from sluice.concurrency.process import stat_fields
 from sluice.config.schema.service import TracesConfig
 from sluice.report.run_record import read_progress
 from sluice.telemetry.metrics import TelemetryPart
-from sluice.telemetry.metrics_page import FOLDER, PATH
+from tests.support.scraped import fetch, parsed, targets
+from tests.support.seen_spans import collector
 from tools.commands import started
 from tools.phases import tool_parser, until
 
 SETTINGS = f"@{Path(__file__).with_name('run.overrides')}"
-_STEP_TIMEOUT_S, _SCRAPE_INTERVAL_S, _ANSWER_S = 300.0, 5.0, 10.0
+_STEP_TIMEOUT_S, _SCRAPE_INTERVAL_S = 300.0, 5.0
 _NUM_SPANS, _NUM_PROCESSES = "num_spans", "num_processes"
 
 
@@ -83,8 +79,8 @@ def _run(parsed: argparse.Namespace, sample_ratio: float, recording_us: float) -
     # More steps than are measured: the run ends while it trains.
     command += [SETTINGS, f"trainer.total_training_steps={2 * last}"]
     command.append(f"sluice.telemetry.traces.sample_ratio={sample_ratio}")
-    with span_sink() as endpoint, _scraped_run(folder) as overrides:
-        command += [f"sluice.telemetry.traces.endpoint={endpoint}", *overrides]
+    with collector() as sink, _scraped_run(folder) as overrides:
+        command += [f"sluice.telemetry.traces.endpoint={sink.address}", *overrides]
         with started(command, folder / "up.log") as run:
             first = _wait_for_step(run, folder, parsed.warm_up)
             cpu_before_s, before = _cpu_seconds(run.pid), _telemetry_account(folder)
@@ -150,12 +146,11 @@ def _telemetry_account(run_dir: Path) -> dict[str, float]:
     account: dict[str, float] = defaultdict(float)
     for page in _pages(run_dir):
         account[_NUM_PROCESSES] += 1
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                if sample.name == "sluice_telemetry_cpu_seconds_total":
-                    account[sample.labels["part"]] += sample.value
-                elif sample.name == "sluice_telemetry_spans_total":
-                    account[_NUM_SPANS] += sample.value
+        for (name, labels), value in parsed(page).items():
+            if name == "sluice_telemetry_cpu_seconds_total":
+                account[dict(labels)["part"]] += value
+            elif name == "sluice_telemetry_spans_total":
+                account[_NUM_SPANS] += value
     return account
 
 
@@ -186,15 +181,10 @@ def _scrape(run_dir: Path, over: threading.Event) -> None:
 
 
 def _pages(run_dir: Path) -> Iterator[str]:
-    """Yield the page of every process that answers."""
-    for file in (run_dir / FOLDER).glob("*.json"):
-        try:
-            (group,) = json.loads(file.read_text(encoding="utf-8"))
-            url = f"http://{group['targets'][0]}{PATH}"
-            with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
-                yield answer.read().decode()
-        except OSError:  # the run begins or ends
-            continue
+    """Yield the pages of the processes that answer, up to the first that does not."""
+    with suppress(OSError):  # the run begins or ends
+        for address in targets(run_dir).values():
+            yield fetch(address)
 
 
 if __name__ == "__main__":
