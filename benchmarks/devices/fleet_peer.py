@@ -124,7 +124,7 @@ class ClockReplica(ScriptedReplica):
         """Return the load of the process."""
         return rollout_pb2.GetStatusResponse(slots_busy=self.fleet.sent.running)
 
-    async def Generate(self, request: Any, context: Any) -> None:
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Send the prompt's tokens, then samples and the tokens of unfinished ones."""
         fleet, sent = self.fleet, self.fleet.sent
         sent.largest_request = max(sent.largest_request, request.ByteSize())

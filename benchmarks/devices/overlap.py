@@ -66,7 +66,6 @@ _SPEEDS = {"generation": _Speed(4, 4.0 / _SCALE), "trainer": _Speed(16, 1.0 / _S
 """A batch of groups takes 8 s, or half a second."""
 
 
-
 @dataclass
 class _Engine(ScriptedReplica):
     """Samples a group in its time; half of its tokens are of the version in the beginning."""

@@ -54,9 +54,7 @@ def _model_specs() -> Iterator[TensorSpec]:
 class _Replica:
     """A sender and the workers of one replica."""
 
-    def __init__(
-        self, workers: Sequence[PeerProcess], specs: tuple[TensorSpec, ...]
-    ) -> None:
+    def __init__(self, workers: Sequence[PeerProcess], specs: tuple[TensorSpec, ...]) -> None:
         self._workers, self._specs = workers, specs
         self._sender = WeightSender(
             device=CpuDevice(), bucket_bytes=_BUCKET_BYTES, timeout_s=_TIMEOUT_S

@@ -66,7 +66,7 @@ class _Replica(ScriptedReplica):
     since: float = field(default_factory=time.monotonic)
     free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_SLOTS))
 
-    async def Generate(self, request: Any, context: Any) -> None:
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Send the prompt's tokens, then each sample when its time is over."""
         before = request.prompt.continuation.token_ids_u32
         accepted = rollout_pb2.PromptAccepted(

@@ -66,9 +66,7 @@ def _reclaimed_s(sandbox: Sandbox, text: str) -> float:
     return max(time.monotonic() - began_s - WALL_S, 0.0)
 
 
-PART = Part(
-    lambda _: sandbox_figures(), most={"reclaim_s": 2.0}, least={"sandbox_contained": 40.0}
-)
+PART = Part(lambda _: sandbox_figures(), most={"reclaim_s": 2.0}, least={"sandbox_contained": 40.0})
 
 
 if __name__ == "__main__":

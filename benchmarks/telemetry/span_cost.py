@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.trace import ReadableSpan
 
 from sluice.telemetry.otel import BATCH, SpanFile
 from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
 from tests.support.seen_spans import collector, traced
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
 
 COUNT, REPEATS = 10 * BATCH, 9
 

@@ -46,7 +46,9 @@ def _base_image() -> str:
         _check_machine()
         output_of(str(_STAND_IN), sys.base_prefix, BASE_IMAGE, timeout_s=_MAKE_S)
     except CommandError as error:
-        raise CommandError(f"{BASE_IMAGE} cannot be pulled ({pulling}), nor made: {error}") from error
+        raise CommandError(
+            f"{BASE_IMAGE} cannot be pulled ({pulling}), nor made: {error}"
+        ) from error
     return "a stand-in made of this machine's files"
 
 
