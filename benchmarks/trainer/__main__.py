@@ -10,7 +10,8 @@ plan-error  plan_error_worst: bytes of a plan against real ranks
 states      read_share_worst: bytes that a rank reads at its start over those of its shards;
             async_block_share: seconds that an asynchronous save blocks training over all of it;
             beside_buckets_worst: buckets beside a rank's shards and snapshots while it freezes
-            its weights
+            its weights;
+            checkpoint_equal: weights and moments that other layouts load
 head        head_memory_ratio: peak of the head in blocks over that of all logits
 loop        learner_vs_hf: tokens/s over those of a plain transformers loop with padding
 agreement   bf16_distance_ratio, bf16_drift_ratio: with --vllm-python only
@@ -71,6 +72,7 @@ PARTS: Mapping[str, Part] = {
     "states": Part(
         lambda _: states(),
         most={"read_share_worst": 1.05, "async_block_share": 0.3, "beside_buckets_worst": 2.0},
+        least={"checkpoint_equal": True},
     ),
     "head": Part(lambda _: head(), most={"head_memory_ratio": 0.2}),
     "loop": Part(lambda _: learner_against_loop(), least={"learner_vs_hf": 1.5}),

@@ -1,4 +1,4 @@
-"""What ranks read at their start, and what a save in shards blocks."""
+"""What ranks read at their start, what a save in shards blocks, and what other layouts load."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.reporting import print_line
+from tests.support.saved_states import are_equal
 from tests.support.tiny_policy import save_model
-from tests.support.trainer_ranks import ranks_of
+from tests.support.trainer_ranks import end, ranks_of, trainer
 
 _RANKS, _ANSWER_S = 4, 600.0
 MODELS: Mapping[str, dict[str, Any]] = {
@@ -28,6 +29,19 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "vocab_size": 8000,
     },
 }
+# Family, layout in which four ranks save, and others that load: number of ranks, keys.
+_LAYOUTS: tuple[tuple[str, dict[str, int], list[tuple[int, dict[str, int]]]], ...] = (
+    ("qwen3", {}, [(2, {}), (4, {"fsdp_size": 2}), (2, {"fsdp_size": 1})]),
+    (
+        "qwen3_moe",
+        {"expert_parallel_size": 2},
+        [
+            (2, {}),
+            (4, {"expert_parallel_size": 4}),
+            (4, {"expert_parallel_size": 2, "fsdp_size": 2}),
+        ],
+    ),
+)
 
 
 def states() -> dict[str, Any]:
@@ -46,4 +60,31 @@ def states() -> dict[str, Any]:
             }
             print_line(f"{family}: {one}")
             found.append(one)
-    return {key: round(max(one[key] for one in found), 4) for key in found[0]}
+    worst = {key: round(max(one[key] for one in found), 4) for key in found[0]}
+    return worst | {"checkpoint_equal": _is_equal_in_all_layouts()}
+
+
+def _is_equal_in_all_layouts() -> bool:
+    equal = True
+    for family, layout, others in _LAYOUTS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            model, saved = save_model(folder / "model", family), folder / "saved" / "actor"
+            with trainer(model, _RANKS, **_keys(layout)) as ranks:
+                ranks[0].command("train 1")
+                ranks[0].command(f"save {saved}")
+                end(ranks)
+            for number, (size, other) in enumerate(others):
+                again = folder / str(number) / "actor"
+                with trainer(model, size, **_keys(other)) as ranks:
+                    ranks[0].command(f"load {saved}")
+                    ranks[0].command(f"save {again}")
+                    end(ranks)
+                is_equal = are_equal(saved, again)
+                print_line(f"{family}, saved in {layout}, loaded in {size} {other}: {is_equal}")
+                equal = equal and is_equal
+    return equal
+
+
+def _keys(layout: dict[str, int]) -> dict[str, Any]:
+    return {"ppo_micro_batch_size_per_gpu": 3, "fsdp_config": {"dtype": "float32", **layout}}
