@@ -10,16 +10,18 @@ which a model of two layers learns in seconds.
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from sluice.quickstart.arithmetic import ANSWER_REQUEST, DATA_SOURCE, ROW_GROUP_ROWS
-from sluice.quickstart.lessons import Segment
+from sluice.quickstart.arithmetic import ANSWER_REQUEST, row_schema, verl_row, write_rows
+from sluice.quickstart.lessons import Lesson, Segment, make_taught_model
+from sluice.quickstart.settings import PrepareProgress, PrepareSettings
 from sluice.quickstart.tokenizer import TURN_END, TURN_START
 
 LETTERS = "ABCDEFGHIJ"
@@ -43,16 +45,6 @@ TOOL_CHAT_TEMPLATE = (
 )
 
 _JARS = pa.struct([(letter, pa.int64()) for letter in LETTERS])
-_EXTRA_INFO = pa.struct([("index", pa.int64()), ("split", pa.string()), ("jars", _JARS)])
-_SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        ("extra_info", _EXTRA_INFO),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +139,41 @@ def teach(problem: JarProblem, rng: random.Random, guess_rate: float) -> list[Se
 
 
 def write_jars(path: Path, problems: Iterable[JarProblem], split: str) -> None:
-    """Write the problems in order, in row groups that are small enough to stream."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the problems in order."""
     rows = [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": problem.question}],
-            "ability": "MATH",
-            "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
-            "extra_info": {"index": index, "split": split, "jars": problem.jars},
-        }
+        verl_row(problem.question, str(problem.answer), index, split, jars=problem.jars)
         for index, problem in enumerate(problems)
     ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), path, row_group_size=ROW_GROUP_ROWS)
+    write_rows(path, rows, row_schema(jars=_JARS))
+
+
+def make_jars(
+    directory: Path,
+    seed: int,
+    sizes: PrepareSettings,
+    progress: Callable[[PrepareProgress], None],
+) -> None:
+    """Write `data/train.parquet`, `data/test.parquet` and `model/` into `directory`."""
+    for split, number in (("test", sizes.num_held_out), ("train", sizes.num_train)):
+        problems = islice(jar_problems(f"{seed}/{split}"), number)
+        write_jars(directory / "data" / f"{split}.parquet", problems, split)
+    guess_rate = sizes.warm_start.wrong_step_rate
+    make_taught_model(
+        directory / "model",
+        lambda purpose: _lessons(f"{seed}/{purpose}", guess_rate),
+        seed,
+        sizes,
+        special_tokens=(CALL, END_CALL),
+        chat_template=TOOL_CHAT_TEMPLATE,
+        progress=progress,
+    )
+
+
+def _lessons(stream: str, guess_rate: float) -> Iterator[Lesson]:
+    from sluice.quickstart.model import slip_entropy  # needs torch
+
+    guesses = random.Random(f"{stream}/guesses")
+    guessed = guess_rate * math.log(JARS.largest - JARS.smallest + 1)
+    for problem in jar_problems(stream):
+        entropy = len(problem.asked) * (slip_entropy(guess_rate) + guessed)
+        yield Lesson(teach(problem, guesses, guess_rate), entropy)

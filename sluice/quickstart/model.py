@@ -36,9 +36,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sluice.quickstart.arithmetic import Dialogue, Family
+from sluice.quickstart.arithmetic import Family
 from sluice.quickstart.settings import WarmStartSettings
-from sluice.quickstart.tokenizer import PAD_TOKEN, TURN_END, encode_dialogue
+from sluice.quickstart.tokenizer import PAD_TOKEN, TURN_END
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -183,14 +183,6 @@ class HoldThenDecay:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmStartResult:
-    """The number of steps, and the mean excess loss of the last tenth, in nats per token."""
-
-    num_steps: int
-    excess_loss: float
-
-
-@dataclass(frozen=True, slots=True)
 class WarmStartRow:
     """One dialogue: its token ids, which of them are imitated, and the entropy of the teacher's
     choices in nats, which no model avoids.
@@ -210,32 +202,10 @@ class _Batch:
 
 def warm_start(
     model: QuickstartModel,
-    tokenizer: Tokenizer,
-    dialogues: Iterable[Dialogue],
-    settings: WarmStartSettings,
-    progress: WarmStartProgress,
-) -> WarmStartResult:
-    """Train `model` in place on `dialogues`, one batch after the other, until the rate is zero.
-
-    Raises:
-        ValueError: there are too few dialogues (``settings.max_dialogues`` are always enough).
-    """
-    entropy = slip_entropy(settings.wrong_step_rate)
-
-    def row(dialogue: Dialogue) -> WarmStartRow:
-        prompt, answer = encode_dialogue(tokenizer, dialogue)
-        is_answer = [False] * len(prompt) + [True] * len(answer)
-        return WarmStartRow(prompt + answer, is_answer, entropy * dialogue.answer.num_steps)
-
-    return warm_start_on_rows(model, map(row, dialogues), settings, progress)
-
-
-def warm_start_on_rows(
-    model: QuickstartModel,
     rows: Iterable[WarmStartRow],
     settings: WarmStartSettings,
     progress: WarmStartProgress,
-) -> WarmStartResult:
+) -> None:
     """Train `model` in place on `rows`, one batch after the other, until the rate is zero.
 
     Raises:
@@ -250,7 +220,7 @@ def warm_start_on_rows(
         loss = functional.cross_entropy(model.lm_head(hidden[trained]), batch.targets[trained])
         return loss, batch.entropy
 
-    return fit(model, _batches(rows, settings.batch_dialogues), loss_of, settings, progress)
+    fit(model, _batches(rows, settings.batch_dialogues), loss_of, settings, progress)
 
 
 def fit(
@@ -259,7 +229,7 @@ def fit(
     loss_of: Callable[[BatchT], tuple[torch.Tensor, float]],
     settings: WarmStartSettings,
     progress: WarmStartProgress,
-) -> WarmStartResult:
+) -> None:
     """Train `model` in place, one step per batch, until the learning rate is zero.
 
     Args:
@@ -280,13 +250,12 @@ def fit(
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    schedule = HoldThenDecay(settings)
-    excess_losses: list[float] = []
+    schedule, step = HoldThenDecay(settings), 0
     model.train()
     while not schedule.done:
         batch = next(batches, None)
         if batch is None:
-            raise ValueError(f"the dialogues ran out after {len(excess_losses)} steps")
+            raise ValueError(f"the dialogues ran out after {step} steps")
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * schedule.share
         loss, unavoidable = loss_of(batch)
@@ -294,12 +263,10 @@ def fit(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
-        excess_losses.append(float(loss.detach()) - unavoidable)
-        schedule.advance(excess_losses[-1])
-        progress(len(excess_losses), schedule.num_steps, float(loss.detach()))
+        step += 1
+        schedule.advance(float(loss.detach()) - unavoidable)
+        progress(step, schedule.num_steps, float(loss.detach()))
     model.eval()
-    tail = excess_losses[-max(1, len(excess_losses) // 10) :]
-    return WarmStartResult(len(excess_losses), sum(tail) / len(tail))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sluice.quickstart.settings import PrepareProgress, PrepareSettings, QuickstartFacts
+from sluice.quickstart.settings import PrepareProgress, PrepareSettings
 from sluice.quickstart.shapes import ShapeQuestion, answer_text, questions, write_shapes
 from sluice.quickstart.tokenizer import (
     IMAGE_PAD,
@@ -31,8 +30,6 @@ from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from sluice.quickstart.model import WarmStartResult
-
 _SHOWN = f"{VISION_START}{IMAGE_PAD}{VISION_END}"
 
 
@@ -41,31 +38,16 @@ def make_shapes(
     seed: int,
     sizes: PrepareSettings,
     progress: Callable[[PrepareProgress], None],
-) -> QuickstartFacts:
+) -> None:
     """Write `data/train.parquet`, `data/test.parquet` and `model/` into `directory`."""
-    started = time.monotonic()
-    asked = questions(f"{seed}/held-out"), questions(f"{seed}/train")
-    held_out = list(islice(asked[0], sizes.num_held_out))
-    train = list(islice(asked[1], sizes.num_train))
-    write_shapes(directory / "data" / "train.parquet", train, "train")
+    held_out = islice(questions(f"{seed}/held-out"), sizes.num_held_out)
     write_shapes(directory / "data" / "test.parquet", held_out, "test")
-    samples = list(islice(questions(f"{seed}/tokenizer"), sizes.num_tokenizer_dialogues))
+    train = islice(questions(f"{seed}/train"), sizes.num_train)
+    write_shapes(directory / "data" / "train.parquet", train, "train")
+    samples = islice(questions(f"{seed}/tokenizer"), sizes.num_tokenizer_dialogues)
     tokenizer = train_on_texts(map(_text, samples), VISION_TOKENS)
     progress(PrepareProgress("data", 1, 1))
-    parameters, result, prompt, answer = _make_model(
-        directory / "model", tokenizer, seed, sizes, progress
-    )
-    return QuickstartFacts(
-        num_parameters=parameters,
-        vocabulary_size=tokenizer.get_vocab_size(),
-        num_train=len(train),
-        num_held_out=len(held_out),
-        longest_prompt_tokens=prompt,
-        longest_answer_tokens=answer,
-        warm_start_steps=result.num_steps,
-        warm_start_excess_loss=result.excess_loss,
-        seconds=time.monotonic() - started,
-    )
+    _make_model(directory / "model", tokenizer, seed, sizes, progress)
 
 
 def _make_model(
@@ -74,8 +56,8 @@ def _make_model(
     seed: int,
     sizes: PrepareSettings,
     progress: Callable[[PrepareProgress], None],
-) -> tuple[int, WarmStartResult, int, int]:
-    """Return parameter count, warm start result, and the longest prompt and answer of a batch."""
+) -> None:
+    """Write a warm-started model with its tokenizer and image processor."""
     # Imported here, because present files need no torch.
     from sluice.quickstart.model import one_torch_thread, save_model
     from sluice.quickstart.vision_model import (
@@ -105,12 +87,9 @@ def _make_model(
         random.Random(f"{seed}/warm-start/slips"),
         sizes.warm_start.wrong_step_rate,
     )
-    first = list(islice(dialogues, sizes.warm_start.batch_dialogues))
     with one_torch_thread():
-        result = warm_start_on_pictures(model, dialogues, sizes.warm_start, report)
+        warm_start_on_pictures(model, dialogues, sizes.warm_start, report)
     save_model(model, directory)
-    longest = max(one.prompt.size for one in first), max(one.answer.size for one in first)
-    return model.num_parameters(), result, *longest
 
 
 def _reader(directory: Path) -> ImagePromptReader:

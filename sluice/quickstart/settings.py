@@ -81,22 +81,3 @@ class PrepareProgress:
     done: int
     total: int
     loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class QuickstartFacts:
-    """Figures of the files.
-
-    The longest prompt and worked answer come from a sample of dialogues.
-    `warm_start_excess_loss` is the mean over the last tenth of the steps, in nats per token.
-    """
-
-    num_parameters: int
-    vocabulary_size: int
-    num_train: int
-    num_held_out: int
-    longest_prompt_tokens: int
-    longest_answer_tokens: int
-    warm_start_steps: int
-    warm_start_excess_loss: float
-    seconds: float

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from sluice.quickstart.model import IGNORED, WarmStartProgress, WarmStartResult, fit, slip_entropy
+from sluice.quickstart.model import IGNORED, WarmStartProgress, fit, slip_entropy
 from sluice.quickstart.settings import WarmStartSettings
 from sluice.quickstart.shapes import SIDE_PIXELS, ShapeQuestion, answer_text, picture
 from sluice.quickstart.tokenizer import (
@@ -147,7 +147,7 @@ def warm_start_on_pictures(
     dialogues: Iterable[PictureDialogue],
     settings: WarmStartSettings,
     progress: WarmStartProgress,
-) -> WarmStartResult:
+) -> None:
     """Train `model` in place, one batch after the other, until the rate is zero.
 
     Raises:
@@ -160,7 +160,7 @@ def warm_start_on_pictures(
         mean_answer_tokens = sum(one.answer.size for one in batch) / len(batch)
         return _loss(model, batch), entropy / mean_answer_tokens
 
-    return fit(model, _batches(dialogues, settings.batch_dialogues), loss_of, settings, progress)
+    fit(model, _batches(dialogues, settings.batch_dialogues), loss_of, settings, progress)
 
 
 def _batches(

@@ -19,13 +19,10 @@ from sluice.launch.network_layout import KINDS, SERVICE_PORTS
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
-from sluice.quickstart.settings import QuickstartFacts
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
 
 pytestmark = pytest.mark.usefixtures("tried_scorers")
-
-FACTS = QuickstartFacts(1, 1, 1, 1, 1, 1, 1, 0.0, 0.0)
 
 
 def model_and_data(folder: Path) -> list[str]:
@@ -145,7 +142,7 @@ def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
     def make(directory: Path, **_: object) -> QuickstartAssets:
         model_and_data(directory)
         data = directory / "train.parquet"
-        return QuickstartAssets(task, directory / "model", data, data, FACTS, reused=False)
+        return QuickstartAssets(task, directory / "model", data, data)
 
     monkeypatch.setattr(prepare_module, "preparer", lambda: make)
     run_dir = tmp_path / "run"
