@@ -33,7 +33,7 @@ from sluice.cli.run.resume import resume
 from sluice.cli.run.scale import scale
 from sluice.cli.run.stop import stop
 from sluice.cli.run.up import train, up
-from sluice.cli.simulate.command import simulate
+from sluice.cli.simulate import simulate
 from sluice.cli.watch.compare import compare
 from sluice.cli.watch.dashboard import dashboard, open_run
 from sluice.cli.watch.logs import logs
