@@ -184,12 +184,6 @@ class KeySettings:
         assert found is None or isinstance(found, int)
         return found
 
-    def number(self, key: str) -> float:
-        """Return the value of a key that takes numbers."""
-        found = self.value(key)
-        assert isinstance(found, int | float)
-        return found
-
     def flag(self, key: str) -> bool:
         """Return the value of a key that takes true and false; null counts as false."""
         return self.value(key) is True
