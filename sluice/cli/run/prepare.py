@@ -78,7 +78,6 @@ _Device = Annotated[
 _Restart = Annotated[
     bool, typer.Option("--restart", help="Begin a new run even if the last has not ended.")
 ]
-_OldRestart = Annotated[bool, typer.Option("--anew", hidden=True, help="Old name of --restart.")]
 _RunFolder = Annotated[
     Path, typer.Option("--run", "--run-dir", help="Folder that all services of the run see.")
 ]
@@ -103,7 +102,6 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     device: _Device = None,
     stop_grace: _StopGrace = None,
     restart: _Restart = False,
-    old_restart: _OldRestart = False,
     trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
@@ -120,7 +118,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     console = Console(stderr=as_json)
     report = partial(print_line, console)
     run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
-    is_active = run.is_active and written.is_file() and not (restart or old_restart)
+    is_active = run.is_active and written.is_file() and not restart
     certificates = run_dir.absolute() / CERTIFICATES
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []

@@ -84,10 +84,6 @@ Demanded = Annotated[
 CapacityTimeout = Annotated[
     float, typer.Option(min=1.0, help="Seconds to wait until the Ray cluster has the resources.")
 ]
-OldCapacityTimeout = Annotated[
-    float | None,
-    typer.Option("--room-timeout", min=1.0, hidden=True, help="Old name of --capacity-timeout."),
-]
 
 
 def up(  # noqa: PLR0913 - options of the command
@@ -100,7 +96,6 @@ def up(  # noqa: PLR0913 - options of the command
     ray_address: RayAddress = "auto",
     resources: Demanded = None,
     capacity_timeout: CapacityTimeout = 300.0,
-    old_capacity_timeout: OldCapacityTimeout = None,
     trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
@@ -115,7 +110,7 @@ def up(  # noqa: PLR0913 - options of the command
       sluice up run.yaml data.train_batch_size=32 --logs
       sluice up run.yaml --on ray --resources rollout=NPU:8
     """
-    ray = ray_options(on, ray_address, resources, old_capacity_timeout or capacity_timeout)
+    ray = ray_options(on, ray_address, resources, capacity_timeout)
     display = display_of(logs=logs, quiet=quiet, as_json=as_json)
     configured = split_arguments(arguments, trust_script=trust_script)
     run_configured(configured, display, log_level, ray)

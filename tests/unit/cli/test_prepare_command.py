@@ -106,10 +106,9 @@ def test_an_active_run_keeps_its_configuration_and_restart_begins_another(
     assert "stays as it is" in reported
     assert "--restart" in reported
     assert locate_run(run_dir).config.data.train_batch_size == 8
-    for option, size in (("--restart", 16), ("--anew", 32)):  # its name, and its old name
-        again = prepare(option, "--run-dir", run_dir, *job, f"data.train_batch_size={size}")
-        assert "the run begins" in again
-        assert locate_run(run_dir).config.data.train_batch_size == size
+    again = prepare("--restart", "--run-dir", run_dir, *job, "data.train_batch_size=16")
+    assert "the run begins" in again
+    assert locate_run(run_dir).config.data.train_batch_size == 16
 
 
 def test_a_file_of_settings_is_read_and_a_wrong_one_writes_nothing(tmp_path: Path) -> None:
