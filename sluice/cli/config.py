@@ -23,14 +23,13 @@ from sluice.cli.arguments import (
 )
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
-from sluice.config.check import CheckReport, check_report
+from sluice.config.check import CheckReport, EngineReport, check_report
 from sluice.config.device_split import named_split
 from sluice.config.explain import explain_key, keys_of_section
 from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import device_kind
 from sluice.config.memory.layouts import training_layout
-from sluice.config.memory.report import EngineReport
 from sluice.config.memory.rollout import GIB
 from sluice.config.memory.training import guessed_memory
 from sluice.config.problems import Problem, Severity, errors, shown
