@@ -21,7 +21,7 @@ from sluice.cli.arguments import (
     split_arguments,
 )
 from sluice.cli.run.checked import checked_run
-from sluice.cli.run.ending import RunSeconds, end_run
+from sluice.cli.run.ending import end_run
 from sluice.cli.running_run import launched_processes
 from sluice.cli.terminal import ConsoleHandler, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
@@ -245,13 +245,13 @@ def start_run(
     started_s = time.monotonic()
     end, view = asyncio.run(start_processes(config, run_dir / CONFIG_NAME, display, ray))
     ended_s = time.monotonic()
-    seconds = RunSeconds(ended_s - (began_s or started_s), ended_s - started_s)
     end_run(
         config,
         end,
         display.console,
         total_steps=view.total_steps,
-        seconds=seconds,
+        seconds_total=ended_s - (began_s or started_s),
+        seconds_services=ended_s - started_s,
         shown=view.shown,
         as_json=display.as_json,
     )

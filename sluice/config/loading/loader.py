@@ -210,8 +210,8 @@ def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator
         elif value is not None:
             yield Problem(written, value, ": expected keys below it")
         return
-    if found.entry.path == ".".join(path):
-        refusal = found.entry.refusal_of(value)
+    if found.path == ".".join(path):
+        refusal = found.refusal_of(value)
         if refusal:
             yield Problem(written, value, f"is refused: {refusal}")
             return
