@@ -16,10 +16,10 @@ from rich.text import Text
 
 from sluice.cli.arguments import (
     AsJson,
-    LaunchArguments,
+    ConfigArguments,
     TrustScript,
     complete_key,
-    configuration_parts,
+    split_arguments,
 )
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
@@ -95,7 +95,7 @@ config_commands = typer.Typer(
 
 @config_commands.command("check")
 def check(
-    arguments: LaunchArguments = None,
+    arguments: ConfigArguments = None,
     *,
     model_config: Annotated[
         Path | None,
@@ -128,7 +128,7 @@ def check(
       sluice config check run.yaml
       sluice config check run_qwen2-7b.sh --no-files --device-memory 80
     """
-    file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
+    file, overrides = split_arguments(arguments, trust_script=trust_script)
     run = read_run(file, overrides)
     examined = examined_of(run) if files else None
     model = local_model(run.config.actor_rollout_ref.model.path, model_config)

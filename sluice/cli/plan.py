@@ -9,7 +9,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from sluice.cli.arguments import AsJson, LaunchArguments, TrustScript, configuration_parts
+from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.loading.loader import read_run
 from sluice.config.memory.devices import device_kind
@@ -29,7 +29,7 @@ _OF_CHART = (
 
 
 def plan(
-    arguments: LaunchArguments = None,
+    arguments: ConfigArguments = None,
     *,
     device: Annotated[str, typer.Option(help="Memory of one device, such as 24GB, 64GB, 80GB.")],
     model: Annotated[
@@ -59,7 +59,7 @@ def plan(
       sluice plan launch.overrides --device 64GB --model Qwen3-32B
       sluice plan run.yaml --device 80GB --values compose > gpus.env
     """
-    file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
+    file, overrides = split_arguments(arguments, trust_script=trust_script)
     name = model or read_run(file, overrides).config.actor_rollout_ref.model.path
     if not name:
         raise ConfigError(

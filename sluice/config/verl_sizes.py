@@ -21,7 +21,6 @@ class ParallelSplit:
         nodes: machines of the trainer.
         ranks_per_node: trainer ranks on each.
         sp: Ulysses sequence parallel size (FSDP).
-        fsdp_size: ranks of a shard group; below 1: all.
     """
 
     nodes: int
@@ -31,7 +30,6 @@ class ParallelSplit:
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    fsdp_size: int = -1
 
     @property
     def world(self) -> int:
@@ -239,7 +237,6 @@ def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
         tp=_megatron_size(settings, "tensor"),
         pp=_megatron_size(settings, "pipeline"),
         cp=settings.whole(f"{MEGATRON}.context_parallel_size"),
-        fsdp_size=config.actor_rollout_ref.actor.fsdp_config.fsdp_size,
     )
 
 
