@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sluice.errors import ConfigError
+from sluice.quickstart.settings import QuickstartTask
 
 Family = Literal["qwen2", "qwen3"]
 
@@ -42,29 +43,23 @@ class Wording(StrEnum):
     STORY = "story"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(QuickstartTask):
     """A family of problems.
 
     Terms lie in ``[smallest, largest]``; a problem has ``min_terms`` to ``max_terms`` of them,
     each count equally likely. With `subtraction`, about half of the terms after the first are
-    subtracted, never below a total of 0. The job runs with the token limits: no prompt and no
-    worked answer of the task's tokenizer is longer. The model's layers have `num_experts`, or are
-    dense; only a Qwen3 has experts.
+    subtracted, never below a total of 0. The model's layers have `num_experts`, or are dense; only
+    a Qwen3 has experts.
     """
 
-    name: str
     min_terms: int
     max_terms: int
     smallest: int
     largest: int
     subtraction: bool
-    max_prompt_tokens: int
-    max_response_tokens: int
-    overlong_buffer_tokens: int
     num_experts: int = 0
     family: Family = "qwen3"
-    overrides: tuple[str, ...] = ()
 
     def num_sequences(self, num_terms: int) -> int:
         """Return the number of sequences of numbers, without signs."""

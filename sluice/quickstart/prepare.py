@@ -26,18 +26,17 @@ from sluice.quickstart.arithmetic import (
     split_problems,
     write_dataset,
 )
-from sluice.quickstart.jars import JARS, JarsTask, make_jars
+from sluice.quickstart.jars import JARS, make_jars
 from sluice.quickstart.lessons import lesson_of, save_taught
 from sluice.quickstart.settings import (
     JARS_SETTINGS,
     SHAPES_SETTINGS,
     PrepareProgress,
     PrepareSettings,
+    QuickstartTask,
 )
-from sluice.quickstart.shapes import SHAPES, ShapesTask
+from sluice.quickstart.shapes import SHAPES
 from sluice.quickstart.tokenizer import train_tokenizer
-
-AnyTask = Task | ShapesTask | JarsTask
 
 # Increase it when the same settings give other files: existing folders are then made again.
 FORMAT_VERSION = 3
@@ -49,7 +48,7 @@ _SIZES = {SHAPES.name: SHAPES_SETTINGS, JARS.name: JARS_SETTINGS}
 class QuickstartAssets:
     """The quickstart's files. `model_dir` holds model and tokenizer."""
 
-    task: AnyTask
+    task: QuickstartTask
     model_dir: Path
     train_file: Path
     val_file: Path
@@ -81,14 +80,14 @@ def prepare(
         progress(PrepareProgress("reused", 1, 1))
         return assets
     (directory / STAMP_NAME).unlink(missing_ok=True)  # before a stamped file changes
-    if isinstance(chosen, ShapesTask):
+    if chosen is SHAPES:
         from sluice.quickstart.prepare_shapes import make_shapes  # needs Pillow
 
         make_shapes(directory, seed, sizes, progress)
-    elif isinstance(chosen, JarsTask):
-        make_jars(directory, seed, sizes, progress)
-    else:
+    elif isinstance(chosen, Task):
         _make(directory, chosen, seed, sizes, progress)
+    else:
+        make_jars(directory, seed, sizes, progress)
     files = sorted(path for path in assets.model_dir.iterdir() if path.is_file())
     write_stamp(directory, stamped, [*files, assets.train_file, assets.val_file])
     return assets
@@ -124,8 +123,8 @@ def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _task_named(name: str) -> AnyTask:
-    known: dict[str, AnyTask] = {**TASKS, SHAPES.name: SHAPES, JARS.name: JARS}
+def _task_named(name: str) -> QuickstartTask:
+    known: dict[str, QuickstartTask] = {**TASKS, SHAPES.name: SHAPES, JARS.name: JARS}
     if name not in known:
         raise ConfigError(f"task: {name!r} is unknown; choose one of {', '.join(known)}")
     return known[name]

@@ -70,6 +70,20 @@ JARS_SETTINGS = PrepareSettings(
 """Settings of `jars`; `wrong_step_rate` is the share of numbers that teachers guess."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickstartTask:
+    """A task: its name, the token limits of its job, and further settings of the job.
+
+    No prompt and no teacher's answer, in the tokens of the task's tokenizer, is longer.
+    """
+
+    name: str
+    max_prompt_tokens: int
+    max_response_tokens: int
+    overlong_buffer_tokens: int
+    overrides: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
     """The progress of the preparation; `loss` is the warm start's, in nats per token.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from sluice.quickstart.arithmetic import ANSWER_REQUEST, row_schema, verl_row, write_rows
+from sluice.quickstart.settings import QuickstartTask
 from sluice.types import IMAGE_MARK
 
 if TYPE_CHECKING:
@@ -46,18 +47,9 @@ class Outline(StrEnum):
     TRIANGLE = "triangle"
 
 
-@dataclass(frozen=True, slots=True)
-class ShapesTask:
-    """The task's name, and the token limits of its job."""
-
-    name: str = "shapes"
-    max_prompt_tokens: int = 56
-    max_response_tokens: int = 16
-    overlong_buffer_tokens: int = 4
-    overrides: tuple[str, ...] = ()
-
-
-SHAPES = ShapesTask()
+SHAPES = QuickstartTask(
+    name="shapes", max_prompt_tokens=56, max_response_tokens=16, overlong_buffer_tokens=4
+)
 
 
 @dataclass(frozen=True, slots=True)
