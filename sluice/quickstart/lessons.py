@@ -105,12 +105,9 @@ def save_taught(
     """
     from sluice.quickstart.model import MAX_POSITIONS, one_torch_thread, save_model, warm_start
 
-    def report(step: int, total: int, loss: float) -> None:
-        progress(PrepareProgress("warm-start", step, total, loss))
-
     rows = (warm_start_row(tokenizer, lesson) for lesson in lessons)
     with one_torch_thread():
-        warm_start(model, rows, settings, report)
+        warm_start(model, rows, settings, progress)
     shutil.rmtree(directory, ignore_errors=True)
     save_model(model, directory)
     save_tokenizer(tokenizer, directory, MAX_POSITIONS, chat_template)

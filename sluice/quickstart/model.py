@@ -37,7 +37,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from sluice.quickstart.arithmetic import Family
-from sluice.quickstart.settings import WarmStartSettings
+from sluice.quickstart.settings import PrepareProgress, WarmStartSettings
 from sluice.quickstart.tokenizer import PAD_TOKEN, TURN_END
 
 if TYPE_CHECKING:
@@ -52,10 +52,8 @@ _READABLE = 0o644
 
 QuickstartModel = Qwen2ForCausalLM | Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
-WarmStartProgress = Callable[[int, int, float], None]
-"""Called after each step with the finished steps, all steps, and the loss in nats per token.
-
-All steps are an upper bound until the learning rate starts to decay."""
+WarmStartProgress = Callable[[PrepareProgress], None]
+"""Called after each step; all steps are an upper bound until the learning rate starts to decay."""
 
 
 def make_config(
@@ -220,7 +218,7 @@ def warm_start(
         loss = functional.cross_entropy(model.lm_head(hidden[trained]), batch.targets[trained])
         return loss, batch.entropy
 
-    fit(model, _batches(rows, settings.batch_dialogues), loss_of, settings, progress)
+    fit(model, map(_collate, whole_batches(rows, settings.batch_dialogues)), loss_of, settings, progress)
 
 
 def fit(
@@ -265,7 +263,7 @@ def fit(
         optimizer.step()
         step += 1
         schedule.advance(float(loss.detach()) - unavoidable)
-        progress(step, schedule.num_steps, float(loss.detach()))
+        progress(PrepareProgress("warm-start", step, schedule.num_steps, float(loss.detach())))
     model.eval()
 
 
@@ -280,15 +278,15 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _batches(rows: Iterable[WarmStartRow], batch_dialogues: int) -> Iterator[_Batch]:
+def whole_batches(dialogues: Iterable[BatchT], batch_dialogues: int) -> Iterator[list[BatchT]]:
     """Yield whole batches in the given order.
 
     Sorting by length would save a fifth of the time. But then all problems of a batch have the
     same number of terms, and the model learns far later to find its operands.
     """
-    remaining = iter(rows)
+    remaining = iter(dialogues)
     while len(chunk := list(islice(remaining, batch_dialogues))) == batch_dialogues:
-        yield _collate(chunk)
+        yield chunk
 
 
 def _collate(rows: list[WarmStartRow]) -> _Batch:

@@ -81,7 +81,7 @@ def prepare(
         return assets
     (directory / STAMP_NAME).unlink(missing_ok=True)  # before a stamped file changes
     if chosen is SHAPES:
-        from sluice.quickstart.prepare_shapes import make_shapes  # needs Pillow
+        from sluice.quickstart.vision_model import make_shapes  # needs Pillow and torch
 
         make_shapes(directory, seed, sizes, progress)
     elif isinstance(chosen, Task):

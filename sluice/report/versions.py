@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sluice import installed_version, own_version
-from sluice.report.summary_file import ended_summary
+from sluice.report.summary import ended_summary
 
 _PACKAGES = ("torch", "transformers", "vllm", "sglang", "ray", "grpcio", "typer")
 _GIT_S = 5.0

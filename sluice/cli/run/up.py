@@ -40,7 +40,7 @@ from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import launch_service
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.report.summary_file import SUMMARY_NAME
+from sluice.report.summary import SUMMARY_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME

@@ -14,7 +14,7 @@ from sluice.client.run_address import locate_run
 from sluice.dashboard.serving import write_report
 from sluice.errors import SluiceError
 from sluice.report.summary import summarize
-from sluice.report.summary_file import ended_summary, write_summary
+from sluice.report.summary import ended_summary, write_summary
 
 
 def report(
