@@ -18,7 +18,7 @@ from sluice.cli.run.certificates import (
     renew_certificates,
     security_settings,
 )
-from sluice.cli.run.quickstart import asset_settings, preparation, preparer
+from sluice.cli.run.quickstart import made_settings
 from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
@@ -122,7 +122,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     certificates = run_dir.absolute() / CERTIFICATES
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []
-    settings += _quickstart_settings(run_dir, console) if quickstart else ()
+    settings += made_settings(run_dir, "quickstart", _SEED, console) if quickstart else ()
     if secure:  # the checks need usable files; a renewal can wait until after them
         ensure_certificates(certificates, report)
         settings += security_settings(certificates)
@@ -189,9 +189,3 @@ def spent_notice(config: RunConfig) -> str | None:
         "begin in a folder without checkpoints (in Compose after docker compose down -v, in Helm "
         "with another run.name)"
     )
-
-
-def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:
-    with preparation(console) as show:
-        assets = preparer()(run_dir / "assets", task="quickstart", seed=_SEED, progress=show)
-    return asset_settings(assets, run_dir, _SEED)
