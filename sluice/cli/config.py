@@ -36,9 +36,9 @@ from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
+from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
 from sluice.doctor.machine import check_gpus
-from sluice.doctor.examination import preflight
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import found_devices
 from sluice.plan.launch_plan import (

@@ -27,7 +27,6 @@ _OF_CHART = (
 )
 
 
-
 def plan(
     arguments: ConfigArguments = None,
     *,

@@ -154,9 +154,7 @@ StepMs = Annotated[
 ]
 SequenceMs = Annotated[
     float,
-    typer.Option(
-        min=0, help="Milliseconds that each running sequence adds to a decoding step."
-    ),
+    typer.Option(min=0, help="Milliseconds that each running sequence adds to a decoding step."),
 ]
 AheadShare = Annotated[
     float,
@@ -177,9 +175,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     workload: WorkloadFile = None,
     strategy: Annotated[StrategyName, typer.Option(help="Strategy.")] = StrategyName.STREAM,
     replicas: Annotated[int, typer.Option(min=1, help="Rollout replicas.")] = 8,
-    slots: Annotated[
-        int, typer.Option(min=1, help="Sequences a replica generates at once.")
-    ] = 128,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences a replica generates at once.")] = 128,
     step_ms: StepMs = 20.0,
     sequence_ms: SequenceMs = 0.1,
     steps: Annotated[
@@ -194,9 +190,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     gen_batch_size: GenBatchSize = None,
     trainer_s: Annotated[float, typer.Option(min=0, help="Seconds to train a batch.")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
-    compare_all: Annotated[
-        bool, typer.Option("--compare", help="Compare all strategies.")
-    ] = False,
+    compare_all: Annotated[bool, typer.Option("--compare", help="Compare all strategies.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate over-generation, staleness and fleet with the functions that drive a run.

@@ -86,7 +86,13 @@ def make_taught_model(
     progress(PrepareProgress("data", 1, 1))
     model = make_model(tokenizer, seed)
     save_taught(
-        directory, model, tokenizer, lessons("warm-start"), sizes.warm_start, progress, chat_template
+        directory,
+        model,
+        tokenizer,
+        lessons("warm-start"),
+        sizes.warm_start,
+        progress,
+        chat_template,
     )
 
 

@@ -218,7 +218,13 @@ def warm_start(
         loss = functional.cross_entropy(model.lm_head(hidden[trained]), batch.targets[trained])
         return loss, batch.entropy
 
-    fit(model, map(_collate, whole_batches(rows, settings.batch_dialogues)), loss_of, settings, progress)
+    fit(
+        model,
+        map(_collate, whole_batches(rows, settings.batch_dialogues)),
+        loss_of,
+        settings,
+        progress,
+    )
 
 
 def fit(

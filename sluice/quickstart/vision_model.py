@@ -63,6 +63,7 @@ PATCH_PIXELS = 8
 _WIDTH = 64
 _SHOWN = f"{VISION_START}{IMAGE_PAD}{VISION_END}"
 
+
 def make_config(tokenizer: Tokenizer) -> Qwen2_5_VLConfig:
     """Return two layers of width 64 behind a vision tower of one layer, tied embeddings, float32.
 

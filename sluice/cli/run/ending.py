@@ -20,8 +20,7 @@ from sluice.dashboard.serving import write_report
 from sluice.errors import SluiceError
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd
 from sluice.report.run_record import METRICS_NAME, RunRecord, read_progress
-from sluice.report.summary import summarize
-from sluice.report.summary import write_summary
+from sluice.report.summary import summarize, write_summary
 from sluice.report.versions import software_versions
 from sluice.safe_text import printable
 

@@ -69,9 +69,7 @@ def _is_service_name(named: Path) -> bool:
     return len(named.parts) == 1 and not (named / CONFIG_NAME).is_file() and not named.exists()
 
 
-def _print(
-    file: Path, lines: deque[str] | Iterator[str], *, has_name: bool, as_json: bool
-) -> None:
+def _print(file: Path, lines: deque[str] | Iterator[str], *, has_name: bool, as_json: bool) -> None:
     """Print lines; `has_name`: with the name of their service."""
     name = file.name.removesuffix(_SUFFIX)
     for line in lines:

@@ -174,17 +174,6 @@ def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:
             )
 
 
-def _sampling(sizes: VerlSizes) -> Iterator[Problem]:
-    if sizes.keys.flag(f"{ROLLOUT}.val_kwargs.do_sample") and sizes.rollout.temperature <= 0:
-        yield verl_problem(
-            "validation-temperature",
-            f"{ROLLOUT}.temperature",
-            sizes.rollout.temperature,
-            f"with {ROLLOUT}.val_kwargs.do_sample = true: sampling needs a temperature above 0",
-            f"{ROLLOUT}.temperature=1.0",
-        )
-
-
 def _same_dynamic(sizes: VerlSizes) -> Iterator[Problem]:
     dynamic = shown(sizes.actor.use_dynamic_bsz)
     for one in sizes.log_prob_passes:
@@ -240,7 +229,14 @@ def _log_prob_rows(sizes: VerlSizes) -> Iterator[Problem]:
 def _token_budget(sizes: VerlSizes) -> Iterator[Problem]:
     longest = max_row_tokens(sizes.config.data)
     sp = sizes.batch.split.cp if sizes.batch.split.megatron else sizes.batch.split.sp
-    budgets = [(f"{ACTOR}.ppo_max_token_len_per_gpu", sizes.actor.use_dynamic_bsz, sizes.actor.ppo_max_token_len_per_gpu, sp)]
+    budgets = [
+        (
+            f"{ACTOR}.ppo_max_token_len_per_gpu",
+            sizes.actor.use_dynamic_bsz,
+            sizes.actor.ppo_max_token_len_per_gpu,
+            sp,
+        )
+    ]
     budgets += [
         (f"{one.section}.log_prob_max_token_len_per_gpu", one.dynamic, one.token_budget, one.sp)
         for one in sizes.log_prob_passes
@@ -334,7 +330,6 @@ _RULES: tuple[Callable[[VerlSizes], Iterator[Problem]], ...] = (
     _mini_in_train,
     _micro,
     _remove_padding,
-    _sampling,
     _same_dynamic,
     _mini_rows,
     _log_prob_rows,

@@ -174,4 +174,3 @@ def test_an_unknown_option_is_exit_code_2_with_its_name() -> None:
     code, text = invoke("status", "--jason")
     assert code == 2
     assert "--jason" in text
-

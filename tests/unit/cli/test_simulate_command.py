@@ -127,4 +127,3 @@ def test_a_time_without_end_is_refused_by_its_options_name(option: str) -> None:
 def test_a_decoding_step_takes_time() -> None:
     with pytest.raises(ConfigError, match=r"0 s and 0 s for each.*--step-ms.*step above 0"):
         simulated("--step-ms", "0", "--sequence-ms", "0")
-

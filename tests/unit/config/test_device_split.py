@@ -154,7 +154,9 @@ def test_a_published_launch_is_divided(name: str) -> None:
 
 
 def test_a_published_model_is_found_by_the_end_of_its_path() -> None:
-    assert published_model("/models/Qwen3-VL-30B-A3B-Instruct") == published_model("Qwen3-VL-30B-A3B")
+    assert published_model("/models/Qwen3-VL-30B-A3B-Instruct") == published_model(
+        "Qwen3-VL-30B-A3B"
+    )
     with pytest.raises(ConfigError, match=r"'mine' is neither a folder .*Qwen3-8B"):
         published_model("mine")
 

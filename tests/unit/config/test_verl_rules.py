@@ -255,12 +255,6 @@ def test_a_broken_rule_is_named_and_its_remedy_mends_it(
     assert rule not in {one.rule for one in mended}
 
 
-def test_validation_that_samples_needs_a_temperature() -> None:
-    run = sound_run(val_do_sample=True, temperature=0.0)
-    (one,) = verl_problems(run)
-    assert (one.rule, one.overrides) == ("validation-temperature", (f"{ROLLOUT}.temperature=1.0",))
-
-
 def test_experts_must_divide_by_their_parallel_size() -> None:
     sizes = [*CUT, f"{MEGATRON}.expert_tensor_parallel_size=1"]
     sizes.append("sluice.rollout.batch_invariant=false")

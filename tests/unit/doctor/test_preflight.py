@@ -17,10 +17,9 @@ from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor import examination as module
-from sluice.doctor.examination import CHECKS, Check
+from sluice.doctor.examination import CHECKS, Check, preflight
 from sluice.doctor.finding import Examined, Finding, problem, warning
 from sluice.doctor.machine import cores_finding
-from sluice.doctor.examination import preflight
 from sluice.doctor.prompts import overlong_findings, template_findings
 from sluice.doctor.rows import opened_rows
 from sluice.doctor.trial import TrialAnswer

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sluice.quickstart.arithmetic import TASKS, Dialogue, deal_problems, make_dialogues
+from sluice.quickstart.lessons import lesson_of, warm_start_row
 from sluice.quickstart.model import (
     HoldThenDecay,
     QuickstartModel,
@@ -20,7 +21,6 @@ from sluice.quickstart.model import (
     slip_entropy,
     warm_start,
 )
-from sluice.quickstart.lessons import lesson_of, warm_start_row
 from sluice.quickstart.settings import WarmStartSettings
 from sluice.quickstart.tokenizer import train_tokenizer
 
