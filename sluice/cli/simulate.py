@@ -164,6 +164,7 @@ Fill = Annotated[
     OnPolicyFill,
     typer.Option(help="At S = 0: how a batch fills; see sluice.sampling.on_policy_fill."),
 ]
+Stale = Annotated[OnStale, typer.Option(help="What a batch does about groups that grow too old.")]
 GenBatchSize = Annotated[
     int | None, typer.Option(min=1, help="rounds: prompts of a wave; none: as many as a batch.")
 ]
@@ -184,7 +185,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     max_staleness: Annotated[int, typer.Option(min=0, help="S, versions. rounds: 0.")] = 4,
     ahead_share: AheadShare = 1.0,
     on_policy_fill: Fill = "expected",
-    on_stale: Annotated[OnStale, typer.Option()] = "wait",
+    on_stale: Stale = "wait",
     group_size: Annotated[int, typer.Option(min=2, help="Samples of a group.")] = 16,
     batch_size: Annotated[int, typer.Option(min=1, help="Groups of a batch.")] = 64,
     gen_batch_size: GenBatchSize = None,
