@@ -165,7 +165,7 @@ class Scenario:
         with self._phases.phase(f"scale to {replicas}"):
             await asyncio.to_thread(
                 output_of,
-                *(*SLUICE, "scale", "rollout", str(replicas), "--run-dir", str(run.run_dir)),
+                *(*SLUICE, "scale", "rollout", str(replicas), "--run", str(run.run_dir)),
                 timeout_s=_SCALE_S,
                 environment=self._cluster.environment,
             )
