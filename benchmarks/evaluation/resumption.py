@@ -18,7 +18,6 @@ from sluice.cli.run.quickstart import asset_settings
 from sluice.cli.running_run import is_active, launched_processes
 from sluice.quickstart.prepare import prepare
 
-KEYS = ("resume_differs",)
 MOST: Mapping[str, float] = {"resume_differs": 0.0}
 
 _SAMPLES = 16

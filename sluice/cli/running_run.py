@@ -84,7 +84,7 @@ async def past_run(run_dir: Path) -> PastRun:
     ended: Literal["finished", "not running"] = "finished" if record.accounts else "not running"
     return PastRun(
         ended if processes is None else "starting",
-        int(record.steps[-1]["step"] or 0) if record.steps else 0,
+        record.last_step,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
         processes or (),
         bool(record.accounts.get(DATA_EXHAUSTED)),

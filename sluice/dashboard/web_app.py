@@ -37,7 +37,7 @@ from sluice.dashboard.page import (
 from sluice.dashboard.run_data import RunData
 from sluice.errors import InvalidRequestError
 from sluice.security.token_file import TokenSource
-from sluice.web.connections import Connections
+from sluice.web import Connections
 
 logger = logging.getLogger(__name__)
 

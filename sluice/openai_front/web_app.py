@@ -45,7 +45,7 @@ from sluice.rpc.metadata import AUTHORIZATION, TRACEPARENT, presented_token
 from sluice.security.token_file import TokenSource, role_of
 from sluice.telemetry.tracing import parse_traceparent
 from sluice.types import ScoredPrompt
-from sluice.web.connections import Connections
+from sluice.web import Connections
 
 logger = logging.getLogger(__name__)
 

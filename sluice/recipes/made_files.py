@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 
 from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import ROW_GROUP_ROWS
-from sluice.quickstart.prepare import prepare, read_facts, write_stamp
+from sluice.quickstart.prepare import is_stamped, prepare, write_stamp
 from sluice.quickstart.settings import PrepareProgress
 from sluice.recipes.folders import Recipe
 from sluice.recipes.small_run import Made
@@ -70,11 +69,10 @@ def _make_by_program(program: Path, folder: Path, seed: int, progress: Progress)
         raise ConfigError(f"made.task: no file {program}; name a task of the quickstart, or a file")
     digest = hashlib.sha256(program.read_bytes()).hexdigest()
     stamped = {"program": digest, "seed": seed}
-    if read_facts(folder, stamped) is not None:
+    if is_stamped(folder, stamped):
         progress(PrepareProgress("reused", 1, 1))
         return
     progress(PrepareProgress("data", 1, 1))
-    started_s = time.monotonic()
     name = f"sluice_recipe_{digest[:8]}"
     spec = importlib.util.spec_from_file_location(name, program)
     assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends in .py
@@ -85,4 +83,4 @@ def _make_by_program(program: Path, folder: Path, seed: int, progress: Progress)
     files = sorted(
         path for part in ("model", "data") for path in (folder / part).rglob("*") if path.is_file()
     )
-    write_stamp(folder, stamped, files, {"seconds": time.monotonic() - started_s})
+    write_stamp(folder, stamped, files)
