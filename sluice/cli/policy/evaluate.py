@@ -34,6 +34,7 @@ from sluice.evaluation.statistics import estimate_text
 from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130
+_STEP_ENDS_S = 600.0
 _MODEL_ONLY = "With --model or --follow:"
 _DATA = Path("data")
 ResultT = TypeVar("ResultT")
@@ -60,7 +61,12 @@ _Arguments = Annotated[
 _Number = Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")]
 _Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
 _Wait = Annotated[
-    float, typer.Option(min=0.0, help="Seconds to wait for the end of the current step.")
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Of a running run: seconds to wait for the end of its current step.",
+        show_default="600",
+    ),
 ]
 _Model = Annotated[
     Path | None,
@@ -116,7 +122,7 @@ def evaluate(  # noqa: PLR0913 - options of the command
     run_option: RunOption = None,
     n: _Number = None,
     temperature: _Temperature = None,
-    wait: _Wait = 600.0,
+    wait: _Wait = None,
     model: _Model = None,
     follow: _Follow = None,
     benchmark: _Benchmark = None,
@@ -147,12 +153,12 @@ def evaluate(  # noqa: PLR0913 - options of the command
     subject = model or follow
     if subject is None:
         given = (benchmark, data_dir, engine, replicas, output, config, logs or None)
-        for name, value in zip(_OF_FILES, given, strict=True):
-            if value is not None:
-                raise ConfigError(f"--{name} needs --model or --follow")
-        _evaluate_run(_run_of(arguments, run_option), n, temperature, wait, as_json=as_json)
+        _refuse(dict(zip(_OF_FILES, given, strict=True)), "needs --model or --follow")
+        run, wait_s = _run_of(arguments, run_option), _STEP_ENDS_S if wait is None else wait
+        _evaluate_run(run, n, temperature, wait_s, as_json=as_json)
         return
-    _check_subject(model, follow, run_option, benchmark)
+    _refuse({"run": run_option, "wait": wait}, "is for a running run; leave it out, or --model")
+    _check_subject(model, follow, benchmark)
     order = EvaluationOrder(
         model=subject,
         benchmarks={} if benchmark is None else benchmark_files(benchmark, data_dir or _DATA),
@@ -168,13 +174,15 @@ def evaluate(  # noqa: PLR0913 - options of the command
     work(order, display_of(logs=logs, quiet=False, as_json=as_json))
 
 
-def _check_subject(
-    model: Path | None, follow: Path | None, run: Path | None, benchmark: str | None
-) -> None:
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"--{name} {why}")
+
+
+def _check_subject(model: Path | None, follow: Path | None, benchmark: str | None) -> None:
     if model and follow:
         raise ConfigError("--model and --follow both name what to evaluate; leave one out")
-    if run is not None:
-        raise ConfigError("--run is for the policy of a running run; leave it out, or --model")
     if model is not None and benchmark is None:
         raise ConfigError("--model needs --benchmark: one or more, such as math-500,mine.parquet")
 
