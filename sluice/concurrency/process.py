@@ -1,9 +1,10 @@
-"""A service's process: its age, its mark in the run's folder, stop signals, its supervisor's death,
-its exit status.
+"""A service's process: its command line, its age, its mark in the run's folder, stop signals, its
+supervisor's death, its exit status.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import ctypes
 import gc
@@ -14,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +37,24 @@ START_FIELD = 19
 _STATE_FIELD = 0
 _STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
 _IMPORTED_S = time.monotonic()
+
+
+def service_parser(service: str, description: str, example: str) -> argparse.ArgumentParser:
+    """Return the parser of a service's command line, with `config` and `overrides`.
+
+    Args:
+        service: the module that is run, such as ``services.reward``.
+        description: what it does.
+        example: of its arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {service}",
+        description=description,
+        epilog=f"example: python -m {service} {example}",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
+    parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
+    return parser
 
 
 def end_with_supervisor() -> None:
@@ -200,6 +219,39 @@ def stop_on_signals(
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
+
+
+async def run_until_signal(work: Coroutine[None, None, None], farewell: str) -> bool:
+    """Run `work` to its end; return False if SIGTERM or SIGINT cancelled it before.
+
+    Args:
+        work: to run.
+        farewell: logged on the signal.
+
+    Raises:
+        ExceptionGroup: holds the error that ended `work`.
+    """
+    stop = asyncio.Event()
+
+    async def cancel_on_signal() -> None:
+        await stop.wait()
+        logger.info("%s", farewell)
+        running.cancel()
+
+    with stop_on_signals(stop):
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(work, name="work")
+            signals = tasks.create_task(cancel_on_signal(), name="signals")
+            running.add_done_callback(lambda _: signals.cancel())
+    return not running.cancelled()
+
+
+def end_by_sigterm() -> NoReturn:
+    """End this process by SIGTERM, so that who supervises it sees no end of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    # The kernel ignores this signal for the first process of a container.
+    sys.exit(128 + signal.SIGTERM)
 
 
 def exit_status(name: str, run: Callable[[], object]) -> int:
