@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -37,13 +35,10 @@ from sluice.dashboard.page import (
 from sluice.dashboard.run_data import RunData
 from sluice.errors import InvalidRequestError
 from sluice.security.token_file import TokenSource
-from sluice.web.connections import Connections
 
 logger = logging.getLogger(__name__)
 
 _DATA = "/api/"
-_IDLE_S, _SHUTDOWN_S = 75.0, 2.0
-_MOST_CONNECTIONS = 64
 _AnswerT = TypeVar("_AnswerT")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -211,30 +206,3 @@ def _answer(request: web.Request, body: bytes, content_type: str, etag: str) -> 
 def _refused(status: int, reason: str) -> web.Response:
     body = msgspec.json.encode({"error": {"message": reason}})
     return web.Response(body=body, status=status, content_type="application/json")
-
-
-@asynccontextmanager
-async def listening(
-    page: DashboardPage, host: str, port: int, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[int]:
-    """Serve within the block; yield the port (0 lets the system choose one)."""
-    runner = web.AppRunner(
-        page.app(),
-        handler_cancellation=True,
-        access_log=None,
-        keepalive_timeout=_IDLE_S,
-        shutdown_timeout=_SHUTDOWN_S,
-        auto_decompress=False,
-    )
-    await runner.setup()
-    try:
-        assert runner.server is not None
-        connections = Connections(runner.server, _MOST_CONNECTIONS)
-        loop = asyncio.get_running_loop()
-        listener = await loop.create_server(connections, host, port, ssl=tls)
-        try:
-            yield int(listener.sockets[0].getsockname()[1])
-        finally:
-            listener.close()
-    finally:
-        await runner.cleanup()

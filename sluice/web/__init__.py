@@ -1,4 +1,5 @@
-"""The part that the dashboard and the OpenAI front share: a bound on open connections.
+"""The part that the dashboard and the OpenAI front share: the HTTP server and its bound on open
+connections.
 
-In: a factory of HTTP protocols. Out: one that answers 503 to connections beyond the bound.
+In: an application of aiohttp. Out: its port; connections beyond the bound get 503.
 """
