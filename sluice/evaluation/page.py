@@ -6,7 +6,6 @@ is escaped, and the page's policy admits nothing but its own style sheet.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -29,6 +28,7 @@ from sluice.evaluation.prompt_view import (
 )
 from sluice.evaluation.statistics import estimate_text
 from sluice.evaluation.stored_responses import read_at
+from sluice.whole_file import write_whole
 
 PAGE_NAME = "report.html"
 USUAL_PROMPTS, USUAL_RESPONSES = 100, 4
@@ -63,9 +63,7 @@ def write_page(
     benchmarks = compared_benchmarks(evaluations)
     content = page_of(evaluations, benchmarks, most_prompts, max(1, most_responses))
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{os.getpid()}.draft")
-    draft.write_text(content, encoding="utf-8")
-    os.replace(draft, file)
+    write_whole(file, content.encode())
 
 
 def page_of(

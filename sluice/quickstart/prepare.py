@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import random
 import shutil
 import time
@@ -39,6 +38,7 @@ from sluice.quickstart.settings import (
 )
 from sluice.quickstart.shapes import SHAPES, ShapesTask
 from sluice.quickstart.tokenizer import encode_dialogue, save_tokenizer, train_tokenizer
+from sluice.whole_file import write_whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -114,9 +114,7 @@ def write_stamp(
         "files": {str(path.relative_to(directory)): _file_digest(path) for path in files},
         "facts": facts,
     }
-    draft = directory / f"{STAMP_NAME}.draft"
-    draft.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, directory / STAMP_NAME)
+    write_whole(directory / STAMP_NAME, (json.dumps(stamp, indent=2) + "\n").encode())
 
 
 def read_facts(directory: Path, settings: dict[str, Any]) -> dict[str, Any] | None:

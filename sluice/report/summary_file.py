@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from sluice.whole_file import write_whole
 
 SUMMARY_NAME = "summary.json"
 _OF_AN_END = "outcome"
@@ -20,9 +21,7 @@ def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
         OSError: the folder is gone, or the disk is full.
     """
     text = json.dumps(numbers, indent=2) + "\n"
-    draft = run_dir / f"{SUMMARY_NAME}.{os.getpid()}.draft"  # a report may be made at a run's end
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, run_dir / SUMMARY_NAME)
+    write_whole(run_dir / SUMMARY_NAME, text.encode())
 
 
 def ended_summary(run_dir: Path) -> dict[str, Any]:

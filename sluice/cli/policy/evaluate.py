@@ -213,13 +213,11 @@ def _evaluate_run(
 
 
 def _evaluate_files(order: EvaluationOrder, display: Display) -> None:
-    end = evaluate_model(order, display)
-    if end.results is None:
-        raise typer.Exit(end.exit_code)
+    results = evaluate_model(order, display)
     if display.as_json:
-        print_json(msgspec.to_builtins(end.results, str_keys=True))
+        print_json(msgspec.to_builtins(results, str_keys=True))
         return
-    for name, found in end.results.benchmarks.items():
+    for name, found in results.benchmarks.items():
         parts = [f"{found.prompts} prompts", f"mean {found.variable} {estimate_text(found.mean)}"]
         passes = max(found.pass_at_k, default=1)
         if passes > 1:
