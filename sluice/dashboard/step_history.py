@@ -65,6 +65,7 @@ class StepHistory:
     Attributes:
         accounts: the accounting after the newest step, by the names of `accounts.json`.
         newest: all metrics of the newest line of a step.
+        num_unread: lines that are not a JSON object of numbers.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -76,7 +77,7 @@ class StepHistory:
         self._accuracy: dict[int, float] = {}
         self.accounts: Mapping[str, float] = {}
         self.newest: Mapping[str, float | None] = {}
-        self._num_undecoded = 0
+        self.num_unread = 0
 
     def read(self) -> bool:
         """Read a bounded number of lines; return whether more may be there already.
@@ -90,11 +91,6 @@ class StepHistory:
         for line in taken.lines:
             self._note(line.text)
         return taken.has_more
-
-    @property
-    def num_unread(self) -> int:
-        """Lines that are not a JSON object of numbers, or are too long."""
-        return self._num_undecoded + self._tail.num_left_out
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
@@ -128,10 +124,10 @@ class StepHistory:
             row = _decode_step(text)
             step = int(row["step"] or 0)
         except (*UNREADABLE, KeyError):
-            self._num_undecoded += bool(text.strip())
+            self.num_unread += bool(text.strip())
             return
         if abs(step) > _MOST_STEP:
-            self._num_undecoded += 1
+            self.num_unread += 1
             return
         if metric_names.STEP in row:
             self._trained.note(step, row)

@@ -10,7 +10,6 @@ import pytest
 
 from sluice.dashboard import step_history
 from sluice.dashboard.curves import curve_points, metric_points
-from sluice.dashboard.line_tail import LineTail
 from sluice.dashboard.step_history import StepHistory
 from tests.support.dashboard_run import add_lines, step_row
 
@@ -57,19 +56,6 @@ def test_lines_that_are_no_metrics_are_counted_and_passed_over(tmp_path: Path) -
     read(history)
     assert history.steps.tolist() == [5]
     assert history.num_unread == 4
-
-
-def test_a_line_beyond_the_bound_counts_as_unread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def short(path: Path) -> LineTail:
-        return LineTail(path, chunk_bytes=64, most_line_bytes=256)
-
-    monkeypatch.setattr(step_history, "LineTail", short)
-    (tmp_path / "metrics.jsonl").write_text("x" * 1000 + "\n", encoding="utf-8")
-    history = StepHistory(tmp_path)
-    read(history)
-    assert history.num_unread == 1
 
 
 def test_validations_are_distinguished_from_steps(tmp_path: Path) -> None:
