@@ -136,12 +136,11 @@ def _response(index: int, sample: StoredSample) -> Markup:
         if value is not None and not (name == "score" and value == sample.reward)
     ]
     details += [f"before: {_grade_text(one)}" for one in sample.earlier]
-    grade = StoredGrade(sample.reward, failure=sample.failure)
     verdict = "failure" if sample.reward is None else "success" if _is_right(sample) else "score"
     head = element(
         "p",
         f"{index} · ",
-        element("span", _grade_text(grade), class_=verdict),
+        element("span", _grade_text(sample.grade), class_=verdict),
         "".join(f" · {one}" for one in details),
         class_="head",
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import sys
+import runpy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,13 +74,7 @@ def _make_by_program(program: Path, folder: Path, seed: int, progress: Progress)
         return
     progress(PrepareProgress("data", 1, 1))
     started_s = time.monotonic()
-    name = f"sluice_recipe_{digest[:8]}"
-    spec = importlib.util.spec_from_file_location(name, program)
-    assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    module.make(folder, seed)
+    runpy.run_path(str(program))["make"](folder, seed)
     files = sorted(
         path for part in ("model", "data") for path in (folder / part).rglob("*") if path.is_file()
     )

@@ -22,7 +22,6 @@ from sluice.evaluation.stored_responses import (
     StoredMessage,
     StoredPrompt,
     StoredSample,
-    grade_of,
     read_responses,
 )
 from sluice.telemetry.samples import transcript
@@ -146,7 +145,7 @@ def _line(
 ) -> bytes:
     rollouts = group.rollouts if group is not None else ()
     samples = [_sample(one, outcome) for one, outcome in zip(rollouts, outcomes, strict=False)]
-    samples += [_graded(StoredSample(""), one) for one in outcomes[len(samples) :]]
+    samples += [StoredSample("").graded(one) for one in outcomes[len(samples) :]]
     stored = StoredPrompt(
         position,
         prompt.data_source,
@@ -168,14 +167,7 @@ def _sample(rollout: Rollout, outcome: Outcome) -> StoredSample:
         last_turn=_printable(rollout.text) if is_episode else None,
         is_graded_by_environment=rollout.outcome is not None,
     )
-    return _graded(sample, outcome)
-
-
-def _graded(sample: StoredSample, outcome: Outcome) -> StoredSample:
-    grade = grade_of(outcome)
-    return msgspec.structs.replace(
-        sample, reward=grade.reward, metrics=grade.metrics, failure=grade.failure
-    )
+    return sample.graded(outcome)
 
 
 def _printable(text: str) -> str:
