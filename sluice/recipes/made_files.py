@@ -15,8 +15,7 @@ from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import ROW_GROUP_ROWS
 from sluice.quickstart.prepare import prepare, read_facts, write_stamp
 from sluice.quickstart.settings import PrepareProgress
-from sluice.recipes.folders import Recipe
-from sluice.recipes.small_run import Made
+from sluice.recipes.folders import Made, Recipe
 
 CONTEST_PROBLEMS = 30
 CONTEST_SOURCE = "aime_2024_like"
