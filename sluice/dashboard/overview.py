@@ -204,7 +204,6 @@ def overview(
         "replicas": [asdict(replica) for replica in run.replicas] if run else [],
         "prompts": dict(run.prompts) if run else _prompts(accounts),
         "accounts": [asdict(view) for view in account_views(accounts)],
-        "num_unread_lines": history.num_unread,
     }
 
 

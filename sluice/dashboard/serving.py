@@ -50,7 +50,7 @@ async def serve_page(
             aiohttp is not installed.
     """
     try:
-        from sluice.dashboard.web_app import DashboardPage, PageSettings
+        from sluice.dashboard.web_app import DashboardPage
         from sluice.web.serving import serving
     except ImportError as error:
         raise ConfigError(_NO_EXTRA) from error
@@ -62,7 +62,7 @@ async def serve_page(
     check_bindable(host, port)
     live = LiveStatus(run_dir)
     data = RunData(location.run_dir, location.config.trainer, others=_known(others))
-    page = DashboardPage(data, live, PageSettings(tokens, only_loopback=is_local))
+    page = DashboardPage(data, live, tokens, only_loopback=is_local)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(live.close)
         stack.callback(page.close)
