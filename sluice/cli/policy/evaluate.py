@@ -157,7 +157,8 @@ def evaluate(  # noqa: PLR0913 - options of the command
         run, wait_s = _run_of(arguments, run_option), _STEP_ENDS_S if wait is None else wait
         _evaluate_run(run, n, temperature, wait_s, as_json=as_json)
         return
-    _refuse({"run": run_option, "wait": wait}, "is for a running run; leave it out, or --model")
+    why = "is for the policy of a running run; leave it out, or --model"
+    _refuse({"run": run_option, "wait": wait}, why)
     _check_subject(model, follow, benchmark)
     order = EvaluationOrder(
         model=subject,
