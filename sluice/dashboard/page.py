@@ -135,29 +135,16 @@ def parse_page_size(query: Query) -> int:
     return USUAL_GROUPS if found is None else found
 
 
-def parse_search_text(query: Query) -> str:
-    """Return the text to search for; empty: anything matches. Raises InvalidRequestError."""
-    return _bounded(query, "text")
-
-
 def parse_metric(query: Query) -> str:
     """Return the name of a metric. Raises InvalidRequestError."""
-    return _required(query, "name", "the name of a metric of metrics.jsonl")
+    name = parse_text(query, "name")
+    if not name:
+        raise InvalidRequestError("name: is missing; give the name of a metric of metrics.jsonl")
+    return name
 
 
-def parse_service(query: Query) -> str:
-    """Return the service whose log is wanted; empty: none. Raises InvalidRequestError."""
-    return _bounded(query, "service")
-
-
-def _required(query: Query, name: str, what: str) -> str:
-    text = _bounded(query, name)
-    if not text:
-        raise InvalidRequestError(f"{name}: is missing; give {what}")
-    return text
-
-
-def _bounded(query: Query, name: str) -> str:
+def parse_text(query: Query, name: str) -> str:
+    """Return a text; empty: there is none. Raises InvalidRequestError."""
     text = query.get(name, "")
     if len(text) > MOST_TEXT_CHARS:
         raise InvalidRequestError(

@@ -147,16 +147,18 @@ class GroupReader:
 
     def _archived(self, line: Line) -> GroupLines | None:
         group = _group(line.text)
-        if group is None or abs(step_of(group)) > MOST_STEP:
+        step = 0 if group is None else group.version + 1 if group.step is None else group.step
+        if group is None or abs(step) > MOST_STEP:
             self._note_unread(line)
             return None
+        scores = [one.score for one in group.responses if one.score is not None]
         return GroupLines(
             line.offset,
             len(line.text),
-            step_of(group),
-            outcome_of(SampleSource.ARCHIVE, group),
+            step,
+            _BY_END.get(group.end, ShownOutcome.FAILED),
             len(group.responses),
-            mean_score(group.responses),
+            sum(scores) / len(scores) if scores else float("nan"),
         )
 
     def _dumped(self, line: Line) -> GroupLines | None:
@@ -193,24 +195,6 @@ def shown_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
         ground_truth="" if first.gts is None else str(first.gts),
         responses=[_dumped_response(line, row) for line, row in rows],
     )
-
-
-def outcome_of(kind: SampleSource, group: SampledGroup) -> ShownOutcome:
-    """Return the outcome of a group from a file of this kind."""
-    if kind is SampleSource.ARCHIVE:
-        return _BY_END.get(group.end, ShownOutcome.FAILED)
-    return ShownOutcome(kind.value)
-
-
-def step_of(group: SampledGroup) -> int:
-    """Return the step that trained the group, or else its intended step."""
-    return group.version + 1 if group.step is None else group.step
-
-
-def mean_score(responses: Sequence[SampledResponse]) -> float:
-    """Return the mean over the scored responses; NaN without any."""
-    scores = [response.score for response in responses if response.score is not None]
-    return sum(scores) / len(scores) if scores else float("nan")
 
 
 def _dumped_response(line: bytes, row: _DumpRow) -> SampledResponse:

@@ -28,8 +28,7 @@ from sluice.dashboard.page import (
     parse_ordinal,
     parse_page_size,
     parse_points,
-    parse_search_text,
-    parse_service,
+    parse_text,
 )
 from sluice.dashboard.run_data import RunData
 from sluice.errors import InvalidRequestError
@@ -76,11 +75,11 @@ class DashboardPage:
             "metric": lambda query: data.metric(parse_metric(query), parse_points(query)),
             "runs": lambda query: data.runs(parse_points(query)),
             "settings": lambda _query: data.settings(),
-            "logs": lambda query: data.log(parse_service(query)),
+            "logs": lambda query: data.log(parse_text(query, "service")),
             "comparison": lambda _query: data.comparison(),
             "samples": lambda query: data.samples(
                 parse_filter(query),
-                parse_search_text(query),
+                parse_text(query, "text"),
                 parse_cursor(query),
                 parse_page_size(query),
             ),
