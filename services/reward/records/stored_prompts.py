@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from sluice.algorithm.validation_metrics import ValidationPrompt
 from sluice.data.prompt_files import PromptFiles
 from sluice.errors import DataError
 from sluice.evaluation.stored_responses import (
@@ -25,7 +26,7 @@ from sluice.evaluation.stored_responses import (
     read_responses,
 )
 from sluice.telemetry.samples import transcript
-from sluice.types import Outcome, Prompt, Rollout, RolloutGroup, Scored
+from sluice.types import Outcome, Prompt, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,6 @@ class BenchmarkFile:
 
     start: int
     responses: Path
-
-
-@dataclass(frozen=True, slots=True)
-class StoredOutcomes:
-    """The grades of a prompt that an earlier start has finished."""
-
-    data_source: str
-    scores: tuple[Scored, ...]
 
 
 class PromptStore:
@@ -56,7 +49,7 @@ class PromptStore:
         self._starts = [one.start for one in benchmarks]
         self._one_at_a_time = asyncio.Lock()
 
-    def finished(self, num_samples: int) -> Mapping[int, StoredOutcomes]:
+    def finished(self, num_samples: int) -> Mapping[int, ValidationPrompt]:
         """Return the finished prompts by position in the validation set; drop all others.
 
         A line that a kill cut short, one with a failed sample and one with another number of
@@ -65,7 +58,7 @@ class PromptStore:
         Raises:
             DataError: a line is damaged, or a file cannot be read or written.
         """
-        found: dict[int, StoredOutcomes] = {}
+        found: dict[int, ValidationPrompt] = {}
         for one in self._benchmarks:
             try:
                 one.responses.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +116,7 @@ def open_store(run_dir: Path, names: Sequence[str], files: PromptFiles) -> Promp
     )
 
 
-def _kept(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, StoredOutcomes]:
+def _kept(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, ValidationPrompt]:
     file, found, num_bytes = benchmark.responses, {}, 0
     draft = file.with_name(f".{file.name}.draft")
     with draft.open("wb") as kept:
@@ -131,7 +124,7 @@ def _kept(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, StoredOutc
             scores = tuple(score for one in prompt.samples if (score := one.scored) is not None)
             if len(scores) == len(prompt.samples) == num_samples:
                 position = benchmark.start + prompt.position
-                found[position] = StoredOutcomes(prompt.data_source, scores)
+                found[position] = ValidationPrompt(prompt.data_source, scores)
                 num_bytes += kept.write(msgspec.json.encode(prompt) + b"\n")
     if num_bytes == file.stat().st_size:
         draft.unlink()
