@@ -21,8 +21,8 @@ from sluice.concurrency.process import (
     exit_status,
     leave,
     process_age_s,
-    run_until_signal,
     service_parser,
+    until_signal,
 )
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
@@ -37,7 +37,8 @@ NAME = "evaluation"
 _LAST_ANSWERS_S = 1.0
 
 
-async def _evaluate(config: RunConfig) -> None:
+async def _evaluate(config: RunConfig) -> bool:
+    """Evaluate to the end, and return true."""
     instance_id, service = str(uuid.uuid4()), config.sluice.trainer
     credentials = service_credentials(config.sluice.security, service.endpoint)
     if not credentials.is_encrypted:
@@ -55,6 +56,7 @@ async def _evaluate(config: RunConfig) -> None:
         # Runs first at shutdown: streams of steps get their end.
         stack.push_async_callback(state.finish)
         await Evaluator(config, reward, fleet, state).run()
+    return True
 
 
 def _watching(config: RunConfig, fleet: Fleet, state: RunState) -> AbstractContextManager[None]:
@@ -73,7 +75,7 @@ def _serve(path: Path, overrides: Sequence[str]) -> None:
     configure_logging(NAME, config.sluice.log_level)
     farewell = "a signal ends the evaluation; stored responses stand"
     with traced_process(config, "trainer", NAME):
-        is_complete = asyncio.run(run_until_signal(_evaluate(config), farewell))
+        is_complete = asyncio.run(until_signal(_evaluate(config), farewell))
     if not is_complete:
         end_by_sigterm()
 

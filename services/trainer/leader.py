@@ -59,7 +59,7 @@ from services.trainer.telemetry import (
 )
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
-from sluice.concurrency.process import exempt_start_up, process_age_s, run_until_signal
+from sluice.concurrency.process import exempt_start_up, process_age_s, until_signal
 from sluice.config.addresses import advertised_host
 from sluice.config.deadlines import (
     command_timeout_s,
@@ -115,10 +115,11 @@ class _Trained:
 async def run_leader(config: RunConfig) -> bool:
     """Run to the end; return False if SIGTERM or SIGINT ended the run before."""
     farewell = "a signal ends the run before its last step; the last checkpoint stands"
-    return await run_until_signal(_lead(config), farewell)
+    return bool(await until_signal(_lead(config), farewell))
 
 
-async def _lead(config: RunConfig) -> None:
+async def _lead(config: RunConfig) -> bool:
+    """Run to the end, and return true."""
     instance_id = str(uuid.uuid4())
     _check(config)
     async with AsyncExitStack() as stack:
@@ -176,6 +177,7 @@ async def _lead(config: RunConfig) -> None:
         await _run_loop(loop, observed.fleet, accounting, replicas)
     # Write the accounts again: now they include the seconds of shutting down.
     reporter.accounts(accounting.close(loop.accounts))
+    return True
 
 
 def _check(config: RunConfig) -> None:

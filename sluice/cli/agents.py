@@ -16,6 +16,7 @@ from sluice.client.agent_program import program_of
 from sluice.client.agents import AgentRunner
 from sluice.client.run_address import locate_run
 from sluice.concurrency.process import stop_on_signals
+from sluice.concurrency.waits import unless
 from sluice.errors import ConfigError, NotReadyError, SluiceError, leaves
 from sluice.service_contract import CONFIG_NAME
 
@@ -98,12 +99,7 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
 async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     """Do the work, until a signal comes. Of a group of errors, raise the first of ours."""
     try:
-        async with asyncio.TaskGroup() as tasks:
-            working = tasks.create_task(work, name="agents")
-            stopping = tasks.create_task(stop.wait(), name="signals")
-            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-            working.cancel()
-            stopping.cancel()
+        await unless(stop, work)
     except BaseExceptionGroup as group:
         known = next((error for error in leaves(group) if isinstance(error, SluiceError)), None)
         if known is None:

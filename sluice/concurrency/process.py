@@ -19,12 +19,15 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from sluice.concurrency.waits import unless
 from sluice.errors import MissingPackageError, SluiceError, leaves
 from sluice.safe_text import printable
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 EXIT_MISSING_PACKAGE = 78
 """The exit code where a package is not installed: no restart helps."""
@@ -203,15 +206,22 @@ def process_age_s() -> float:
 
 @contextmanager
 def stop_on_signals(
-    stop: asyncio.Event, *, interrupt: Callable[[], None] | None = None
+    stop: asyncio.Event, *, interrupt: Callable[[], None] | None = None, farewell: str = ""
 ) -> Iterator[None]:
     """Set `stop` on SIGTERM or SIGINT while the block runs. Needs a running event loop.
 
     Args:
         interrupt: called on SIGINT instead.
+        farewell: logged on the signal.
     """
+
+    def end() -> None:
+        if farewell:
+            logger.info("%s", farewell)
+        stop.set()
+
     loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: stop.set, signal.SIGINT: interrupt or stop.set}
+    handlers = {signal.SIGTERM: end, signal.SIGINT: interrupt or end}
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
@@ -221,29 +231,18 @@ def stop_on_signals(
             loop.remove_signal_handler(number)
 
 
-async def run_until_signal(work: Coroutine[None, None, None], farewell: str) -> bool:
-    """Run `work` to its end; return False if SIGTERM or SIGINT cancelled it before.
+async def until_signal(
+    work: Coroutine[Any, Any, ResultT], farewell: str = ""
+) -> ResultT | None:
+    """Return the result of `work`; None if SIGTERM or SIGINT cancelled it first.
 
     Args:
-        work: to run.
+        work: to do.
         farewell: logged on the signal.
-
-    Raises:
-        ExceptionGroup: holds the error that ended `work`.
     """
     stop = asyncio.Event()
-
-    async def cancel_on_signal() -> None:
-        await stop.wait()
-        logger.info("%s", farewell)
-        running.cancel()
-
-    with stop_on_signals(stop):
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(work, name="work")
-            signals = tasks.create_task(cancel_on_signal(), name="signals")
-            running.add_done_callback(lambda _: signals.cancel())
-    return not running.cancelled()
+    with stop_on_signals(stop, farewell=farewell):
+        return await unless(stop, work)
 
 
 def end_by_sigterm() -> NoReturn:

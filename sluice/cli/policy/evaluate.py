@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import typer
@@ -27,17 +27,15 @@ from sluice.cli.run.up import Display, ShowLogs, display_of
 from sluice.cli.running_run import ask_run
 from sluice.cli.terminal import print_json
 from sluice.client.run_monitor import RunMonitor, ValidationResult
-from sluice.concurrency.process import stop_on_signals
+from sluice.concurrency.process import until_signal
 from sluice.data.benchmarks import benchmark_files
 from sluice.errors import ConfigError, NotReadyError
 from sluice.evaluation.statistics import estimate_text
-from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130
 _STEP_ENDS_S = 600.0
 _MODEL_ONLY = "With --model or --follow:"
 _DATA = Path("data")
-ResultT = TypeVar("ResultT")
 
 
 class Engine(StrEnum):
@@ -245,10 +243,3 @@ async def _evaluate(
         if held.version is None:
             raise NotReadyError("no policy version was published yet; try again in a moment")
         return held.step, await monitor.evaluate(held.version, n=n, temperature=temperature)
-
-
-async def until_signal(work: Coroutine[None, None, ResultT]) -> ResultT | None:
-    """Return the result of `work`; None if SIGTERM or SIGINT cancelled it first."""
-    stop = asyncio.Event()
-    with stop_on_signals(stop):
-        return await unless(stop, work)
