@@ -231,9 +231,7 @@ def stop_on_signals(
             loop.remove_signal_handler(number)
 
 
-async def until_signal(
-    work: Coroutine[Any, Any, ResultT], farewell: str = ""
-) -> ResultT | None:
+async def until_signal(work: Coroutine[Any, Any, ResultT], farewell: str = "") -> ResultT | None:
     """Return the result of `work`; None if SIGTERM or SIGINT cancelled it first.
 
     Args:

@@ -85,8 +85,8 @@ def strategy_notes(config: RunConfig) -> Iterator[Problem]:
         sizes = {one.actor_rollout_ref.rollout.n for one in source_configs(config).values()}
         group = " or ".join(map(str, sorted(sizes)))
         parts.append(
-            f"{sampling.probe_samples} of {group} samples are generated first, the others where they "
-            "are worth their tokens"
+            f"{sampling.probe_samples} of {group} samples are generated first, the others where "
+            "they are worth their tokens"
         )
     if name.uses_memory:
         parts.append(
