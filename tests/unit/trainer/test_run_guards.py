@@ -288,7 +288,7 @@ async def run_and_resume(world: World, reason: str) -> None:
 
 
 async def test_a_pause_while_a_rollback_awaits_a_transfer_comes_first(world: World) -> None:
-    world.accuracy_of = collapses_at(3)
+    world.accuracy_of = collapses_at(3, 4)
     world.holds["train 4"] = asyncio.Event()
     world.holds["publish 4"] = asyncio.Event()
     settings = {**EVERY_STEP, "overlaps": True}
