@@ -51,7 +51,7 @@ async def serve_page(
     """
     try:
         from sluice.dashboard.web_app import DashboardPage
-        from sluice.web.serving import serving
+        from sluice.web.serving import serve_http
     except ImportError as error:
         raise ConfigError(_NO_EXTRA) from error
     location = check_location(run_dir)
@@ -66,7 +66,7 @@ async def serve_page(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(live.close)
         stack.callback(page.close)
-        server = serving(
+        server = serve_http(
             page.app(),
             host,
             port,

@@ -45,7 +45,7 @@ from sluice.rpc.metadata import AUTHORIZATION, TRACEPARENT, presented_token
 from sluice.security.token_file import TokenSource, role_of
 from sluice.telemetry.tracing import parse_traceparent
 from sluice.types import ScoredPrompt
-from sluice.web.serving import serving
+from sluice.web.serving import serve_http
 
 logger = logging.getLogger(__name__)
 
@@ -387,7 +387,7 @@ def listening(front: OpenAIFront, host: str, port: int) -> AbstractAsyncContextM
 
     The samples of a caller that disconnects end, which frees its slots.
     """
-    return serving(
+    return serve_http(
         front.app(),
         host,
         port,

@@ -84,7 +84,7 @@ class _Connection(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def serving(
+async def serve_http(
     app: web.Application,
     host: str,
     port: int,
