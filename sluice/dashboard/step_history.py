@@ -15,7 +15,6 @@ from sluice.dashboard.line_tail import UNREADABLE, LineTail
 from sluice.report.run_record import METRICS_NAME, accuracy_of
 from sluice.telemetry import metric_names
 
-_MOST_METRICS = 2000  # more names than a run has; a file with more is not one
 _decode_step = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
 _MOST_STEP = (1 << 31) - 1
@@ -50,8 +49,7 @@ class _StepTable:
             for column in self._columns.values():
                 column.insert(place, _NAN)
         for name in row.keys() - self._columns.keys():
-            if len(self._columns) < _MOST_METRICS:
-                self._columns[name] = array("d", [_NAN]) * len(self._steps)
+            self._columns[name] = array("d", [_NAN]) * len(self._steps)
         for name, column in self._columns.items():
             value = row.get(name)
             column[place] = _NAN if value is None else value

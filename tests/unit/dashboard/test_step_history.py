@@ -6,9 +6,7 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from sluice.dashboard import step_history
 from sluice.dashboard.curves import curve_points, metric_points
 from sluice.dashboard.step_history import StepHistory
 from tests.support.dashboard_run import add_lines, step_row
@@ -97,17 +95,6 @@ def test_the_phases_of_a_step_add_up_to_its_seconds(tmp_path: Path) -> None:
         [0, 0],
         [1.5, 0],
     )
-
-
-def test_a_file_with_ever_new_names_fills_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_history, "_MOST_METRICS", 5)
-    add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{f"name{n}": 1.0}) for n in range(1, 100)])
-    history = StepHistory(tmp_path)
-    read(history)
-    assert len(history.names) <= 5
-    assert history.steps.size == 99
 
 
 def test_a_hundred_thousand_steps_become_few_points_with_their_peak(tmp_path: Path) -> None:
