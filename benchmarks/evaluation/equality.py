@@ -23,7 +23,6 @@ from benchmarks.evaluation.stored import (
 from benchmarks.reporting import ROOT, print_line
 from sluice.service_contract import CONFIG_NAME
 
-KEYS = ("responses_differ", "metrics_difference", "first_sample_s")
 MOST: Mapping[str, float] = {
     "responses_differ": 0.0,
     "metrics_difference": 1e-12,

@@ -19,7 +19,6 @@ from benchmarks.reporting import ROOT, print_line
 from sluice.config.loading.loader import load_config
 from sluice.service_contract import CONFIG_NAME
 
-KEYS = ("lm_eval_difference",)
 MOST: Mapping[str, float] = {"lm_eval_difference": 0.0}
 
 _ROWS = 100

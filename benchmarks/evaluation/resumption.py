@@ -19,7 +19,6 @@ from sluice.cli.running_run import is_active
 from sluice.launch.servicer import launched_processes
 from sluice.quickstart.prepare import prepare
 
-KEYS = ("resume_differs",)
 MOST: Mapping[str, float] = {"resume_differs": 0.0}
 
 _SAMPLES = 16

@@ -17,7 +17,7 @@ from services.reward.episodes.drivers import EnvironmentServers
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.episodes.workers import running_workers
 from services.reward.generation.client import RolloutClient
-from services.reward.grading.pool import configured_scorer_pool
+from services.reward.grading.pool import running_scorer_pool
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.metrics import exported, watching
 from services.reward.servicer import RewardServicer
@@ -67,7 +67,7 @@ async def _serve(config: RunConfig) -> None:
         credentials=credentials,
     )
     stop = asyncio.Event()
-    pool = configured_scorer_pool(config.reward, config.sluice.sandbox, Path(config.sluice.run_dir))
+    pool = running_scorer_pool(config.reward, config.sluice.sandbox, Path(config.sluice.run_dir))
     with stop_on_signals(stop), open_run_files(config) as files:
         played = _environments(config, limit, credentials, files.ledger)
         async with client, pool as scorers, played as environments:

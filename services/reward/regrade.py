@@ -22,7 +22,7 @@ from typing import BinaryIO
 import msgspec
 
 from services.reward.grading.grader import Grader, overlong_shaping
-from services.reward.grading.pool import configured_scorer_pool
+from services.reward.grading.pool import running_scorer_pool
 from services.reward.groups.settings import outcome_policy
 from sluice.concurrency.process import end_with_supervisor, exit_status
 from sluice.config.loading.loader import load_config
@@ -61,7 +61,7 @@ async def regrade_all(folder: Path, config: RunConfig) -> None:
     drafts: dict[Path, Path] = {}
     shaping = overlong_shaping(config.reward, config.data.max_response_length)
     try:
-        async with configured_scorer_pool(config.reward, config.sluice.sandbox, folder) as pool:
+        async with running_scorer_pool(config.reward, config.sluice.sandbox, folder) as pool:
             grader = Grader(pool, shaping, outcome_policy(config))
             for file in response_files(folder).values():
                 drafts[file] = file.with_name(f".{file.name}.{os.getpid()}.draft")

@@ -91,7 +91,12 @@ class WaitRegistry:
         self._open: dict[Wait, None] = {}
 
     def waiting_for(self, peer: str, phase: str) -> Wait:
-        """Begin a wait; as a context manager it ends with its block."""
+        """Begin a wait of this task or thread; as a context manager it ends with its block.
+
+        Args:
+            peer: the service or replica that has to act, or a thing such as "ledger's disk".
+            phase: what for; waits with the same words are counted together.
+        """
         return Wait(peer, phase, self._clock(), self._open)
 
     def snapshot(self, most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
@@ -128,16 +133,7 @@ def _present_owner() -> asyncio.Task[object] | threading.Thread:
 
 WAITS = WaitRegistry()
 """This process's waits."""
-
-
-def waiting_for(peer: str, phase: str) -> Wait:
-    """Register a wait of this task or thread for as long as the block runs.
-
-    Args:
-        peer: the service or replica that has to act, or a thing such as "ledger's disk".
-        phase: what for; waits with the same words are counted together.
-    """
-    return WAITS.waiting_for(peer, phase)
+waiting_for = WAITS.waiting_for
 
 
 def advance() -> None:

@@ -26,7 +26,6 @@ from services.reward.generation.request import (
     OverlongPromptError,
     Purpose,
     SampleGenerator,
-    first_samples,
     for_prompt,
 )
 from services.reward.grading.grader import Grader
@@ -304,7 +303,7 @@ class Validator:
     ) -> RolloutGroup:
         request = GroupRequest(
             prompt,
-            first_samples(order.samples_per_prompt),
+            tuple(range(order.samples_per_prompt)),
             for_prompt(order.sampling, prompt, label="validation"),
             Purpose.VALIDATION,
             lowest_version=order.policy_version,

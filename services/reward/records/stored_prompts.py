@@ -25,6 +25,7 @@ from sluice.evaluation.stored_responses import (
     StoredSample,
     read_responses,
 )
+from sluice.safe_text import encodable
 from sluice.telemetry.samples import transcript
 from sluice.types import Outcome, Prompt, Rollout, RolloutGroup
 
@@ -153,19 +154,14 @@ def _line(
 def _sample(rollout: Rollout, outcome: Outcome) -> StoredSample:
     is_episode = len(rollout.turns) > 1
     sample = StoredSample(
-        response=_printable(transcript(rollout)),
+        response=encodable(transcript(rollout)),
         tokens=rollout.num_tokens,
         finish_reason=rollout.finish_reason.value,
         turns=len(rollout.turns),
-        last_turn=_printable(rollout.text) if is_episode else None,
+        last_turn=encodable(rollout.text) if is_episode else None,
         is_graded_by_environment=rollout.outcome is not None,
     )
     return sample.graded(outcome)
-
-
-def _printable(text: str) -> str:
-    """Return `text` without lone surrogates, which JSON cannot hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _append(file: Path, line: bytes) -> None:
