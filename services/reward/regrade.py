@@ -28,10 +28,8 @@ from sluice.concurrency.process import end_with_supervisor, exit_status
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.evaluation.stored_responses import (
-    StoredGrade,
     StoredPrompt,
     StoredSample,
-    grade_of,
     read_responses,
     response_files,
 )
@@ -101,14 +99,9 @@ async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
     outcomes = await grader.outcomes(prompt, rollouts)
     samples = list(stored.samples)
     for number, outcome in zip(chosen, outcomes, strict=True):
-        before, now = samples[number], grade_of(outcome)
-        earlier = StoredGrade(before.reward, before.metrics, before.failure)
+        before = samples[number]
         samples[number] = msgspec.structs.replace(
-            before,
-            reward=now.reward,
-            metrics=now.metrics,
-            failure=now.failure,
-            earlier=[*before.earlier, earlier],
+            before.graded(outcome), earlier=[*before.earlier, before.grade]
         )
     return msgspec.structs.replace(stored, samples=samples)
 

@@ -15,8 +15,8 @@ from sluice.client.agent_program import program_of
 from sluice.client.agents import AgentRunner
 from sluice.client.run_address import locate_run
 from sluice.concurrency.process import stop_on_signals
+from sluice.concurrency.waits import unless
 from sluice.errors import ConfigError, NotReadyError, SluiceError
-from sluice.launch.processes.crew import unless
 from sluice.service_contract import CONFIG_NAME
 
 _CLIENT_NAME, _LOOK_S = "agents", 1.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ from sluice.quickstart.settings import (
 )
 from sluice.quickstart.shapes import SHAPES
 from sluice.quickstart.tokenizer import train_tokenizer
+from sluice.whole_file import write_whole
 
 # Increase it when the same settings give other files: existing folders are then made again.
 FORMAT_VERSION = 3
@@ -99,9 +99,7 @@ def write_stamp(directory: Path, settings: dict[str, Any], files: Iterable[Path]
         "settings": settings,
         "files": {str(path.relative_to(directory)): _file_digest(path) for path in files},
     }
-    draft = directory / f"{STAMP_NAME}.draft"
-    draft.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, directory / STAMP_NAME)
+    write_whole(directory / STAMP_NAME, (json.dumps(stamp, indent=2) + "\n").encode())
 
 
 def is_stamped(directory: Path, settings: dict[str, Any]) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import sys
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import ROW_GROUP_ROWS
 from sluice.quickstart.prepare import is_stamped, prepare, write_stamp
 from sluice.quickstart.settings import PrepareProgress
-from sluice.recipes.folders import Recipe
-from sluice.recipes.small_run import Made
+from sluice.recipes.folders import Made, Recipe
 
 CONTEST_PROBLEMS = 30
 CONTEST_SOURCE = "aime_2024_like"
@@ -73,13 +71,7 @@ def _make_by_program(program: Path, folder: Path, seed: int, progress: Progress)
         progress(PrepareProgress("reused", 1, 1))
         return
     progress(PrepareProgress("data", 1, 1))
-    name = f"sluice_recipe_{digest[:8]}"
-    spec = importlib.util.spec_from_file_location(name, program)
-    assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    module.make(folder, seed)
+    runpy.run_path(str(program))["make"](folder, seed)
     files = sorted(
         path for part in ("model", "data") for path in (folder / part).rglob("*") if path.is_file()
     )

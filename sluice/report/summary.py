@@ -6,7 +6,6 @@ Every reader and writer of `summary.json` in sluice is here.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, read_progress
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
+from sluice.whole_file import write_whole
 
 SUMMARY_NAME = "summary.json"
 _OF_AN_END = "outcome"
@@ -271,9 +271,7 @@ def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
         OSError: the folder is gone, or the disk is full.
     """
     text = json.dumps(numbers, indent=2) + "\n"
-    draft = run_dir / f"{SUMMARY_NAME}.{os.getpid()}.draft"  # a report may be made at a run's end
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, run_dir / SUMMARY_NAME)
+    write_whole(run_dir / SUMMARY_NAME, text.encode())
 
 
 def ended_summary(run_dir: Path) -> dict[str, Any]:

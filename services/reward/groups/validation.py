@@ -33,7 +33,7 @@ from services.reward.prompts.dataset import IssuedRow
 from services.reward.prompts.source import VALIDATION_ID_PREFIX, RowStream
 from services.reward.records.failures import FailureLog
 from services.reward.records.group_log import SampleDumps
-from services.reward.records.stored_prompts import PromptStore, StoredOutcomes
+from services.reward.records.stored_prompts import PromptStore
 from sluice.algorithm.validation_metrics import (
     ValidationPrompt,
     means,
@@ -243,7 +243,7 @@ class Validator:
         """Validate all prompts of the set."""
         self.num_prompts = stream.rows_per_epoch
         found = ValidationRun(order.num_examples)
-        stored: Mapping[int, StoredOutcomes] = {}
+        stored: Mapping[int, ValidationPrompt] = {}
         if self._store is not None:
             stored = await asyncio.to_thread(self._store.finished, order.samples_per_prompt)
         capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)

@@ -22,7 +22,6 @@ from sluice.cli.arguments import (
 )
 from sluice.cli.run.checked import checked_run
 from sluice.cli.run.ending import end_run
-from sluice.cli.running_run import launched_processes
 from sluice.cli.terminal import ConsoleHandler, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
 from sluice.client.run_monitor import RunMonitor
@@ -38,7 +37,7 @@ from sluice.launch.plan import LaunchPlan, local_plan, with_absolute_paths
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
-from sluice.launch.servicer import launch_service
+from sluice.launch.servicer import launch_service, launched_processes
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import SUMMARY_NAME
 from sluice.rpc.credentials import service_credentials

@@ -35,6 +35,7 @@ from sluice.errors import ConfigError
 from sluice.launch.network_layout import Kind
 from sluice.launch.processes.child import LocalChild, start_child
 from sluice.launch.service_spec import ServiceSpec, free_ports
+from sluice.whole_file import write_whole
 
 # Lines that come together travel together.
 _GATHER_S = 0.02
@@ -193,9 +194,7 @@ def _written(plan: ServicePlan) -> RunConfig:
     file = Path(plan.config_file)
     if not file.is_file() or file.read_text(encoding="utf-8") != plan.config_text:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-        partial.write_text(plan.config_text, encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, plan.config_text.encode())
     return load_config(file, ())
 
 
