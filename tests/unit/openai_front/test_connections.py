@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("aiohttp")
 
 
+from sluice import web as serving
 from sluice.openai_front.web_app import FrontSettings
 from sluice.rpc.status import CLASS_KEY
-from sluice.web import serving
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until
 
