@@ -453,9 +453,11 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         check_fields(request)
         with served(SpanName.SWAP_WEIGHTS, context) as span:
             span.set({Key.VERSION: request.policy_version})
-            done = await self._engine.commit(request.epoch, request.policy_version, request.digest)
+            stall_s = await self._engine.commit(
+                request.epoch, request.policy_version, request.digest
+            )
         return weights.CommitUpdateResponse(
-            policy_version=done.version, digest=done.digest, stall_seconds=done.stall_s
+            policy_version=request.policy_version, digest=request.digest, stall_seconds=stall_s
         )
 
     async def AbortUpdate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.weight_inbox import NewWeights
 from sluice.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -83,6 +84,16 @@ def weights_of(model: PreTrainedModel, engine: EmbeddedEngine) -> dict[str, torc
     return {spec.name: state[spec.name] for spec in engine.weight_layout}
 
 
+async def load_weights(
+    engine: EmbeddedEngine, tensors: Mapping[str, torch.Tensor], version: int, digest: str
+) -> float:
+    """Swap a copy of given weights in between two steps; return the seconds without a token."""
+    thread, core = engine._in_thread()
+    device = core.loop.device
+    copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+    return await engine._completed(thread.begin(core.swap(NewWeights(copies), version, digest)))
+
+
 def engine_settings(directory: Path, **changes: Any) -> EmbeddedEngineSettings:
     """A small engine on the CPU."""
     return EmbeddedEngineSettings(
@@ -99,7 +110,7 @@ async def running_engine(
     await engine.start()
     try:
         if model is not None:
-            await engine.load_weights(weights_of(model, engine), 1, "one")
+            await load_weights(engine, weights_of(model, engine), 1, "one")
         yield engine
     finally:
         await engine.stop()

@@ -30,6 +30,7 @@ from services.rollout.generation import (
 from sluice.errors import InvalidRequestError
 from sluice.types import FinishReason, Logprobs, Rollout, TokenIds, VersionSpan
 from tests.support.causal_lms import (
+    load_weights,
     reference_model,
     request,
     running_engine,
@@ -158,7 +159,7 @@ async def test_what_was_handed_over_is_generated_minus_unsent_minus_running(
         async def swap() -> None:
             for version in range(2, 6):
                 await asyncio.sleep(0.02)
-                await engine.load_weights(weights_of(model, engine), version, f"v{version}")
+                await load_weights(engine, weights_of(model, engine), version, f"v{version}")
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(look())

@@ -129,7 +129,7 @@ async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(
 
     monkeypatch.setattr(client.importlib, "import_module", fail)
     with pytest.raises(ConfigError, match=r"cannot be imported.*libcudart.*install sglang"):
-        client.SglangClient({}, lambda: None)
+        client.SglangClient({})
 
 
 async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(
@@ -141,4 +141,4 @@ async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(
     module.Socket = type("Socket", (), {})  # of zmq
     monkeypatch.setattr(client.importlib, "import_module", lambda _: module)
     with pytest.raises(ConfigError, match=r"it has no update_weights_from_disk; install 0\.5\.23"):
-        client.SglangClient({}, lambda: None)
+        client.SglangClient({})

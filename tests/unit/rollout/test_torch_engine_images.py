@@ -24,6 +24,7 @@ from tests.support.causal_lms import (
     Samples,
     engine_settings,
     generate,
+    load_weights,
     running_engine,
     save_config,
     weights_of,
@@ -155,7 +156,7 @@ async def test_after_new_weights_running_samples_are_recomputed_with_the_vision_
                     [chunk.version] * chunk.token_ids.size
                 )
             if engine.load().version == 1 and len(samples[0][0]) >= 3:
-                await engine.load_weights(weights_of(changed, engine), 2, "two")
+                await load_weights(engine, weights_of(changed, engine), 2, "two")
     full = FullForward(directory, changed)
     for index, (tokens, logprobs) in samples.items():
         new = np.array(spans[index]) == 2
@@ -188,10 +189,11 @@ async def test_images_for_a_text_model_are_refused(tmp_path: Path) -> None:
         "test", np.array([5], np.uint32), (0,), sampling, images=(image_file(1),)
     )
     async with running_engine(tmp_path) as engine:
-        await engine.load_weights(
+        await load_weights(
+            engine,
             {spec.name: torch.zeros(spec.shape) for spec in engine.weight_layout}, 1, "one"
         )
-        with pytest.raises(InvalidRequestError, match="1 images for a model that reads only text"):
+        with pytest.raises(InvalidRequestError, match="1 images for a model that takes none"):
             await generate(engine, wanted)
 
 
