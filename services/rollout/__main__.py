@@ -41,7 +41,7 @@ from sluice.config.addresses import advertised_address, peer_address
 from sluice.config.derived import image_limits, message_mb, replica_devices
 from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
-from sluice.config.rules.checks import group_capacity_problems
+from sluice.config.rules.checks import group_capacity_problems, unknown_engine
 from sluice.config.run import RunConfig
 from sluice.data.prompt_length import PromptLimit
 from sluice.device.host import prepare_process
@@ -85,7 +85,8 @@ def _parse(argv: list[str]) -> _Arguments:
 
 async def _serve(arguments: _Arguments) -> None:
     config = load_config(arguments.config, arguments.overrides)
-    raise_problems([*group_capacity_problems(config)], f"start of replica {arguments.name}")
+    problems = [*unknown_engine(config), *group_capacity_problems(config)]
+    raise_problems(problems, f"start of replica {arguments.name}")
     configure_logging(arguments.name, config.sluice.log_level)
     with traced_process(config, "rollout", arguments.name):
         await _run_replica(config, arguments.name)
