@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
-from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.weight_inbox import NewWeights
-from sluice.types import SamplingParams
+from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -116,6 +116,14 @@ async def running_engine(
         await engine.stop()
 
 
+def partial_sample(index: int, token_ids: Sequence[int] | TokenIds) -> Rollout:
+    """The earlier part of a sample, as version 0 sampled it."""
+    tokens = np.asarray(token_ids, np.uint32)
+    spans = (VersionSpan(0, 0, tokens.size),) if tokens.size else ()
+    zeros = np.zeros(tokens.size, np.float32)
+    return Rollout.of_one_turn(index, tokens, zeros, spans, FinishReason.ABORTED, "")
+
+
 def request(
     prompt: Sequence[int] = (5, 9, 23, 54),
     samples: int | Sequence[int] = 1,
@@ -127,7 +135,7 @@ def request(
     seed: int = 3,
     stop: tuple[int, ...] = (),
     ignore_eos: bool = True,
-    partials: tuple[PartialSample, ...] = (),
+    partials: tuple[Rollout, ...] = (),
 ) -> GenerationRequest:
     """A request; `samples` is how many, or which."""
     indexes = tuple(range(samples)) if isinstance(samples, int) else tuple(samples)

@@ -20,6 +20,7 @@ from sluice.types import (
     FinishReason,
     Logprobs,
     PromptLogprobs,
+    Rollout,
     RoutedExperts,
     SamplingParams,
     TensorSpec,
@@ -27,14 +28,6 @@ from sluice.types import (
     TransferGroupSpec,
 )
 from sluice.weight_share import WeightShare
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartialSample:
-    """Earlier tokens of a sample that is continued."""
-
-    sample_index: int
-    token_ids: TokenIds  # [tokens]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +51,7 @@ class GenerationRequest:
 
     Attributes:
         sampling: how to sample; its `max_tokens` counts a partial's tokens too.
+        partials: what came earlier of samples that are continued.
         tokens: of this call.
         priority: higher ones get free slots first, if the engine supports priorities.
         decode: needed for `sampling.stop` only.
@@ -73,7 +67,7 @@ class GenerationRequest:
     prompt_token_ids: TokenIds  # [prompt tokens]
     sample_indexes: tuple[int, ...]
     sampling: SamplingParams
-    partials: tuple[PartialSample, ...] = ()
+    partials: tuple[Rollout, ...] = ()
     tokens: CallTokens = field(default_factory=CallTokens)
     priority: int = 0
     decode: Decode | None = None

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.generic_decoder import GenericDecoder
-from services.rollout.engines.protocol import GenerationRequest, PartialSample
+from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.prompt_encoder import PromptEncoder
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import ChatMessage, SamplingParams
@@ -25,6 +25,7 @@ from tests.support.causal_lms import (
     engine_settings,
     generate,
     load_weights,
+    partial_sample,
     running_engine,
     save_config,
     weights_of,
@@ -112,7 +113,7 @@ async def test_a_continued_sample_sees_its_prompts_images(one_family: Folder) ->
     async with running_engine(directory, model, max_model_len=_LENGTH) as engine:
         whole = await generate(engine, _wanted(directory, "<image> so", images, samples=1))
         tokens, logprobs = whole[0]
-        partial = PartialSample(0, np.array(tokens[:4], np.uint32))
+        partial = partial_sample(0, tokens[:4])
         rest = await generate(
             engine, _wanted(directory, "<image> so", images, samples=1, partials=(partial,))
         )
@@ -124,12 +125,12 @@ async def test_a_sampled_image_token_is_text_when_its_sample_is_continued(folder
     directory, model = folder
     images = (image_file(1),)
     async with running_engine(directory, model, max_model_len=_LENGTH) as engine:
-        before = PartialSample(0, np.array([40, IMAGE], np.uint32))
+        before = partial_sample(0, [40, IMAGE])
         # Fed one by one, or prefilled: the same state.
         stepped = await generate(
             engine, _wanted(directory, "<image>", images, samples=1, partials=(before,))
         )
-        second = PartialSample(0, np.array([40, IMAGE, *stepped[0][0][:3]], np.uint32))
+        second = partial_sample(0, [40, IMAGE, *stepped[0][0][:3]])
         prefilled = await generate(
             engine, _wanted(directory, "<image>", images, samples=1, partials=(second,))
         )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.causal_lm import CheckpointLayout
-from services.rollout.engines.protocol import GenerationRequest, PartialSample
+from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.engine import SglangCore, SglangEngine
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
@@ -26,7 +26,7 @@ from services.rollout.engines.vllm.engine import VllmCore, VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import EngineError, NotReadyError, WeightSyncError
 from sluice.types import FinishReason
-from tests.support.causal_lms import request
+from tests.support.causal_lms import partial_sample, request
 
 _LAYOUT = CheckpointLayout(9, (), ())
 _NO_ANSWER = EngineError("no answer within 60 s")
@@ -528,7 +528,7 @@ async def test_no_name_of_a_sample_is_the_beginning_of_another(sglang: _Vendor) 
 
 async def test_vllms_seeds_differ_by_seed_sample_and_first_token(vllm: _Vendor) -> None:
     vllm.client.script = [Delta([5], [-0.5], "stop", 2)]
-    partial = PartialSample(0, np.array([8], np.uint32))
+    partial = partial_sample(0, [8])
     for wanted in (request(samples=3), request(seed=4), request(partials=(partial,))):
         await vllm.whole(wanted)
     seeds = {one.choice.seed for one in vllm.client.sent}
@@ -538,7 +538,7 @@ async def test_vllms_seeds_differ_by_seed_sample_and_first_token(vllm: _Vendor) 
 
 async def test_a_sample_that_sglang_continues_gets_its_own_random_numbers(sglang: _Vendor) -> None:
     sglang.client.script = [Delta([5], [-0.5], "stop", 2)]
-    partial = PartialSample(1, np.array([8, 9], np.uint32))
+    partial = partial_sample(1, [8, 9])
     wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,))
     await sglang.whole(wanted)
     by_prompt = {tuple(one.prompt): one.choice for one in sglang.client.sent}
