@@ -30,6 +30,7 @@ from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEng
 from services.rollout.engines.protocol import GenerationRequest
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaRequirement, ReplicaRouter
 from sluice.types import ReplicaInfo, SamplingParams
+from tests.support.causal_lms import load_weights
 
 TURNS, READ, SAMPLED = 8, 96, 24
 """Turns of an episode, and tokens that each reads and samples."""
@@ -52,7 +53,7 @@ async def _engine(folder: Path, stack: AsyncExitStack) -> EmbeddedEngine:
         spec.name: torch.randn(tuple(spec.shape), generator=draws) * 0.1
         for spec in engine.weight_layout
     }
-    await engine.load_weights(weights, 1, "random")
+    await load_weights(engine, weights, 1, "random")
     return engine
 
 

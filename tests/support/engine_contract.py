@@ -105,9 +105,7 @@ class SamplingContract:
         # Greedy: a continued sample need not draw the numbers of a whole one.
         wanted = request(PROMPTS[1], samples=2, max_tokens=8, temperature=0.0)
         whole = await generate(world.engine, wanted)
-        partials = tuple(
-            partial_sample(i, tokens[:3]) for i, (tokens, _) in whole.items()
-        )
+        partials = tuple(partial_sample(i, tokens[:3]) for i, (tokens, _) in whole.items())
         continued = replace(wanted, partials=partials, with_prompt_logprobs=True)
         chunks = await chunks_of(world.engine, continued)
         assert {i: t for i, (t, _) in samples_of(chunks).items()} == {
@@ -272,9 +270,7 @@ class SamplingContract:
                     break
         assert all(chunk.finish_reason is None for chunk in taken)
         kept = samples_of(taken)
-        partials = tuple(
-            partial_sample(index, tokens) for index, (tokens, _) in kept.items()
-        )
+        partials = tuple(partial_sample(index, tokens) for index, (tokens, _) in kept.items())
         rest = await generate(world.engine, replace(wanted, partials=partials))
         for index, (tokens, logprobs) in kept.items():
             assert [*tokens, *rest[index][0]] == whole[index][0]

@@ -252,9 +252,7 @@ async def test_what_was_sampled_and_not_delivered_to_a_direct_client_is_counted_
         caller = Caller((), 0.0)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(
-                GenerationRunner(engine, Digits().decode).run(
-                    wanted, StreamSettings(), caller.send
-                )
+                GenerationRunner(engine, Digits().decode).run(wanted, StreamSettings(), caller.send)
             )
             async with asyncio.timeout(30):
                 while engine.load().generated_tokens == 0:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.rollout.engines.sglang import client, core
+from services.rollout.engines.sglang import client, engine
 from services.rollout.engines.sglang.client import engine_environment
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from sluice.config.loading.loader import load_config
@@ -61,7 +61,7 @@ def test_a_sample_may_be_as_long_as_configured_in_spite_of_what_sglang_keeps_for
 async def test_samples_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
     save_config("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"samples of 129 tokens.*128 positions"):
-        await core.SglangCore.build(SglangSettings(str(tmp_path), max_model_len=129))
+        await engine.SglangCore.build(SglangSettings(str(tmp_path), max_model_len=129))
 
 
 def test_first_weights_come_by_wire_and_tokens_one_by_one() -> None:

@@ -191,8 +191,7 @@ async def test_images_for_a_text_model_are_refused(tmp_path: Path) -> None:
     )
     async with running_engine(tmp_path) as engine:
         await load_weights(
-            engine,
-            {spec.name: torch.zeros(spec.shape) for spec in engine.weight_layout}, 1, "one"
+            engine, {spec.name: torch.zeros(spec.shape) for spec in engine.weight_layout}, 1, "one"
         )
         with pytest.raises(InvalidRequestError, match="1 images for a model that takes none"):
             await generate(engine, wanted)

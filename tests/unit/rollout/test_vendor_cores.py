@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from services.rollout.engines.causal_lm import CheckpointLayout

@@ -44,7 +44,7 @@ from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
 from sluice.errors import EngineError, InvalidRequestError, NotReadyError, SluiceError
 from sluice.types import TransferGroupSpec
-from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
+from sluice.vision.image_prompts import ImagePrompt
 
 logger = logging.getLogger(__name__)
 

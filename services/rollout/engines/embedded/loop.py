@@ -557,9 +557,7 @@ class GenerationLoop:
         run.stream.end(None)
 
 
-def _hand_over(
-    batches: Sequence[_Prefilled], units: Sequence[PrefillUnit]
-) -> None:
+def _hand_over(batches: Sequence[_Prefilled], units: Sequence[PrefillUnit]) -> None:
     """Give units the states that were computed for them together."""
     for prefilled, members in batches:
         for place, member in enumerate(members):

@@ -116,7 +116,6 @@ def read_prompt_logprobs(output: Mapping[str, Any]) -> PromptLogprobs:
     )
 
 
-
 def image_data(images: ImagePrompt, num_tokens: int) -> dict[str, object]:
     """Return SGLang's ``image_data`` for a prompt and what follows it, `num_tokens` in all.
 
@@ -138,6 +137,7 @@ def image_data(images: ImagePrompt, num_tokens: int) -> dict[str, object]:
         "mrope_positions": torch.from_numpy(positions.extended(num_tokens)),
         "mrope_position_delta": torch.tensor([[positions.shift]]),
     }
+
 
 # Types are checked without SGLang: its values have none here.
 # ruff: noqa: ANN401

@@ -1,7 +1,7 @@
 """SGLang behind the engine Protocol.
 
-SGLang's client runs in the thread of the engine, where `SglangCore` calls it; see `vendor.engine` for
-what that waits for and how it fails. The end of one of SGLang's processes fails everything. Its
+SGLang's client runs in the thread of the engine, where `SglangCore` calls it; see `vendor.engine`
+for what that waits for and how it fails. The end of one of SGLang's processes fails everything. Its
 schedulers are processes, and `sglang.scheduler` brings the sampler and the weights into them.
 `SglangEngine` is what the service's event loop sees of them.
 """

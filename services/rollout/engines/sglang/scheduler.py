@@ -303,7 +303,6 @@ def held_samples(scheduler: Any) -> list[Any]:
     ]
 
 
-
 def _install_hold() -> None:
     """Make the scheduler hold tokens (`TokenHold`), and send them before it answers a heartbeat."""
     streamers: Any = importlib.import_module(
