@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 
-from sluice import web
+from sluice import web as serving
 from sluice.openai_front.web_app import FrontSettings
 from sluice.rpc.status import CLASS_KEY
 from tests.support.http_front import HttpFront, http_front
