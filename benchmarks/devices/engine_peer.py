@@ -27,7 +27,7 @@ class EnginePeer(Peer):
     async def serve_dummies(self) -> None:
         """Let vLLM's random weights serve as version 0, without a transfer."""
         thread, core = self._inside()
-        await thread.call(core._client.tag_version("0"), "naming a version")
+        await thread.call(core.client.tag_version("0"), "naming a version")
         core.version, core.digest = 0, "random"
 
     async def groups(self, groups: int, samples: int, new_tokens: int) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class EnginePeer(Peer):
     async def alone(self, groups: int, samples: int, new_tokens: int) -> dict[str, Any]:
         """Sample as many by vLLM's own client alone, which reports whole samples only."""
         thread, core = self._inside()
-        llm, client = core._client._llm, core._client
+        llm, client = core.client._llm, core.client
         kinds: Any = importlib.import_module("vllm.sampling_params").RequestOutputKind
 
         async def one(number: int, prompt: list[int]) -> int:

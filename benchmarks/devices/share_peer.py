@@ -90,7 +90,7 @@ class _Worker:
         )
         share = recorded_share(copy.load_weights, specs, in_files)
         self._loading = ShareLoading(specs, share, in_files)
-        self._inbox = WeightInbox(CpuDevice(), {s.name: s.shape for s in specs}, share=share)
+        self._inbox = WeightInbox(CpuDevice(), share=share)
         return {"share": msgspec.to_builtins(share)}
 
     async def rest(self) -> dict[str, int]:

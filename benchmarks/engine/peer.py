@@ -196,7 +196,7 @@ class Peer:
 
     async def commit(self, epoch: int, version: int, digest: str) -> dict[str, Any]:
         """Commit an update; return the seconds without a token for it."""
-        return {"stall_s": (await self._engine.commit(epoch, version, digest)).stall_s}
+        return {"stall_s": await self._engine.commit(epoch, version, digest)}
 
     async def draw(self, sequences: int, new_tokens: int) -> dict[str, Any]:
         """Generate; return tokens and seconds."""

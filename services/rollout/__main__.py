@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from services.rollout.servicer import (
     RolloutServicer,
     WeightSyncServicer,
 )
-from services.rollout.telemetry import exported, watching
+from services.rollout.telemetry import load_readings, work_state
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.concurrency.process import (
@@ -36,20 +38,22 @@ from sluice.concurrency.process import (
     service_parser,
     stop_on_signals,
 )
+from sluice.concurrency.watchdog import watched_service
 from sluice.config.addresses import advertised_address, peer_address
 from sluice.config.derived import image_limits, message_mb, replica_devices
 from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
-from sluice.config.rules.checks import group_capacity_problems
+from sluice.config.rules.checks import group_capacity_problems, unknown_engine
 from sluice.config.run import RunConfig
 from sluice.data.prompt_length import PromptLimit
 from sluice.device.host import prepare_process
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.client import open_channel, trainer_stub
 from sluice.rpc.credentials import Credentials, service_credentials
+from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
-from sluice.service_contract import WEIGHTS_HEALTH
+from sluice.service_contract import WEIGHTS_HEALTH, restarts
 from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
 from sluice.types import ReplicaInfo, layout_digest
@@ -63,7 +67,8 @@ _SERVICES = (
 
 
 async def _serve(config: RunConfig, name: str) -> None:
-    raise_problems([*group_capacity_problems(config)], f"start of replica {name}")
+    problems = [*unknown_engine(config), *group_capacity_problems(config)]
+    raise_problems(problems, f"start of replica {name}")
     configure_logging(name, config.sluice.log_level)
     with traced_process(config, "rollout", name):
         await _run_replica(config, name)
@@ -95,16 +100,30 @@ async def _run_replica(config: RunConfig, name: str) -> None:
             try:
                 replica = _replica(config, identity, server.port, engine.load())
                 notify = partial(server.set_named, WEIGHTS_HEALTH)
-                with (
-                    watching(config, identity.name, engine.load, replica.address),
-                    exported(config, identity.name, engine.load),
-                ):
+                with _observed(config, replica, engine):
                     exempt_start_up()  # garbage collection need not look at the model's objects
                     await _take_part(config, engine, replica, notify, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)
         finally:
             await engine.stop()
+
+
+@contextmanager
+def _observed(config: RunConfig, replica: ReplicaInfo, engine: Engine) -> Iterator[None]:
+    """Let a watchdog watch the replica, and serve its metrics, while the block runs."""
+    who = ProcessName("rollout", replica.name, restarts())
+    endpoint = config.sluice.rollout.endpoint
+    with (
+        watched_service(
+            replica.name,
+            config.sluice,
+            lambda: work_state(engine.load()),
+            address=replica.address,
+        ),
+        served_metrics(config.sluice, endpoint, who, lambda: load_readings(engine.load())),
+    ):
+        yield
 
 
 def _encoder(config: RunConfig) -> PromptEncoder:

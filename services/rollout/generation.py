@@ -10,7 +10,7 @@ On failure: a failing engine ends the call with the engine's error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -153,7 +153,6 @@ class GenerationRunner:
     async def run(
         self,
         request: GenerationRequest,
-        partials: Iterable[Rollout],
         options: StreamSettings,
         send: Send,
     ) -> None:
@@ -161,7 +160,6 @@ class GenerationRunner:
 
         Args:
             request: the samples to generate.
-            partials: the whole earlier part of samples that are continued.
             options: which parts are sent, and when.
             send: takes each event; its pace slows the sending, never the engine.
 
@@ -177,14 +175,13 @@ class GenerationRunner:
             counted.sent += event.new_tokens
 
         try:
-            await self._run(request, partials, options, send_counted)
+            await self._run(request, options, send_counted)
         finally:
             counted.unsent += request.tokens.sampled - request.tokens.sent
 
     async def _run(
         self,
         request: GenerationRequest,
-        partials: Iterable[Rollout],
         options: StreamSettings,
         send: Send,
     ) -> None:
@@ -197,7 +194,7 @@ class GenerationRunner:
             )
             for index in request.sample_indexes
         }
-        for partial in partials:
+        for partial in request.partials:
             growing[partial.sample_index].adopt(partial)
         inbox: asyncio.Queue[tuple[SampleChunk, ...]] = asyncio.Queue()
         ended = asyncio.Event()

@@ -14,7 +14,6 @@ from services.rollout.engines.protocol import (
     Engine,
     EngineLoad,
     GenerationRequest,
-    PartialSample,
 )
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamSettings
 from services.rollout.telemetry import SampleSpans
@@ -198,7 +197,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> None:
         is_own = is_service_of_run(context, self._tokens)
         prompt_token_ids = await self._prompt_tokens(request, is_own=is_own)
-        decoded = replace(self._decode(request, prompt_token_ids), for_direct_client=not is_own)
+        decoded = self._decode(request, prompt_token_ids, partials, is_own=is_own)
         # First of all the prompt's tokens: the caller may need them to continue elsewhere.
         await context.write(self._accepted(decoded))
 
@@ -210,7 +209,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     for message in _messages(event):
                         await context.write(message)
 
-            await self._generation.run(decoded, partials, self._stream_settings(request), send)
+            await self._generation.run(decoded, self._stream_settings(request), send)
 
     async def GetStatus(
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -240,11 +239,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     def _decode(
-        self, request: rollout.GenerateRequest, prompt_token_ids: TokenIds
+        self,
+        request: rollout.GenerateRequest,
+        prompt_token_ids: TokenIds,
+        partials: Sequence[Rollout],
+        *,
+        is_own: bool,
     ) -> GenerationRequest:
         indexes, sampling = tuple(request.sample_indexes), request.sampling
         # A partial of a sample that was not asked for would be lost without a word.
-        unasked = {partial.sample_index for partial in request.partials} - set(indexes)
+        unasked = {partial.sample_index for partial in partials} - set(indexes)
         if unasked:
             raise InvalidRequestError(f"partials: sample {min(unasked)} is not in sample_indexes")
         return GenerationRequest(
@@ -265,14 +269,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 prompt_token_ids.size,
             ),
             priority=request.priority,
-            partials=tuple(
-                PartialSample(
-                    partial.sample_index,
-                    token_ids_from_bytes(partial.token_ids_u32, "partials.token_ids_u32"),
-                )
-                for partial in request.partials
-            ),
+            partials=tuple(partials),
             images=tuple(request.prompt.chat.images),
+            for_direct_client=not is_own,
             affinity=request.affinity,
             with_routing=request.with_routing,
             with_prompt_logprobs=request.with_prompt_logprobs,
@@ -453,9 +452,11 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         check_fields(request)
         with served(SpanName.SWAP_WEIGHTS, context) as span:
             span.set({Key.VERSION: request.policy_version})
-            done = await self._engine.commit(request.epoch, request.policy_version, request.digest)
+            stall_s = await self._engine.commit(
+                request.epoch, request.policy_version, request.digest
+            )
         return weights.CommitUpdateResponse(
-            policy_version=done.version, digest=done.digest, stall_seconds=done.stall_s
+            policy_version=request.policy_version, digest=request.digest, stall_seconds=stall_s
         )
 
     async def AbortUpdate(

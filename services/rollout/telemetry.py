@@ -4,16 +4,12 @@ view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 from services.rollout.engines.protocol import EngineLoad
 from sluice.concurrency.waits import units_done
-from sluice.concurrency.watchdog import WorkState, watched_service
-from sluice.config.run import RunConfig
-from sluice.rpc.metrics import ProcessName, served_metrics
-from sluice.service_contract import restarts
+from sluice.concurrency.watchdog import WorkState
 from sluice.telemetry.metrics import InstrumentReading, reading
 from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
 from sluice.types import Rollout
@@ -88,28 +84,6 @@ def load_readings(load: EngineLoad) -> Iterator[InstrumentReading]:
     yield reading("sluice_replica_busy_seconds_total", load.busy_seconds)
     for state, seconds in load.seconds_by_state.items():
         yield reading("sluice_replica_seconds_total", seconds, state)
-
-
-def exported(
-    config: RunConfig, name: str, load: Callable[[], EngineLoad]
-) -> AbstractContextManager[None]:
-    """Serve the counters while the block runs, if a port is set.
-
-    Args:
-        config: the run's.
-        name: the replica's.
-        load: its engine's latest counters.
-    """
-    who = ProcessName("rollout", name, restarts())
-    endpoint = config.sluice.rollout.endpoint
-    return served_metrics(config.sluice, endpoint, who, lambda: load_readings(load()))
-
-
-def watching(
-    config: RunConfig, name: str, load: Callable[[], EngineLoad], address: str
-) -> AbstractContextManager[None]:
-    """Return a replica's watchdog; see `work_state`."""
-    return watched_service(name, config.sluice, lambda: work_state(load()), address=address)
 
 
 def work_state(load: EngineLoad) -> WorkState:

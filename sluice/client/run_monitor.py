@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from sluice.api.reward.v1 import reward_pb2
@@ -80,30 +80,13 @@ class RunSnapshot:
     version: int | None
     replicas: tuple[ReplicaSnapshot, ...]
     metrics: Mapping[str, float]
-    prompts: Mapping[str, int]
-    awaited: tuple[AwaitedPeer, ...]
+    prompts: Mapping[str, int] = field(default_factory=dict)
+    awaited: tuple[AwaitedPeer, ...] = ()
     accounts: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
     validation: tuple[int, int] = (0, 0)
     hold_reason: str = ""
     guards: tuple[WatchedRule, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _RewardState:
-    """The part of a snapshot that the reward service knows; empty if it does not answer."""
-
-    prompts: Mapping[str, int] = field(default_factory=dict)
-    awaited: tuple[AwaitedPeer, ...] = ()
-    groups: Mapping[str, int] = field(default_factory=dict)
-    validation: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationResult:
-    """Validation metrics by verl's names."""
-
-    metrics: Mapping[str, float]
 
 
 class RunMonitor:
@@ -150,9 +133,8 @@ class RunMonitor:
             peer=_TRAINER,
             phase="asking for its status",
         )
-        reward = await self._reward_state()
         name = trainer_pb2.RunPhase.Name(run.phase)
-        return RunSnapshot(
+        snapshot = RunSnapshot(
             phase=name.removeprefix("RUN_PHASE_").lower().replace("_", " "),
             phase_seconds=run.phase_seconds,
             step=run.step,
@@ -161,13 +143,13 @@ class RunMonitor:
             replicas=tuple(_replica(status) for status in run.replicas),
             metrics=dict(run.metrics),
             accounts=dict(run.accounts),
-            prompts=reward.prompts,
-            awaited=reward.awaited,
-            groups=reward.groups,
-            validation=reward.validation,
             hold_reason=run.hold_reason,
             guards=tuple(WatchedRule(one.rule, one.state, one.detail) for one in run.guards),
         )
+        try:
+            return _with_reward(snapshot, await self._reward_status())
+        except (PeerError, DeadlineError):
+            return snapshot
 
     @asynccontextmanager
     async def held(self, timeout_s: float) -> AsyncIterator[RunSnapshot]:
@@ -286,27 +268,6 @@ class RunMonitor:
             phase="watching steps",
         )
 
-    async def _reward_state(self) -> _RewardState:
-        try:
-            status = await self._reward_status()
-        except (PeerError, DeadlineError):
-            return _RewardState()
-        validated, to_validate = (int(status.statistics.get(name, 0)) for name in _VALIDATION)
-        return _RewardState(
-            prompts={
-                "submitted": status.prompts_submitted,
-                "pending": status.prompts_pending,
-                **status.prompts_by_end,
-            },
-            awaited=tuple(AwaitedPeer(a.peer, a.phase, a.seconds) for a in status.awaited),
-            groups={
-                "generating": status.groups_generating,
-                "grading": status.groups_grading,
-                "kept": status.groups_kept,
-            },
-            validation=(validated, to_validate),
-        )
-
     async def _reward_status(self) -> reward_pb2.GetStatusResponse:
         return await unary_call(
             self._reward.GetStatus,
@@ -322,8 +283,10 @@ class RunMonitor:
         n: int | None,
         temperature: float | None,
         stall_s: float = _STALL_S,
-    ) -> ValidationResult:
-        """Validate the announced policy. Wait while the reward service makes progress.
+    ) -> Mapping[str, float]:
+        """Validate the announced policy, and return its metrics by verl's names.
+
+        It waits while the reward service makes progress.
 
         Args:
             policy_version: the announced one; another one is refused.
@@ -347,7 +310,7 @@ class RunMonitor:
             peer=_REWARD,
             phase=phase,
         )
-        return ValidationResult(dict(answer.metrics))
+        return dict(answer.metrics)
 
     async def _progress(self) -> object:
         """Return what changes whenever the reward service made progress; None without an answer."""
@@ -368,4 +331,24 @@ def _replica(status: trainer_pb2.ReplicaStatus) -> ReplicaSnapshot:
         slots_busy=status.slots_busy,
         tokens_per_second=status.tokens_per_second,
         idle_share=status.idle_share,
+    )
+
+
+def _with_reward(snapshot: RunSnapshot, status: reward_pb2.GetStatusResponse) -> RunSnapshot:
+    """Return a snapshot with what the reward service knows."""
+    validated, to_validate = (int(status.statistics.get(name, 0)) for name in _VALIDATION)
+    return replace(
+        snapshot,
+        prompts={
+            "submitted": status.prompts_submitted,
+            "pending": status.prompts_pending,
+            **status.prompts_by_end,
+        },
+        awaited=tuple(AwaitedPeer(a.peer, a.phase, a.seconds) for a in status.awaited),
+        groups={
+            "generating": status.groups_generating,
+            "grading": status.groups_grading,
+            "kept": status.groups_kept,
+        },
+        validation=(validated, to_validate),
     )

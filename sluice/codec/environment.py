@@ -21,6 +21,7 @@ from sluice.codec.tools import (
     tools_from_proto,
     tools_to_proto,
 )
+from sluice.codec.turns import finish_reason_to_proto
 from sluice.errors import InvalidRequestError
 from sluice.types import Answer, FinishReason, Prompt, Scored
 
@@ -74,7 +75,7 @@ def step_to_proto(
         episode_id=episode_id,
         turn=turn,
         answer=answer_to_proto(answer),
-        finish_reason=common.FinishReason.Value(f"FINISH_REASON_{finish.name}"),
+        finish_reason=finish_reason_to_proto(finish),
         may_end=True,
     )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.codec.bounds import check_fields
 from sluice.codec.environment import check_role, row_json
@@ -20,6 +19,7 @@ from sluice.codec.tools import (
     tools_from_proto,
     tools_to_proto,
 )
+from sluice.codec.turns import finish_reason_to_proto
 from sluice.errors import InvalidRequestError
 from sluice.types import Answer, ChatMessage, FinishReason, Prompt, Tool
 
@@ -97,7 +97,7 @@ def chat_answer_to_proto(
     """Encode an answer."""
     return reward.ChatResponse(
         answer=answer_to_proto(answer),
-        finish_reason=common.FinishReason.Value(f"FINISH_REASON_{finish.name}"),
+        finish_reason=finish_reason_to_proto(finish),
         prompt_tokens=num_read,
         completion_tokens=num_sampled,
         turn=turn,

@@ -81,7 +81,7 @@ def rollout_outline_to_proto(rollout: Rollout) -> common.Rollout:
         finish_reason=finish_reason_to_proto(rollout.finish_reason),
         num_tokens=rollout.num_tokens,
         has_routing=rollout.routing is not None,
-        turns=turns_to_proto(rollout, with_context=False),
+        turns=turns_to_proto(rollout),
     )
 
 

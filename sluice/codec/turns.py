@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from sluice.api.common.v1 import common_pb2 as common
-from sluice.codec.fields import token_ids_from_bytes, token_ids_to_bytes
 from sluice.errors import InvalidRequestError
 from sluice.types import (
     FinishReason,
@@ -49,23 +48,15 @@ def finish_reason_from_proto(value: int, field: str) -> FinishReason:
     return found
 
 
-def turns_to_proto(rollout: Rollout, *, with_context: bool) -> list[common.Turn]:
-    """Encode the turns of an episode; an answer to the group's prompt has none.
-
-    Args:
-        rollout: the sample.
-        with_context: send what each turn read; else only its length.
-    """
+def turns_to_proto(rollout: Rollout) -> list[common.Turn]:
+    """Encode the turns of an episode, without tokens; an answer to the group's prompt has none."""
     if rollout.is_plain:
         return []
-    return [_turn_to_proto(turn, with_context=with_context) for turn in rollout.turns]
+    return list(map(_turn_to_proto, rollout.turns))
 
 
 def with_turns(joined: Rollout, messages: Sequence[common.Turn], name: str) -> Rollout:
-    """Return a sample of one turn as the episode that these turns make of its tokens.
-
-    What a turn read is absent where only its length came. The last turn has the sample's text and
-    answer.
+    """Return an absent sample of one turn as the episode that these turns make of its tokens.
 
     Args:
         joined: the tokens of all turns, as one turn.
@@ -78,25 +69,23 @@ def with_turns(joined: Rollout, messages: Sequence[common.Turn], name: str) -> R
     if not messages:
         return joined
     turns = [_turn_from_proto(one, f"{name}, turn {i}") for i, one in enumerate(messages)]
-    turns[-1] = replace(turns[-1], text=joined.text, answer=joined.answer)
     sizes = [message.num_tokens for message in messages]
     if sum(sizes) != joined.num_tokens:
         raise InvalidRequestError(
             f"{name}: {sum(sizes)} tokens of turns for the {joined.num_tokens} it has"
         )
     try:
-        parted = zip(
-            turns,
-            _parts(joined.token_ids, sizes),
-            _parts(joined.behavior_logprobs, sizes),
-            _span_parts(joined.version_spans, sizes),
-            strict=True,
-        )
+        parted = zip(turns, sizes, _span_parts(joined.version_spans, sizes), strict=True)
         return replace(
             joined,
             turns=tuple(
-                replace(turn, token_ids=tokens, behavior_logprobs=logprobs, version_spans=spans)
-                for turn, tokens, logprobs, spans in parted
+                replace(
+                    turn,
+                    token_ids=absent_tokens(size),
+                    behavior_logprobs=absent_logprobs(size),
+                    version_spans=spans,
+                )
+                for turn, size, spans in parted
             ),
         )
     except ValueError as error:
@@ -140,24 +129,21 @@ def with_tokens(
     )
 
 
-def _turn_to_proto(turn: Turn, *, with_context: bool) -> common.Turn:
+def _turn_to_proto(turn: Turn) -> common.Turn:
     return common.Turn(
         parent=turn.parent,
         is_new_root=turn.is_new_root,
         num_tokens=turn.token_ids.size,
-        context_token_ids_u32=token_ids_to_bytes(turn.context) if with_context else b"",
-        num_context_tokens=0 if with_context else turn.context.size,
+        num_context_tokens=turn.context.size,
         finish_reason=finish_reason_to_proto(turn.finish_reason),
         reward=turn.reward,
     )
 
 
 def _turn_from_proto(message: common.Turn, name: str) -> Turn:
-    """Decode a turn whose tokens are absent, except for those that it read if they came."""
+    """Decode a turn whose tokens are absent."""
     parent = message.parent if message.HasField("parent") else None
     context = absent_tokens(message.num_context_tokens)
-    if message.context_token_ids_u32:
-        context = token_ids_from_bytes(message.context_token_ids_u32, f"{name}, context")
     if message.is_new_root and (parent is not None or not context.size):
         wrong = "it continues another" if parent is not None else "it has read nothing"
         raise InvalidRequestError(f"{name}: is_new_root, but {wrong}")

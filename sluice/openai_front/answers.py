@@ -174,22 +174,7 @@ class AnswerBuilder:
         answer = self._choices[index].answer
         if answer is None:
             return {"content": self._choices[index].text}
-        said: JsonObject = {}
-        if answer.content or not answer.tool_calls:
-            said["content"] = answer.content
-        if answer.reasoning:
-            said["reasoning_content"] = answer.reasoning
-        if answer.tool_calls:
-            said["tool_calls"] = [
-                {
-                    # Unique beyond this answer, since clients look up calls by it.
-                    "id": f"call_{self._id.rpartition('-')[2][:16]}_{index}_{number}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for number, call in enumerate(answer.tool_calls)
-            ]
-        return said
+        return said_of(answer, f"call_{self._id.rpartition('-')[2][:16]}_{index}")
 
     def first_chunk(self, index: int) -> JsonObject | None:
         """Return the first chunk of a choice: in a chat its role, otherwise ``None``."""
@@ -218,10 +203,7 @@ class AnswerBuilder:
         return [self._chunk(self._choice(index, content, self._tokens(event), offset))]
 
     def _whole_chunk(self, index: int) -> JsonObject:
-        said = self._said(index)
-        calls = said.get("tool_calls")
-        if isinstance(calls, list):
-            said["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        said = as_delta(self._said(index))
         return self._chunk(self._choice(index, {"delta": said}, self._choices[index].tokens))
 
     def usage_chunk(self) -> JsonObject:
@@ -261,11 +243,7 @@ class AnswerBuilder:
     def _usage(self) -> JsonObject:
         sampled = sum(choice.num_tokens for choice in self._choices)
         read = sum(self._prompt_tokens.values())
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": sampled,
-            "total_tokens": read + sampled,
-        }
+        return usage_of(read, sampled)
 
     def _logprobs(self, tokens: Sequence[_AnswerToken], offset: int, index: int) -> JsonObject:
         if self._is_chat:
@@ -307,3 +285,41 @@ def _chat_logprob(token: _AnswerToken) -> JsonObject:
         "bytes": list(token.text.encode("utf-8", errors="replace")),
         "top_logprobs": [],
     }
+
+
+def said_of(answer: Answer, call_prefix: str) -> JsonObject:
+    """Return what an assistant's message says: text, thoughts and calls apart.
+
+    Args:
+        answer: of the policy.
+        call_prefix: begins the ids of its calls; unique beyond it, since clients look up calls by
+            their ids.
+    """
+    said: JsonObject = {}
+    if answer.content or not answer.tool_calls:
+        said["content"] = answer.content
+    if answer.reasoning:
+        said["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        said["tool_calls"] = [
+            {
+                "id": f"{call_prefix}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(answer.tool_calls)
+        ]
+    return said
+
+
+def as_delta(said: JsonObject) -> JsonObject:
+    """Return a message, or what it says, as a stream sends it: each call with its number."""
+    calls = said.get("tool_calls")
+    if not isinstance(calls, list):
+        return said
+    return {**said, "tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}
+
+
+def usage_of(read: int, sampled: int) -> JsonObject:
+    """Return the numbers of tokens of an answer."""
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}

@@ -18,6 +18,7 @@ from sluice.client.generation_types import ChatWithImages
 from sluice.client.leases import LeasedAnswer
 from sluice.errors import LeaseEndedError
 from sluice.json_objects import DECODE_ERRORS
+from sluice.openai_front.answers import as_delta, said_of, usage_of
 from sluice.openai_front.errors import RefusedError
 from sluice.openai_front.requests import Bounds, ChatRequest, decode, parse_chat
 from sluice.types import ChatMessage
@@ -117,43 +118,24 @@ class Sessions:
 
 
 def _answer(model: str, digest: str, found: LeasedAnswer) -> JsonObject:
-    said = found.answer
-    message: JsonObject = {"role": "assistant", "content": said.content or None, "refusal": None}
-    if not said.tool_calls:
-        message["content"] = said.content
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{digest[:8]}_{found.turn}_{number}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(said.tool_calls)
-        ]
-    reason = "length" if found.is_cut else "tool_calls" if said.tool_calls else "stop"
-    read, sampled = found.num_read, found.num_sampled
+    said = said_of(found.answer, f"call_{digest[:8]}_{found.turn}")
+    message = {"role": "assistant", "content": None, "refusal": None, **said}
+    ended = "tool_calls" if found.answer.tool_calls else "stop"
+    reason = "length" if found.is_cut else ended
     return {
         "id": f"chatcmpl-{digest[:16]}-{found.turn}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}],
-        "usage": {
-            "prompt_tokens": read,
-            "completion_tokens": sampled,
-            "total_tokens": read + sampled,
-        },
+        "usage": usage_of(found.num_read, found.num_sampled),
     }
 
 
 def _chunks(answer: JsonObject) -> list[JsonObject]:
     (choice,) = answer["choices"]
-    message = dict(choice["message"])
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{"index": number, **one} for number, one in enumerate(calls)]
-    whole = {"index": 0, "delta": message, "logprobs": None, "finish_reason": None}
+    delta = as_delta(choice["message"])
+    whole = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
     last = {**whole, "delta": {}, "finish_reason": choice["finish_reason"]}
     base = {**answer, "object": "chat.completion.chunk"}
     return [

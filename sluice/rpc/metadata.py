@@ -53,11 +53,6 @@ def presented_token(metadata: Any) -> str | None:
 
 
 def caller_of(call: ServedCall, tokens: TokenSource | None) -> str | None:
-    """Return the `caller_name` of a served call."""
-    return caller_name(call.invocation_metadata(), tokens, call.peer())
-
-
-def caller_name(metadata: Any, tokens: TokenSource | None, peer: str) -> str | None:
     """Return the client that a call counts for; None: a service of the run, which has no quota.
 
     A token of the role client identifies its holder, so that no client gets more by changing its
@@ -66,10 +61,10 @@ def caller_name(metadata: Any, tokens: TokenSource | None, peer: str) -> str | N
     name under `SERVICE_KEY`.
 
     Args:
-        metadata: pairs of key and value, as gRPC gives them.
+        call: served here.
         tokens: those that the service accepts; None: it asks for none.
-        peer: the caller's address as gRPC writes it, such as ``ipv4:10.0.0.7:4711``.
     """
+    metadata = call.invocation_metadata()
     presented = presented_token(metadata) if tokens is not None else None
     if tokens is not None and presented is not None:
         is_client = role_of(tokens.tokens(), presented) is Role.CLIENT
@@ -80,7 +75,7 @@ def caller_name(metadata: Any, tokens: TokenSource | None, peer: str) -> str | N
     name = _header(metadata, CLIENT_KEY)
     if name or tokens is not None:
         return name[:MAX_NAME_LENGTH] or None
-    return None if _header(metadata, SERVICE_KEY) else f"host {host_of(peer)}"
+    return None if _header(metadata, SERVICE_KEY) else f"host {host_of(call.peer())}"
 
 
 def is_service_of_run(call: ServedCall, tokens: TokenSource | None) -> bool:

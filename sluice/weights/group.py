@@ -70,11 +70,6 @@ class TransferGroup:
         others = [name for rank, name in sorted(self._names.items()) if rank != self.spec.rank]
         return ", ".join(others)
 
-    @property
-    def is_usable(self) -> bool:
-        """Return whether it is formed and not abandoned."""
-        return self._process_group is not None and self._abandoned is None
-
     def form(self, should_stop: threading.Event) -> None:
         """Join the other members; block up to the spec's timeout.
 

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
-from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.types import TransferGroupSpec
 from sluice.weight_share import WHOLE, WeightShare
-from sluice.weights.adapters import merged_shapes
 from sluice.weights.digest import WeightDigests, joined
 from sluice.weights.group import SENDER_NAME, TransferGroup, rank_name, run_together
 from sluice.weights.holdings import check_holdings, joint_digest, stream_plans
@@ -100,8 +99,6 @@ class WeightReceiver:
 
     Args:
         device: where collectives run; its backend must be the spec's.
-        expected_shapes: shapes of the weights the engine has, by checkpoint name; a spec with
-            others is refused, but adapters of them may come along. ``None`` accepts any.
         share: the part of the weights that is received.
         in_place: receive a version into the memory of the one before, which must no longer be read
             then. Without it two versions are held at one time.
@@ -110,7 +107,6 @@ class WeightReceiver:
     def __init__(
         self,
         device: Device,
-        expected_shapes: Mapping[str, tuple[int, ...]] | None = None,
         share: WeightShare = WHOLE,
         *,
         in_place: bool = False,
@@ -118,18 +114,11 @@ class WeightReceiver:
         self._share = share
         self._in_place = in_place
         self._device = device
-        self._expected_shapes = expected_shapes
         self._streams: tuple[_Stream, ...] = ()
         self._plan: TransferPlan | None = None
         self._spare: WeightBuffer | None = None
         self._held: StagedWeights | None = None
         self._staging = threading.Lock()
-
-    @property
-    def epoch(self) -> int | None:
-        """Return the epoch that can be received from; ``None`` if there is none."""
-        usable = self._streams and all(one.group.is_usable for one in self._streams)
-        return self._streams[0].group.spec.epoch if usable else None
 
     def join(self, spec: TransferGroupSpec, should_stop: threading.Event | None = None) -> str:
         """Leave any earlier epoch and enter this one; block until every member has entered.
@@ -242,25 +231,7 @@ class WeightReceiver:
                 f"its plan digest is {spec.plan_digest}, computed here {digest}; run the "
                 "same version of sluice on both ends",
             )
-        self._check_shapes(spec.tensors)
         return plans
-
-    def _check_shapes(self, tensors: Sequence[TensorSpec]) -> None:
-        if self._expected_shapes is None:
-            return
-        offered = merged_shapes({spec.name: spec.shape for spec in tensors})
-        different = sorted(
-            name
-            for name in offered.keys() | self._expected_shapes.keys()
-            if offered.get(name) != self._expected_shapes.get(name)
-        )
-        if different:
-            first = different[0]
-            raise InvalidRequestError(
-                f"{len(different)} weights differ from this replica's model, the first is {first}: "
-                f"offered {offered.get(first)}, expected {self._expected_shapes.get(first)}; give "
-                "trainer and replicas the same model"
-            )
 
     def _stage(self, version: int) -> StagedWeights:
         streams, plan = self._streams, self._plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,14 +23,10 @@ from sluice.weights.plan import MIN_BUCKET_BYTES, WeightBuffer, plan_transfer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """All weights of one version, or a rank's part of them, in CPU memory; read-only.
-
-    `serial` is unique in its `SnapshotBuffers`, also for a version that was written twice.
-    """
+    """All weights of one version, or a rank's part of them, in CPU memory; read-only."""
 
     version: int
     weights: WeightBuffer
-    serial: int
 
 
 class SnapshotBuffers:
@@ -65,14 +61,13 @@ class SnapshotBuffers:
         slots = [_SnapshotSlot(WeightBuffer(plan, is_pinned=is_pinned)) for _ in range(2)]
         self._slots = (slots[0], slots[1])
         self._newest: _SnapshotSlot | None = None
-        self._serial = 0
         self._released = threading.Condition()
 
     @property
     def version(self) -> int | None:
         """Return the newest complete version; ``None`` before the first."""
         newest = self._newest
-        return None if newest is None else newest.version
+        return None if newest is None or newest.held is None else newest.held.version
 
     def write(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, timeout_s: float
@@ -102,10 +97,9 @@ class SnapshotBuffers:
             )
         slot.has_constant = True
         with self._released:
-            self._serial += 1
-            slot.version, slot.serial = version, self._serial
+            slot.held = Snapshot(version, slot.weights)
             self._newest = slot
-            return slot.snapshot(version)
+            return slot.held
 
     @contextmanager
     def read(self) -> Iterator[Snapshot]:
@@ -114,16 +108,10 @@ class SnapshotBuffers:
         Raises:
             NotReadyError: nothing was written yet.
         """
-        with self._released:
-            slot = self._newest
-            if slot is None or slot.version is None:
+        with self._read(lambda _: True) as snapshot:
+            if snapshot is None:
                 raise NotReadyError("no snapshot of the weights was written yet")
-            slot.readers += 1
-            snapshot = slot.snapshot(slot.version)
-        try:
             yield snapshot
-        finally:
-            self._release(slot)
 
     @contextmanager
     def read_version(self, version: int) -> Iterator[Snapshot]:
@@ -132,17 +120,10 @@ class SnapshotBuffers:
         Raises:
             NotReadyError: it was not written, or is overwritten.
         """
-        with self._released:
-            slots = [s for s in self._slots if s.serial is not None and s.version == version]
-            if not slots:
+        with self._read(lambda held: held.version == version) as snapshot:
+            if snapshot is None:
                 raise NotReadyError(f"version {version}: no snapshot holds it; publish a newer one")
-            slot = max(slots, key=lambda one: one.serial or 0)
-            slot.readers += 1
-            snapshot = slot.snapshot(version)
-        try:
             yield snapshot
-        finally:
-            self._release(slot)
 
     @contextmanager
     def read_again(self, earlier: Snapshot) -> Iterator[WeightBuffer | None]:
@@ -151,51 +132,52 @@ class SnapshotBuffers:
         That can be the newest version or the one before it. Keep the block short: `write` waits for
         it.
         """
+        with self._read(lambda held: held is earlier) as snapshot:
+            yield None if snapshot is None else snapshot.weights
+
+    @contextmanager
+    def _read(self, is_wanted: Callable[[Snapshot], bool]) -> Iterator[Snapshot | None]:
+        """Read the newest snapshot that is wanted; ``None`` if there is none."""
         with self._released:
-            slot = next((slot for slot in self._slots if slot.serial == earlier.serial), None)
+            newest_first = sorted(self._slots, key=lambda slot: slot is not self._newest)
+            found = (s for s in newest_first if s.held is not None and is_wanted(s.held))
+            slot = next(found, None)
+            held = None if slot is None else slot.held
             if slot is not None:
                 slot.readers += 1
         try:
-            yield None if slot is None else slot.weights
+            yield held
         finally:
             if slot is not None:
-                self._release(slot)
-
-    def _release(self, slot: _SnapshotSlot) -> None:
-        with self._released:
-            slot.readers -= 1
-            self._released.notify_all()
+                with self._released:
+                    slot.readers -= 1
+                    self._released.notify_all()
 
     def _back_slot(self, timeout_s: float) -> _SnapshotSlot:
         """Wait until the older slot has no reader, hide it from readers, and return it."""
         deadline = time.monotonic() + timeout_s
         with self._released:
             slot = self._slots[1] if self._newest is self._slots[0] else self._slots[0]
-            while slot.readers:
+            while slot.readers and slot.held is not None:
                 if not self._released.wait(max(0.0, deadline - time.monotonic())):
                     raise DeadlineError(
-                        f"{slot.readers} reader(s) of version {slot.version}",
+                        f"{slot.readers} reader(s) of version {slot.held.version}",
                         "waiting to overwrite its snapshot",
                         timeout_s,
                         "end or abandon that broadcast first",
                     )
-            slot.serial = None  # `read_again` must not find it while it is overwritten
+            slot.held = None  # nothing must read it while it is overwritten
             return slot
 
 
+@dataclass(slots=True, eq=False)
 class _SnapshotSlot:
     """One buffer, what it holds, and how many read it."""
 
-    def __init__(self, weights: WeightBuffer) -> None:
-        self.weights = weights
-        self.version: int | None = None
-        self.serial: int | None = None
-        self.readers = 0
-        self.has_constant = False
-
-    def snapshot(self, version: int) -> Snapshot:
-        """Return what it holds, which is `version`."""
-        return Snapshot(version, self.weights, self.serial or 0)
+    weights: WeightBuffer
+    held: Snapshot | None = None
+    readers: int = 0
+    has_constant: bool = False
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from sluice.errors import ConfigError, EngineError
 from sluice.weight_share import Cut
 from sluice.weights.share import cuts_by_name
 from tests.engine_vendor.vendor import VendorInsight, make_engine
-from tests.support.causal_lms import request, weights_of
+from tests.support.causal_lms import load_weights, request, weights_of
 from tests.support.engine_contract_world import (
     EXPERTS,
     TIED,
@@ -52,7 +52,7 @@ async def test_the_same_seed_gives_the_tokens_of_the_embedded_engine(
     wanted = request(samples=4, max_tokens=40, temperature=0.8, top_p=0.9, top_k=30)
     embedded = EmbeddedEngine(EmbeddedEngineSettings(str(folder), slots=4, max_model_len=64))
     await embedded.start()
-    await embedded.load_weights(weights_of(world.first, embedded), 1, "one")
+    await load_weights(embedded, weights_of(world.first, embedded), 1, "one")
     expected = await generate(embedded, wanted)
     await embedded.stop()
     found = await generate(world.engine, wanted)

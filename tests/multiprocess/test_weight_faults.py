@@ -73,15 +73,8 @@ _FAULTS = {
     "slow to join": _Fault("join", {"before": 0.5}, "", is_lost=False),
     "slow to stage": _Fault("stage", {"bucket": 2, "wait": 0.5}, "", is_lost=False),
     "slow to commit": _Fault("commit", {"before": 0.5}, "", is_lost=False),
-    "a model of another shape": _Fault(
-        "join",
-        {"expects": {"norm": [999]}},
-        r"victim: 1 weights differ .* norm: offered \(1000,\), expected \(999,\)",
-    ),
-    "a tied tensor is missing": _Fault(
-        "join",
-        {"expects": {"head": [3 << 18]}},
-        r"victim: 1 weights differ .* head: offered None, expected \(786432,\)",
+    "a replica that refuses the group": _Fault(
+        "join", {"refuses": "another model"}, "victim: another model"
     ),
     "a flipped bit": _Fault(
         "stage",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
-from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
-from sluice.types import SamplingParams
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.weight_inbox import NewWeights
+from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -83,6 +84,16 @@ def weights_of(model: PreTrainedModel, engine: EmbeddedEngine) -> dict[str, torc
     return {spec.name: state[spec.name] for spec in engine.weight_layout}
 
 
+async def load_weights(
+    engine: EmbeddedEngine, tensors: Mapping[str, torch.Tensor], version: int, digest: str
+) -> float:
+    """Swap a copy of given weights in between two steps; return the seconds without a token."""
+    thread, core = engine._in_thread()
+    device = core.loop.device
+    copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+    return await engine._completed(thread.begin(core.swap(NewWeights(copies), version, digest)))
+
+
 def engine_settings(directory: Path, **changes: Any) -> EmbeddedEngineSettings:
     """A small engine on the CPU."""
     return EmbeddedEngineSettings(
@@ -99,10 +110,18 @@ async def running_engine(
     await engine.start()
     try:
         if model is not None:
-            await engine.load_weights(weights_of(model, engine), 1, "one")
+            await load_weights(engine, weights_of(model, engine), 1, "one")
         yield engine
     finally:
         await engine.stop()
+
+
+def partial_sample(index: int, token_ids: Sequence[int] | TokenIds) -> Rollout:
+    """The earlier part of a sample, as version 0 sampled it."""
+    tokens = np.asarray(token_ids, np.uint32)
+    spans = (VersionSpan(0, 0, tokens.size),) if tokens.size else ()
+    zeros = np.zeros(tokens.size, np.float32)
+    return Rollout.of_one_turn(index, tokens, zeros, spans, FinishReason.ABORTED, "")
 
 
 def request(
@@ -116,7 +135,7 @@ def request(
     seed: int = 3,
     stop: tuple[int, ...] = (),
     ignore_eos: bool = True,
-    partials: tuple[PartialSample, ...] = (),
+    partials: tuple[Rollout, ...] = (),
 ) -> GenerationRequest:
     """A request; `samples` is how many, or which."""
     indexes = tuple(range(samples)) if isinstance(samples, int) else tuple(samples)

@@ -17,12 +17,18 @@ import pytest
 
 from services.rollout.engines.protocol import (
     GenerationRequest,
-    PartialSample,
     SampleChunk,
 )
 from sluice.errors import InvalidRequestError
 from sluice.types import FinishReason, TokenIds
-from tests.support.causal_lms import EOS, VOCABULARY, expected_logprobs, request, samples_of
+from tests.support.causal_lms import (
+    EOS,
+    VOCABULARY,
+    expected_logprobs,
+    partial_sample,
+    request,
+    samples_of,
+)
 from tests.support.engine_contract_world import (
     BATCH,
     ENDLESS,
@@ -99,9 +105,7 @@ class SamplingContract:
         # Greedy: a continued sample need not draw the numbers of a whole one.
         wanted = request(PROMPTS[1], samples=2, max_tokens=8, temperature=0.0)
         whole = await generate(world.engine, wanted)
-        partials = tuple(
-            PartialSample(i, np.array(tokens[:3], np.uint32)) for i, (tokens, _) in whole.items()
-        )
+        partials = tuple(partial_sample(i, tokens[:3]) for i, (tokens, _) in whole.items())
         continued = replace(wanted, partials=partials, with_prompt_logprobs=True)
         chunks = await chunks_of(world.engine, continued)
         assert {i: t for i, (t, _) in samples_of(chunks).items()} == {
@@ -266,9 +270,7 @@ class SamplingContract:
                     break
         assert all(chunk.finish_reason is None for chunk in taken)
         kept = samples_of(taken)
-        partials = tuple(
-            PartialSample(index, np.array(tokens, np.uint32)) for index, (tokens, _) in kept.items()
-        )
+        partials = tuple(partial_sample(index, tokens) for index, (tokens, _) in kept.items())
         rest = await generate(world.engine, replace(wanted, partials=partials))
         for index, (tokens, logprobs) in kept.items():
             assert [*tokens, *rest[index][0]] == whole[index][0]
@@ -281,7 +283,7 @@ class SamplingContract:
     ) -> None:
         await world.serve(world.first)
         whole = await generate(world.engine, request(samples=3, max_tokens=20, temperature=0.0))
-        partial = PartialSample(1, np.array(whole[1][0][:8], np.uint32))
+        partial = partial_sample(1, whole[1][0][:8])
         wanted = request(samples=3, max_tokens=20, temperature=0.0, partials=(partial,))
         continued = await generate(world.engine, wanted)
         assert continued[1][0] == whole[1][0][8:]
@@ -293,7 +295,7 @@ class SamplingContract:
     ) -> None:
         await world.serve(world.first)
         begun = [int(token) for token in np.random.default_rng(1).integers(8, VOCABULARY, 37)]
-        partial = PartialSample(0, np.array(begun, np.uint32))
+        partial = partial_sample(0, begun)
         wanted = request(max_tokens=60, temperature=0.8, top_p=0.9, partials=(partial,))
         tokens, logprobs = (await generate(world.engine, wanted))[0]
         assert len(tokens) == 60 - 37
@@ -309,7 +311,7 @@ class SamplingContract:
         self, world: ContractWorld, partial: list[int], reason: FinishReason
     ) -> None:
         await world.serve(world.first)
-        partials = (PartialSample(0, np.array(partial, np.uint32)),)
+        partials = (partial_sample(0, partial),)
         wanted = request(max_tokens=3, ignore_eos=False, partials=partials)
         (chunk,) = await chunks_of(world.engine, wanted)
         assert (chunk.token_ids.size, chunk.finish_reason) == (0, reason)
@@ -447,7 +449,7 @@ class StopStringContract:
         stop = text_of(whole[6:10])
         end = text_of(whole).index(stop) + 4
         for begun in (end - 2, end, end + 1):
-            partials = (PartialSample(0, np.array(whole[:begun], np.uint32)),)
+            partials = (partial_sample(0, whole[:begun]),)
             wanted = stopped_by(replace(free, partials=partials), stop)
             chunks = await chunks_of(world.engine, wanted)
             assert samples_of(chunks)[0][0] == whole[begun:end]

@@ -97,11 +97,16 @@ async def replica_process(folder: Path, name: str, step_s: float) -> AsyncIterat
 
 
 async def _serve(folder: Path, name: str, step_s: float) -> None:
-    from tests.support.causal_lms import reference_model, running_engine, weights_of
+    from tests.support.causal_lms import (
+        load_weights,
+        reference_model,
+        running_engine,
+        weights_of,
+    )
 
     _slow_down(step_s)
     async with running_engine(folder, slots=SLOTS, max_model_len=MAX_MODEL_LEN) as engine:
-        await engine.load_weights(weights_of(reference_model(folder), engine), 0, "seeded")
+        await load_weights(engine, weights_of(reference_model(folder), engine), 0, "seeded")
         identity, encoder = ReplicaIdentity(name, str(uuid4())), ToyEncoder()
         servicer = RolloutServicer(
             identity,

@@ -2,7 +2,7 @@
 
 Commands on stdin:
 
-* ``join``: spec; optionally expects, shapes by name that its model has beside those of the spec;
+* ``join``: spec; optionally refuses: why it does not join;
 * ``stage``: version; optionally keep: 1 to hold the version as one that serves, and a bucket at
   which it goes wrong: signal: the process sends itself that signal; flip: a bit of that byte of
   the bucket is flipped on its way; cut: the bucket is zeros from that byte on; wait: seconds;
@@ -29,7 +29,7 @@ import msgspec
 import torch
 
 from sluice.device.cpu import CpuDevice
-from sluice.errors import SluiceError, WeightSyncError
+from sluice.errors import InvalidRequestError, SluiceError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.plan import Bucket
 from sluice.weights.receiver import StagedWeights, WeightReceiver
@@ -70,13 +70,6 @@ class _Peer(WeightReceiver):
     fault: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed
     staged: StagedWeights | None = None
 
-    def expect(self, spec: TransferGroupSpec, shapes: dict[str, list[int]] | None) -> None:
-        """Have a model with the tensors of `spec`, but for these shapes."""
-        self._expected_shapes = None
-        if shapes is not None:
-            offered = {tensor.name: tensor.shape for tensor in spec.tensors}
-            self._expected_shapes = offered | {name: tuple(s) for name, s in shapes.items()}
-
     @property
     def held(self) -> StagedWeights | None:
         return self._held
@@ -88,8 +81,9 @@ class _Peer(WeightReceiver):
 def _run(peer: _Peer, command: dict[str, Any]) -> dict[str, Any]:
     match command["op"]:
         case "join":
+            if "refuses" in command:
+                raise InvalidRequestError(command["refuses"])
             spec = msgspec.convert(command["spec"], TransferGroupSpec)
-            peer.expect(spec, command.get("expects"))
             return {"plan_digest": peer.join(spec)}
         case "stage":
             return _stage(peer, command)

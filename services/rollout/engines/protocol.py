@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from services.rollout.engines.text import Decode, StopStringWatch
 from sluice.algorithm.accounting import ReplicaCounters
@@ -20,6 +20,7 @@ from sluice.types import (
     FinishReason,
     Logprobs,
     PromptLogprobs,
+    Rollout,
     RoutedExperts,
     SamplingParams,
     TensorSpec,
@@ -27,14 +28,6 @@ from sluice.types import (
     TransferGroupSpec,
 )
 from sluice.weight_share import WeightShare
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartialSample:
-    """Earlier tokens of a sample that is continued."""
-
-    sample_index: int
-    token_ids: TokenIds  # [tokens]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +51,7 @@ class GenerationRequest:
 
     Attributes:
         sampling: how to sample; its `max_tokens` counts a partial's tokens too.
+        partials: what came earlier of samples that are continued.
         tokens: of this call.
         priority: higher ones get free slots first, if the engine supports priorities.
         decode: needed for `sampling.stop` only.
@@ -73,7 +67,7 @@ class GenerationRequest:
     prompt_token_ids: TokenIds  # [prompt tokens]
     sample_indexes: tuple[int, ...]
     sampling: SamplingParams
-    partials: tuple[PartialSample, ...] = ()
+    partials: tuple[Rollout, ...] = ()
     tokens: CallTokens = field(default_factory=CallTokens)
     priority: int = 0
     decode: Decode | None = None
@@ -140,27 +134,6 @@ class RequestTokens:
         """Return the counters for tokens of a request."""
         return self.direct if request.for_direct_client else self.services
 
-    def token_counters(self, generated: int) -> TokenCounters:
-        """Return the token counters of an engine that has sampled `generated` tokens."""
-        unsent = self.services.unsent + self.direct.unsent
-        return TokenCounters(
-            generated_tokens=generated,
-            unsent_tokens=unsent,
-            running_tokens=generated - unsent - self.services.sent - self.direct.sent,
-            direct_sent_tokens=self.direct.sent,
-            direct_unsent_tokens=self.direct.unsent,
-        )
-
-
-class TokenCounters(TypedDict):
-    """The part of `ReplicaCounters` that counts tokens."""
-
-    generated_tokens: int
-    unsent_tokens: int
-    running_tokens: int
-    direct_sent_tokens: int
-    direct_unsent_tokens: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad(ReplicaCounters):
@@ -190,15 +163,6 @@ class StagedVersion:
     received_bytes: int
     seconds: float
     parts: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class CommitResult:
-    """A version that serves now; `stall_s` is how long no token was sampled."""
-
-    version: int
-    digest: str
-    stall_s: float
 
 
 class Engine(Protocol):
@@ -283,8 +247,11 @@ class Engine(Protocol):
         """Receive one version into staging memory while generation continues."""
         ...
 
-    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
+    async def commit(self, epoch: int, version: int, digest: str) -> float:
         """Swap the staged version in between two decode steps. Idempotent.
+
+        Returns:
+            the seconds without a token; 0 if it served already.
 
         Raises:
             WeightSyncError: nothing staged under that version, or another digest.

@@ -18,29 +18,24 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import (
-    CommitResult,
     EngineLoad,
     GenerationRequest,
     RequestTokens,
     SampleChunk,
-    StagedVersion,
     check_capacity,
     check_request,
 )
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.thread import ChunkStream, ImageTurn, LoopThread
-from services.rollout.engines.weight_inbox import NO_PLACES, TensorPlacement, WeightInbox
 from sluice.concurrency.process import process_age_s
-from sluice.concurrency.waits import deadline, waiting_for
-from sluice.device.select import transfer_device
-from sluice.errors import EngineError, NotReadyError
-from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.concurrency.waits import deadline
+from sluice.errors import EngineError, InvalidRequestError, NotReadyError
+from sluice.types import TensorSpec
+from sluice.vision.image_prompts import ImagePromptReader
 from sluice.weight_share import WeightShare
 
 _CLOSE_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 60.0
-
-_T = TypeVar("_T")
 
 
 class EngineState(StrEnum):
@@ -136,6 +131,7 @@ class EngineCore(ABC, Generic[RunT]):
 
     Args:
         layout: of the model's checkpoint.
+        image_prompts: of the model; ``None`` if it takes no images.
     """
 
     name: ClassVar[str]
@@ -147,8 +143,11 @@ class EngineCore(ABC, Generic[RunT]):
     abort_timeout_s: ClassVar[float | None]
     """An engine that takes longer to abort samples is broken; ``None``: it may take any time."""
 
-    def __init__(self, layout: CheckpointLayout) -> None:
+    def __init__(
+        self, layout: CheckpointLayout, image_prompts: ImagePromptReader | None = None
+    ) -> None:
         self.layout = layout
+        self.image_prompts = image_prompts
         self._broken: EngineError | None = None
 
     @property
@@ -188,6 +187,14 @@ class EngineCore(ABC, Generic[RunT]):
     def _check_works(self) -> None:
         if self.broken is not None:
             raise self.broken
+
+    def read_images(self, request: GenerationRequest, reader: ImagePromptReader) -> object:
+        """Return the images of a request as its run takes them; called in a thread of their own.
+
+        Raises:
+            InvalidRequestError: one cannot be read, or they do not fit the prompt.
+        """
+        return reader.read(request.prompt_token_ids, request.images)
 
     @abstractmethod
     def new_run(
@@ -335,11 +342,18 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         open_samples = self._open_samples
         busy = min(open_samples, self._limits.slots)
         seconds = self._clock.seconds_by_state()
+        generated = core.generated_tokens
+        services, direct = self._accounting.services, self._accounting.direct
+        unsent = services.unsent + direct.unsent
         return EngineLoad(
             slots=self._limits.slots,
             slots_busy=busy,
             queued=open_samples - busy,
-            **self._accounting.token_counters(core.generated_tokens),
+            generated_tokens=generated,
+            unsent_tokens=unsent,
+            running_tokens=generated - unsent - services.sent - direct.sent,
+            direct_sent_tokens=direct.sent,
+            direct_unsent_tokens=direct.unsent,
             prompt_tokens=core.prompt_tokens,
             reused_tokens=core.reused_tokens,
             busy_seconds=seconds[EngineState.GENERATING],
@@ -395,9 +409,20 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         coming = self._open_samples + self._image_turn.samples
         check_capacity(request, coming, limits.slots, limits.max_queued)
 
-    @abstractmethod
     async def _read_images(self, request: GenerationRequest) -> object | None:
         """Return the images of a request for its run; ``None`` if it has none."""
+        if not request.images:
+            return None
+        _, core = self._in_thread()
+        reader = core.image_prompts
+        if reader is None:
+            raise InvalidRequestError(
+                f"request {request.request_id}: {len(request.images)} images for a model that "
+                "takes none; serve a vision-language model, or leave them out"
+            )
+        return await self._image_turn.read(
+            len(request.sample_indexes), lambda: core.read_images(request, reader)
+        )
 
     async def _end(self, thread: LoopThread, core: CoreT, run: EngineRun) -> None:
         """Abort the rest of a request, and wait until the core has: then `sampled` is final."""
@@ -423,14 +448,14 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         """Do nothing: this engine cannot sleep."""
         return False
 
-    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
+    async def commit(self, epoch: int, version: int, digest: str) -> float:
         """Swap the staged version in between two decode steps. Idempotent."""
         thread, core = self._in_thread()
         if (core.version, core.digest) == (version, digest):
             # The swap of a cancelled call may not have resumed sampling yet.
             await thread.call(core.swapped(), f"resuming with version {version}")
-            return CommitResult(version, digest, 0.0)
-        return CommitResult(version, digest, await self._swap(epoch, version, digest))
+            return 0.0
+        return await self._swap(epoch, version, digest)
 
     @abstractmethod
     async def _swap(self, epoch: int, version: int, digest: str) -> float:
@@ -446,58 +471,3 @@ class ThreadedEngine(ABC, Generic[CoreT]):
             return await asyncio.shield(asyncio.wrap_future(swap))
         finally:
             self._enter_state()
-
-
-class InboxEngine(ThreadedEngine[CoreT]):
-    """An engine that receives weights in this process; all that is left is starting and swapping.
-
-    An engine of a vendor receives them in its workers instead.
-    """
-
-    _inbox: WeightInbox | None = None
-
-    def _open_inbox(self, places: Mapping[str, TensorPlacement] = NO_PLACES) -> None:
-        """Receive weights from here on; call it once the core is built."""
-        wire = transfer_device(self._limits.device, self._limits.weights_backend)
-        shapes = {spec.name: spec.shape for spec in self.weight_layout}
-        self._inbox = WeightInbox(wire, shapes, places)
-
-    def _weights(self) -> WeightInbox:
-        if self._inbox is None:
-            raise NotReadyError(f"the {self._name} engine is not running")
-        return self._inbox
-
-    async def stop(self) -> None:
-        """Abort what runs and free everything. Repeating it is harmless."""
-        inbox, self._inbox = self._inbox, None
-        if inbox is not None:
-            inbox.close()
-        await super().stop()
-
-    async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
-        inbox = self._weights()
-        return await _received(inbox, inbox.join(spec), f"joining epoch {spec.epoch}")
-
-    async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive one version into staging memory while generation continues."""
-        inbox = self._weights()
-        return await _received(inbox, inbox.stage(epoch, version), f"staging version {version}")
-
-    async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard the staged weights and leave the group. Idempotent."""
-        inbox = self._weights()
-        if epoch == inbox.epoch:
-            inbox.leave(reason)
-
-
-async def _received(inbox: WeightInbox, result: Future[_T], phase: str) -> _T:
-    epoch = inbox.epoch
-    try:
-        with waiting_for("trainer", phase):
-            return await asyncio.wrap_future(result)
-    except asyncio.CancelledError:
-        # The inbox's thread cannot be interrupted; without the group its call fails soon.
-        if inbox.epoch == epoch:  # else the next epoch has begun, and left this one
-            inbox.leave(f"the call was cancelled while {phase}")
-        raise

@@ -173,7 +173,6 @@ class WeightInbox:
 
     Args:
         device: of the wire.
-        shapes: of the model's weights, by checkpoint name.
         places: how the model keeps each of them, where it may borrow received memory.
         share: the part of the weights that is received, for an engine that copies it out and
             merges adapters itself; ``None``: all of them are, and adapters are merged here.
@@ -182,13 +181,12 @@ class WeightInbox:
     def __init__(
         self,
         device: Device,
-        shapes: Mapping[str, tuple[int, ...]],
         places: Mapping[str, TensorPlacement] = NO_PLACES,
         share: WeightShare | None = None,
     ) -> None:
         self._places = places
         self._merges = share is None
-        self._receiver = WeightReceiver(device, shapes, share or WHOLE, in_place=not places)
+        self._receiver = WeightReceiver(device, share or WHOLE, in_place=not places)
         self._thread = OwnerThread("weight-inbox")
         self._staged: _Staged | None = None
         self._left = threading.Event()

@@ -31,7 +31,7 @@ from sluice.cli.run.evaluation import EvaluationOrder, default_output, evaluate_
 from sluice.cli.run.up import Display, ShowLogs, display_of
 from sluice.cli.running_run import ask_run
 from sluice.cli.terminal import print_json
-from sluice.client.run_monitor import RunMonitor, ValidationResult
+from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.process import until_signal
 from sluice.data.benchmarks import benchmark_files
 from sluice.errors import ConfigError, NotReadyError
@@ -208,12 +208,12 @@ def _evaluate_run(
     if evaluated is None:
         typer.echo("interrupted; the run continues", err=True)
         raise typer.Exit(_EXIT_INTERRUPTED)
-    step, result = evaluated
+    step, metrics = evaluated
     if as_json:
-        print_json({"step": step, "metrics": dict(result.metrics)})
+        print_json({"step": step, "metrics": dict(metrics)})
         return
     typer.echo(f"policy after step {step}")
-    _print_metrics(result.metrics)
+    _print_metrics(metrics)
 
 
 def _evaluate_files(order: EvaluationOrder, display: Display) -> None:
@@ -241,7 +241,7 @@ def _print_metrics(metrics: Mapping[str, float]) -> None:
 
 async def _evaluate(
     run: Path, n: int | None, temperature: float | None, wait_s: float
-) -> tuple[int, ValidationResult]:
+) -> tuple[int, Mapping[str, float]]:
     location, _ = await ask_run(run)
     monitor = RunMonitor(location.trainer, location.reward, credentials=location.credentials)
     async with monitor, monitor.held(wait_s) as held:

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.cli.policy import evaluate as evaluation
-from sluice.client.run_monitor import ValidationResult
 from sluice.concurrency.process import until_signal
 from sluice.errors import NotReadyError
 from tests.support.scripted_children import end_self
@@ -47,9 +46,9 @@ async def test_without_a_signal_its_result_or_error_comes_out() -> None:
 
 
 def test_the_result_is_one_json_object_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def evaluated(run: Path, *_settings: Any) -> tuple[int, ValidationResult]:
+    async def evaluated(run: Path, *_settings: Any) -> tuple[int, dict[str, float]]:
         assert run == Path("runs/a")
-        return 3, ValidationResult({"val-core/x/acc/mean@1": 0.5})
+        return 3, {"val-core/x/acc/mean@1": 0.5}
 
     monkeypatch.setattr(evaluation, "_evaluate", evaluated)
     shown = CliRunner().invoke(commands, ["eval", "--run", "runs/a", "--json"])

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.rollout.engines.causal_lm import CheckpointLayout
+from services.rollout.engines.causal_lm import CausalLM, CheckpointLayout
 from services.rollout.engines.embedded import engine as torch_engine
 from services.rollout.engines.embedded.engine import EmbeddedCore
 from services.rollout.engines.thread import LoopThread
@@ -50,7 +50,8 @@ Join = Callable[[Callable[[], None]], None]
 @asynccontextmanager
 async def running() -> AsyncIterator[tuple[Loop, Join]]:
     loop, thread = Loop(), LoopThread("torch")
-    core = EmbeddedCore(cast("Any", loop), CheckpointLayout(9, (), ()))
+    model = CausalLM(cast("Any", None), CheckpointLayout(9, (), ()))
+    core = EmbeddedCore(cast("Any", loop), model)
     try:
         yield loop, lambda join: thread.begin(core.run(cast("Any", join)))
     finally:

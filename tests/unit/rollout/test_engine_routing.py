@@ -15,10 +15,16 @@ from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.generic_decoder import RecomputeDecoder
 from services.rollout.engines.embedded.routing import RoutedDecoder
-from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from sluice.errors import ConfigError
 from sluice.types import RoutedExperts
-from tests.support.causal_lms import chunks_of, engine_settings, request, running_engine
+from tests.support.causal_lms import (
+    chunks_of,
+    engine_settings,
+    partial_sample,
+    request,
+    running_engine,
+)
 from tests.support.tiny_policy import make_model, save_model
 
 PROMPT = (5, 9, 3, 14)
@@ -85,7 +91,7 @@ async def test_a_finished_sample_has_the_experts_of_all_tokens_but_its_last(
 async def test_a_continued_sample_has_those_of_the_pass_that_continues_it(
     folder: Path, model: PreTrainedModel
 ) -> None:
-    partial = PartialSample(0, np.array([11, 12], np.uint32))
+    partial = partial_sample(0, [11, 12])
     wanted = routed(request(PROMPT, samples=2, partials=(partial,)))
     async with running_engine(folder, model, with_routing=True) as engine:
         assert assert_own(model, wanted, await chunks_of(engine, wanted)) == 2

@@ -14,7 +14,6 @@ import pytest
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.protocol import (
     GenerationRequest,
-    PartialSample,
     RequestTokens,
     SampleChunk,
 )
@@ -70,11 +69,14 @@ def chunk(
     return SampleChunk(index, ids, logprobs, version, finish)
 
 
-def request_for(*indexes: int, stop: tuple[str, ...] = ()) -> GenerationRequest:
+def request_for(
+    *indexes: int, stop: tuple[str, ...] = (), partials: Sequence[Rollout] = ()
+) -> GenerationRequest:
     sampling = SamplingParams(
         temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0, stop=stop
     )
-    return GenerationRequest("r", np.arange(2, dtype=np.uint32), indexes, sampling)
+    prompt = np.arange(2, dtype=np.uint32)
+    return GenerationRequest("r", prompt, indexes, sampling, tuple(partials))
 
 
 async def generate(
@@ -92,8 +94,7 @@ async def generate(
 
     async with asyncio.timeout(60):
         await GenerationRunner(engine, Utf8().decode).run(  # type: ignore[arg-type]
-            request_for(*indexes, stop=stop),
-            partials,
+            request_for(*indexes, stop=stop, partials=partials),
             StreamSettings(every_token=every_token, linger_s=linger_s),
             send,
         )
@@ -157,7 +158,7 @@ async def test_without_lingering_a_sample_leaves_while_others_still_run() -> Non
 
     async with asyncio.timeout(60):
         await GenerationRunner(engine, Utf8().decode).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), StreamSettings(), send
+            request_for(0, 1), StreamSettings(), send
         )
     assert sent == [0, 1]
 
@@ -254,7 +255,7 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
 
     with pytest.raises(ExceptionGroup):
         await GenerationRunner(engine, Utf8().decode).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), StreamSettings(), send
+            request_for(0, 1), StreamSettings(), send
         )
     assert engine.was_closed
 
@@ -333,7 +334,7 @@ async def test_a_long_part_of_bytes_that_are_no_text_costs_no_more_than_any_othe
         pass
 
     await GenerationRunner(engine, tokenizer.decode).run(  # type: ignore[arg-type]
-        request_for(0), [part], StreamSettings(every_token=every_token), send
+        request_for(0, partials=[part]), StreamSettings(every_token=every_token), send
     )
     assert tokenizer.num_decoded < 30 * ids.size
 
@@ -347,7 +348,7 @@ async def test_the_text_of_each_token_costs_the_same_however_long_the_response_i
         reported.extend(delta.text for delta in event.deltas)
 
     await GenerationRunner(engine, tokenizer.decode).run(  # type: ignore[arg-type]
-        request_for(0), [], StreamSettings(every_token=True), send
+        request_for(0), StreamSettings(every_token=True), send
     )
     assert "".join(reported) == "a" * 999 + "z"
     assert tokenizer.num_decoded < 10 * 1000
@@ -380,7 +381,7 @@ async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
     before = TEXT.encode()[:cut].decode("utf-8", errors="ignore")  # whole characters came
     sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0)
     prompt = np.arange(2, dtype=np.uint32)
-    request = GenerationRequest("r", prompt, (0,), sampling, (PartialSample(0, partial.token_ids),))
+    request = GenerationRequest("r", prompt, (0,), sampling, (partial,))
     events: list[GenerationEvent] = []
 
     async def send(event: GenerationEvent) -> None:
@@ -388,7 +389,7 @@ async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
 
     engine = ByteEngine()
     await GenerationRunner(engine, Utf8().decode).run(  # type: ignore[arg-type]
-        request, [partial], StreamSettings(every_token=True), send
+        request, StreamSettings(every_token=True), send
     )
     after = "".join(delta.text for event in events for delta in event.deltas)
     assert before + after == TEXT
@@ -406,7 +407,7 @@ async def _samples(
     wanted = request(samples=3, max_tokens=20)
     wanted = replace(wanted, sampling=replace(wanted.sampling, stop=stop))
     async with asyncio.timeout(30):
-        await GenerationRunner(engine, ToyEncoder().decode).run(wanted, (), options, send)
+        await GenerationRunner(engine, ToyEncoder().decode).run(wanted, options, send)
     deltas = [delta for event in events for delta in event.deltas]
     streamed = "".join(delta.text for delta in deltas if delta.chunk.sample_index == 0)
     return {one.sample_index: one for event in events for one in event.rollouts}, streamed

@@ -18,7 +18,6 @@ from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.protocol import (
     EngineLoad,
     GenerationRequest,
-    PartialSample,
     RequestTokens,
     SampleChunk,
 )
@@ -30,6 +29,7 @@ from services.rollout.generation import (
 from sluice.errors import InvalidRequestError
 from sluice.types import FinishReason, Logprobs, Rollout, TokenIds, VersionSpan
 from tests.support.causal_lms import (
+    load_weights,
     reference_model,
     request,
     running_engine,
@@ -106,13 +106,13 @@ async def call(
         samples=rng.randint(1, 5),
         max_tokens=rng.randint(6, MAX_TOKENS),
         seed=seed,
-        partials=tuple(PartialSample(p.sample_index, p.token_ids) for p in given),
+        partials=tuple(given),
     )
     options = rng.choice(WAYS_TO_TRAVEL)
     ends_s = rng.choice((0.0, 0.002, 0.01, 0.03, 30.0))
     try:
         async with asyncio.timeout(ends_s):
-            await generation.run(wanted, given, options, caller.send)
+            await generation.run(wanted, options, caller.send)
     except TimeoutError:
         return
 
@@ -126,7 +126,7 @@ async def break_off(engine: EmbeddedEngine, generation: GenerationRunner) -> Non
     await at_rest(engine)
     async with asyncio.TaskGroup() as tasks:
         wanted = request(samples=3, max_tokens=20)
-        running = tasks.create_task(generation.run(wanted, (), StreamSettings(), send))
+        running = tasks.create_task(generation.run(wanted, StreamSettings(), send))
         async with asyncio.timeout(30):
             while engine.load().running_tokens == 0:
                 await asyncio.sleep(0.001)
@@ -158,7 +158,7 @@ async def test_what_was_handed_over_is_generated_minus_unsent_minus_running(
         async def swap() -> None:
             for version in range(2, 6):
                 await asyncio.sleep(0.02)
-                await engine.load_weights(weights_of(model, engine), version, f"v{version}")
+                await load_weights(engine, weights_of(model, engine), version, f"v{version}")
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(look())
@@ -190,7 +190,7 @@ async def test_while_a_call_runs_its_unsent_tokens_are_running(
 
         async with asyncio.TaskGroup() as tasks:
             wanted = request(samples=2, max_tokens=10)
-            tasks.create_task(generation.run(wanted, (), StreamSettings(), send))
+            tasks.create_task(generation.run(wanted, StreamSettings(), send))
             async with asyncio.timeout(30):
                 while engine.load().generated_tokens < 20:
                     await asyncio.sleep(0.002)
@@ -208,7 +208,7 @@ async def test_what_could_not_be_sent_is_unsent(model_path: Path, model: PreTrai
     async with running_engine(model_path, model) as engine:
         generation = GenerationRunner(engine, Digits().decode)
         with pytest.raises(ExceptionGroup):
-            await generation.run(request(samples=2, max_tokens=10), (), StreamSettings(), send)
+            await generation.run(request(samples=2, max_tokens=10), StreamSettings(), send)
         load = await at_rest(engine)
     assert load.generated_tokens == load.unsent_tokens > 0
     assert load.running_tokens == 0
@@ -228,11 +228,11 @@ async def test_tokens_of_direct_clients_are_counted_apart_those_of_cancelled_cal
             return replace(request(samples=samples, max_tokens=10), for_direct_client=True)
 
         ours, theirs = Caller((), 0.0), Caller((), 0.0)
-        await generation.run(request(samples=2, max_tokens=10), (), StreamSettings(), ours.send)
-        await generation.run(direct(3), (), StreamSettings(), theirs.send)
+        await generation.run(request(samples=2, max_tokens=10), StreamSettings(), ours.send)
+        await generation.run(direct(3), StreamSettings(), theirs.send)
         async with asyncio.TaskGroup() as tasks:
             cancelled = tasks.create_task(
-                generation.run(direct(1), (), StreamSettings(every_token=True), stall)
+                generation.run(direct(1), StreamSettings(every_token=True), stall)
             )
             await got.wait()
             cancelled.cancel()
@@ -252,9 +252,7 @@ async def test_what_was_sampled_and_not_delivered_to_a_direct_client_is_counted_
         caller = Caller((), 0.0)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(
-                GenerationRunner(engine, Digits().decode).run(
-                    wanted, (), StreamSettings(), caller.send
-                )
+                GenerationRunner(engine, Digits().decode).run(wanted, StreamSettings(), caller.send)
             )
             async with asyncio.timeout(30):
                 while engine.load().generated_tokens == 0:
@@ -272,7 +270,7 @@ async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTraine
     async with running_engine(model_path, model) as engine:
         with pytest.raises(ExceptionGroup) as refused:
             await GenerationRunner(engine, Digits().decode).run(
-                request(prompt=[1] * 500), (), StreamSettings(), send
+                request(prompt=[1] * 500), StreamSettings(), send
             )
         assert refused.group_contains(InvalidRequestError)
         load = await at_rest(engine)
@@ -315,9 +313,9 @@ def test_a_sample_counts_once_however_it_travels(data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(chunks)))
     engine = ScriptedEngine([tuple(chunks[:cut]), *((chunk,) for chunk in chunks[cut:])])
     settings = data.draw(st.sampled_from(WAYS_TO_TRAVEL))
-    wanted, caller = request(samples=4), Caller(given, 0.0)
+    wanted, caller = request(samples=4, partials=tuple(given)), Caller(given, 0.0)
     runner = GenerationRunner(engine, Digits().decode)  # type: ignore[arg-type]
-    asyncio.run(runner.run(wanted, given, settings, caller.send))
+    asyncio.run(runner.run(wanted, settings, caller.send))
     counted = engine.accounting.services
     assert counted.sent == wanted.tokens.sent == num_tokens(chunks) == caller.num_tokens
     assert counted.unsent == 0

@@ -19,6 +19,7 @@ from services.rollout.engines.protocol import GenerationRequest
 from tests.support.causal_lms import (
     chunks_of,
     generate,
+    load_weights,
     reference_model,
     request,
     running_engine,
@@ -121,7 +122,7 @@ async def test_kept_prefixes_survive_new_weights_as_running_samples_caches_do(
     async with running_engine(model_path, model, recompute_kv=recompute_kv) as engine:
         answer, _ = await _answer(engine, _turn(_PROMPT, "a"))
         new = reference_model(model_path, seed=1)
-        await engine.load_weights(weights_of(new, engine), 2, "two")
+        await load_weights(engine, weights_of(new, engine), 2, "two")
         reused = await _reused(engine, _turn([*_PROMPT, *answer, 30], "a"))
         assert (reused > 0) is not recompute_kv
 

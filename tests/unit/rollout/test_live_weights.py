@@ -18,6 +18,7 @@ from sluice.weights.delta import changed_positions
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from tests.support.causal_lms import (
     generate,
+    load_weights,
     reference_model,
     request,
     running_engine,
@@ -136,7 +137,7 @@ async def test_an_engine_that_failed_in_the_middle_of_a_swap_serves_no_more(
         assert await generate(engine, request())
         monkeypatch.setattr(LiveWeights, "take", take_half)
         with pytest.raises(EngineError):
-            await engine.load_weights(weights_of(model, engine), 2, "two")
+            await load_weights(engine, weights_of(model, engine), 2, "two")
         for call in (engine.probe(), generate(engine, request())):
             with pytest.raises(EngineError):
                 await call

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from services.rollout.engines.protocol import (
     GenerationRequest,
-    PartialSample,
     RequestTokens,
     SampleChunk,
 )
@@ -92,7 +91,7 @@ def chunk(index: int, *tokens: int, finish: FinishReason | None = None) -> Sampl
 
 
 async def events_of(
-    engine: Any, wanted: GenerationRequest, options: StreamSettings, *partials: Rollout
+    engine: Any, wanted: GenerationRequest, options: StreamSettings
 ) -> list[GenerationEvent]:
     events: list[GenerationEvent] = []
 
@@ -100,7 +99,7 @@ async def events_of(
         events.append(event)
 
     async with asyncio.timeout(60):
-        await GenerationRunner(engine, Digits().decode).run(wanted, partials, options, send)
+        await GenerationRunner(engine, Digits().decode).run(wanted, options, send)
     return events
 
 
@@ -190,9 +189,9 @@ async def test_samples_broken_off_anywhere_continue_as_if_nothing_had_happened(
             again = request(
                 samples=4,
                 max_tokens=30,
-                partials=tuple(PartialSample(p.sample_index, p.token_ids) for p in partials),
+                partials=tuple(partials),
             )
-            events = await events_of(engine, again, StreamSettings(), *partials)
+            events = await events_of(engine, again, StreamSettings())
             for rollout in (r for event in events for r in event.rollouts):
                 whole = wholes[rollout.sample_index]
                 assert rollout.token_ids.tolist() == whole.token_ids.tolist()

@@ -21,6 +21,7 @@ from tests.support.causal_lms import (
     engine_settings,
     expected_logprobs,
     generate,
+    load_weights,
     reference_model,
     request,
     running_engine,
@@ -60,7 +61,7 @@ async def test_samples_are_those_of_the_same_weights_from_a_trainer(tmp_path: Pa
     model, wanted = saved(tmp_path), request(_PROMPT, samples=4)
     async with running_engine(tmp_path, serves_model_files=True) as engine:
         served = await generate(engine, wanted)
-        await engine.load_weights(weights_of(reference_model(tmp_path, 1), engine), 1, "one")
+        await load_weights(engine, weights_of(reference_model(tmp_path, 1), engine), 1, "one")
         assert engine.load().version == 1
         assert await generate(engine, wanted) != served
     async with running_engine(tmp_path, model) as engine:

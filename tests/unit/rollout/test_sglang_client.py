@@ -17,8 +17,8 @@ from services.rollout.engines.sglang.client import (
     read_prompt_logprobs,
     sampling_parameters,
 )
-from services.rollout.engines.sglang.held_tokens import EVERY_TOKEN, TokenHold, held_samples
 from services.rollout.engines.sglang.sampler import sample_rows, stream_seed, uniform_rows
+from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, TokenHold, held_samples
 from services.rollout.engines.vendor.request import SamplingChoice
 from sluice.errors import EngineError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.sglang.engine import read_images
-from sluice.errors import InvalidRequestError
+from services.rollout.engines.sglang.client import image_data
 from sluice.vision.image_prompts import load_image_prompts
-from tests.support.causal_lms import request
 from tests.support.tiny_vision import IMAGE, VISION_END, VISION_START, image_file, save_model
 
 
@@ -30,10 +27,9 @@ def test_sglang_gets_the_patches_the_places_and_the_positions_of_the_trainer(fol
     files = (image_file(1, 56, 56), image_file(2, 100, 75))
     place = [VISION_START, IMAGE, VISION_END]
     prompt = reader.expand(np.array([20, *place, *place, 30], np.uint32), files)
-    wanted = replace(request(prompt.tolist()), images=files)
     exact = reader.read(prompt, files)
     continued = len(prompt) + 3
-    data: dict[str, Any] = read_images(wanted, reader).of(continued)
+    data: dict[str, Any] = image_data(exact, continued)
     assert data["format"] == "processor_output"
     assert torch.equal(data["pixel_values"], torch.from_numpy(exact.pixel_values))
     assert data["image_grid_thw"].tolist() == exact.grid_thw.tolist()
@@ -47,9 +43,3 @@ def test_sglang_gets_the_patches_the_places_and_the_positions_of_the_trainer(fol
     assert positions[:, : len(prompt)].tolist() == exact.positions.prompt.tolist()
     # SGLang gives the token after the last the position that follows the largest.
     assert int(positions.max()) + 1 - continued == int(data["mrope_position_delta"])
-
-
-def test_images_for_a_model_of_text_are_refused() -> None:
-    wanted = replace(request(), images=(b"png",))
-    with pytest.raises(InvalidRequestError, match="1 images for a model that takes none"):
-        read_images(wanted, None)

@@ -59,8 +59,7 @@ class _Worker(SchedulerWorker):
 
     def __init__(self, rank: int, fails_at: str) -> None:
         super().__init__(rank, SimpleNamespace(device="cpu", gpu_id=rank))
-        shapes = {spec.name: spec.shape for spec in _TENSORS}
-        self.sluice_inbox = WeightInbox(CpuDevice(), shapes)
+        self.sluice_inbox = WeightInbox(CpuDevice())
         self.model = _Model(fails_at)
         self.sluice_features = self.model
         self.sluice_loading = ShareLoading(_TENSORS, WHOLE, lambda weights: weights)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.rollout.engines.sglang import client, core
+from services.rollout.engines.sglang import client, engine
 from services.rollout.engines.sglang.client import engine_environment
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from sluice.config.loading.loader import load_config
@@ -61,7 +61,7 @@ def test_a_sample_may_be_as_long_as_configured_in_spite_of_what_sglang_keeps_for
 async def test_samples_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
     save_config("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"samples of 129 tokens.*128 positions"):
-        await core.SglangCore.build(SglangSettings(str(tmp_path), max_model_len=129))
+        await engine.SglangCore.build(SglangSettings(str(tmp_path), max_model_len=129))
 
 
 def test_first_weights_come_by_wire_and_tokens_one_by_one() -> None:
@@ -129,7 +129,7 @@ async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(
 
     monkeypatch.setattr(client.importlib, "import_module", fail)
     with pytest.raises(ConfigError, match=r"cannot be imported.*libcudart.*install sglang"):
-        client.SglangClient({}, lambda: None)
+        client.SglangClient({})
 
 
 async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(
@@ -141,4 +141,4 @@ async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(
     module.Socket = type("Socket", (), {})  # of zmq
     monkeypatch.setattr(client.importlib, "import_module", lambda _: module)
     with pytest.raises(ConfigError, match=r"it has no update_weights_from_disk; install 0\.5\.23"):
-        client.SglangClient({}, lambda: None)
+        client.SglangClient({})

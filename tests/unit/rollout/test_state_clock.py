@@ -15,6 +15,7 @@ from sluice.concurrency.process import process_age_s
 from sluice.errors import WeightSyncError
 from tests.support.causal_lms import (
     generate,
+    load_weights,
     reference_model,
     request,
     running_engine,
@@ -83,10 +84,10 @@ async def test_an_engine_is_starting_until_its_first_weights_serve_and_idle_with
         before = (await engine.probe()).seconds_by_state
         assert (before["idle"], before["generating"], before["swapping"]) == (0.0, 0.0, 0.0)
         assert before["starting"] > 0.0
-        await engine.load_weights(weights_of(model, engine), 1, "one")
+        await load_weights(engine, weights_of(model, engine), 1, "one")
         assert (await engine.probe()).seconds_by_state["swapping"] == 0.0
         await generate(engine, request(samples=4))
-        await engine.load_weights(weights_of(model, engine), 2, "two")
+        await load_weights(engine, weights_of(model, engine), 2, "two")
         after = (await engine.probe()).seconds_by_state
         assert state_of(engine) is EngineState.IDLE
     assert min(after["idle"], after["generating"], after["swapping"]) > 0.0
@@ -99,7 +100,7 @@ async def test_weights_that_do_not_fit_leave_the_engine_in_the_state_it_was_in(
         for _ in range(2):  # what is done first is reported second
             await engine.probe()
         with pytest.raises(WeightSyncError):
-            await engine.load_weights({}, 2, "two")
+            await load_weights(engine, {}, 2, "two")
         await engine.probe()
         assert state_of(engine) is EngineState.IDLE
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from services.rollout.engines.embedded.decoder import PrefilledPrompts, TokenRow
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.loop import GenerationLoop
-from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
+from services.rollout.engines.protocol import Engine, GenerationRequest
 from sluice.errors import (
     ConfigError,
     EngineError,
@@ -32,6 +32,7 @@ from tests.support.causal_lms import (
     chunks_of,
     engine_settings,
     generate,
+    partial_sample,
     reference_model,
     request,
     running_engine,
@@ -123,7 +124,7 @@ async def test_a_generation_config_decides_the_end_tokens(
         (request(max_tokens=0), "max_tokens"),
         (request(stop=(VOCABULARY,)), "stop_token_ids"),
         (request(stop=(1,) * 65), "stop_token_ids"),
-        (request(partials=(PartialSample(5, np.array([1], np.uint32)),)), "partials"),
+        (request(partials=(partial_sample(5, [1]),)), "partials"),
     ],
 )
 async def test_a_request_that_cannot_be_generated_is_refused(
@@ -154,7 +155,7 @@ async def test_a_continued_sample_gets_the_tokens_it_would_have_got(
 ) -> None:
     async with running_engine(model_path, model) as engine:
         whole = await generate(engine, request(samples=3, max_tokens=20, temperature=0.7))
-        partial = PartialSample(1, np.array(whole[1][0][:8], np.uint32))
+        partial = partial_sample(1, whole[1][0][:8])
         wanted = request(samples=3, max_tokens=20, temperature=0.7, partials=(partial,))
         continued = await generate(engine, wanted)
     assert continued[1][0] == whole[1][0][8:]

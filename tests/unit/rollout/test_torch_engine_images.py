@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.generic_decoder import GenericDecoder
-from services.rollout.engines.protocol import GenerationRequest, PartialSample
+from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.prompt_encoder import PromptEncoder
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import ChatMessage, SamplingParams
@@ -24,6 +24,8 @@ from tests.support.causal_lms import (
     Samples,
     engine_settings,
     generate,
+    load_weights,
+    partial_sample,
     running_engine,
     save_config,
     weights_of,
@@ -111,7 +113,7 @@ async def test_a_continued_sample_sees_its_prompts_images(one_family: Folder) ->
     async with running_engine(directory, model, max_model_len=_LENGTH) as engine:
         whole = await generate(engine, _wanted(directory, "<image> so", images, samples=1))
         tokens, logprobs = whole[0]
-        partial = PartialSample(0, np.array(tokens[:4], np.uint32))
+        partial = partial_sample(0, tokens[:4])
         rest = await generate(
             engine, _wanted(directory, "<image> so", images, samples=1, partials=(partial,))
         )
@@ -123,12 +125,12 @@ async def test_a_sampled_image_token_is_text_when_its_sample_is_continued(folder
     directory, model = folder
     images = (image_file(1),)
     async with running_engine(directory, model, max_model_len=_LENGTH) as engine:
-        before = PartialSample(0, np.array([40, IMAGE], np.uint32))
+        before = partial_sample(0, [40, IMAGE])
         # Fed one by one, or prefilled: the same state.
         stepped = await generate(
             engine, _wanted(directory, "<image>", images, samples=1, partials=(before,))
         )
-        second = PartialSample(0, np.array([40, IMAGE, *stepped[0][0][:3]], np.uint32))
+        second = partial_sample(0, [40, IMAGE, *stepped[0][0][:3]])
         prefilled = await generate(
             engine, _wanted(directory, "<image>", images, samples=1, partials=(second,))
         )
@@ -155,7 +157,7 @@ async def test_after_new_weights_running_samples_are_recomputed_with_the_vision_
                     [chunk.version] * chunk.token_ids.size
                 )
             if engine.load().version == 1 and len(samples[0][0]) >= 3:
-                await engine.load_weights(weights_of(changed, engine), 2, "two")
+                await load_weights(engine, weights_of(changed, engine), 2, "two")
     full = FullForward(directory, changed)
     for index, (tokens, logprobs) in samples.items():
         new = np.array(spans[index]) == 2
@@ -188,10 +190,10 @@ async def test_images_for_a_text_model_are_refused(tmp_path: Path) -> None:
         "test", np.array([5], np.uint32), (0,), sampling, images=(image_file(1),)
     )
     async with running_engine(tmp_path) as engine:
-        await engine.load_weights(
-            {spec.name: torch.zeros(spec.shape) for spec in engine.weight_layout}, 1, "one"
+        await load_weights(
+            engine, {spec.name: torch.zeros(spec.shape) for spec in engine.weight_layout}, 1, "one"
         )
-        with pytest.raises(InvalidRequestError, match="1 images for a model that reads only text"):
+        with pytest.raises(InvalidRequestError, match="1 images for a model that takes none"):
             await generate(engine, wanted)
 
 

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from services.rollout.engines.causal_lm import CheckpointLayout
-from services.rollout.engines.protocol import GenerationRequest, PartialSample
-from services.rollout.engines.sglang.core import SglangCore
-from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.sglang.engine import SglangCore, SglangEngine
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
 from services.rollout.engines.thread import ChunkStream, LoopThread
 from services.rollout.engines.threaded_engine import Pace
-from services.rollout.engines.vendor.core import VendorCore
+from services.rollout.engines.vendor.engine import VendorCore
 from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vllm.client import PromptInputs
-from services.rollout.engines.vllm.core import VllmCore
-from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.engine import VllmCore, VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import EngineError, NotReadyError, WeightSyncError
 from sluice.types import FinishReason
-from tests.support.causal_lms import request
+from tests.support.causal_lms import partial_sample, request
 
 _LAYOUT = CheckpointLayout(9, (), ())
 _NO_ANSWER = EngineError("no answer within 60 s")
@@ -68,7 +65,6 @@ class _Client:
         self.generating = asyncio.Event()
         self.generating.set()
         self.may_end = asyncio.Event()
-        self.under_way: list[Callable[[], object]] = []
 
     @property
     def salts(self) -> list[str]:
@@ -164,12 +160,6 @@ class _SglangClient(_Client):
         self.sent.append(_Sent(name, list(prompt), salt, choice, priority))
         return self._deltas()
 
-    async def catch_up(self) -> None:
-        await self._call("catch up")
-        for one in self.under_way:
-            one()
-        await _turns()
-
 
 async def _turns() -> None:
     for _ in range(20):
@@ -177,25 +167,21 @@ async def _turns() -> None:
 
 
 class _Vendor:
-    """An engine, its core that serves version 1, and how that swaps."""
+    """An engine, and its core that serves version 1."""
 
     def __init__(self, name: str, *, sleeps: bool = False) -> None:
         self.name = name
-        self.swap: Callable[[int, str], Coroutine[Any, Any, float]]
         self.core: VendorCore
         self.engine: VllmEngine | SglangEngine
         self.client: _Client
         if name == "vllm":
             client: Any = _VllmClient()
-            vllm = VllmCore(client, _LAYOUT, VllmSettings("model", sleeps=sleeps))
-            self.swap = vllm.swap
-            self.core, self.engine = vllm, VllmEngine(VllmSettings("model"))
+            self.core = VllmCore(client, _LAYOUT, VllmSettings("model", sleeps=sleeps))
+            self.engine = VllmEngine(VllmSettings("model"))
         else:
             client = _SglangClient()
-            sglang = SglangCore(_LAYOUT, SglangSettings("model"))
-            sglang.client = client
-            self.swap = sglang.swap
-            self.core, self.engine = sglang, SglangEngine(SglangSettings("model"))
+            self.core = SglangCore(client, _LAYOUT, SglangSettings("model"))
+            self.engine = SglangEngine(SglangSettings("model"))
         self.client = client
         self.core.version, self.core.digest = 1, "one"
 
@@ -266,7 +252,7 @@ async def _broken_by_swap(vendor: _Vendor) -> str:
         stream, running = vendor.begin(tasks)
         await _turns()
         with pytest.raises(EngineError) as failed:
-            await vendor.swap(2, "two")
+            await vendor.core.swap(2, "two")
         assert str(vendor.core.broken) == str(failed.value)
         await asyncio.wait([running])
         assert await _rest(stream) == {1}
@@ -275,7 +261,7 @@ async def _broken_by_swap(vendor: _Vendor) -> str:
         await _rest(late)
         for version, digest in ((2, "two"), (3, "three")):
             with pytest.raises(EngineError):
-                await vendor.swap(version, digest)
+                await vendor.core.swap(version, digest)
     assert vendor.core.generated_tokens == sampled > 0
     assert "resume" not in vendor.client.called, "a mixture of versions samples nothing"
     assert len(vendor.client.sent) == 1
@@ -301,7 +287,7 @@ async def test_weights_without_a_name_or_with_old_images_sample_nothing(
 async def test_encoded_images_are_forgotten_before_the_new_weights_have_a_name(
     vllm: _Vendor,
 ) -> None:
-    await vllm.swap(2, "two")
+    await vllm.core.swap(2, "two")
     assert vllm.client.called == ["pause", "load", "forget", "tag", "resume"]
 
 
@@ -310,7 +296,7 @@ async def test_when_no_worker_took_the_new_weights_the_old_ones_serve(vllm: _Ven
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         stream, running = vllm.begin(tasks)
         with pytest.raises(WeightSyncError):
-            await vllm.swap(2, "two")
+            await vllm.core.swap(2, "two")
         assert "forget" not in vllm.client.called, "no worker has lost what it encoded"
         assert vllm.core.broken is None
         sampled = vllm.core.generated_tokens
@@ -328,7 +314,7 @@ async def test_a_sample_that_comes_during_a_swap_is_sent_after_it_as_one_of_the_
         old, running = vendor.begin(tasks)
         await _turns()
         vendor.client.during_load = lambda: begun.append(vendor.begin(tasks, number=1))
-        await vendor.swap(2, "two")
+        await vendor.core.swap(2, "two")
         await _turns()
         before, after = vendor.client.salts
         assert before != after, "it would find a cache of the old weights"
@@ -343,7 +329,7 @@ async def test_what_vllm_holds_when_weights_change_is_of_the_old_version(vllm: _
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         stream, _ = vllm.begin(tasks, pace=_WHOLE)
         await _turns()
-        await vllm.swap(2, "two")
+        await vllm.core.swap(2, "two")
         client.held = (5, 6, 7)
         client.may_end.set()
         chunks = await stream.next()
@@ -392,7 +378,7 @@ async def test_an_engine_that_sleeps_swaps_no_weights() -> None:
     vllm = _Vendor("vllm", sleeps=True)
     await _vllm_core(vllm).sleep()
     with pytest.raises(NotReadyError, match="sleeps while the trainer trains"):
-        await vllm.swap(2, "two")
+        await vllm.core.swap(2, "two")
     assert vllm.client.called == ["pause", "sleep"]
 
 
@@ -452,7 +438,7 @@ async def test_samples_that_follow_a_first_one_into_a_swap_wait_for_its_end(
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         stream, running = sglang.begin(tasks, request(max_tokens=40, samples=3))
         await _turns()
-        await sglang.swap(2, "two")
+        await sglang.core.swap(2, "two")
         await _turns()
         assert sglang.client.salts == ["0", "1", "1"]
         await sglang.cancel(stream, running)
@@ -463,12 +449,12 @@ async def test_an_engine_that_could_not_be_paused_for_a_swap_samples_and_swaps_l
 ) -> None:
     vendor.fail("pause", _NO_ANSWER)
     with pytest.raises(EngineError, match="no answer"):
-        await vendor.swap(2, "two")
+        await vendor.core.swap(2, "two")
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         stream, running = vendor.begin(tasks)
         assert await stream.next()
         vendor.client.failures.clear()
-        await vendor.swap(2, "two")
+        await vendor.core.swap(2, "two")
         assert vendor.client.generating.is_set()
         await vendor.cancel(stream, running)
 
@@ -478,7 +464,7 @@ async def _swap_that_does_not_end(vendor: _Vendor) -> LoopThread:
     thread, parts = LoopThread("Vendor"), vars(vendor.engine)
     parts |= {"_thread": thread, "_core": vendor.core, "_epoch": 1}
     vendor.client.may_resume.clear()
-    thread.begin(vendor.swap(2, "two"))
+    thread.begin(vendor.core.swap(2, "two"))
     while not vendor.client.is_asked_to_resume:
         await asyncio.sleep(0.001)
     return thread
@@ -493,7 +479,7 @@ async def test_a_repeated_commit_does_not_succeed_before_the_engine_samples(
         await asyncio.wait([again], timeout=0.05)
         assert not again.done()
         vendor.client.may_resume.set()
-    assert (again.result().version, vendor.client.generating.is_set()) == (2, True)
+    assert (again.result(), vendor.client.generating.is_set()) == (0, True)
     await thread.stop()
 
 
@@ -541,7 +527,7 @@ async def test_no_name_of_a_sample_is_the_beginning_of_another(sglang: _Vendor) 
 
 async def test_vllms_seeds_differ_by_seed_sample_and_first_token(vllm: _Vendor) -> None:
     vllm.client.script = [Delta([5], [-0.5], "stop", 2)]
-    partial = PartialSample(0, np.array([8], np.uint32))
+    partial = partial_sample(0, [8])
     for wanted in (request(samples=3), request(seed=4), request(partials=(partial,))):
         await vllm.whole(wanted)
     seeds = {one.choice.seed for one in vllm.client.sent}
@@ -551,7 +537,7 @@ async def test_vllms_seeds_differ_by_seed_sample_and_first_token(vllm: _Vendor) 
 
 async def test_a_sample_that_sglang_continues_gets_its_own_random_numbers(sglang: _Vendor) -> None:
     sglang.client.script = [Delta([5], [-0.5], "stop", 2)]
-    partial = PartialSample(1, np.array([8, 9], np.uint32))
+    partial = partial_sample(1, [8, 9])
     wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,))
     await sglang.whole(wanted)
     by_prompt = {tuple(one.prompt): one.choice for one in sglang.client.sent}

@@ -14,8 +14,9 @@ from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.threaded_engine import ThreadedEngine
-from services.rollout.engines.vendor.core import VendorCore
+from services.rollout.engines.vendor.engine import VendorCore
 from services.rollout.engines.vendor.request import RequestRun
+from services.rollout.engines.vendor.settings import VendorSettings
 from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, NotReadyError
 from sluice.types import FinishReason
 from tests.support.causal_lms import request
@@ -29,17 +30,15 @@ class _Core(VendorCore):
     name = "Vendor"
 
     def __init__(self) -> None:
-        no_workers: Any = None  # no weights come
-        super().__init__(CheckpointLayout(100, (), ()), 64, no_workers)
+        no_client: Any = None  # no weights come
+        settings = VendorSettings("model", max_model_len=64)
+        super().__init__(no_client, CheckpointLayout(100, (), ()), settings)
         self.version, self.digest = 3, "three"
         self.is_endless = False
         self.sampled_ahead = 0
         self.running = 0
         self.heeds_cancels = True
         self.cancelled: set[RequestRun] = set()
-
-    async def swap(self, version: int, digest: str) -> float:
-        raise NotImplementedError
 
     async def run(self, run: RequestRun) -> None:
         reason = None if self.is_endless else FinishReason.STOP
@@ -65,7 +64,7 @@ class _Core(VendorCore):
     async def unused(self, *_: Any) -> None:
         raise NotImplementedError
 
-    wait_to_begin = heartbeat = unused
+    heartbeat = unused
     seed = deltas = check_versions = unused  # type: ignore[assignment]
 
 
@@ -82,9 +81,6 @@ class _Engine(ThreadedEngine[_Core]):
 
     def sample(self, wanted: GenerationRequest) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
         return self.generate(wanted, every_token=False)
-
-    async def _read_images(self, request: GenerationRequest) -> None:
-        return
 
     async def _swap(self, epoch: int, version: int, digest: str) -> float:
         return 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.vendor.request import (
     Delta,
@@ -22,7 +22,7 @@ from services.rollout.engines.vendor.request import (
 )
 from sluice.errors import EngineError
 from sluice.types import FinishReason, PromptLogprobs
-from tests.support.causal_lms import EOS, request
+from tests.support.causal_lms import EOS, partial_sample, request
 
 _WHOLE = Pace(every_token=False, interval_s=None)
 _SINGLE = Pace(every_token=True, interval_s=None)
@@ -294,7 +294,7 @@ async def test_a_finished_sample_is_compared_with_the_vendors_account_before_it_
 
 
 async def test_a_partial_is_part_of_the_prompt_and_of_the_limit() -> None:
-    partial = PartialSample(1, np.array([8, 9], np.uint32))
+    partial = partial_sample(1, [8, 9])
     wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,), ignore_eos=False)
     _, vendor = await _ended([_delta([5], "stop")], wanted)
     by_prompt = {tuple(sample.prompt): sample.choice for sample in vendor.asked}
@@ -312,7 +312,7 @@ async def test_the_context_bounds_max_tokens() -> None:
     ("partial", "reason"), [([4, EOS], FinishReason.STOP), ([4, 5, 6], FinishReason.LENGTH)]
 )
 async def test_a_complete_partial_is_not_sampled(partial: list[int], reason: FinishReason) -> None:
-    partials = (PartialSample(0, np.array(partial, np.uint32)),)
+    partials = (partial_sample(0, partial),)
     wanted = request(max_tokens=3, partials=partials, ignore_eos=False)
     chunks, vendor = await _ended([], wanted)
     assert (chunks.reported, vendor.asked) == ([([], 1, reason)], [])
@@ -434,8 +434,8 @@ async def test_the_first_open_sample_brings_the_prompts_logprobs_without_continu
         logprobs = -np.arange(size, dtype=np.float32)
         return PromptLogprobs(logprobs, np.arange(size, dtype=np.uint32), logprobs)
 
-    whole = PartialSample(0, np.array([EOS], np.uint32))
-    part = PartialSample(1, np.array([EOS + 1, EOS + 2], np.uint32))
+    whole = partial_sample(0, [EOS])
+    part = partial_sample(1, [EOS + 1, EOS + 2])
     wanted = request(samples=3, partials=(whole, part), ignore_eos=False)
     sent = replace(_delta([8], "stop"), prompt_logprobs=scored(5))
     for prompt_logprobs in (False, True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.rollout.engines.causal_lm import CheckpointLayout
-from services.rollout.engines.vllm import core
+from services.rollout.engines.vllm import engine
 from services.rollout.engines.vllm.settings import (
     WORKER_EXTENSION,
     VllmSettings,
@@ -107,9 +107,9 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
 ) -> None:
     environment = {name: text for name, text in os.environ.items() if "ASCEND" not in name}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(core, "select_device", lambda _: device)
+    monkeypatch.setattr(engine, "select_device", lambda _: device)
     described = SimpleNamespace(layout=CheckpointLayout(9, (), ()), image_prompts=None)
-    monkeypatch.setattr(core, "build_causal_lm", lambda *_, **__: described)
+    monkeypatch.setattr(engine, "described_model", lambda _: described)
 
     class Refuses:
         def __init__(self, arguments: dict[str, object], **_: object) -> None:
@@ -117,8 +117,8 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
             raise ConfigError("seen")
 
     given: list[dict[str, object]] = []
-    monkeypatch.setattr(core, "VllmClient", Refuses)
+    monkeypatch.setattr(engine, "VllmClient", Refuses)
     with pytest.raises(ConfigError, match="seen"):
-        asyncio.run(core.VllmCore.build(_PLAIN))
+        asyncio.run(engine.VllmCore.build(_PLAIN))
     assert ("additional_config" in given[0]) is is_npu
     assert ("VLLM_ASCEND_ENABLE_NZ" in environment) is is_npu

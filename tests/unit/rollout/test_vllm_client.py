@@ -86,9 +86,6 @@ class _OldEngine:
     async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[object]:
         return [(method, *args)]
 
-    async def abort(self, request_ids: list[str]) -> None:
-        return
-
 
 class _NewEngine(_OldEngine):
     async def update_weight_version(self, version: str) -> None:
@@ -222,7 +219,6 @@ async def test_the_prompts_logprobs_are_those_of_its_own_and_the_most_probable_t
     async with aclosing(stream) as deltas:  # type: ignore[type-var]
         found, *rest = [one.prompt_logprobs async for one in deltas]
     assert rest == [None, None]
-    assert found is not None
     assert found.logprobs.tolist() == [-2.0, -0.25]
     assert found.top_token_ids.tolist() == [4, 5]
     assert found.top_logprobs.tolist() == [-0.25, -0.25]
@@ -331,7 +327,7 @@ def test_a_version_without_prompts_of_token_ids_has_neither_salts_nor_names(inst
 @pytest.mark.parametrize(
     ("engine", "missing"),
     [
-        (object, "pause_generation, resume_generation, collective_rpc, abort"),
+        (object, "pause_generation, resume_generation, collective_rpc"),
         (_OlderEngine, r"pause_generation\(mode\)"),
     ],
 )
@@ -409,8 +405,6 @@ def test_images_are_decoded_in_order_and_the_same_file_has_the_same_name(
     wide, tall = png(2 * _SIDE, _SIDE), png(_SIDE, 2 * _SIDE)
     found = read_images(_request(wide, tall), reader)
     again = read_images(_request(tall, tall), reader)
-    assert found is not None
-    assert again is not None
     assert [image.size for image in found.images] == [(56, 28), (28, 56)]
     assert found.prompt == [8, 5, 9, 5, 10]
     assert again.names == (found.names[1], found.names[1])
@@ -422,7 +416,6 @@ def test_vllm_is_given_the_trainers_pixels_in_sizes_that_need_no_resizing(
 ) -> None:
     files = (image_file(1, 20, 20), image_file(2, 300, 190))
     found = read_images(_request(*files), reader)
-    assert found is not None
     assert [image.size for image in found.images] == [(28, 28), (140, 84)]
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     for file, image in zip(files, found.images, strict=True):
@@ -433,14 +426,7 @@ def test_vllm_is_given_the_trainers_pixels_in_sizes_that_need_no_resizing(
 
 def test_image_tokens_of_a_response_that_is_continued_are_text(reader: ImagePromptReader) -> None:
     found = read_images(_request(png(), png()), reader)
-    assert found is not None
     assert found.continued([8, 5, 5, 5, 9, 5, 10, 5, 5, 11]) == [8, 5, 9, 5, 10, 5, 5, 11]
-
-
-def test_a_model_that_takes_no_images_refuses_them_and_takes_prompts_without() -> None:
-    assert read_images(request(), None) is None
-    with pytest.raises(InvalidRequestError, match="2 images for a model that takes none"):
-        read_images(_request(png(), png()), None)
 
 
 def test_a_file_that_is_no_image_is_refused_and_named(reader: ImagePromptReader) -> None:

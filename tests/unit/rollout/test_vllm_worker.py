@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -44,8 +45,7 @@ def sender() -> Iterator[WeightSender]:
 def worker() -> Iterator[WeightWorker]:
     worker = WeightWorker()
     worker.rank, worker.device = 0, torch.device("cpu")
-    shapes = {spec.name: spec.shape for spec in _TENSORS}
-    worker.sluice_inbox = WeightInbox(CpuDevice(), shapes)
+    worker.sluice_inbox = WeightInbox(CpuDevice())
     yield worker
     worker.sluice_close()
 
@@ -103,11 +103,11 @@ async def test_an_abort_ends_what_waits_and_a_later_epoch_works(
 async def test_a_group_that_a_worker_refuses_is_named_in_the_outcome(
     sender: WeightSender, worker: WeightWorker
 ) -> None:
-    spec = sender.form_group(1, ["replica"], _TENSORS[:1])["replica"]
-    worker.sluice_join(msgspec.msgpack.encode(spec))
+    spec = sender.form_group(1, ["replica"], _TENSORS)["replica"]
+    worker.sluice_join(msgspec.msgpack.encode(replace(spec, backend="nccl")))
     outcome: dict[str, Any] = await _outcome(worker)
     assert outcome["kind"] == "InvalidRequestError"
-    assert "the first is b" in outcome["error"]
+    assert 'backend "nccl"' in outcome["error"]
 
 
 def test_the_workers_of_a_replica_take_consecutive_ranks(sender: WeightSender) -> None:
@@ -121,7 +121,7 @@ def test_the_workers_of_a_replica_take_consecutive_ranks(sender: WeightSender) -
 
 
 async def test_a_receiver_of_one_rank_refuses_several(sender: WeightSender) -> None:
-    inbox = WeightInbox(CpuDevice(), {spec.name: spec.shape for spec in _TENSORS})
+    inbox = WeightInbox(CpuDevice())
     joined: Future[str] = inbox.join(
         sender.form_group(1, ["replica"], _TENSORS, {"replica": (WHOLE, WHOLE)})["replica"]
     )

@@ -45,8 +45,7 @@ class Workers:
     def _worker(self, rank: int) -> Any:
         worker: Any = WeightWorker()
         worker.rank, worker.device = rank, torch.device("cpu")
-        shapes = {spec.name: spec.shape for spec in _TENSORS}
-        worker.sluice_inbox = WeightInbox(CpuDevice(), shapes)
+        worker.sluice_inbox = WeightInbox(CpuDevice())
         worker.model_runner = SimpleNamespace(
             reload_weights=lambda weights_iterator: self.loaded[rank].extend(
                 name for name, _ in weights_iterator

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.rpc.auth import ClientQuota
-from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY, caller_name, host_of
+from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY, caller_of, host_of
 from sluice.security.token_file import Role, Token
 
 CLIENT, OTHER, SERVICE = "c" * 20, "o" * 20, "s" * 20
@@ -30,7 +31,8 @@ def named(
     metadata = [("authorization", f"Bearer {token}")] if token else []
     metadata += [(CLIENT_KEY, name)] if name is not None else []
     metadata += [(SERVICE_KEY, service)] if service is not None else []
-    return caller_name(metadata, Tokens() if with_tokens else None, peer)
+    call = SimpleNamespace(invocation_metadata=lambda: metadata, peer=lambda: peer)
+    return caller_of(call, Tokens() if with_tokens else None)
 
 
 def test_a_clients_token_is_its_name_whatever_it_calls_itself() -> None:

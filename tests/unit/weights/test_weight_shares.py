@@ -48,7 +48,6 @@ def _weights(seed: int = 1, changed: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 _SPECS = tensor_specs(_weights().items())
-_SHAPES = {spec.name: spec.shape for spec in _SPECS}
 
 
 def _half(rank: int) -> WeightShare:
@@ -77,7 +76,7 @@ class _Fleet:
         self.shares, self.epoch = shares, 0
         self.workers = {
             (name, number): stack.enter_context(
-                closing(WeightReceiver(CpuDevice(), _SHAPES, share, in_place=True))
+                closing(WeightReceiver(CpuDevice(), share, in_place=True))
             )
             for name, given in shares.items()
             for number, share in enumerate(given)

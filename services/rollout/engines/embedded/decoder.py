@@ -24,13 +24,11 @@ class PrefilledPrompts:
     """Keys and values of some prompts, computed together and padded on the right.
 
     Attributes:
-        lengths: tokens of each prompt.
         layers: per layer keys and values, each [prompts, kv heads, padded length, head dim]; empty
             for a decoder without a cache.
         routing: [prompts, padded length, layers, experts per token]; ``None`` if it is not kept.
     """
 
-    lengths: tuple[int, ...]
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     routing: RoutedExperts | None = None
 

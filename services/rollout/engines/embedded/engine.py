@@ -15,14 +15,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from services.rollout.engines.causal_lm import (
-    CheckpointLayout,
+    CausalLM,
     build_causal_lm,
     read_weights,
     use_float32_head,
@@ -31,16 +33,18 @@ from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.loop import EmbeddedRun, GenerationLoop
 from services.rollout.engines.embedded.routing import RoutedDecoder
-from services.rollout.engines.protocol import CommitResult, GenerationRequest
+from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION, EngineSettings
 from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineCore, InboxEngine, Pace
-from services.rollout.engines.weight_inbox import NewWeights
+from services.rollout.engines.threaded_engine import EngineCore, Pace, ThreadedEngine
+from services.rollout.engines.weight_inbox import NewWeights, WeightInbox
+from sluice.concurrency.waits import waiting_for
 from sluice.config.derived import batch_invariant, replays_engine_routing
 from sluice.config.run import RunConfig
-from sluice.device.select import select_device
-from sluice.errors import EngineError, InvalidRequestError, SluiceError
-from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
+from sluice.device.select import select_device, transfer_device
+from sluice.errors import EngineError, InvalidRequestError, NotReadyError, SluiceError
+from sluice.types import TransferGroupSpec
+from sluice.vision.image_prompts import ImagePrompt
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,8 @@ logger = logging.getLogger(__name__)
 _GATHER_S = 0.005
 _GATHER_MOST_S = 0.1
 _MOST_PROMPT_LOGITS = 1 << 30
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +98,9 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
     slots_may_wait = False
     abort_timeout_s = None  # it aborts between two steps; one that hangs may recover
 
-    def __init__(
-        self,
-        loop: GenerationLoop,
-        layout: CheckpointLayout,
-        image_prompts: ImagePromptReader | None = None,
-    ) -> None:
-        super().__init__(layout)
+    def __init__(self, loop: GenerationLoop, language_model: CausalLM) -> None:
+        super().__init__(language_model.layout, language_model.image_prompts)
         self.loop = loop
-        self.image_prompts = image_prompts
         self._has_turn = False
         self._is_closed = False
         self._gather_until_s = 0.0
@@ -151,7 +151,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         )
         if settings.serves_model_files:
             loop.swap(_weights_of_files(settings, loop), FILES_VERSION, FILES_DIGEST)
-        return cls(loop, language_model.layout, language_model.image_prompts)
+        return cls(loop, language_model)
 
     @property
     def version(self) -> int | None:
@@ -301,17 +301,31 @@ def _weights_of_files(settings: EmbeddedEngineSettings, loop: GenerationLoop) ->
     return NewWeights(tensors)
 
 
-class EmbeddedEngine(InboxEngine[EmbeddedCore]):
-    """See `services.rollout.engines.protocol.Engine`."""
+class EmbeddedEngine(ThreadedEngine[EmbeddedCore]):
+    """See `services.rollout.engines.protocol.Engine`. It receives weights in this process."""
 
     def __init__(self, settings: EmbeddedEngineSettings) -> None:
         super().__init__("torch", settings)
         self._settings = settings
+        self._inbox: WeightInbox | None = None
 
     async def start(self) -> None:
         """Build the model; see the protocol."""
         core = await self._build(EmbeddedCore.build(self._settings))
-        self._open_inbox(core.loop.weights.places)
+        wire = transfer_device(self._settings.device, self._settings.weights_backend)
+        self._inbox = WeightInbox(wire, core.loop.weights.places)
+
+    async def stop(self) -> None:
+        """Abort what runs and free everything. Repeating it is harmless."""
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None:
+            inbox.close()
+        await super().stop()
+
+    def _weights(self) -> WeightInbox:
+        if self._inbox is None:
+            raise NotReadyError("the torch engine is not running")
+        return self._inbox
 
     def _admit(self, request: GenerationRequest) -> None:
         super()._admit(request)
@@ -324,19 +338,15 @@ class EmbeddedEngine(InboxEngine[EmbeddedCore]):
                 "serve with actor_rollout_ref.rollout.name=vllm"
             )
 
-    async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:
-        if not request.images:
-            return None
-        reader = self._in_thread()[1].image_prompts
-        if reader is None:
-            raise InvalidRequestError(
-                f"request {request.request_id}: {len(request.images)} images for a model that "
-                "reads only text; send none, or serve a vision-language model"
-            )
-        return await self._image_turn.read(
-            len(request.sample_indexes),
-            lambda: reader.read(request.prompt_token_ids, request.images),
-        )
+    async def join_group(self, spec: TransferGroupSpec) -> str:
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
+        inbox = self._weights()
+        return await _received(inbox, inbox.join(spec), f"joining epoch {spec.epoch}")
+
+    async def stage(self, epoch: int, version: int) -> StagedVersion:
+        """Receive one version into staging memory while generation continues."""
+        inbox = self._weights()
+        return await _received(inbox, inbox.stage(epoch, version), f"staging version {version}")
 
     async def _swap(self, epoch: int, version: int, digest: str) -> float:
         thread, core = self._in_thread()
@@ -346,16 +356,20 @@ class EmbeddedEngine(InboxEngine[EmbeddedCore]):
         inbox.release(staged)
         return stall_s
 
-    async def load_weights(
-        self, tensors: Mapping[str, torch.Tensor], version: int, digest: str
-    ) -> CommitResult:
-        """Swap a copy of given weights in between two decode steps.
+    async def abort_update(self, epoch: int, reason: str) -> None:
+        """Discard the staged weights and leave the group. Idempotent."""
+        inbox = self._weights()
+        if epoch == inbox.epoch:
+            inbox.leave(reason)
 
-        Raises:
-            WeightSyncError: they do not fit the model; the old weights stay.
-        """
-        thread, core = self._in_thread()
-        device = core.loop.device
-        copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
-        swap = thread.begin(core.swap(NewWeights(copies), version, digest))
-        return CommitResult(version, digest, await self._completed(swap))
+
+async def _received(inbox: WeightInbox, result: Future[_T], phase: str) -> _T:
+    epoch = inbox.epoch
+    try:
+        with waiting_for("trainer", phase):
+            return await asyncio.wrap_future(result)
+    except asyncio.CancelledError:
+        # The inbox's thread cannot be interrupted; without the group its call fails soon.
+        if inbox.epoch == epoch:  # else the next epoch has begun, and left this one
+            inbox.leave(f"the call was cancelled while {phase}")
+        raise

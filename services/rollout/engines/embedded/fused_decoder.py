@@ -272,21 +272,21 @@ class FusedDecoder(SlotDecoder):
         _require(not any(images), "images")
         forward = PrefillForward()
         self._compute(*pad_right(prompts, self._device), forward)
-        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+        return PrefilledPrompts(tuple(forward.layers))
 
     def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
         """See `Decoder.score`."""
         forward = PrefillForward()
         hidden = self._compute(*pad_right([prompt], self._device), forward, to_end=True)
         logits: torch.Tensor = self._head(self._last_norm(hidden))
-        return PrefilledPrompts((len(prompt),), tuple(forward.layers)), logits
+        return PrefilledPrompts(tuple(forward.layers)), logits
 
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
         """See `Decoder.extend`."""
         extension = Extension(known, prompts, self._device)
         forward = PrefillForward(extension=extension)
         self._compute(extension.token_ids, extension.positions, forward)
-        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+        return PrefilledPrompts(tuple(forward.layers))
 
     def _compute(
         self,

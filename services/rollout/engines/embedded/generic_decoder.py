@@ -49,7 +49,7 @@ class RecomputeDecoder:
         """See `Decoder.prefill`: nothing to compute."""
         if any(images):
             raise NotImplementedError("images")
-        return PrefilledPrompts(tuple(len(p) for p in prompts), ())
+        return PrefilledPrompts(())
 
     def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
         """See `Decoder.score`."""
@@ -183,7 +183,7 @@ class GenericDecoder(SlotDecoder):
     ) -> PrefilledPrompts:
         """See `Decoder.prefill`."""
         forward = self._forward_prompts(prompts, images)
-        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+        return PrefilledPrompts(tuple(forward.layers))
 
     def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
         """See `Decoder.score`."""
@@ -192,7 +192,7 @@ class GenericDecoder(SlotDecoder):
         with kv_cache.slot_forward(forward):
             output = self._model(input_ids=token_ids, position_ids=positions, use_cache=False)
         logits: torch.Tensor = output.logits[0]
-        return PrefilledPrompts((len(prompt),), tuple(forward.layers)), logits
+        return PrefilledPrompts(tuple(forward.layers)), logits
 
     def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
         """See `Decoder.extend`."""
@@ -202,7 +202,7 @@ class GenericDecoder(SlotDecoder):
             self._model.base_model(
                 input_ids=extension.token_ids, position_ids=extension.positions, use_cache=False
             )
-        return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
+        return PrefilledPrompts(tuple(forward.layers))
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """See `Decoder.decode`."""

@@ -44,6 +44,9 @@ from sluice.vision.image_prompts import ImagePrompt
 _REFILL_SHARE = 16
 _PREFILL_TOKENS = 8192
 
+_Prefilled = tuple[PrefilledPrompts, list[int]]
+"""Prompts that were computed together, and their indexes among the given ones."""
+
 
 class EmbeddedRun(EngineRun):
     """A request in the loop.
@@ -351,30 +354,18 @@ class GenerationLoop:
 
     def _prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None]
-    ) -> list[tuple[PrefilledPrompts, list[int]]]:
+    ) -> list[_Prefilled]:
         """Return prefilled batches, each with the indexes of its prompts."""
-        lengths = [len(prompt) for prompt in prompts]
-        return [
-            (
-                self._decoder.prefill([prompts[i] for i in members], [images[i] for i in members]),
-                members,
-            )
-            for members in prefill_batches(lengths, self._prefill_tokens)
-        ]
+        prefill = self._decoder.prefill
+        return self._in_batches(
+            prompts, lambda m: prefill([prompts[i] for i in m], [images[i] for i in m])
+        )
 
-    def _extend(
-        self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]
-    ) -> list[tuple[PrefilledPrompts, list[int]]]:
-        """Return prompts whose beginning is known; see `_prefill`."""
-        self.reused_tokens += sum(len(prefix.tokens) for prefix in known)
-        lengths = [len(prompt) for prompt in prompts]
-        return [
-            (
-                self._decoder.extend([known[i] for i in members], [prompts[i] for i in members]),
-                members,
-            )
-            for members in prefill_batches(lengths, self._prefill_tokens)
-        ]
+    def _in_batches(
+        self, prompts: Sequence[TokenRow], compute: Callable[[list[int]], PrefilledPrompts]
+    ) -> list[_Prefilled]:
+        batches = prefill_batches([len(prompt) for prompt in prompts], self._prefill_tokens)
+        return [(compute(members), members) for members in batches]
 
     def step(self) -> None:
         """Fill free slots and sample one token for every running sample."""
@@ -428,9 +419,12 @@ class GenerationLoop:
                 continued.append((unit, known))
         tokens, images = [unit.tokens[:-1] for unit in whole], [unit.images for unit in whole]
         _hand_over(self._prefill(tokens, images), whole)
-        known_units = [unit for unit, _ in continued]
-        longer = [unit.tokens[:-1] for unit in known_units]
-        _hand_over(self._extend([known for _, known in continued], longer), known_units)
+        self.reused_tokens += sum(len(known.tokens) for _, known in continued)
+        longer, extend = [unit.tokens[:-1] for unit, _ in continued], self._decoder.extend
+        extended = self._in_batches(
+            longer, lambda m: extend([continued[i][1] for i in m], [longer[i] for i in m])
+        )
+        _hand_over(extended, [unit for unit, _ in continued])
 
     def _enter(self, admissions: Sequence[AdmittedSamples]) -> None:
         samples = [(sample, a.unit.prefilled) for a in admissions for sample in a.samples]
@@ -563,9 +557,7 @@ class GenerationLoop:
         run.stream.end(None)
 
 
-def _hand_over(
-    batches: Sequence[tuple[PrefilledPrompts, list[int]]], units: Sequence[PrefillUnit]
-) -> None:
+def _hand_over(batches: Sequence[_Prefilled], units: Sequence[PrefillUnit]) -> None:
     """Give units the states that were computed for them together."""
     for prefilled, members in batches:
         for place, member in enumerate(members):

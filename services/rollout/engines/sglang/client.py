@@ -29,14 +29,15 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
+import torch
 
-from services.rollout.engines.sglang.held_tokens import EVERY_TOKEN
-from services.rollout.engines.sglang.scheduler import run_detokenizer, run_scheduler
+from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, run_detokenizer, run_scheduler
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls
 from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vendor.settings import installed, refuse_unknown
 from sluice.errors import ConfigError, EngineError, leaves
 from sluice.types import PromptLogprobs
+from sluice.vision.image_prompts import ImagePrompt
 
 _ONE_TOKEN = float(np.finfo(np.float32).tiny)
 """A nucleus that holds only the most probable token."""
@@ -115,6 +116,29 @@ def read_prompt_logprobs(output: Mapping[str, Any]) -> PromptLogprobs:
     )
 
 
+def image_data(images: ImagePrompt, num_tokens: int) -> dict[str, object]:
+    """Return SGLang's ``image_data`` for a prompt and what follows it, `num_tokens` in all.
+
+    SGLang would resize images by its own rules and read the prompt's text again. It takes the
+    patches and positions that the trainer has too, with the token ids as they are. Image tokens
+    behind the prompt are text.
+    """
+    offsets, place = [], 0
+    for count in images.num_tokens.tolist():
+        own = images.places[place : place + count]
+        offsets.append((int(own[0]), int(own[-1])))
+        place += count
+    positions = images.positions
+    return {
+        "format": "processor_output",
+        "pixel_values": torch.from_numpy(images.pixel_values),
+        "image_grid_thw": torch.from_numpy(images.grid_thw),
+        "offsets": offsets,
+        "mrope_positions": torch.from_numpy(positions.extended(num_tokens)),
+        "mrope_position_delta": torch.tensor([[positions.shift]]),
+    }
+
+
 # Types are checked without SGLang: its values have none here.
 # ruff: noqa: ANN401
 
@@ -150,9 +174,11 @@ class SglangClient:
 
     Args:
         arguments: of SGLang's engine, by its own names.
-        on_death: called in that loop when a process of SGLang ends.
         ranks: scheduler processes, which share the model.
         recomputes: caches of running samples are recomputed at updates of weights.
+
+    Attributes:
+        on_death: called in that loop when a process of SGLang ends.
 
     Raises:
         ConfigError: SGLang cannot be imported, or refuses the arguments.
@@ -162,7 +188,6 @@ class SglangClient:
     def __init__(
         self,
         arguments: Mapping[str, object],
-        on_death: Callable[[], None],
         *,
         ranks: int = 1,
         recomputes: bool = False,
@@ -197,7 +222,7 @@ class SglangClient:
         self._sockets = _sockets() - sockets
         self._manager: Any = self._engine.tokenizer_manager
         _stop_watchdog(self._manager)
-        self._on_death = on_death
+        self.on_death: Callable[[], None] = lambda: None
         self._is_broken = False
         self._deadlines: set[asyncio.Timeout] = set()
         self._loop = asyncio.get_running_loop()
@@ -209,7 +234,7 @@ class SglangClient:
         self._is_broken = True
         for deadline in self._deadlines:
             deadline.reschedule(self._loop.time())
-        self._on_death()
+        self.on_death()
 
     def _unwatch(self) -> None:
         for one in self._processes:
@@ -235,7 +260,7 @@ class SglangClient:
         priority: int = 0,
         *,
         every_token: bool = True,
-        images: Mapping[str, object] | None = None,
+        images: ImagePrompt | None = None,
     ) -> AsyncIterator[Delta]:
         """Sample one sample. Cancelling the consumer aborts it.
 
@@ -246,7 +271,7 @@ class SglangClient:
             choice: how to sample.
             priority: higher ones go first; 0 is the usual one.
             every_token: tokens come one by one, and not some together.
-            images: of the prompt, as `SglangImages.of` gives them.
+            images: at the beginning of the prompt, if there are any.
 
         Raises:
             EngineError: SGLang failed.
@@ -254,7 +279,7 @@ class SglangClient:
         asked = self._requests.GenerateReqInput(
             rid=request_id,
             input_ids=list(prompt),
-            image_data=None if images is None else [dict(images)],
+            image_data=None if images is None else [image_data(images, len(prompt))],
             sampling_params=sampling_parameters(choice, every_token=every_token),
             return_logprob=True,
             # Without a start SGLang reports logprobs from the response on.
@@ -277,16 +302,16 @@ class SglangClient:
         except Exception as error:
             raise EngineError(f"SGLang: sample {request_id} failed: {error!r}") from error
 
-    async def pause(self, *, retract: bool) -> None:
+    async def pause(self, *, recomputes: bool) -> None:
         """Stop sampling; earlier tokens have reached their consumers when this returns.
 
         Args:
-            retract: running samples give up their cache, and recompute it when they continue.
+            recomputes: running samples give up their cache, and recompute it when they continue.
 
         Raises:
             EngineError: SGLang failed, or did not answer in time.
         """
-        mode = "retract" if retract else "in_place"
+        mode = "retract" if recomputes else "in_place"
         pausing = self._requests.PauseGenerationReqInput(mode=mode)
         await self._answer(self._manager.pause_generation(pausing), "pause", _CALL_TIMEOUT_S)
         await self.catch_up()

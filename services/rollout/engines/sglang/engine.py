@@ -1,77 +1,37 @@
 """SGLang behind the engine Protocol.
 
-SGLang's client runs in the thread of the engine; SGLang's schedulers are processes, and
-`sglang.scheduler` brings the sampler and the weights into them. This module is what the service's
-event loop sees of them.
-
-SGLang would resize images by its own rules and read the prompt's text again. It takes the patches
-and positions that the trainer has too, with the token ids as they are.
+SGLang's client runs in the thread of the engine, where `SglangCore` calls it; see `vendor.engine`
+for what that waits for and how it fails. The end of one of SGLang's processes fails everything. Its
+schedulers are processes, and `sglang.scheduler` brings the sampler and the weights into them.
+`SglangEngine` is what the service's event loop sees of them.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import threading
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 
-import torch
+from transformers import AutoConfig
 
 from services.rollout.engines.protocol import GenerationRequest
-from services.rollout.engines.sglang.client import installed_sglang
-from services.rollout.engines.sglang.core import SglangCore
+from services.rollout.engines.sglang.client import (
+    SglangClient,
+    engine_environment,
+    installed_sglang,
+)
+from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
-from services.rollout.engines.vendor.engine import VendorEngine
+from services.rollout.engines.vendor.engine import VendorCore, VendorEngine, described_model
+from services.rollout.engines.vendor.owner_watch import own_processes
+from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
 from sluice.config.run import RunConfig
-from sluice.errors import InvalidRequestError, MissingPackageError
-from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
+from sluice.device.select import select_device
+from sluice.errors import ConfigError, EngineError, MissingPackageError
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SglangImages:
-    """Images of one prompt.
-
-    Attributes:
-        prompt: where its images are, and its positions.
-        pixel_values: [patches, numbers a patch] float32, of all images.
-    """
-
-    prompt: ImagePrompt
-    pixel_values: torch.Tensor
-
-    def of(self, num_tokens: int) -> dict[str, object]:
-        """Return SGLang's ``image_data`` for the prompt and what follows it, `num_tokens` in all.
-
-        Image tokens behind the prompt are text.
-        """
-        offsets, place = [], 0
-        for count in self.prompt.num_tokens.tolist():
-            own = self.prompt.places[place : place + count]
-            offsets.append((int(own[0]), int(own[-1])))
-            place += count
-        positions = self.prompt.positions
-        return {
-            "format": "processor_output",
-            "pixel_values": self.pixel_values,
-            "image_grid_thw": torch.from_numpy(self.prompt.grid_thw),
-            "offsets": offsets,
-            "mrope_positions": torch.from_numpy(positions.extended(num_tokens)),
-            "mrope_position_delta": torch.tensor([[positions.shift]]),
-        }
-
-
-def read_images(request: GenerationRequest, reader: ImagePromptReader | None) -> SglangImages:
-    """Return the images of a request that has some.
-
-    Raises:
-        InvalidRequestError: the model takes none, one cannot be read, or the prompt is of others.
-    """
-    if reader is None:
-        raise InvalidRequestError(
-            f"request {request.request_id}: {len(request.images)} images for a model that takes "
-            "none; serve a vision-language model, or leave them out"
-        )
-    prompt = reader.read(request.prompt_token_ids, request.images)
-    return SglangImages(prompt, torch.from_numpy(prompt.pixel_values))
+_log = logging.getLogger(__name__)
 
 
 def create(config: RunConfig) -> SglangEngine:
@@ -89,6 +49,107 @@ def create(config: RunConfig) -> SglangEngine:
     return SglangEngine(sglang_settings(config))
 
 
+class SglangCore(VendorCore):
+    """SGLang with the weights that it serves; see `build`."""
+
+    name = "SGLang"
+    first_goes_ahead = True
+    client: SglangClient
+    _swaps = 0
+
+    @classmethod
+    async def build(cls, settings: SglangSettings) -> SglangCore:
+        """Start SGLang.
+
+        Raises:
+            CheckpointError: a file of weights that it is to serve is missing or damaged.
+            ConfigError: the path holds no model, or SGLang refuses its arguments.
+        """
+        device = select_device(settings.device)
+        kind = device.torch_device.type
+        if kind not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"sluice.rollout.device: {device.name} with name=sglang; its sampler there is not "
+                "sluice's and reports other logprobs: set actor_rollout_ref.rollout.name=vllm"
+            )
+        _check_context(settings)
+        described = described_model(settings)
+        os.environ |= engine_environment(
+            os.environ,
+            on_cpu=kind == "cpu",
+            threads=settings.torch_threads,
+            ranks=settings.workers,
+        )
+        own_processes(os.environ)
+        client = SglangClient(
+            settings.engine_arguments(kind),
+            ranks=settings.workers,
+            recomputes=settings.recompute_kv,
+        )
+        core = cls(client, described.layout, settings, described.image_prompts)
+        client.on_death = core._note_death
+        _log.info("SGLang %s runs on %s", client.version, device.name)
+        await core.open(kind)
+        return core
+
+    async def _reach_workers(self) -> None:
+        await self.client.open()
+
+    def _note_death(self) -> None:
+        self._break(EngineError("a process of SGLang has ended; restart the replica"))
+
+    def seed(self, request: GenerationRequest, index: int, _num_continued: int) -> int:
+        """Return a seed; a continued sample gets the random numbers that it would have had."""
+        return stream_seed(request.sampling.seed, index, request.prompt_token_ids.size)
+
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
+        """Sample one sample; closing the iterator aborts it."""
+        # SGLang aborts all requests whose names begin with a given one; hence the dot at the end.
+        name = f"{run.number}-{sample.index}."
+        # A cache that other weights computed has another salt.
+        salt = str(self._swaps)
+        return self.client.generate(
+            name,
+            sample.prompt,
+            salt,
+            sample.choice,
+            run.request.priority,
+            every_token=run.reads_tokens,
+            images=run.images,
+        )
+
+    async def heartbeat(self, timeout_s: float) -> None:
+        """Wait for an answer of SGLang's scheduler."""
+        await self.client.heartbeat(timeout_s)
+
+    async def _note_weights(self, _version: int) -> None:
+        self._swaps += 1  # a new salt: the cache of the old weights must not serve the new ones
+
+
+def _check_context(settings: SglangSettings) -> None:
+    """Refuse contexts beyond the model's positions.
+
+    SGLang's own check is off, since its context is a little longer than ours.
+
+    Raises:
+        ConfigError: samples may be longer than the model's positions reach.
+    """
+    try:
+        config = AutoConfig.from_pretrained(
+            settings.model_path, trust_remote_code=settings.trust_remote_code
+        ).get_text_config()
+    except (OSError, ValueError):
+        return  # `build_causal_lm` reports the folder's faults
+    scaling = getattr(config, "rope_parameters", None) or {}
+    reach = getattr(config, "max_position_embeddings", None)
+    if reach is not None and settings.max_model_len > reach * float(scaling.get("factor") or 1):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.max_model_len: samples of {settings.max_model_len} tokens; "
+            f"the model at {settings.model_path} has {reach} positions: lower it, or "
+            "data.max_prompt_length and data.max_response_length"
+        )
+
+
 class SglangEngine(VendorEngine[SglangCore]):
     """See `services.rollout.engines.protocol.Engine`."""
 
@@ -100,14 +161,6 @@ class SglangEngine(VendorEngine[SglangCore]):
         """Start SGLang; see the protocol."""
         _survive_quit_signals()
         await self._build(SglangCore.build(self._settings))
-
-    async def _read_images(self, request: GenerationRequest) -> SglangImages | None:
-        if not request.images:
-            return None
-        reader = self._in_thread()[1].image_prompts
-        return await self._image_turn.read(
-            len(request.sample_indexes), lambda: read_images(request, reader)
-        )
 
 
 def _survive_quit_signals() -> None:

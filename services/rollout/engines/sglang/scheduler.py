@@ -13,6 +13,7 @@ import importlib
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import MethodType
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 
-from services.rollout.engines.sglang.held_tokens import TokenHold, held_samples
 from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
 from services.rollout.engines.sglang.scheduler_calls import serve_calls
 from services.rollout.engines.vendor.share_recorder import AsInFiles, meta_copy, recorded_share
@@ -32,9 +32,12 @@ from sluice.weight_share import WeightShare
 # Types are checked without SGLang: its values have none here.
 # ruff: noqa: ANN401
 
+EVERY_TOKEN = 1
+"""``stream_interval`` of a sample whose tokens are sent as they come; the others' is not set."""
 _APPLY = "sluice_apply"
 _CALL_TIMEOUT_S = 60.0
 _LOAD_TIMEOUT_S = 600.0
+_HOLD_S = 0.25
 _RANK = 3
 """Place of the rank among the arguments of SGLang's scheduler process."""
 
@@ -244,6 +247,60 @@ def _install_sampler() -> None:
 
     samplers.register_sampler_backend("pytorch", make)
     batches.SamplingBatchInfo.adjusted_from_schedule_batch = enter
+
+
+class TokenHold:
+    """Chooses the samples whose tokens are sent after a step.
+
+    To send each token costs the scheduler a message and the client a pass for every sample and
+    step.
+
+    Args:
+        now_s: a monotonic clock, seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._due_s = now_s()
+
+    def choose(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """Return those that are sent: about four times a second all of them.
+
+        In between only those that ended, whose tokens are wanted one by one, or that have their
+        first token: it says that the prompt is in the cache.
+        """
+        chosen = [one for one in samples if not _may_wait(one)]
+        now_s = self._now_s()
+        if len(chosen) == len(samples) or now_s < self._due_s:
+            return chosen
+        self._due_s = now_s + _HOLD_S
+        return samples
+
+
+def _may_wait(sample: Any) -> bool:
+    return (
+        sample.stream
+        and sample.send_token_offset > 0
+        and sample.sampling_params.stream_interval != EVERY_TOKEN
+        and not sample.finished()
+    )
+
+
+def held_samples(scheduler: Any) -> list[Any]:
+    """Return the samples with tokens that were not sent.
+
+    Retracted ones wait in its queue, or are computed again a chunk at a time.
+    """
+    batches = (scheduler.running_batch, scheduler.last_batch)
+    found = [*scheduler.waiting_queue]
+    if scheduler.chunked_req is not None:
+        found.append(scheduler.chunked_req)
+    found += [one for batch in batches if batch is not None for one in batch.reqs]
+    return [
+        one
+        for one in {id(one): one for one in found}.values()
+        if one.stream and not one.finished() and len(one.output_ids) > one.send_token_offset
+    ]
 
 
 def _install_hold() -> None:

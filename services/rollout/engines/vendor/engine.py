@@ -1,19 +1,333 @@
-"""A vendor's engine behind the engine Protocol, as the service's event loop sees it.
+"""A vendor's engine: what all vendors share.
 
-Weights go straight to the workers of the vendor's engine; each is a rank of the transfer group.
+`VendorCore` lives in the event loop of the vendor's client. `VendorEngine` is what the service's
+event loop sees of it. Weights go straight to the workers of the vendor's engine; each is a rank of
+the transfer group.
+
+Consumes: coroutines begun by the service's event loop. Produces: chunks, posted as they come.
+Waits for: the vendor's processes, each call with a deadline.
+On failure: if one sample fails, its request fails. If a swap fails half-way, the weights that would
+    sample the next token are unknown; if it cannot resume, nothing is sampled. In both cases every
+    running request fails, and the engine stays broken.
+On shutdown: what runs is aborted and delivered, then the vendor's processes end.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from services.rollout.engines.protocol import StagedVersion
-from services.rollout.engines.threaded_engine import ThreadedEngine
-from services.rollout.engines.vendor.core import VendorCore
+import torch
+
+from services.rollout.engines.causal_lm import CausalLM, CheckpointLayout, build_causal_lm
+from services.rollout.engines.protocol import GenerationRequest, StagedVersion
+from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
+from services.rollout.engines.thread import ChunkStream
+from services.rollout.engines.threaded_engine import EngineCore, Pace, ThreadedEngine
+from services.rollout.engines.vendor.checkpoint_names import check_files
+from services.rollout.engines.vendor.request import (
+    ModelLimits,
+    RequestRun,
+    Vendor,
+    VendorSample,
+    VersionSpans,
+)
+from services.rollout.engines.vendor.settings import VendorSettings
+from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin, WorkerCalls
 from services.rollout.engines.weight_inbox import check_epoch
+from sluice.errors import EngineError, WeightSyncError
 from sluice.types import TransferGroupSpec
+from sluice.vision.image_prompts import ImagePromptReader
 from sluice.weight_share import WeightShare
+
+_log = logging.getLogger(__name__)
+_CLOSE_TIMEOUT_S = 20.0
+
+
+def described_model(settings: VendorSettings) -> CausalLM:
+    """Return the model without memory; its files are checked if the vendor's engine serves them.
+
+    Raises:
+        CheckpointError: a file of weights is missing or damaged.
+        ConfigError: the path holds no model.
+    """
+    described = build_causal_lm(
+        settings.model_path,
+        torch.device("meta"),
+        trust_remote_code=settings.trust_remote_code,
+        dtype=settings.dtype,
+    )
+    if settings.serves_model_files:
+        check_files(Path(settings.model_path), described)
+    return described
+
+
+class VendorClient(WorkerCalls, Protocol):
+    """What all cores use of their vendor's client."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds; 0: not known."""
+        ...
+
+    async def pause(self, *, recomputes: bool) -> None:
+        """Stop sampling; earlier tokens have reached their consumers when this returns.
+
+        Args:
+            recomputes: running samples recompute their cache when they continue.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Sample again."""
+        ...
+
+    async def close(self) -> None:
+        """End the vendor's processes; call nothing else after it."""
+        ...
+
+
+class VendorCore(EngineCore[RequestRun], Vendor):
+    """The engine and the weights that it serves.
+
+    Args:
+        client: the vendor's.
+        layout: of the model's checkpoint.
+        settings: of the engine.
+        image_prompts: of the model; ``None`` if it takes no images.
+    """
+
+    slots_may_wait = True
+    abort_timeout_s = 30.0
+    version: int | None = None
+    digest: str = ""
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+
+    def __init__(
+        self,
+        client: VendorClient,
+        layout: CheckpointLayout,
+        settings: VendorSettings,
+        image_prompts: ImagePromptReader | None = None,
+    ) -> None:
+        super().__init__(layout, image_prompts)
+        self.client = client
+        self.settings = settings
+        self.workers = WeightWorkers(client, self.name)
+        self.limits = ModelLimits(settings.max_model_len, layout.eos_token_ids)
+        self._runs: set[RequestRun] = set()
+        self._idle = asyncio.Event()
+        self._swapping = asyncio.Lock()
+        self._may_begin = asyncio.Event()
+        self._may_begin.set()
+
+    async def open(self, device: str) -> None:
+        """Prepare the workers for weights; sample with those of the model's files if asked to.
+
+        Args:
+            device: kind of device that the vendor computes on.
+
+        Raises:
+            ConfigError: this version of the vendor's engine lacks what is needed; its processes
+                have ended.
+        """
+        settings = self.settings
+        begin = WorkerBegin(
+            device=device,
+            backend=settings.weights_backend,
+            tensors=self.layout.tensors,
+            model_path=settings.model_path,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        try:
+            await self._reach_workers()
+            await self.workers.begin(begin)
+            if settings.serves_model_files:
+                await self._note_weights(FILES_VERSION)
+                self.version, self.digest = FILES_VERSION, FILES_DIGEST
+        except BaseException:  # its processes end with this one only, and this one may live on
+            await self.client.close()
+            raise
+        self.kv_tokens = self.client.kv_tokens
+
+    async def _reach_workers(self) -> None:
+        """Make the workers answer calls; by default they do."""
+
+    def _break(self, error: EngineError) -> None:
+        """Cancel all runs: their tokens would carry the version of other weights."""
+        self._broken = error
+        for run in self._runs:
+            run.cancel()
+
+    def serving_version(self) -> int:
+        """Return the version that samples tokens now. Raises EngineError if there is none."""
+        if self.version is None:
+            raise EngineError(f"{self.name}: a sample runs before the first weights")
+        return self.version
+
+    def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None:
+        """Count sampled response tokens, and those of a prompt and of its part from the cache."""
+        self.generated_tokens += sampled
+        self.prompt_tokens += prompt
+        self.reused_tokens += cached
+
+    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
+        """Replace a finished sample's versions by the vendor's account of them, where it gives one.
+
+        Raises:
+            EngineError: tokens that were posted already belong to other weights.
+        """
+        if not spans:
+            return
+        reported = [int(version) for version, start, end in spans for _ in range(start, end)]
+        if len(reported) != len(sample.versions):
+            raise EngineError(
+                f"{self.name}: version spans of {len(reported)} tokens for a sample of "
+                f"{len(sample.versions)}"
+            )
+        for known, version in zip(sample.versions[: sample.num_posted], reported, strict=False):
+            if known != version:
+                raise EngineError(
+                    f"{self.name}: a token handed on as version {known} was sampled by version "
+                    f"{version}"
+                )
+        sample.versions = reported
+
+    def new_run(
+        self,
+        number: int,
+        request: GenerationRequest,
+        pace: Pace,
+        stream: ChunkStream,
+        images: Any = None,  # noqa: ANN401 - each vendor's own
+    ) -> RequestRun:
+        """Return a run for `run`."""
+        return RequestRun(number, request, pace, self, stream, images)
+
+    def catch_up(self) -> None:
+        """Take the tokens of all samples that were sampled so far; see `RequestRun.catch_up`."""
+        for run in self._runs:
+            run.catch_up()
+
+    async def wait_to_begin(self) -> None:
+        """Wait until no swap is under way: the serving weights sample what is sent then."""
+        while not self._may_begin.is_set():  # it may be cleared before a waiter gets its turn
+            await self._may_begin.wait()
+
+    async def run(self, run: RequestRun) -> None:
+        """Sample a request, and end its stream in any case."""
+        error: EngineError | None = None
+        self._runs.add(run)
+        self._idle.clear()
+        try:
+            self._check_works()  # the engine may have broken meanwhile
+            await run.run()
+        except EngineError as failed:
+            error = failed
+        finally:
+            self._runs.discard(run)
+            if not self._runs:
+                self._idle.set()
+            # What broke the engine explains more than the cancellation that followed.
+            run.stream.end(self._broken or error)
+
+    async def cancel(self, run: RequestRun) -> None:
+        """Abort the samples of one request."""
+        if run in self._runs:
+            run.cancel()
+
+    async def swapped(self) -> None:
+        """Wait until no swap is under way."""
+        async with self._swapping:
+            self._check_works()
+
+    async def swap(self, version: int, digest: str) -> float:
+        """Make the model compute with the staged weights; return the seconds without a token.
+
+        Raises:
+            NotReadyError: it sleeps.
+            WeightSyncError: something else is staged, or nothing; the old weights stay.
+            EngineError: the model could not take the weights, or the vendor's engine does not
+                resume; the engine is broken.
+        """
+        async with self._swapping:
+            self._check_works()
+            if (self.version, self.digest) == (version, digest):
+                return 0.0
+            self._check_awake()
+            # Before the pause: a refusal must not cost any sampling.
+            await self.workers.check_staged(version, digest)
+            started = time.perf_counter()
+            # A sample that came now would be sent under a version that may not sample it.
+            self._may_begin.clear()
+            try:
+                await self.client.pause(recomputes=self.settings.recompute_kv)
+                self.catch_up()  # what came so far is the old version's
+                await self._take(version, digest)
+            finally:
+                if self._broken is None:
+                    await self._resume(version)
+                self._may_begin.set()
+            return time.perf_counter() - started
+
+    def _check_awake(self) -> None:
+        """Raise NotReadyError if the engine sleeps; by default there is no sleep."""
+
+    async def _take(self, version: int, digest: str) -> None:
+        """Load the staged weights during a pause; see `swap`."""
+        try:
+            await self.workers.apply(version, digest)
+            await self._note_weights(version)
+        except WeightSyncError:  # no worker has it: the old weights stay
+            raise
+        except BaseException as error:
+            if isinstance(error, EngineError):
+                self._break(error)
+            else:
+                failure = f"{self.name}: taking version {version} failed ({error!r})"
+                self._break(EngineError(f"{failure}; restart the replica"))
+            raise
+        self.version, self.digest = version, digest
+
+    async def _note_weights(self, version: int) -> None:
+        """Prepare for the samples of weights that the model has taken."""
+
+    async def _resume(self, version: int) -> None:
+        """Resume; an engine that stayed paused would take new samples and never end them."""
+        try:
+            await self.client.resume()
+        except EngineError as error:
+            broken = EngineError(f"{error}, after version {version} came; restart the replica")
+            self._break(broken)
+            raise broken from error
+
+    async def wake(self) -> None:
+        """Bring back what a sleep freed, and sample again; by default there is no sleep.
+
+        Raises:
+            EngineError: the memory is not there; the engine is broken.
+        """
+
+    async def close(self) -> None:
+        """End what runs, deliver it, and end the vendor's processes."""
+        for run in self._runs:
+            run.give_up()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                if self._runs:
+                    await self._idle.wait()
+                await self.workers.close()
+        except (TimeoutError, EngineError) as error:
+            _log.warning("%s did not end in order: %r", self.name, error)
+        finally:
+            await self.client.close()
+
 
 CoreT = TypeVar("CoreT", bound=VendorCore)
 

@@ -21,7 +21,7 @@ from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.text import StopStringWatch
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineRun, Pace
-from sluice.errors import EngineError
+from sluice.errors import EngineError, leaves
 from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class RequestRun(EngineRun):
                     await asyncio.wait(generating)
                 ticking.cancel()
         except* EngineError as errors:
-            raise _first_error(errors) from errors
+            raise leaves(errors)[0] from errors
 
     def _enter(self, index: int) -> None:
         """Open one sample, or end it at once if its partial is complete already."""
@@ -441,10 +441,3 @@ def _new_chunks(sample: VendorSample, *, singly: bool) -> list[SampleChunk]:
     sample.num_posted += start
     sample.token_ids, sample.logprobs = [], []
     return chunks
-
-
-def _first_error(errors: BaseExceptionGroup[EngineError]) -> EngineError:
-    one: BaseException = errors
-    while isinstance(one, BaseExceptionGroup):
-        one = one.exceptions[0]
-    return one if isinstance(one, EngineError) else EngineError(str(one))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,19 +18,6 @@ from sluice.weight_share import WeightShare
 from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, adapted_part, merge_part
 from sluice.weights.plan import torch_dtype
 from sluice.weights.share import Cuts, cuts_by_name, unpack
-
-
-@dataclass(frozen=True, slots=True)
-class _FileTensor:
-    """A tensor as files have it: a view of one on the wire."""
-
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
 class ShareLoading:
@@ -64,27 +50,25 @@ class ShareLoading:
                 layers.setdefault(adapted_part(layer).weight, []).append(layer)
         for name, views in self._views.items():
             whole = self._whole(name, parts, layers.get(name, ()))
-            for view in views:
-                yield view.name, view.of(whole)
+            for file_name, view in views:
+                offset = whole.storage_offset() + int(view.storage_offset())
+                yield file_name, whole.as_strided(view.shape, view.stride(), offset)
             del whole  # the loader keeps what it needs
         computed = {name: self._whole(name, parts, layers.get(name, ())) for name in self._computed}
         yield from self._as_in_files(computed).items() if computed else ()
 
-    def _conversion(self) -> tuple[dict[str, list[_FileTensor]], list[str]]:
+    def _conversion(self) -> tuple[dict[str, list[tuple[str, torch.Tensor]]], list[str]]:
         """Return the views that files have of each tensor, and the tensors that are computed."""
         wholes = {
             spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
             for spec in self._specs.values()
         }
         names = {one.untyped_storage()._cdata: name for name, one in wholes.items()}
-        views: dict[str, list[_FileTensor]] = {}
+        views: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for file_name, one in file_views(self._as_in_files, wholes).items():
             name = names.get(one.untyped_storage()._cdata)
             if name is not None and one.dtype == wholes[name].dtype:
-                view = _FileTensor(
-                    file_name, tuple(one.shape), one.stride(), int(one.storage_offset())
-                )
-                views.setdefault(name, []).append(view)
+                views.setdefault(name, []).append((file_name, one))
         return views, [name for name in wholes if name not in views]
 
     def _whole(

@@ -198,9 +198,7 @@ def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
     tensors = reported.tensors
     share = features.share(tensors, names.of)
     worker.sluice_loading = ShareLoading(tensors, share, names.of)
-    worker.sluice_inbox = WeightInbox(
-        wire, {spec.name: spec.shape for spec in tensors}, share=share
-    )
+    worker.sluice_inbox = WeightInbox(wire, share=share)
     return share
 
 

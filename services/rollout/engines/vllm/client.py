@@ -31,29 +31,20 @@ _SETTLING_TURNS = 8
 _CALL_TIMEOUT_S = 60.0
 
 
-def read_images(
-    request: GenerationRequest, reader: ImagePromptReader | None
-) -> PromptImages | None:
-    """Return the images of a request; ``None`` if it has none.
+def read_images(request: GenerationRequest, reader: ImagePromptReader) -> PromptImages:
+    """Return the images of a request that has some.
 
     vLLM resizes with torchvision, which rounds unlike the trainer's Pillow. So it gets images that
     need no resizing.
 
     Args:
         request: its prompt holds a placeholder for each merged patch.
-        reader: of the model; ``None`` if it takes no images.
+        reader: of the model.
 
     Raises:
-        InvalidRequestError: the model takes none, one cannot be read or resized, or the prompt has
-            another number of places than there are images.
+        InvalidRequestError: one cannot be read or resized, or the prompt has another number of
+            places than there are images.
     """
-    if not request.images:
-        return None
-    if reader is None:
-        raise InvalidRequestError(
-            f"request {request.request_id}: {len(request.images)} images for a model that takes "
-            "none; serve a vision-language model, or leave them out"
-        )
     token_ids, image_token_id = request.prompt_token_ids.tolist(), reader.shape.image_token_id
     prompt = collapse_images(token_ids, image_token_id, len(request.images))
     images = tuple(reader.fitted(encoded, number) for number, encoded in enumerate(request.images))
@@ -336,20 +327,16 @@ class VllmClient:
             **more,
         )
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End samples; they keep what they have and finish with ``abort``."""
-        await _answer(self._llm.abort(list(request_ids)), "abort", _CALL_TIMEOUT_S)
-
-    async def pause(self, *, clear_cache: bool) -> None:
+    async def pause(self, *, recomputes: bool) -> None:
         """Stop sampling; earlier tokens have reached their consumers when this returns.
 
         Args:
-            clear_cache: recompute the cache of what runs, and forget shared prompts.
+            recomputes: recompute the cache of what runs, and forget shared prompts.
 
         Raises:
             EngineError: vLLM failed, or did not answer in time.
         """
-        pausing = self._llm.pause_generation(mode="keep", clear_cache=clear_cache)
+        pausing = self._llm.pause_generation(mode="keep", clear_cache=recomputes)
         await _answer(pausing, "pause", _CALL_TIMEOUT_S)
         waiting = getattr(self._llm.engine_core, "outputs_queue", None)
         turns = _SETTLING_TURNS  # from vLLM's output task to each sample's consumer
@@ -402,7 +389,7 @@ class VllmClient:
             await _answer(self._llm.collective_rpc(method, args=arguments), method, timeout_s)
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End vLLM's processes; call nothing else after it."""
         self._llm.shutdown()
         self._llm = None  # vLLM's finaliser fails if it runs only when the interpreter ends
@@ -423,7 +410,7 @@ def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
     version = installed_vllm() or "of unknown version"
     missing = [
         name
-        for name in ("pause_generation", "resume_generation", "collective_rpc", "abort")
+        for name in ("pause_generation", "resume_generation", "collective_rpc")
         if not hasattr(async_llm, name)
     ]
     if not missing and "mode" not in inspect.signature(async_llm.pause_generation).parameters:
