@@ -9,7 +9,7 @@ import importlib
 
 from services.rollout.engines.protocol import Engine
 from sluice.config.run import RunConfig
-from sluice.errors import ConfigError
+from sluice.errors import MissingPackageError
 
 ENGINES: dict[str, str] = {
     "sglang": "services.rollout.engines.sglang.engine",
@@ -23,13 +23,13 @@ def create_engine(config: RunConfig) -> Engine:
     """Create the engine that the configuration names.
 
     Raises:
-        ConfigError: a package that it needs is not installed.
+        MissingPackageError: a package that it needs is not installed.
     """
     name = config.actor_rollout_ref.rollout.name
     try:
         module = importlib.import_module(ENGINES[name])
     except ImportError as error:
-        raise ConfigError(
+        raise MissingPackageError(
             f"actor_rollout_ref.rollout.name is {name!r}, but the engine cannot be imported "
             f"({error}); install the missing package or choose another engine"
         ) from error

