@@ -1,0 +1,137 @@
+"""The part of a model that one stage of a pipeline holds.
+
+Every rank builds the whole model, whose memory is only reserved, and drops what other stages hold
+before any weight is read. What stays keeps its name: ``model.layers.7`` is the model's layer 7 on
+whichever stage it is. The first stage has the embedding, the last one the last norm and the head.
+Where both are one weight, both stages hold it, and sum its gradient (`ShardedGradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from services.trainer.learner.model.decoder import DecoderLayer
+from services.trainer.learner.model.forward import DTYPES
+from services.trainer.learner.model.loading import LoadedModel, weight_sum
+from services.trainer.learner.ranks import DataParallel
+from sluice.config.parallel_layout import PIPELINE_KEY
+from sluice.config.pipeline_stages import stage_layers
+from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
+from sluice.errors import ConfigError
+from sluice.vision.vision_shape import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """This rank's stage of a pipeline.
+
+    Attributes:
+        number: from 0.
+        count: of stages.
+        layers: numbers of the model's layers that it holds.
+        before: the rank that its inputs come from; None: it is the first stage.
+        after: the rank that its outputs go to; None: it is the last stage.
+        twin: the rank of the other stage that holds the same part of the embedding.
+        width: of hidden states.
+        dtype: of hidden states.
+    """
+
+    number: int
+    count: int
+    layers: range
+    before: int | None
+    after: int | None
+    twin: int | None
+    width: int
+    dtype: torch.dtype
+
+
+def own_stage(
+    model: PreTrainedModel,
+    precision: FsdpConfig,
+    cut: TransformerOverrides,
+    parallel: DataParallel,
+) -> Stage | None:
+    """Return the stage that this rank holds; ``None``: there is no pipeline.
+
+    Args:
+        model: whole, weights read or not.
+        precision: dtype of its passes.
+        cut: which layers make a stage.
+        parallel: all ranks.
+
+    Raises:
+        ConfigError: the model cannot be cut, or its layers do not divide.
+    """
+    count, number = parallel.stages, parallel.stage
+    if count == 1:
+        return None
+    layers = getattr(model.base_model, "layers", None)
+    if (
+        model.config.model_type in FAMILIES
+        or not isinstance(layers, nn.ModuleList)
+        or not all(isinstance(layer, DecoderLayer) for layer in layers)
+    ):
+        raise ConfigError(
+            f"{PIPELINE_KEY}={count}: the trainer cuts its own layers of llama, qwen2, qwen3 and "
+            f"qwen3_moe into stages, and not those of a {model.config.model_type} model; leave the "
+            "key at 1"
+        )
+    ends = {0: parallel.rank + (count - 1) * parallel.stage_ranks}
+    ends[count - 1] = parallel.rank - (count - 1) * parallel.stage_ranks
+    return Stage(
+        number,
+        count,
+        stage_layers(len(layers), count, cut)[number],
+        parallel.rank - parallel.stage_ranks if number else None,
+        parallel.rank + parallel.stage_ranks if number + 1 < count else None,
+        ends.get(number) if _is_tied(model) else None,
+        model.config.get_text_config().hidden_size,
+        DTYPES[precision.dtype],
+    )
+
+
+def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
+    """Drop what other stages hold; the model is changed in place.
+
+    Args:
+        loaded: with its adapters, not sharded yet; `trains` of its parameters is set.
+        stage: this rank's; ``None``: nothing is dropped.
+    """
+    if stage is None:
+        return loaded
+    model = loaded.model
+    outline = _outline(model)
+    total = None if loaded.files is not None else weight_sum(model)
+    base: Any = model.base_model
+    for number in range(len(base.layers)):
+        if number not in stage.layers:
+            delattr(base.layers, str(number))
+    # Of the last stage the embedding is only the head's weight.
+    if stage.before is not None and stage.twin is None:
+        model.set_input_embeddings(nn.Identity())
+    if stage.after is not None:
+        base.norm = nn.Identity()
+        model.set_output_embeddings(nn.Identity())
+    return replace(loaded, stage=stage, outline=outline, total=total)
+
+
+def _outline(model: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Return the parameters by name, tied ones once, without memory."""
+    return {
+        name: nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=one.requires_grad)
+        for name, one in model.named_parameters()
+    }
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return embedding.weight is head.weight
