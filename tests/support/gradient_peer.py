@@ -28,6 +28,7 @@ from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_m
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.config.derived import adapts
+from sluice.config.parallel_layout import layout_of
 from sluice.config.schema.actor import ActorFsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.select import select_device
@@ -116,8 +117,7 @@ def main() -> int:
     asked = msgspec.json.decode(sys.argv[1], type=GradientsAsked)
     parallel = TorchDistributed(select_device("cpu"), TIMEOUT_S)
     sharding = msgspec.convert({"dtype": "float32", **asked.layout}, ActorFsdpConfig)
-    parallel.share_sequences(sharding.ulysses_sequence_parallel_size)
-    parallel.experts = sharding.expert_parallel_size
+    parallel.divide(layout_of(sharding, parallel.world_size))
     for one in asked.passes:
         found = run(one, sharding, parallel)
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from services.trainer.learner.ranks import RankPlace, TorchDistributed
+from services.trainer.learner.rank_rendezvous import RankPlace
+from services.trainer.learner.ranks import TorchDistributed
+from sluice.config.parallel_layout import ParallelLayout
 from sluice.device.select import select_device
 
 _NO_DEADLINE_S = 60.0
@@ -35,9 +37,9 @@ class FakeRanks(TorchDistributed):
         """Return this rank's numbers for every rank."""
         return [list(values)] * self.world_size
 
-    def share_sequences(self, size: int) -> None:
+    def divide(self, layout: ParallelLayout) -> None:
         with unset_fake_temporarily():  # groups are made of numbers
-            super().share_sequences(size)
+            super().divide(layout)
 
     def shard_mesh(self, size: int) -> DeviceMesh:
         with unset_fake_temporarily():

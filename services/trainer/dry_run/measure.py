@@ -52,9 +52,7 @@ def counted(
         model: the content of the model's config.json.
         parallel: all ranks.
     """
-    layout = trainer_layout(config, parallel.world_size)
-    parallel.share_sequences(layout.sequence)
-    parallel.experts = layout.experts
+    parallel.divide(trainer_layout(config, parallel.world_size))
     with LiveBytes() as count:
         found = _Rank(config, model, parallel, count).run()
     gc.collect()

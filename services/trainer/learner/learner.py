@@ -41,7 +41,12 @@ from services.trainer.learner.update.reference import (
 )
 from services.trainer.learner.update.settings import update_settings
 from sluice.config.derived import adapts, max_row_tokens, uses_critic
-from sluice.config.parallel_layout import trainer_layout
+from sluice.config.parallel_layout import (
+    PIPELINE_KEY,
+    TENSOR_KEY,
+    ParallelLayout,
+    trainer_layout,
+)
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.device.protocol import Device
@@ -79,6 +84,17 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
         )
 
 
+def _refuse_cuts(layout: ParallelLayout) -> None:
+    """Refuse what is not built yet.
+
+    Raises:
+        ConfigError: names key and value.
+    """
+    for key, size in ((TENSOR_KEY, layout.tensor), (PIPELINE_KEY, layout.pipeline)):
+        if size > 1:
+            raise ConfigError(f"{key}={size}: the trainer does not cut models yet; set it to 1")
+
+
 class Learner:
     """The models that one rank trains. Calls block; one thread at a time.
 
@@ -114,8 +130,8 @@ class Learner:
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
         layout = trainer_layout(config, parallel.world_size)
-        parallel.share_sequences(layout.sequence)
-        parallel.experts = layout.experts
+        _refuse_cuts(layout)
+        parallel.divide(layout)
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)

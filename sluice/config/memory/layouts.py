@@ -16,7 +16,8 @@ def training_layout(config: RunConfig) -> TrainingLayout:
     model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
     recompute = megatron.override_transformer_config
     granularity, is_block = recompute.recompute_granularity, recompute.recompute_method == "block"
-    shard = sharding.fsdp_size if 0 < sharding.fsdp_size < world else world
+    peers = max(1, world // (sharding.tensor_parallel_size * sharding.pipeline_parallel_size))
+    shard = sharding.fsdp_size if 0 < sharding.fsdp_size < peers else peers
     whole = is_whole(sharding, shard)
     return TrainingLayout(
         world=world,

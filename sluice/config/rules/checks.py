@@ -147,9 +147,11 @@ def _idle_ranks(config: RunConfig) -> Iterator[Problem]:
 def _parallel_layout(config: RunConfig) -> Iterator[Problem]:
     ranks = derived.world_size(config)
     sharding = config.actor_rollout_ref.actor.fsdp_config
-    shard = sharding.fsdp_size if 0 < sharding.fsdp_size < ranks else ranks
+    tensor, pipeline = sharding.tensor_parallel_size, sharding.pipeline_parallel_size
+    peers = ranks // (tensor * pipeline)
+    shard = sharding.fsdp_size if 0 < sharding.fsdp_size < peers else peers
     sizes = sharding.ulysses_sequence_parallel_size, sharding.expert_parallel_size
-    for key, size, number, things in divisions(ranks, shard, *sizes):
+    for key, size, number, things in divisions(ranks, shard, *sizes, tensor, pipeline):
         if number % size:
             yield Problem(
                 key,

@@ -229,8 +229,17 @@ class ActorFsdpConfig(FsdpConfig, frozen=True):
 
     expert_parallel_size: PositiveInt = 1
     """Neighboring trainer ranks that divide the experts of each layer; it divides the experts and
-    the ranks of fsdp_size.
+    the ranks of a copy: fsdp_size times tensor_parallel_size.
     """
+
+    tensor_parallel_size: PositiveInt = 1
+    """Neighboring trainer ranks that cut the matrices of each layer among them, and the tokens
+    between matrices; it divides attention heads, key-value heads, the width of the layers and the
+    vocabulary.
+    """
+
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages of the trainer, each with a part of the layers; neighboring ranks form a stage."""
 
 
 class RouterReplayConfig(Section, frozen=True):

@@ -104,7 +104,7 @@ class ShardedGradients:
             gradient.mul_(factor)
 
     def _holders(self, parameter: nn.Parameter) -> int:
-        """Return how many ranks hold each of a parameter's elements."""
+        """Return how many ranks hold each of a parameter's elements; a mesh has all of a stage."""
         if not isinstance(parameter, DTensor):
             return self._parallel.world_size
         mesh = parameter.device_mesh
@@ -113,7 +113,7 @@ class ShardedGradients:
             for n, one in zip(mesh.shape, parameter.placements, strict=True)
             if not one.is_replicate()
         ]
-        return self._parallel.world_size // math.prod(cuts)
+        return mesh.size() // math.prod(cuts)
 
     def _local(self) -> list[Tensor]:
         gradients = (parameter.grad for parameter in self._parameters)

@@ -414,7 +414,7 @@ def share_model(
     Raises:
         ConfigError: the number of ranks is not divisible by the shard size.
     """
-    size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
+    size = shard_size(sharding.fsdp_size, parallel.peers, f"{key}.fsdp_size")
     check_dividable(loaded.model, parallel.experts)
     expert_mesh = parallel.expert_mesh(size)
     mesh = None if is_whole(sharding, size) else parallel.shard_mesh(size)
