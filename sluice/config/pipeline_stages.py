@@ -1,17 +1,15 @@
 """Which decoder layers each stage of a pipeline holds, by Megatron's keys.
 
-    number = layers + 1 for the embedding + 1 for the loss, if they count    a stage has number / stages
-    first and last stage as given; the stages between share the rest
-
+A stage has an equal number of layers, among which the embedding and the loss may count as one each;
+or first and last stage have as many as given, and those between share the rest.
 """
 
 from __future__ import annotations
 
-from sluice.config.parallel_layout import nearest_divisors
+from sluice.config.parallel_layout import PIPELINE_KEY, nearest_divisors
 from sluice.config.schema.actor import TransformerOverrides
 from sluice.errors import ConfigError
 
-PIPELINE_KEY = "actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size"
 _CUTS = "actor_rollout_ref.actor.megatron.override_transformer_config"
 FIRST_KEY = f"{_CUTS}.num_layers_in_first_pipeline_stage"
 LAST_KEY = f"{_CUTS}.num_layers_in_last_pipeline_stage"

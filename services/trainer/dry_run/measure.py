@@ -198,7 +198,7 @@ def balanced_routing(model: PreTrainedModel, tokens: int) -> Routing | None:
     with unset_fake_temporarily():
         number = torch.arange(tokens * blocks[0].num_chosen) % blocks[0].num_experts
         experts = number.view(tokens, -1).to(torch.int16)
-    return Routing(dict.fromkeys(range(len(blocks)), experts))
+    return Routing(dict.fromkeys((block.layer for block in blocks), experts))
 
 
 def plan_routing(model: PreTrainedModel) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.memory_peaks import MemoryPeaks
-from services.trainer.learner.model.experts import check_own_experts, expert_blocks
+from services.trainer.learner.model.experts import check_own_experts, routing_tape
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import on_the_wire
 from services.trainer.learner.model.preparation import prepare_policy
+from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import (
     ACTOR_SHARDING,
     CRITIC_SHARDING,
@@ -84,15 +85,20 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
         )
 
 
-def _refuse_cuts(layout: ParallelLayout) -> None:
-    """Refuse what is not built yet.
+def _refuse_cuts(layout: ParallelLayout, *, has_critic: bool) -> None:
+    """Refuse what is not built.
 
     Raises:
-        ConfigError: names key and value.
+        ConfigError: names key, value and remedy.
     """
-    for key, size in ((TENSOR_KEY, layout.tensor), (PIPELINE_KEY, layout.pipeline)):
-        if size > 1:
-            raise ConfigError(f"{key}={size}: the trainer does not cut models yet; set it to 1")
+    if layout.pipeline > 1 and has_critic:
+        raise ConfigError(
+            f"{PIPELINE_KEY}={layout.pipeline}: a critic is not cut into stages; set it to 1, or "
+            "algorithm.adv_estimator to one without a critic"
+        )
+    if layout.tensor > 1:
+        size = f"{TENSOR_KEY}={layout.tensor}"
+        raise ConfigError(f"{size}: the trainer does not cut layers yet; set it to 1")
 
 
 class Learner:
@@ -130,7 +136,7 @@ class Learner:
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
         layout = trainer_layout(config, parallel.world_size)
-        _refuse_cuts(layout)
+        _refuse_cuts(layout, has_critic=uses_critic(config))
         parallel.divide(layout)
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
@@ -139,13 +145,7 @@ class Learner:
         self._model = self._policy.model
         self._optimizer = self._policy.optimizer
         settings = update_settings(config, self._model.config.get_text_config().vocab_size)
-        check_packing(
-            self._model,
-            DTYPES[precision.dtype],
-            parallel.naming_failures("trying the model on packed tokens"),
-            parallel.share,
-        )
-        self._reshard()  # the check ran without a backward pass
+        self._check_packing()
         if uses_critic(config):
             self._critic = Critic(config, parallel, self._device, total_steps)
         self._update = PolicyUpdate(
@@ -170,7 +170,20 @@ class Learner:
         if adapts(model):
             return AdapterReference(self._policy, self._device, parallel)
         max_tokens = max_row_tokens(config.data)
-        return ReferencePolicy(model, precision, self._device, max_tokens, parallel)
+        cut = config.actor_rollout_ref.actor.megatron.override_transformer_config
+        return ReferencePolicy(model, precision, self._device, max_tokens, parallel, cut)
+
+    def _check_packing(self) -> None:
+        """Try the model on packed tokens. A stage has own layers, which tests compare."""
+        if self._policy.stage is not None:
+            return
+        check_packing(
+            self._model,
+            DTYPES[self._config.actor_rollout_ref.actor.fsdp_config.dtype],
+            self._parallel.naming_failures("trying the model on packed tokens"),
+            self._parallel.share,
+        )
+        self._reshard()  # the check ran without a backward pass
 
     def _load_policy(self, total_steps: int) -> TrainedModel:
         """Load the policy, check that the run's settings suit it, and share it. Collective."""
@@ -182,9 +195,12 @@ class Learner:
         if (mode := actor.router_replay.mode) != "disabled":
             setting = f"actor_rollout_ref.actor.router_replay.mode={mode}"
             check_own_experts(policy.model, setting, "disabled")
-        prepare_policy(policy.model, self._config.actor_rollout_ref)
+        overrides = actor.megatron.override_transformer_config
+        stage = own_stage(policy.model, precision, overrides, parallel)
+        first_layer = 0 if stage is None else stage.layers.start
+        prepare_policy(policy.model, self._config.actor_rollout_ref, first_layer)
         return trained_model(
-            policy,
+            keep_stage(policy, stage),
             precision,
             actor.optim,
             parallel,
@@ -196,10 +212,11 @@ class Learner:
     @property
     def routing_shape(self) -> RoutingShape | None:
         """Return the policy's sizes that `check_routing` compares; ``None`` without own experts."""
-        blocks = list(expert_blocks(self._model))
-        if not blocks:
+        tape = routing_tape(self._model)
+        if tape is None:
             return None
-        return RoutingShape(len(blocks), blocks[0].num_experts, blocks[0].num_chosen)
+        model = self._model.config.get_text_config()
+        return RoutingShape(tape.num_layers, model.num_experts, model.num_experts_per_tok)
 
     @property
     def places(self) -> Directory:
@@ -240,15 +257,16 @@ class Learner:
     def named_weights(self) -> NamedTensors:
         """Yield the policy's weights by parameter name, tied ones once, without copying.
 
-        A sharded policy's tensors are DTensors with the shapes of the whole tensors.
+        A sharded policy's tensors are DTensors with the shapes of the whole tensors. Those of other
+        stages of a pipeline have no memory.
         """
-        for name, parameter in self._policy.parameters.items():
-            yield name, parameter.detach()
+        for name, outlined in self._policy.outline.items():
+            yield name, self._policy.parameters.get(name, outlined).detach()
 
     @property
     def frozen_names(self) -> frozenset[str]:
         """Return the names of the policy's weights that are not trained."""
-        return frozenset(n for n, one in self._policy.parameters.items() if not one.requires_grad)
+        return frozenset(n for n, one in self._policy.outline.items() if not one.requires_grad)
 
     def parts(
         self, names: Iterable[str] | None = None, *, left_out: frozenset[str] = frozenset()

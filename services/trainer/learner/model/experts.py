@@ -94,7 +94,7 @@ class RoutingTape:
     def __init__(self, num_experts: int) -> None:
         self.current = Routing()
         self.num_layers = 0
-        """The number of layers with experts."""
+        """The number of layers with experts, those of other stages of a pipeline too."""
         self.group: ProcessGroup | None = None
         """The ranks that divide the experts; None: each rank has all."""
         self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
@@ -127,7 +127,7 @@ class RoutingTape:
         Args:
             routings: one for each pass, in order; equally many on all ranks.
         """
-        found = [(one, layer) for one in routings for layer in range(self.num_layers)]
+        found = [(one, layer) for one in routings for layer in sorted(one.experts)]
         if not found:
             return
         counts = torch.stack([self._counted(one.experts[layer]) for one, layer in found])
@@ -303,7 +303,7 @@ class SparseExperts(nn.Module):
     Args:
         config: with transformers' names: ``num_experts``, ``num_experts_per_tok``,
             ``moe_intermediate_size``, ``norm_topk_prob`` (true where it is missing).
-        layer: its place among the blocks of the model.
+        layer: its place among the blocks of the whole model.
         tape: shared by all of them.
         is_compiled: compile what is not a product of matrices; layers share the code.
     """
@@ -322,7 +322,7 @@ class SparseExperts(nn.Module):
         self.num_experts: int = config.num_experts
         self.num_chosen: int = config.num_experts_per_tok
         self._normalizes: bool = getattr(config, "norm_topk_prob", True)
-        self._layer, self._tape = layer, tape
+        self.layer, self._tape = layer, tape
         self._is_compiled = is_compiled
 
     def divide(self, mesh: DeviceMesh) -> None:
@@ -356,11 +356,11 @@ class SparseExperts(nn.Module):
     @torch.no_grad()
     def _routed(self, probabilities: Tensor) -> tuple[Tensor, _ExpertRows]:
         """Return the experts of each token, int64 [tokens, k], and where its rows go."""
-        if self._layer not in self._tape.current.rows:
+        if self.layer not in self._tape.current.rows:
             best = probabilities.topk(self.num_chosen, dim=-1).indices
-            self._tape.note(self._layer, best)
+            self._tape.note(self.layer, best)
         routing = self._tape.current
-        return routing.experts[self._layer].long(), routing.rows[self._layer]
+        return routing.experts[self.layer].long(), routing.rows[self.layer]
 
     def _computed(self, spread: Tensor, rows: _ExpertRows) -> Tensor:
         """Return the output of every row of this rank's tokens, [tokens * k, hidden]."""
@@ -449,7 +449,7 @@ def idle_routing(model: nn.Module, tokens: int) -> Routing | None:
         return None
     device = blocks[0].gate.weight.device
     first = torch.arange(blocks[0].num_chosen, device=device).expand(tokens, -1)
-    return Routing(dict.fromkeys(range(len(blocks)), first))
+    return Routing(dict.fromkeys((block.layer for block in blocks), first))
 
 
 def routing_tape(model: nn.Module) -> RoutingTape | None:

@@ -197,7 +197,12 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear | ExpertAdapter]
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return A and B of every adapted layer, whole or sharded, by name."""
-    return {name: one for name, one in model.named_parameters() if is_adapter(name)}
+    return of_adapters(dict(model.named_parameters()))
+
+
+def of_adapters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return those of the parameters that are A and B of an adapted layer."""
+    return {name: one for name, one in parameters.items() if is_adapter(name)}
 
 
 def on_the_wire(model: nn.Module, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -358,18 +363,20 @@ def _no_layer(
     )
 
 
-def write_config(folder: Path, model: nn.Module, model_path: str) -> None:
+def write_config(
+    folder: Path, model: nn.Module, parameters: Mapping[str, Tensor], model_path: str
+) -> None:
     """Write the configuration of a model's adapters as peft does.
 
     Args:
         folder: exists.
         model: with adapters.
+        parameters: A and B of all adapted layers, those of other stages too.
         model_path: of the model that is adapted.
 
     Raises:
         OSError: the disk is full or cannot be written.
     """
-    parameters = adapter_parameters(model)
     layers = {one for n, p in parameters.items() for one in names_in_files(_layer(n), p.shape[0])}
     first = next(iter(adapted_layers(model).values()))
     base = str(Path(model_path).absolute())
@@ -377,12 +384,13 @@ def write_config(folder: Path, model: nn.Module, model_path: str) -> None:
 
 
 @torch.no_grad()
-def load_adapters(folder: Path, model: nn.Module) -> float:
+def load_adapters(folder: Path, model: nn.Module, outline: Mapping[str, nn.Parameter]) -> float:
     """Replace the adapters in place; in shards this rank's part.
 
     Args:
         folder: of a checkpoint.
         model: with the same adapters.
+        outline: the parameters of all stages.
 
     Returns:
         the sum of all their elements, to compare ranks by one number.
@@ -391,7 +399,7 @@ def load_adapters(folder: Path, model: nn.Module) -> float:
         CheckpointError: the folder holds no adapter, or those of other layers.
     """
     saved, parameters = read_adapter(folder), adapter_parameters(model)
-    problems = _differences(parameters, saved.tensors)
+    problems = _differences(of_adapters(outline), saved.tensors)
     scale = next(iter(adapted_layers(model).values())).scale
     if not problems and not math.isclose(saved.scale, scale):
         problems = [f"its scale is {saved.scale:g} instead of {scale:g}"]

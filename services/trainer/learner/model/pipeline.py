@@ -274,7 +274,9 @@ class _Pipeline:
         )
 
     def _buffer(self, one: TokenPass) -> Tensor:
-        tokens = self._parallel.own_tokens(one.micro_batch.input_ids.shape[1])
+        tokens, tensor = one.micro_batch.input_ids.shape[1], self._parallel.tensor
+        if tensor is not None:
+            tokens //= tensor.size
         return torch.empty(
             (1, tokens, self._stage.width), dtype=self._stage.dtype, device=self._device
         )

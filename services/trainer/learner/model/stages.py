@@ -71,9 +71,10 @@ def own_stage(
     Raises:
         ConfigError: the model cannot be cut, or its layers do not divide.
     """
-    count, number = parallel.stages, parallel.stage
-    if count == 1:
+    ranks = parallel.stages
+    if ranks is None:
         return None
+    count, number = len(ranks.ranks), ranks.stage
     layers = getattr(model.base_model, "layers", None)
     if (
         model.config.model_type in FAMILIES
@@ -85,15 +86,14 @@ def own_stage(
             f"qwen3_moe into stages, and not those of a {model.config.model_type} model; leave the "
             "key at 1"
         )
-    ends = {0: parallel.rank + (count - 1) * parallel.stage_ranks}
-    ends[count - 1] = parallel.rank - (count - 1) * parallel.stage_ranks
+    twins = {0: ranks.ranks[-1], count - 1: ranks.ranks[0]}
     return Stage(
         number,
         count,
         stage_layers(len(layers), count, cut)[number],
-        parallel.rank - parallel.stage_ranks if number else None,
-        parallel.rank + parallel.stage_ranks if number + 1 < count else None,
-        ends.get(number) if _is_tied(model) else None,
+        ranks.ranks[number - 1] if number else None,
+        ranks.ranks[number + 1] if number + 1 < count else None,
+        twins.get(number) if _is_tied(model) else None,
         model.config.get_text_config().hidden_size,
         DTYPES[precision.dtype],
     )
@@ -103,8 +103,11 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
     """Drop what other stages hold; the model is changed in place.
 
     Args:
-        loaded: with its adapters, not sharded yet; `trains` of its parameters is set.
+        loaded: with its adapters, not sharded yet; what is frozen is known.
         stage: this rank's; ``None``: nothing is dropped.
+
+    Raises:
+        ConfigError: a stage would train nothing.
     """
     if stage is None:
         return loaded
@@ -121,6 +124,12 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
     if stage.after is not None:
         base.norm = nn.Identity()
         model.set_output_embeddings(nn.Identity())
+    trained = any(one.requires_grad for one in outline.values())
+    if trained and not any(one.requires_grad for one in model.parameters()):
+        raise ConfigError(
+            f"{PIPELINE_KEY}={stage.count}: stage {stage.number + 1} has nothing to train; adapt some of "
+            "its layers too (actor_rollout_ref.model.target_modules), or use fewer stages"
+        )
     return replace(loaded, stage=stage, outline=outline, total=total)
 
 
