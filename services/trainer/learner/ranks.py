@@ -361,10 +361,12 @@ class TorchDistributed(DataParallel):
         operations += [dist.P2POp(dist.irecv, one, rank, self._group) for one, rank in receives]
         if not operations:
             return
-        with self.naming_failures(phase):
+        others = sorted({rank for _, rank in (*sends, *receives)})
+        peer = "trainer rank " + ", ".join(map(str, others))
+        with self.naming_failures(phase, peer):
             works = dist.batch_isend_irecv(operations)
         for work in works:
-            self._run(partial(_itself, work), phase)
+            self._run(partial(_itself, work), phase, peer)
 
     def beside(self) -> DataParallel:
         other = copy(self)
@@ -374,15 +376,18 @@ class TorchDistributed(DataParallel):
         return other
 
     @contextmanager
-    def naming_failures(self, phase: str) -> Iterator[None]:
-        """Name a backend's errors, recognized by type or, for Gloo, by text; pass on others."""
+    def naming_failures(self, phase: str, peer: str = "a trainer rank") -> Iterator[None]:
+        """Name a backend's errors, recognized by type or, for Gloo, by text; pass on others.
+
+        `peer` is named if no rank has ended.
+        """
         try:
             yield
         except RuntimeError as error:
             text = str(error)
             if not (isinstance(error, dist.DistError) or _GLOO in text):
                 raise
-            self._fail(error, phase, is_late=_LATE in text.lower())
+            self._fail(error, phase, peer, is_late=_LATE in text.lower())
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -407,7 +412,9 @@ class TorchDistributed(DataParallel):
         if self._rendezvous is not None:
             self._rendezvous.close()
 
-    def _run(self, start: Callable[[], dist.Work | None], phase: str) -> None:
+    def _run(
+        self, start: Callable[[], dist.Work | None], phase: str, peer: str = "a trainer rank"
+    ) -> None:
         began_s = time.monotonic()
         try:
             work = start()
@@ -418,14 +425,14 @@ class TorchDistributed(DataParallel):
             # Gloo's text is the only difference between a deadline and a lost connection, and it
             # is not reliable. The clock is.
             is_late = time.monotonic() - began_s >= 0.9 * self.timeout_s
-            self._fail(error, phase, is_late=is_late)
+            self._fail(error, phase, peer, is_late=is_late)
 
-    def _fail(self, error: RuntimeError, phase: str, *, is_late: bool) -> NoReturn:
-        ended = self._ended(0.0 if is_late else _ENDING_S) or "a trainer rank"
-        peer = f"{ended}, seen from rank {self.rank} of {self.world_size}"
+    def _fail(self, error: RuntimeError, phase: str, peer: str, *, is_late: bool) -> NoReturn:
+        ended = self._ended(0.0 if is_late else _ENDING_S) or peer
+        seen = f"{ended}, seen from rank {self.rank} of {self.world_size}"
         if is_late:
-            raise DeadlineError(peer, phase, self.timeout_s, LATE_REMEDY) from error
-        raise PeerError(peer, phase, str(error)) from error
+            raise DeadlineError(seen, phase, self.timeout_s, LATE_REMEDY) from error
+        raise PeerError(seen, phase, str(error)) from error
 
     def _meet(self) -> list[ProcessMark]:
         """Return the ranks' processes; those on other machines are out of sight. Collective."""
