@@ -246,11 +246,11 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
     return "done"
 
 
-def dying(calls: int) -> Callable[..., torch.Tensor]:
-    """An exchange of rows that kills this process instead of its call of this number."""
-    exchange, counts = sequence_share._exchanged, count(1)
+def dying(exchange: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """An exchange that kills this process instead of its call of this number."""
+    counts = count(1)
 
-    def exchanged(*arguments: Any) -> torch.Tensor:
+    def exchanged(*arguments: Any) -> Any:
         if next(counts) == calls:
             os.kill(os.getpid(), signal.SIGKILL)
         return exchange(*arguments)
@@ -304,6 +304,7 @@ def run(
     recomputes: bool = False,
     adapters: dict[str, object] | None = None,
     dies_in_exchange: int = 0,
+    dies_between_stages: tuple[int, int] | None = None,
     holds: str | None = None,
     refuses: tuple[int, str] | None = None,
     sends_within_s: float = TIMEOUT_S,
@@ -326,7 +327,11 @@ def run(
     if recomputes:
         config = recomputing(config)
     if dies_in_exchange and parallel.rank == parallel.world_size - 1:
-        mock.patch.object(sequence_share, "_exchanged", dying(dies_in_exchange)).start()
+        exchange = dying(sequence_share._exchanged, dies_in_exchange)
+        mock.patch.object(sequence_share, "_exchanged", exchange).start()
+    if dies_between_stages and parallel.rank == dies_between_stages[0]:
+        exchange = dying(TorchDistributed.exchange, dies_between_stages[1])
+        mock.patch.object(TorchDistributed, "exchange", exchange).start()
     if fails_to_send is not None and parallel.rank == parallel.world_size - 1:
         fail_to_send(*fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)

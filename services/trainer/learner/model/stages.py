@@ -144,3 +144,19 @@ def _outline(model: nn.Module) -> Mapping[str, nn.Parameter]:
 def _is_tied(model: PreTrainedModel) -> bool:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     return embedding.weight is head.weight
+
+
+def tied_weight(
+    model: PreTrainedModel, trained: Mapping[str, nn.Parameter], stage: Stage | None
+) -> tuple[nn.Parameter, int] | None:
+    """Return the embedding, if another stage trains it too, and the rank with the same part of it.
+
+    Args:
+        model: what this rank holds of it.
+        trained: this rank's parameters that are trained.
+        stage: this rank's.
+    """
+    if stage is None or stage.twin is None:
+        return None
+    embedding: Any = model.get_input_embeddings()
+    return next(((one, stage.twin) for one in trained.values() if one is embedding.weight), None)

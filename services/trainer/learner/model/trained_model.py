@@ -46,6 +46,7 @@ from services.trainer.learner.model.sharding import (
     fill_shards,
     shard_model,
 )
+from services.trainer.learner.model.stages import Stage, tied_weight
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import (
     Directory,
@@ -65,8 +66,6 @@ from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from services.trainer.learner.model.stages import Stage
 
 
 _CPU = "cpu"
@@ -404,7 +403,7 @@ def trained_model(
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     gradients = None
     if shards is not None:
-        tied = _tied(model, trained, loaded.stage)
+        tied = tied_weight(model, trained, loaded.stage)
         gradients = ShardedGradients(list(trained.values()), parallel, tied)
     share = sharding.optimizer_offload_fraction if sharding.optimizer_offload else 0.0
     optimizer = ModelOptimizer(trained, optim, total_steps, gradients, host_share=share)
@@ -414,15 +413,6 @@ def trained_model(
         model, parameters, optimizer, shards, total, places, outline, loaded.stage
     )
 
-
-def _tied(
-    model: PreTrainedModel, trained: Mapping[str, nn.Parameter], stage: Stage | None
-) -> tuple[nn.Parameter, int] | None:
-    """Return the embedding, and the rank of another stage that trains the same part of it."""
-    if stage is None or stage.twin is None:
-        return None
-    weight = model.get_input_embeddings().weight
-    return next(((one, stage.twin) for one in trained.values() if one is weight), None)
 
 
 def share_model(
