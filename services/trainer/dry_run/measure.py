@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -19,11 +20,12 @@ from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
-from services.trainer.learner.model.forward import EntropyUse, token_outputs
+from services.trainer.learner.model.forward import EntropyUse, hidden_states, token_outputs
 from services.trainer.learner.model.loading import LoadedModel, build_policy
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.sharding import Shards
+from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
 from services.trainer.learner.ranks import TorchDistributed
 from services.trainer.learner.sequence_share import SequenceShare
@@ -32,6 +34,7 @@ from sluice.algorithm.packing import plan_micro_batches
 from sluice.config.derived import max_row_tokens
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
+from sluice.config.schema.actor import TransformerOverrides
 from sluice.plan.dry_run import PassBytes
 
 if TYPE_CHECKING:
@@ -53,10 +56,25 @@ def counted(
         parallel: all ranks.
     """
     parallel.divide(trainer_layout(config, parallel.world_size))
-    with LiveBytes() as count:
-        found = _Rank(config, model, parallel, count).run()
-    gc.collect()
-    return found
+    stages = [parallel.stages]
+    if parallel.stages is not None and isinstance(parallel, FakeRanks):
+        # Stage 0 has the most micro-batches in flight, the last one has the head.
+        stages.append(replace(parallel.stages, stage=parallel.num_stages - 1))
+    found: list[PassBytes] = []
+    for parallel.stages in stages:
+        with LiveBytes() as count:
+            found.append(_Rank(config, model, parallel, count).run())
+        gc.collect()
+    return _most(found)
+
+
+def _most(found: Sequence[PassBytes]) -> PassBytes:
+    """Return the most bytes of each kind."""
+    names = [name for name in PassBytes.__struct_fields__ if name != "moved"]
+    sizes = {name: max(getattr(one, name) for one in found) for name in names}
+    kinds = {kind for one in found for kind in one.moved}
+    moved = {kind: max(one.moved.get(kind, 0) for one in found) for kind in kinds}
+    return PassBytes(**sizes, moved=moved)
 
 
 class _Rank:
@@ -73,13 +91,22 @@ class _Rank:
         self._model = build_policy(
             kind, config.actor_rollout_ref.model, actor.fsdp_config, max_row_tokens(config.data)
         )
-        prepare_policy(self._model, config.actor_rollout_ref)
+        # Layers are those of a stage, times the stages.
+        stage = own_stage(self._model, actor.fsdp_config, TransformerOverrides(), parallel)
+        prepare_policy(self._model, config.actor_rollout_ref, stage.layers.start if stage else 0)
+        keep_stage(LoadedModel(self._model, total=0.0), stage)
+        gc.collect()
+        self._stage = stage
         if isinstance(parallel, FakeRanks):
             plan_routing(self._model)
         # It is there already, and torch cannot move a fake parameter.
         self._model.to = lambda *_: self._model  # type: ignore[assignment]
         self._shards: Shards | None = share_model(
-            LoadedModel(self._model), actor.fsdp_config, parallel, key=ACTOR_SHARDING, device=_CPU
+            LoadedModel(self._model, stage=stage),
+            actor.fsdp_config,
+            parallel,
+            key=ACTOR_SHARDING,
+            device=_CPU,
         )
         self._micro_batch = largest_micro_batch(config, parallel.share)
         named = dict(self._model.named_parameters())
@@ -132,24 +159,37 @@ class _Rank:
         count.forget_peak()
         if self._shards is not None:
             self._shards.sum_gradients(wanted=True)
-        logprobs = self._outputs()
+        outputs = self._outputs()
         forward, kept = count.peak, count.live - before
         count.forget_peak()
-        logprobs.sum().backward()
+        stage = self._stage
+        if stage is None or stage.after is None:
+            outputs.sum().backward()
+        else:  # the gradient comes from the next stage
+            torch.autograd.backward(outputs, torch.ones_like(outputs))
+        others = 0 if stage is None else kept * (stage.count - 1 - stage.number)  # in flight
         return (
-            forward,
-            kept,
-            count.peak,
+            forward + others,
+            kept + others,
+            count.peak + others,
             {kind: size - moved.get(kind, 0) for kind, size in count.moved.items()},
         )
 
     def _outputs(self) -> Tensor:
+        stage, tokens = self._stage, self._micro_batch.input_ids.shape[1]
+        routing, entering = balanced_routing(self._model, tokens), None
+        if stage is not None and stage.before is not None:
+            entering = torch.empty((1, tokens, stage.width), dtype=stage.dtype)
+            entering.requires_grad_(torch.is_grad_enabled())
+        if stage is not None and stage.after is not None:
+            return hidden_states(self._model, self._micro_batch, entering, routing)
         return token_outputs(
             self._model,
             self._micro_batch,
             temperature=self._config.actor_rollout_ref.rollout.temperature,
             entropy=self._entropy,
-            routing=balanced_routing(self._model, self._micro_batch.input_ids.shape[1]),
+            routing=routing,
+            entering=entering,
         ).logprobs
 
 

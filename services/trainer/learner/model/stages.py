@@ -113,7 +113,9 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
         return loaded
     model = loaded.model
     outline = _outline(model)
-    total = None if loaded.files is not None else weight_sum(model)
+    total = loaded.total
+    if loaded.files is None and total is None:
+        total = weight_sum(model)
     base: Any = model.base_model
     for number in range(len(base.layers)):
         if number not in stage.layers:
