@@ -30,6 +30,7 @@ from sluice.config.rules.model import (
     engine_problems,
     repeat_problems,
     routing_problems,
+    stage_problems,
     shape_problems,
 )
 from sluice.config.rules.sampling import (
@@ -119,6 +120,7 @@ def _rule_problems(
         found += named("context", context_problems(config, shape))
         found += named("repeated-samples", repeat_problems(config, shape))
         found += named("routing", routing_problems(config, shape))
+        found += named("stages", stage_problems(config, shape))
     for check in _CHECKS:
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
     found += named("algorithm", algorithm_problems(config))

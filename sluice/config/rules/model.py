@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
 from sluice.config.parallel_layout import EXPERT_KEY, shares_heads
-from sluice.config.problems import Problem, verl_problem
+from sluice.config.pipeline_stages import stage_layers
+from sluice.config.problems import Problem, of_error, verl_problem
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import ACTOR, MEGATRON, ROLLOUT, VerlSizes, largest_divisor
+from sluice.errors import ConfigError
 
 REPLAY_KEY = "actor_rollout_ref.actor.router_replay.mode"
 _SHARED_ENGINES = ("vllm", "sglang")
@@ -86,6 +88,16 @@ def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
                 f"with {key} = R3: a sample of {tokens} tokens has up to {needed} MiB of experts",
                 overrides=(f"sluice.max_message_mb={needed}",),
             )
+
+
+def stage_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Yield stages of the trainer that the model's layers do not make."""
+    actor = config.actor_rollout_ref.actor
+    size = actor.fsdp_config.pipeline_parallel_size
+    try:
+        stage_layers(shape.layers, size, actor.megatron.override_transformer_config)
+    except ConfigError as error:
+        yield of_error(error)
 
 
 def _engine(sizes: VerlSizes) -> Iterator[Problem]:
