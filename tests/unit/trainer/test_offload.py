@@ -25,6 +25,7 @@ from services.trainer.learner.places import local_part
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles
 from services.trainer.learner.update.critic import Critic
+from services.trainer.learner.model.pipeline import TokenPasses
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import ReferencePolicy
 from sluice.config.loading.loader import load_config
@@ -324,7 +325,7 @@ def test_a_critics_weights_are_on_the_device_only_while_it_computes(
     for kind, method in (
         (Critic, "_forward"),
         (ReferencePolicy, "logprobs"),
-        (PolicyUpdate, "_forward"),
+        (TokenPasses, "train"),
         (PolicyUpdate, "_optimizer_step"),
     ):
         noting(kind, method)
