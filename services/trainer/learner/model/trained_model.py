@@ -417,7 +417,8 @@ def share_model(
     size = shard_size(sharding.fsdp_size, parallel.peers, f"{key}.fsdp_size")
     check_dividable(loaded.model, parallel.experts)
     expert_mesh = parallel.expert_mesh(size)
-    mesh = None if is_whole(sharding, size) else parallel.shard_mesh(size)
+    whole = is_whole(sharding, size) and parallel.tensor is None
+    mesh = None if whole else parallel.shard_mesh(size)
     if mesh is None:
         if loaded.files is not None:
             fill_shards(dict(loaded.model.named_parameters()), loaded.files)
@@ -431,5 +432,6 @@ def share_model(
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
         expert_mesh=expert_mesh,
+        tensor=parallel.tensor,
         prefetches=sharding.forward_prefetch,
     )
