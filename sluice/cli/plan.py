@@ -94,6 +94,7 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
             "shard": trainer.layout.shard,
             "sequence": trainer.layout.sequence,
             "experts": trainer.layout.experts,
+            "tensor": trainer.layout.tensor,
         },
         "collectives": dict(trainer.moved),
         "step_floor_s": trainer.floor_s,
@@ -118,8 +119,8 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
     layout = trainer.layout
     print_line(
         console,
-        f"trainer: {layout.ranks} ranks, {layout.shard} share a copy, {layout.sequence} share a "
-        f"sequence, {layout.experts} divide the experts\n",
+        f"trainer: {layout.ranks} ranks, {layout.copy} share a copy, {layout.sequence} share a "
+        f"sequence, {layout.experts} divide the experts, {layout.tensor} cut each layer\n",
     )
     _print_phases(console, "GiB on a trainer's device, peak by phase", trainer.phases)
     _print_phases(console, f"GiB on an engine's device, TP {engine.tp}", engine.phases)

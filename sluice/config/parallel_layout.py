@@ -79,6 +79,11 @@ class ParallelLayout:
         return self.ranks // (self.tensor * self.pipeline)
 
     @property
+    def copy(self) -> int:
+        """Ranks of a stage that hold one copy of its layers."""
+        return self.shard * self.tensor
+
+    @property
     def data_ranks(self) -> int:
         """Groups of ranks that train different rows."""
         return self.peers // self.sequence

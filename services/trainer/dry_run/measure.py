@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -27,8 +28,7 @@ from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
-from services.trainer.learner.ranks import TorchDistributed
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.update.settings import update_settings
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.config.derived import max_row_tokens
@@ -96,7 +96,7 @@ class _Rank:
         prepare_policy(self._model, config.actor_rollout_ref, stage.layers.start if stage else 0)
         keep_stage(LoadedModel(self._model, total=0.0), stage)
         gc.collect()
-        self._stage = stage
+        self._stage, self._tensor = stage, parallel.tensor
         if isinstance(parallel, FakeRanks):
             plan_routing(self._model)
         # It is there already, and torch cannot move a fake parameter.
@@ -108,7 +108,7 @@ class _Rank:
             key=ACTOR_SHARDING,
             device=_CPU,
         )
-        self._micro_batch = largest_micro_batch(config, parallel.share)
+        self._micro_batch = largest_micro_batch(config, parallel)
         named = dict(self._model.named_parameters())
         trained = {name: one for name, one in named.items() if one.requires_grad}
         self._before = count.live
@@ -179,7 +179,8 @@ class _Rank:
         stage, tokens = self._stage, self._micro_batch.input_ids.shape[1]
         routing, entering = balanced_routing(self._model, tokens), None
         if stage is not None and stage.before is not None:
-            entering = torch.empty((1, tokens, stage.width), dtype=stage.dtype)
+            each = tokens // (self._tensor.size if self._tensor else 1)
+            entering = torch.empty((1, each, stage.width), dtype=stage.dtype)
             entering.requires_grad_(torch.is_grad_enabled())
         if stage is not None and stage.after is not None:
             return hidden_states(self._model, self._micro_batch, entering, routing)
@@ -193,7 +194,7 @@ class _Rank:
         ).logprobs
 
 
-def largest_micro_batch(config: RunConfig, share: SequenceShare | None) -> MicroBatch:
+def largest_micro_batch(config: RunConfig, parallel: DataParallel) -> MicroBatch:
     """Return the micro-batch of most tokens that the run can make: rows of the longest length."""
     cut = update_settings(config, vocab_size=1).cut
     data, longest = config.data, max_row_tokens(config.data)
@@ -210,7 +211,8 @@ def largest_micro_batch(config: RunConfig, share: SequenceShare | None) -> Micro
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )
-    found = build_micro_batch(rows, plan, _CPU, share=share, pad_to=cut.pad_to)
+    pad_to = math.lcm(cut.pad_to, parallel.token_multiple)
+    found = build_micro_batch(rows, plan, _CPU, share=parallel.share, pad_to=pad_to)
     assert found is not None
     return found
 
@@ -228,13 +230,14 @@ def _row(number: int, group: int, tokens: int, longest_prompt: int) -> TrainingR
 
 
 def balanced_routing(model: PreTrainedModel, tokens: int) -> Routing | None:
-    """Return choices for a pass over so many tokens of this rank that load all experts alike.
+    """Return choices for a pass over a line of so many tokens that load all experts alike.
 
     Choices and counts are real tensors also among fake ones: the host reads them.
     """
-    blocks = list(expert_blocks(model))
-    if not blocks:
+    blocks, tape = list(expert_blocks(model)), routing_tape(model)
+    if tape is None or not blocks:
         return None
+    tokens //= tape.tensor.size if tape.tensor else 1
     with unset_fake_temporarily():
         number = torch.arange(tokens * blocks[0].num_chosen) % blocks[0].num_experts
         experts = number.view(tokens, -1).to(torch.int16)

@@ -20,6 +20,7 @@ from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import on_the_wire
 from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.stages import keep_stage, own_stage
+from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import (
     ACTOR_SHARDING,
     CRITIC_SHARDING,
@@ -85,7 +86,7 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
         )
 
 
-def _refuse_cuts(layout: ParallelLayout, *, has_critic: bool) -> None:
+def _refuse_cuts(layout: ParallelLayout, precision: FsdpConfig, *, has_critic: bool) -> None:
     """Refuse what is not built.
 
     Raises:
@@ -96,9 +97,11 @@ def _refuse_cuts(layout: ParallelLayout, *, has_critic: bool) -> None:
             f"{PIPELINE_KEY}={layout.pipeline}: a critic is not cut into stages; set it to 1, or "
             "algorithm.adv_estimator to one without a critic"
         )
-    if layout.tensor > 1:
-        size = f"{TENSOR_KEY}={layout.tensor}"
-        raise ConfigError(f"{size}: the trainer does not cut layers yet; set it to 1")
+    if layout.tensor > 1 and precision.use_torch_compile:
+        raise ConfigError(
+            f"{TENSOR_KEY}={layout.tensor} with {ACTOR_SHARDING}.use_torch_compile=true: layers "
+            "that ranks cut are not compiled; set one of the two to its default"
+        )
 
 
 class Learner:
@@ -136,7 +139,7 @@ class Learner:
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
         layout = trainer_layout(config, parallel.world_size)
-        _refuse_cuts(layout, has_critic=uses_critic(config))
+        _refuse_cuts(layout, precision, has_critic=uses_critic(config))
         parallel.divide(layout)
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
@@ -191,7 +194,12 @@ class Learner:
         precision, parallel = actor.fsdp_config, self._parallel
         max_tokens = max_row_tokens(self._config.data)
         policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
-        check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
+        check_cuttable(policy.model, precision.tensor_parallel_size)
+        check_shareable(
+            precision.ulysses_sequence_parallel_size,
+            policy.model.config,
+            precision.tensor_parallel_size,
+        )
         if (mode := actor.router_replay.mode) != "disabled":
             setting = f"actor_rollout_ref.actor.router_replay.mode={mode}"
             check_own_experts(policy.model, setting, "disabled")

@@ -32,7 +32,6 @@ class TensorShare:
     rank: int
     size: int
 
-    @torch.compiler.disable
     def gather(self, hidden: Tensor) -> Tensor:
         """Return all tokens [1, T, width] from this rank's [1, T / size, width].
 
@@ -41,11 +40,18 @@ class TensorShare:
         found: Tensor = _Gathered.apply(hidden.squeeze(0), self)  # type: ignore[no-untyped-call]
         return found.unsqueeze(0)
 
-    @torch.compiler.disable
     def scatter(self, parts: Tensor) -> Tensor:
         """Return this rank's tokens [1, T / size, width] of the sum of all ranks' [1, T, width]."""
         found: Tensor = _Scattered.apply(parts.squeeze(0), self)  # type: ignore[no-untyped-call]
         return found.unsqueeze(0)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Return values of all tokens [T] from this rank's [T / size].
+
+        The gradient of a rank's own values comes from its own loss, which all ranks compute alike.
+        """
+        found: Tensor = _Whole.apply(values, self)  # type: ignore[no-untyped-call]
+        return found
 
     def own(self, num_tokens: int) -> slice:
         """Return this rank's tokens of so many; they divide."""
@@ -77,6 +83,17 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _CutContext, of_own: Tensor) -> tuple[Tensor, None]:
         return _gathered(of_own, ctx.share), None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _CutContext, values: Tensor, share: TensorShare) -> Tensor:
+        ctx.share = share
+        return _gathered(values, share)
+
+    @staticmethod
+    def backward(ctx: _CutContext, of_all: Tensor) -> tuple[Tensor, None]:
+        return of_all[ctx.share.own(len(of_all))], None
 
 
 def _gathered(tokens: Tensor, share: TensorShare) -> Tensor:

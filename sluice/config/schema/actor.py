@@ -234,8 +234,7 @@ class ActorFsdpConfig(FsdpConfig, frozen=True):
 
     tensor_parallel_size: PositiveInt = 1
     """Neighboring trainer ranks that cut the matrices of each layer among them, and the tokens
-    between matrices; it divides attention heads, key-value heads, the width of the layers and the
-    vocabulary.
+    between matrices; it divides attention heads, key-value heads and the width of the layers.
     """
 
     pipeline_parallel_size: PositiveInt = 1

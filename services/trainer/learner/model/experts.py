@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.activations import ACT2FN
 
 from services.trainer.learner.batch.micro_batch import PackedRouting
+from services.trainer.learner.model.parts import own_part
 from services.trainer.learner.sequence_share import all_to_all
 from sluice.algorithm.token_statistics import F, compiled_once
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from services.trainer.learner.tensor_share import TensorShare
 
 _BLOCKS = frozenset({"Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"})
 _TAPE = "sluice_routing"
@@ -97,6 +100,8 @@ class RoutingTape:
         """The number of layers with experts, those of other stages of a pipeline too."""
         self.group: ProcessGroup | None = None
         """The ranks that divide the experts; None: each rank has all."""
+        self.tensor: TensorShare | None = None
+        """The ranks that divide the tokens of a line between layers; None: each has all."""
         self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
         """Exchanges counts [ranks, ...] by receiver for those by sender; a plan has another."""
         self._num_experts = num_experts
@@ -151,8 +156,9 @@ class RoutingTape:
         if given is None:
             return chosen
         if self._of_pass is None:  # all layers at once
-            device = chosen.device
-            self._of_pass = PackedRouting(given.experts.to(device), given.known.to(device))
+            tokens = slice(None) if self.tensor is None else self.tensor.own(given.known.numel())
+            experts, known = given.experts[:, tokens], given.known[tokens]
+            self._of_pass = PackedRouting(experts.to(chosen.device), known.to(chosen.device))
         experts, known = self._of_pass.experts[layer].long(), self._of_pass.known[:, None]
         same = (experts[:, :, None] == chosen[:, None, :]).any(-1)
         agreed = torch.stack(((same & known).sum(), known.sum() * chosen.shape[1]))
@@ -203,7 +209,7 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return probabilities, float32 [tokens, experts], of tokens [tokens, hidden]."""
-        logits = nn.functional.linear(tokens.float(), self.weight.float())
+        logits = nn.functional.linear(tokens.float(), own_part(self.weight).float())
         return logits.softmax(-1)
 
 
@@ -242,7 +248,7 @@ class ExpertAdapter(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return what is added to the output [n, out] of rows [n, in]; `ends` as in `_products`."""
-        a, b = _local(self.lora_A.weight), _local(self.lora_B.weight)
+        a, b = own_part(self.lora_A.weight), own_part(self.lora_B.weight)
         # Grouped products take matrices whose rows are multiples of so many bytes.
         missing = -self.rank % (_ROW_BYTES // a.itemsize)
         if missing:
@@ -283,11 +289,11 @@ class Experts(nn.Module):
             counts: int64 [experts of this rank], their rows.
         """
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = _products(rows, _local(self.gate_up_proj), ends).chunk(2, dim=-1)
+        gate, up = _products(rows, own_part(self.gate_up_proj), ends).chunk(2, dim=-1)
         gate = self._adapted("gate_proj", gate, rows, ends)
         gated = compiled_once(_gated) if self._is_compiled else _gated
         inner = gated(self.activation, gate, self._adapted("up_proj", up, rows, ends))
-        down = _products(inner, _local(self.down_proj), ends)
+        down = _products(inner, own_part(self.down_proj), ends)
         return self._adapted("down_proj", down, inner, ends)
 
     def _adapted(self, projection: str, found: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
@@ -444,9 +450,10 @@ def expert_blocks(module: nn.Module) -> Iterator[SparseExperts]:
 
 def idle_routing(model: nn.Module, tokens: int) -> Routing | None:
     """Return choices for a pass over made-up tokens, beside ranks whose passes have theirs."""
-    blocks = list(expert_blocks(model))
-    if not blocks:
+    blocks, tape = list(expert_blocks(model)), routing_tape(model)
+    if tape is None or not blocks:
         return None
+    tokens //= tape.tensor.size if tape.tensor else 1
     device = blocks[0].gate.weight.device
     first = torch.arange(blocks[0].num_chosen, device=device).expand(tokens, -1)
     return Routing(dict.fromkeys((block.layer for block in blocks), first))
@@ -490,9 +497,6 @@ def _received(parts: Tensor, group: ProcessGroup) -> Tensor:
     dist.all_to_all_single(received, parts, group=group)
     return received
 
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

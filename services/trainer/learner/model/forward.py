@@ -24,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import PackedImages, TrainingRow
 from services.trainer.learner.model.experts import Routing, routing_tape
+from services.trainer.learner.model.parts import own_part
+from services.trainer.learner.model.tensor_cut import CutHead, tensor_share
 from services.trainer.learner.sequence_share import SequenceShare, all_to_all
 from sluice.algorithm import token_statistics as head_statistics
 from sluice.algorithm.packing import plan_micro_batches
@@ -154,6 +156,8 @@ def _token_pass(
     hidden = _last_hidden(model, micro_batch, entering)
     if not is_last:
         return (hidden,)
+    if (tensor := tensor_share(model)) is not None:
+        hidden = tensor.gather(hidden)
     own, labels = micro_batch.own, micro_batch.labels
     head = _head(model)
     found = token_statistics(
@@ -228,12 +232,14 @@ def _head(model: PreTrainedModel) -> LinearHead:
     # Names of Cohere and of Granite. What other families do is found by `check_packing`.
     scale = getattr(settings, "logit_scale", None) or 1.0
     scale /= getattr(settings, "logits_scaling", None) or 1.0
-    weight, bias = linear.weight, getattr(linear, "bias", None)
+    bias = getattr(linear, "bias", None)
+    weight, bias = own_part(linear.weight), None if bias is None else own_part(bias)
+    part = linear.part() if isinstance(linear, CutHead) else None
     in_float32 = getattr(model, _FLOAT32_HEAD, False)
     is_wide = in_float32 and head_statistics.widens(weight)
     if in_float32 and not is_wide:
         weight, bias = weight.float(), None if bias is None else bias.float()
-    return LinearHead(weight, bias, scale, is_wide, getattr(model, _COMPILED_HEAD, False))
+    return LinearHead(weight, bias, scale, is_wide, getattr(model, _COMPILED_HEAD, False), part)
 
 
 def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedImages | None:
@@ -265,6 +271,8 @@ def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         packed_layout=micro_batch.layout.for_one_pass(),
     )
     logits: Tensor = outputs.logits[0, :, 0].float()
+    if (tensor := tensor_share(model)) is not None:
+        logits = tensor.whole(logits)
     values = logits.index_select(0, micro_batch.predecessors)
     share, own = micro_batch.layout.share, micro_batch.own
     if share is None or own is None:
@@ -334,7 +342,10 @@ def _packed(
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )
-    micro_batch = build_micro_batch(rows, plan, model.device, share=share)
+    multiple = 1
+    if (tensor := tensor_share(model)) is not None:
+        multiple = tensor.size * (share.size if share else 1)
+    micro_batch = build_micro_batch(rows, plan, model.device, share=share, pad_to=multiple)
     assert micro_batch is not None
     return micro_batch
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from services.trainer.learner.model.experts import ExpertAdapter, Experts
 from services.trainer.learner.model.export import Published
+from services.trainer.learner.model.parts import Linear
 from services.trainer.learner.model.sharding import assign
 from services.trainer.learner.places import Placed, local_part, place, region
 from sluice.checkpoint.adapter_files import ADAPTER_PREFIX, read_adapter, write_adapter_config
@@ -51,7 +52,7 @@ _EXPERT_NAMES = {*PROJECTIONS, "gate_up_proj"}
 _SAVED = "sluice_saved_adapters"
 
 
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(Linear):
     """A linear layer with an adapter. It shares the weight of the layer that it replaces.
 
     Args:
@@ -66,8 +67,8 @@ class AdaptedLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         device = linear.weight.device
-        self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=device, dtype=dtype)
-        self.lora_B = nn.Linear(rank, self.out_features, bias=False, device=device, dtype=dtype)
+        self.lora_A = Linear(self.in_features, rank, bias=False, device=device, dtype=dtype)
+        self.lora_B = Linear(rank, self.out_features, bias=False, device=device, dtype=dtype)
         nn.init.zeros_(self.lora_B.weight)
         self.rank, self.scale = rank, scale
         self.is_on = True

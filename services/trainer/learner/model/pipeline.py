@@ -145,7 +145,7 @@ class TokenPasses:
     def _idle(self) -> list[TokenPass]:
         return [
             TokenPass(
-                idle_micro_batch(self._device, self._parallel.share),
+                idle_micro_batch(self._device, self._parallel),
                 1.0,
                 routing=next(self._idle_routings, None),
             )

@@ -434,9 +434,9 @@ def share_model(
     size = shard_size(sharding.fsdp_size, parallel.peers, f"{key}.fsdp_size")
     check_dividable(loaded.model, parallel.experts)
     expert_mesh = parallel.expert_mesh(size)
-    # The gradients of a stage are not summed over all ranks, as those of a whole model are.
-    is_held = loaded.stage is None and is_whole(sharding, size)
-    mesh = None if is_held else parallel.shard_mesh(size)
+    # The gradients of a part are not summed over all ranks, as those of a whole model are.
+    is_cut = parallel.tensor is not None or loaded.stage is not None
+    mesh = None if is_whole(sharding, size) and not is_cut else parallel.shard_mesh(size)
     if mesh is None:
         if loaded.files is not None:
             fill_shards(dict(loaded.model.named_parameters()), loaded.files)
@@ -451,5 +451,6 @@ def share_model(
         # Ranks of a stage would wait for one another after each micro-batch, all stages for them.
         sums_once=sharding.use_no_sync_for_gradient_accumulation or loaded.stage is not None,
         expert_mesh=expert_mesh,
+        tensor=parallel.tensor,
         prefetches=sharding.forward_prefetch,
     )

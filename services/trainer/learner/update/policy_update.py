@@ -517,7 +517,7 @@ class PolicyUpdate:
         """
         tape, idle = routing_tape(self._model), []
         if tape is not None:
-            row = idle_micro_batch(self._device.torch_device, self._parallel.share)
+            row = idle_micro_batch(self._device.torch_device, self._parallel)
             tokens, number = row.input_ids.numel(), self._passes.num_idle
             idle = [idle_routing(self._model, tokens) for _ in range(number)]
             own = [prepared.routing for prepared in mini_batch.micro_batches]
