@@ -158,7 +158,7 @@ def activation_values(shape: ModelShape) -> int:
 
 def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return the bytes that all layers keep, and the bytes of the layer at work."""
-    # Ranks that cut a layer divide what it keeps, but for two inputs of matrices, which they gather.
+    # Ranks that cut a layer divide what it keeps, but for two inputs, of which they gather all.
     part = 1 / layout.tensor
     values = activation_values(shape) * part + 2 * shape.hidden * (1 - part)
     layer = values * layout.micro_tokens * layout.compute_bytes

@@ -81,10 +81,9 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
                 for names, dimension in ((_BY_OUTPUTS, 0), (_BY_INPUTS, 1)):
                     for name in names:
                         _cut(getattr(block, name, None), dimension)
-    # A stage of a pipeline may lack them.
-    if isinstance(base.embed_tokens, nn.Embedding):
+    if isinstance(base.embed_tokens, nn.Embedding):  # a stage may lack it, and norm and head
         base.embed_tokens = CutEmbedding(base.embed_tokens, share)
-    if hasattr(base.norm, "weight"):
+    if hasattr(base.norm, "variance_epsilon"):
         base.norm = FloatRmsNorm(base.norm)
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
@@ -154,8 +153,8 @@ class CutEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return embeddings of this rank's tokens, [1, T / size, width], from ids [1, T]."""
-        weight, first = own_part(self.weight), self._share.rank * _most_rows(self.weight, self._share)
-        rows = weight.shape[0]
+        weight = own_part(self.weight)
+        rows, first = weight.shape[0], self._share.rank * _most_rows(self.weight, self._share)
         own = token_ids - first
         is_own = (own >= 0) & (own < rows)
         padding = None if self._padding is None else self._padding - first
