@@ -92,5 +92,3 @@ def _given_cut(num_layers: int, stages: int) -> str:
         each -= 1
     ends = num_layers - each * (stages - 2)
     return f"{FIRST_KEY}={-(-ends // 2)} with {LAST_KEY}={ends // 2}"
-
-

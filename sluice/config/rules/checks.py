@@ -30,8 +30,8 @@ from sluice.config.rules.model import (
     engine_problems,
     repeat_problems,
     routing_problems,
-    stage_problems,
     shape_problems,
+    stage_problems,
 )
 from sluice.config.rules.sampling import (
     straggler_problems,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
+from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads
 from sluice.config.pipeline_stages import stage_layers
 from sluice.config.problems import Problem, of_error, verl_problem
-from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import ACTOR, MEGATRON, ROLLOUT, VerlSizes, largest_divisor
 from sluice.errors import ConfigError

@@ -48,7 +48,12 @@ def test_stages_get_their_layers_in_order(
     ("layers", "stages", "cut", "error"),
     [
         (3, 4, {}, "=4: the model has 3 layers, .* give at most 3"),
-        (94, 8, {}, "=8 does not divide 94 layers of the model; give 2 or 47, or .*first.*=11 .*=11"),
+        (
+            94,
+            8,
+            {},
+            "=8 does not divide 94 layers of the model; give 2 or 47, or .*first.*=11 .*=11",
+        ),
         (7, 4, {}, r"give 1 or 7, or .*first\w*=2 with .*last\w*=1$"),
         (30, 4, {"loss": True}, "=4 does not divide 31 layers and loss of the model"),
         (94, 8, {"first": 11}, "=8: this leaves 83 of 94 layers for the other 7 stages"),

@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.experts import routing_tape
-from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.model import pipeline
+from services.trainer.learner.model.experts import routing_tape
 from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.ranks import DataParallel
 from sluice.types import TrainBatch
 from tests.support.host_reads import HostReads
 from tests.support.tiny_policy import make_batch, make_config, recomputing, save_model

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import optimizer as optimizer_module
+from services.trainer.learner.model.pipeline import TokenPasses
 from services.trainer.learner.model.recompute import (
     keep_inputs_on_host,
     recompute_as_configured,
@@ -25,7 +26,6 @@ from services.trainer.learner.places import local_part
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles
 from services.trainer.learner.update.critic import Critic
-from services.trainer.learner.model.pipeline import TokenPasses
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import ReferencePolicy
 from sluice.config.loading.loader import load_config

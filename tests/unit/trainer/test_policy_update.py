@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.model import pipeline
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.model import pipeline
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError

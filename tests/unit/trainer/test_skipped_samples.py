@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.model import pipeline
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.model import pipeline
 from services.trainer.learner.update.advantages import zero_advantage_rows
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.run import RunConfig

@@ -29,9 +29,7 @@ def prepare_policy(
         ConfigError: the model has nothing that a setting names.
     """
     actor = config.actor
-    recompute_as_configured(
-        model, actor.megatron.override_transformer_config, first_layer
-    )
+    recompute_as_configured(model, actor.megatron.override_transformer_config, first_layer)
     if config.model.enable_activation_offload:
         keep_inputs_on_host(model)
     if adapts(config.model):

@@ -62,7 +62,6 @@ from sluice.config.derived import is_whole
 from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
-from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -409,10 +408,7 @@ def trained_model(
     optimizer = ModelOptimizer(trained, optim, total_steps, gradients, host_share=share)
     outline = loaded.outline or parameters
     places = exchange_places(parameters, parallel, outline)
-    return TrainedModel(
-        model, parameters, optimizer, shards, total, places, outline, loaded.stage
-    )
-
+    return TrainedModel(model, parameters, optimizer, shards, total, places, outline, loaded.stage)
 
 
 def share_model(

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
@@ -290,7 +289,10 @@ class PolicyUpdate:
 
         with_squares = self._settings.needs_sum_pi_squared
         self._passes.forward(
-            [self._pass(one, EntropyUse.METRIC, with_sum_pi_squared=with_squares) for one in to_pass],
+            [
+                self._pass(one, EntropyUse.METRIC, with_sum_pi_squared=with_squares)
+                for one in to_pass
+            ],
             read,
         )
         if self._settings.correction.rollout_is_batch_normalize:
