@@ -1,4 +1,4 @@
-"""Ranks that hold stages of a model train, save, resume and publish like one that holds it whole."""
+"""Ranks that hold stages of a model train, save, resume and publish like one that holds all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.layer_parity import MOST_ERROR
 from tests.support.rank_parity import compare, make_subject
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.saved_states import model_tensors, optimizer_tensors
-from tests.support.tiny_policy import make_config, save_model, with_critic
+from tests.support.tiny_policy import adapting, make_config, save_model, with_critic
 from tests.support.trainer_ranks import ANSWER_S, trainer
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
@@ -130,8 +130,6 @@ def test_adapters_of_stages_go_on_in_one_rank(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "qwen3", **FOUR)
     keys: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8}
     layout = {"fsdp_config": {"dtype": "float32", **stages(2)}}
-    from tests.support.tiny_policy import adapting
-
     config = adapting(make_config(folder, NUM_GROUPS, **ACTOR), **keys)
     single = Learner(config, DataParallel(), total_steps=10)
     saved = tmp_path / "saved" / "actor"

@@ -62,8 +62,8 @@ class GradientsAsked(msgspec.Struct):
 
 
 class PassFound(msgspec.Struct):
-    """The norm of all gradients, the model's elements that this rank holds, and whether a pass without
-    gradients gave the same bits.
+    """The norm of all gradients, the model's elements that this rank holds, and whether a pass
+    without gradients gave the same bits.
     """
 
     norm: float

@@ -181,8 +181,9 @@ def held_by_all(tensor: Tensor, world_size: int) -> Placed:
 
 
 def places_of_moment(placed: Placed, moment: Tensor) -> Placed:
-    """Return the places of what an optimizer keeps of a parameter: a tensor of its shape, or a number
-    on each rank that has a part of it.
+    """Return the places of what an optimizer keeps of a parameter.
+
+    That is a tensor of its shape, or a number on each rank that has a part of it.
     """
     if moment.ndim:
         return replace(placed, dtype=moment.dtype)

@@ -276,7 +276,7 @@ class TransformerOverrides(Section, frozen=True):
     """selective: some of core_attn, layernorm, mlp and moe. Of core_attn nothing is kept anyway."""
 
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first stage of fsdp_config.pipeline_parallel_size; those between share the rest."""
+    """Layers of the first of fsdp_config.pipeline_parallel_size stages; others share the rest."""
 
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
     """Layers of the last stage."""

@@ -120,10 +120,10 @@ def _from_hex(state: str) -> Tensor:
 class TrainedModel:
     """A model of this rank and its optimizer.
 
-    `parameters` are all of the model's, or of this rank's `stage` of it, whole or sharded, tied ones
-    once; the optimizer has those that are trained. `shards` is ``None`` for a whole model.
-    `initial_sum` is `weight_sum` of the loaded weights. `places` says which rank holds which part of
-    each parameter. `outline` has the parameters of all stages; those of others have no memory.
+    `parameters` are all of the model's, or of this rank's `stage` of it, whole or sharded, tied
+    ones once; the optimizer has those that are trained. `shards` is ``None`` for a whole model.
+    `initial_sum` is `weight_sum` of the loaded weights. `places` says which rank holds which part
+    of each parameter. `outline` has the parameters of all stages; those of others have no memory.
     `host` has the values of parameters that are away from their device.
     """
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.batch.train_batch import (
@@ -80,6 +80,9 @@ from sluice.config.memory.shape import find_shape
 from sluice.device.protocol import Device
 from sluice.types import TrainBatch
 from sluice.vision.image_prompts import ImagePromptReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SEEDS_PER_BATCH = 1_000_003  # a prime: micro-batches of different batches have different seeds
 
@@ -464,8 +467,8 @@ class PolicyUpdate:
     def _accumulate(
         self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
     ) -> None:
-        # Where the behavior logprobs are the old ones, the first epoch's passes come before any update
-        # of their rows, so they stand for the old policy in the entropy metric.
+        # Where the behavior logprobs are the old ones, the first epoch's passes come before any
+        # update of their rows, so they stand for the old policy in the entropy metric.
         bypassed = first_pass and self._settings.old_is_behavior
 
         def shows_entropy(prepared: PreparedMicroBatch) -> bool:
