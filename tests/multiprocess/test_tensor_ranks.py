@@ -69,9 +69,7 @@ def test_they_train_publish_save_and_resume_like_one(
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
     single.save(tmp_path / "one" / "actor")
     for role in ("actor", "critic"):  # AdamW's first moments are means of gradients
-        moments, means = (
-            optimizer_tensors(tmp_path / one / role) for one in ("saved", "one")
-        )
+        moments, means = (optimizer_tensors(tmp_path / one / role) for one in ("saved", "one"))
         for name, moment in means.items():
             scale = max(float(moment.abs().max()), 1e-8)
             torch.testing.assert_close(

@@ -69,9 +69,7 @@ def _micro_batches(parallel: DataParallel) -> list[MicroBatch]:
     rows = [row for row in parity_rows() if row.group % takers == parallel.data_rank]
     plans = plan_micro_batches([row.size for row in rows], range(len(rows)), rows_per_micro=3)
     built = [
-        build_micro_batch(
-            rows, plan, _CPU, share=parallel.share, pad_to=parallel.token_multiple
-        )
+        build_micro_batch(rows, plan, _CPU, share=parallel.share, pad_to=parallel.token_multiple)
         for plan in plans
     ]
     return [one for one in built if one is not None]

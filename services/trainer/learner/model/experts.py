@@ -498,7 +498,6 @@ def _received(parts: Tensor, group: ProcessGroup) -> Tensor:
     return received
 
 
-
 def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows [n, in] of each expert by its weight: [experts, out, in] -> [n, out]."""
     rows = rows.to(weights.dtype)
