@@ -23,6 +23,10 @@ from torch.autograd.function import FunctionCtx
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# torch 2.13 has other names for these.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorShare:
@@ -98,13 +102,11 @@ class _Whole(torch.autograd.Function):
 
 def _gathered(tokens: Tensor, share: TensorShare) -> Tensor:
     found = tokens.new_empty((tokens.shape[0] * share.size, *tokens.shape[1:]))
-    collective: Any = dist.all_gather_into_tensor
-    collective(found, tokens.contiguous(), group=share.group)
+    _ALL_GATHER(found, tokens.contiguous(), group=share.group)
     return found
 
 
 def _scattered(parts: Tensor, share: TensorShare) -> Tensor:
     found = parts.new_empty((parts.shape[0] // share.size, *parts.shape[1:]))
-    collective: Any = dist.reduce_scatter_tensor
-    collective(found, parts.contiguous(), group=share.group)
+    _REDUCE_SCATTER(found, parts.contiguous(), group=share.group)
     return found

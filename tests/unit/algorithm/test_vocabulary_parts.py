@@ -81,7 +81,7 @@ def test_values_are_the_whole_heads_on_every_rank_and_gradients_add_up_to_its() 
     of_hidden, of_weight, of_bias = zip(*(gradients for _, gradients in parts), strict=True)
     assert hidden.grad is not None
     torch.testing.assert_close(sum(of_hidden), hidden.grad)
-    torch.testing.assert_close(torch.cat(of_weight), weight.grad)
+    torch.testing.assert_close(torch.cat(of_weight), weight.grad, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(torch.cat(of_bias), bias.grad)
 
 
