@@ -57,6 +57,12 @@ def stages(count: int, **layout: int) -> dict[str, int]:
         ),
         (4, stages(2, ulysses_sequence_parallel_size=2), {}, [("qwen3", FOUR, True)]),
         (4, stages(2, fsdp_size=1), {}, [("qwen3", FOUR, False)]),
+        (
+            4,
+            stages(2, tensor_parallel_size=2),
+            {},
+            [("qwen3", FOUR, True), ("qwen3_moe", FOUR, False)],
+        ),
     ],
 )
 def test_gradients_are_those_of_transformers_on_one_rank(

@@ -129,8 +129,8 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
     trained = any(one.requires_grad for one in outline.values())
     if trained and not any(one.requires_grad for one in model.parameters()):
         raise ConfigError(
-            f"{PIPELINE_KEY}={stage.count}: stage {stage.number + 1} has nothing to train; adapt some "
-            "of its layers too (actor_rollout_ref.model.target_modules), or use fewer stages"
+            f"{PIPELINE_KEY}={stage.count}: stage {stage.number + 1} has nothing to train; adapt "
+            "some of its layers too (actor_rollout_ref.model.target_modules), or use fewer stages"
         )
     return replace(loaded, stage=stage, outline=outline, total=total)
 
