@@ -32,23 +32,24 @@ def stage_layers(num_layers: int, stages: int, cut: TransformerOverrides) -> lis
             f"least one; give at most {num_layers}"
         )
     first, last = cut.num_layers_in_first_pipeline_stage, cut.num_layers_in_last_pipeline_stage
-    counts = cut.account_for_embedding_in_pipeline_split, cut.account_for_loss_in_pipeline_split
+    embedding = bool(cut.account_for_embedding_in_pipeline_split)
+    loss = bool(cut.account_for_loss_in_pipeline_split)
     if stages == 1:
         sizes = [num_layers]
     elif (first, last) != (None, None):
-        if any(counts):
+        if embedding or loss:
             raise ConfigError(
                 f"{FIRST_KEY} and {LAST_KEY} set the layers of a stage, which account_for_embedding"
                 "_in_pipeline_split and account_for_loss_in_pipeline_split derive; give one of both"
             )
         sizes = _with_given(num_layers, stages, first, last)
     else:
-        sizes = _even(num_layers, stages, *counts)
+        sizes = _even(num_layers, stages, embedding=embedding, loss=loss)
     ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _even(num_layers: int, stages: int, embedding: bool, loss: bool) -> list[int]:
+def _even(num_layers: int, stages: int, *, embedding: bool, loss: bool) -> list[int]:
     number = num_layers + embedding + loss
     if number % stages:
         counted = " and ".join(["layers", *["embedding"] * embedding, *["loss"] * loss])

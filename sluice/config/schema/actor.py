@@ -281,11 +281,11 @@ class TransformerOverrides(Section, frozen=True):
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
     """Layers of the last stage."""
 
-    account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer of the first stage, and cut stages of equal numbers."""
+    account_for_embedding_in_pipeline_split: bool | None = None
+    """true: count the embedding as a layer of the first stage, and cut stages of equal numbers."""
 
-    account_for_loss_in_pipeline_split: bool = False
-    """Count the head and the loss as a layer of the last stage, and cut stages of equal numbers."""
+    account_for_loss_in_pipeline_split: bool | None = None
+    """true: count the head and the loss as a layer of the last stage, in the same way."""
 
 
 class MegatronConfig(Section, frozen=True):
