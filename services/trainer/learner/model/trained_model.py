@@ -45,6 +45,7 @@ from services.trainer.learner.model.sharding import (
     fill_shards,
     shard_model,
 )
+from services.trainer.learner.model.tensor_cut import cut_modules
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import (
     Directory,
@@ -424,6 +425,8 @@ def share_model(
             fill_shards(dict(loaded.model.named_parameters()), loaded.files)
         loaded.model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
         return None
+    if parallel.tensor is not None:
+        cut_modules(loaded.model, parallel.tensor)
     return shard_model(
         loaded.model,
         mesh,
@@ -432,6 +435,5 @@ def share_model(
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
         expert_mesh=expert_mesh,
-        tensor=parallel.tensor,
         prefetches=sharding.forward_prefetch,
     )
