@@ -109,7 +109,7 @@ def _state(shape: ModelShape, layout: TrainingLayout) -> float:
 
 
 def _dense_parameters(shape: ModelShape, layout: TrainingLayout) -> float:
-    """Return the parameters of a stage that are no experts'; it has a vocabulary's matrix at most."""
+    """Return a stage's parameters that are no experts'; it has one matrix of the vocabulary."""
     others = shape.total_parameters - shape.expert_parameters
     if layout.pipeline == 1:
         return others
