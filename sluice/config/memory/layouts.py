@@ -27,6 +27,7 @@ def training_layout(config: RunConfig) -> TrainingLayout:
         reshard_after_forward=sharding.reshard_after_forward,
         whole_gradients=sharding.use_no_sync_for_gradient_accumulation,
         tensor=tensor,
+        pipeline=sharding.pipeline_parallel_size,
         ep=sharding.expert_parallel_size,
         micro_tokens=_micro_tokens(config, ranks=sharding.ulysses_sequence_parallel_size),
         master_bytes=_BYTES[sharding.model_dtype],

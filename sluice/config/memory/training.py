@@ -28,6 +28,7 @@ class TrainingLayout:
         gathers: passes gather a layer's weights in the compute dtype (FSDP2, also on one rank).
         micro_tokens: tokens of a training micro-batch on one device, after sequence parallelism.
         tensor: those of `shard` that cut each matrix among them.
+        pipeline: stages, each of which has a part of the layers and of the ranks.
         ep: ranks that divide the experts.
         master_bytes: bytes of a stored parameter (4 for float32).
         compute_bytes: bytes of a parameter and an activation in a forward pass (2 for bfloat16).
@@ -45,6 +46,7 @@ class TrainingLayout:
     shard: int = 1
     gathers: bool = True
     tensor: int = 1
+    pipeline: int = 1
     ep: int = 1
     master_bytes: int = 4
     compute_bytes: int = 2
@@ -95,16 +97,24 @@ def guessed_memory(shape: ModelShape, layout: TrainingLayout) -> Guess:
 
 def _state(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return the bytes of parameters, gradients and moments on one device."""
-    ranks = layout.shard
-    others = shape.total_parameters - shape.expert_parameters
-    weights = others / ranks + shape.expert_parameters * _expert_share(shape, layout)
+    ranks, experts = layout.shard, shape.expert_parameters * _expert_share(shape, layout)
+    weights = _dense_parameters(shape, layout) / ranks + experts / layout.pipeline
     held = trained = weights * layout.master_bytes
     if layout.adapter_rank:
         adapters = shape.adapter_parameters(layout.adapter_rank, experts=layout.adapts_experts)
-        trained = adapters / ranks * layout.master_bytes
+        trained = adapters / (ranks * layout.pipeline) * layout.master_bytes
         held = weights * layout.compute_bytes + trained
     gradients = trained * ranks / layout.tensor if layout.whole_gradients else trained
     return held + gradients + 2 * trained * layout.moments_on_device
+
+
+def _dense_parameters(shape: ModelShape, layout: TrainingLayout) -> float:
+    """Return a stage's parameters that are no experts'; it has one matrix of the vocabulary."""
+    others = shape.total_parameters - shape.expert_parameters
+    if layout.pipeline == 1:
+        return others
+    layers = (others - shape.vocabulary_parameters) / layout.pipeline
+    return layers + shape.embedding_parameters
 
 
 def _expert_share(shape: ModelShape, layout: TrainingLayout) -> float:
@@ -128,14 +138,16 @@ def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
     if not layout.gathers:
         return 0.0
     if not layout.reshard_after_forward:
-        others = shape.total_parameters - shape.expert_parameters
-        held = others / layout.tensor + shape.expert_parameters / layout.ep
+        experts = shape.expert_parameters / (layout.ep * layout.pipeline)
+        held = _dense_parameters(shape, layout) / layout.tensor + experts
         return held * layout.compute_bytes
     # The root unit (vocabulary matrices) stays whole; one layer works while the next arrives.
     # Experts that ranks divide are gathered among those that hold the same ones.
     experts = shape.expert_parameters / shape.layers
     layer = (shape.layer_parameters - experts) / layout.tensor + experts / layout.ep
-    units = shape.vocabulary_parameters / layout.tensor + 2 * layer
+    is_whole = layout.pipeline == 1
+    vocabulary = shape.vocabulary_parameters if is_whole else shape.embedding_parameters
+    units = vocabulary / layout.tensor + 2 * layer
     return units * layout.compute_bytes
 
 

@@ -6,7 +6,7 @@ time on the host, and says where ranks communicate (`services.trainer.learner.te
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -38,7 +38,7 @@ class Linear(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [..., outputs] of this rank."""
-        weight, bias = self.weight, self.bias
+        weight, bias = self.weight, cast("Tensor | None", self.bias)
         if bias is None:
             return linear(hidden, own_part(weight))
         own = own_part(bias)

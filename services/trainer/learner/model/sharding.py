@@ -18,7 +18,7 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_b
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import SparseExperts, expert_blocks
 from services.trainer.learner.model.forward import gather_in_passes
-from services.trainer.learner.model.tensor_cut import cut_modules, cut_weights
+from services.trainer.learner.model.tensor_cut import cut_weights
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import local_part, place, region
 from services.trainer.learner.ranks import (
@@ -29,7 +29,6 @@ from services.trainer.learner.ranks import (
     TENSOR_DIM,
     DataParallel,
 )
-from services.trainer.learner.tensor_share import TensorShare
 from sluice.algorithm.packing import plan_micro_batches
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ def shard_model(
     reshard_after_forward: bool,
     sums_once: bool,
     expert_mesh: DeviceMesh | None = None,
-    tensor: TensorShare | None = None,
     prefetches: bool = False,
 ) -> Shards:
     """Shard a whole model in place; it must be equal on all ranks. Collective.
@@ -86,14 +84,14 @@ def shard_model(
     more unit, whole from forward to backward.
 
     Args:
-        model: on any device; moves to the mesh's device layer by layer.
+        model: on any device; moves to the mesh's device layer by layer. Where the mesh has a
+            dimension ``tensor``, after `cut_modules`.
         mesh: see `DataParallel.shard_mesh`.
         files: the weights, if they are not read yet: each rank reads the rows of its shards.
         dtype: of gathered weights and activations; gradients are summed in float32.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
         expert_mesh: see `DataParallel.expert_mesh`.
-        tensor: this rank's part of the layers, if ranks cut them.
         prefetches: start to gather the next layer when a layer's forward pass begins.
     """
     # Casting inputs would round what a model computes in float32 (rotations of image positions),
@@ -106,19 +104,17 @@ def shard_model(
     layers = set(model._no_split_modules or ())
     shard = partial(fully_shard, reshard_after_forward=kept_whole, mp_policy=precision)
     units = [m for m in model.modules() if type(m).__name__ in layers]
-    over = _data_mesh(mesh)
-    if tensor is not None:
-        cut_modules(model, tensor)
+    over, cutting = _by_use(mesh)
     for module in units:
         if expert_mesh is not None:
             for block in expert_blocks(module):
                 _shard_experts(block, expert_mesh, shard)
-        if tensor is not None:
-            cut_weights(module, mesh[TENSOR_DIM])
+        if cutting is not None:
+            cut_weights(module, cutting)
         shard(module, mesh=over)
     # After its layers: the outer unit takes the parameters that are left.
-    if tensor is not None:
-        cut_weights(model, mesh[TENSOR_DIM])
+    if cutting is not None:
+        cut_weights(model, cutting)
     shard(model, mesh=over)
     for unit, following in pairwise(units) if prefetches else ():
         assert isinstance(unit, FSDPModule)
@@ -134,11 +130,12 @@ def shard_model(
     return Shards(model, mesh, parameters, sums_once)
 
 
-def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the dimensions of a mesh whose ranks have the same part of each weight."""
+def _by_use(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the ranks that share the same part of each weight, and those that cut it, if any."""
     if TENSOR_DIM not in (mesh.mesh_dim_names or ()):
-        return mesh
-    return mesh[SHARD_DIM] if mesh.ndim == 2 else mesh[COPY_DIM, SHARD_DIM]
+        return mesh, None
+    sharing = mesh[SHARD_DIM] if mesh.ndim == 2 else mesh[COPY_DIM, SHARD_DIM]
+    return sharing, mesh[TENSOR_DIM]
 
 
 def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., object]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -74,13 +74,10 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
         share: this rank's.
     """
     base: Any = model.base_model
-    for layer in base.layers:
-        for block in (layer.self_attn, layer.mlp):
-            if isinstance(block, Attention | GatedMlp):
-                block.tensor = share
-                for names, dimension in ((_BY_OUTPUTS, 0), (_BY_INPUTS, 1)):
-                    for name in names:
-                        _cut(getattr(block, name, None), dimension)
+    for block in (one for layer in base.layers for one in (layer.self_attn, layer.mlp)):
+        if isinstance(block, Attention | GatedMlp):
+            block.tensor = share
+            _cut_layers(block)
     if isinstance(base.embed_tokens, nn.Embedding):  # a stage may lack it, and norm and head
         base.embed_tokens = CutEmbedding(base.embed_tokens, share)
     if hasattr(base.norm, "variance_epsilon"):
@@ -88,9 +85,9 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         model.set_output_embeddings(CutHead(head, share))
-    for name in _VALUE_HEADS:
-        if isinstance(found := getattr(model, name, None), nn.Linear):
-            setattr(model, name, own_linear(found))
+    for name, child in list(model.named_children()):
+        if name in _VALUE_HEADS and isinstance(child, nn.Linear):
+            model.register_module(name, own_linear(child))
     if (tape := routing_tape(model)) is not None:
         tape.tensor = share
     setattr(model, _SHARE, share)
@@ -127,6 +124,12 @@ def _part(whole: nn.Parameter, dimension: int | None, mesh: DeviceMesh) -> nn.Pa
     return nn.Parameter(part, whole.requires_grad)
 
 
+def _cut_layers(block: nn.Module) -> None:
+    for names, dimension in ((_BY_OUTPUTS, 0), (_BY_INPUTS, 1)):
+        for name in names:
+            _cut(getattr(block, name, None), dimension)
+
+
 def _cut(layer: nn.Module | None, dimension: int) -> None:
     """Let ranks cut a linear layer's weight, and that half of its adapter that follows it."""
     if isinstance(layer, Linear):
@@ -148,7 +151,7 @@ class CutEmbedding(nn.Module):
 
     def __init__(self, theirs: nn.Embedding, share: TensorShare) -> None:
         super().__init__()
-        self.weight: nn.Parameter = theirs.weight
+        self.weight = cast("nn.Parameter", theirs.weight)
         self._padding, self._share = theirs.padding_idx, share
 
     def forward(self, token_ids: Tensor) -> Tensor:

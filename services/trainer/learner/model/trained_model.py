@@ -47,6 +47,7 @@ from services.trainer.learner.model.sharding import (
     shard_model,
 )
 from services.trainer.learner.model.stages import Stage, tied_weight
+from services.trainer.learner.model.tensor_cut import cut_modules
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import (
     Directory,
@@ -438,6 +439,8 @@ def share_model(
             fill_shards(dict(loaded.model.named_parameters()), loaded.files)
         loaded.model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
         return None
+    if parallel.tensor is not None:
+        cut_modules(loaded.model, parallel.tensor)
     return shard_model(
         loaded.model,
         mesh,
@@ -447,6 +450,5 @@ def share_model(
         # Ranks of a stage would wait for one another after each micro-batch, all stages for them.
         sums_once=sharding.use_no_sync_for_gradient_accumulation or loaded.stage is not None,
         expert_mesh=expert_mesh,
-        tensor=parallel.tensor,
         prefetches=sharding.forward_prefetch,
     )
