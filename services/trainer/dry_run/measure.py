@@ -55,7 +55,11 @@ def counted(
         model: the content of the model's config.json.
         parallel: all ranks.
     """
-    parallel.divide(trainer_layout(config, parallel.world_size))
+    layout = trainer_layout(config, parallel.world_size)
+    parallel.divide(layout)
+    if parallel.stages is not None:  # else the first stage that is counted would make them
+        parallel.shard_mesh(layout.shard)
+        parallel.expert_mesh(layout.shard)
     stages = [parallel.stages]
     if parallel.stages is not None and isinstance(parallel, FakeRanks):
         # Stage 0 has the most micro-batches in flight, the last one has the head.
@@ -65,10 +69,10 @@ def counted(
         with LiveBytes() as count:
             found.append(_Rank(config, model, parallel, count).run())
         gc.collect()
-    return _most(found)
+    return most_of(found)
 
 
-def _most(found: Sequence[PassBytes]) -> PassBytes:
+def most_of(found: Sequence[PassBytes]) -> PassBytes:
     """Return the most bytes of each kind."""
     names = [name for name in PassBytes.__struct_fields__ if name != "moved"]
     sizes = {name: max(getattr(one, name) for one in found) for name in names}
