@@ -133,7 +133,7 @@ bench-recipes: $(VENV)/.installed-train  ## Train every recipe in small, and see
 	@$(PY) -m benchmarks.recipes $(ARGS)
 
 # That of test-harness is found.
-HARNESS_PYTHON ?= $(wildcard $(VENV)-harness/bin/python)
+HARNESS_PYTHON ?= $(abspath $(wildcard $(VENV)-harness/bin/python))
 
 bench-eval: $(VENV)/.installed-dev  ## Measure evaluations without a launch, their resumption, guards, sources and recipes
 	@$(PY) -m benchmarks.evaluation $(if $(HARNESS_PYTHON),--harness-python $(HARNESS_PYTHON)) $(ARGS)

@@ -15,6 +15,8 @@ from tests.support.tiny_policy import make_model
 ADAPTED: dict[str, Any] = {"adapts": True}
 SIX: dict[str, Any] = {"num_experts": 6, "norm_topk_prob": True}
 """Of experts that two ranks divide: three a rank."""
+BIASED: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "pad_token_id": 40}
+"""The token has an embedding without a gradient, on the second of two ranks."""
 FOUR: dict[str, Any] = {"num_key_value_heads": 4}
 """Heads for keys that four ranks divide."""
 
@@ -35,7 +37,7 @@ FOUR: dict[str, Any] = {"num_key_value_heads": 4}
             {"expert_parallel_size": 2, "ulysses_sequence_parallel_size": 4},
             [("qwen3_moe", SIX, False), ("qwen3_moe", SIX, True)],
         ),
-        (2, {"tensor_parallel_size": 2}, [("llama", {}, True), ("qwen2", ADAPTED, False)]),
+        (2, {"tensor_parallel_size": 2}, [("llama", BIASED, True), ("qwen2", ADAPTED, False)]),
         (4, {"tensor_parallel_size": 4}, [("qwen3", FOUR, False), ("qwen3_moe", FOUR, True)]),
         (
             4,
