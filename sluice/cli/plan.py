@@ -95,6 +95,7 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
             "sequence": trainer.layout.sequence,
             "experts": trainer.layout.experts,
             "tensor": trainer.layout.tensor,
+            "pipeline": trainer.layout.pipeline,
         },
         "collectives": dict(trainer.moved),
         "step_floor_s": trainer.floor_s,
@@ -117,9 +118,10 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
         print_line(console, "the model's image encoder is not counted")
     print_line(console, f"as keys: {' '.join(split.overrides)}")
     layout = trainer.layout
+    stages = f" in {layout.pipeline} stages" if layout.pipeline > 1 else ""
     print_line(
         console,
-        f"trainer: {layout.ranks} ranks, {layout.copy} share a copy, {layout.sequence} share a "
+        f"trainer: {layout.ranks} ranks{stages}, {layout.copy} share a copy, {layout.sequence} share a "
         f"sequence, {layout.experts} divide the experts, {layout.tensor} cut each layer\n",
     )
     _print_phases(console, "GiB on a trainer's device, peak by phase", trainer.phases)

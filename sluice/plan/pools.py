@@ -232,10 +232,17 @@ def trainer_pool(
         phases,
         moved,
         micro_batches,
-        operations / layout.ranks / device.flops,
+        operations / layout.ranks / device.flops * (1 + _bubble(config, layout, micro_batches)),
         sum(moved.values()) * micro_batches / device.link_rate,
         host + _SNAPSHOTS * sent,
     )
+
+
+def _bubble(config: RunConfig, layout: ParallelLayout, micro_batches: int) -> float:
+    """Return the time that stages wait, over the time that they compute: of each mini-batch."""
+    steps = config.data.train_batch_size / config.actor_rollout_ref.actor.ppo_mini_batch_size
+    each = micro_batches / (steps * config.actor_rollout_ref.actor.ppo_epochs)
+    return (layout.pipeline - 1) / max(1.0, each)
 
 
 def _with_encoder(counted: PassBytes, encoder: ModelBytes, *, stays: bool) -> PassBytes:

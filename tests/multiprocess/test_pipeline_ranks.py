@@ -42,18 +42,18 @@ def stages(count: int, **layout: int) -> dict[str, int]:
     ("world_size", "layout", "cut", "passes"),
     [
         (2, stages(2), {}, [("qwen3", FOUR, False), ("qwen3_moe", FOUR, True)]),
-        (4, stages(4), ENDS, [("qwen3", SIX, True), ("llama", SIX, False)]),
+        (4, stages(4), ENDS, [("qwen3", SIX, True)]),
         (
             4,
             stages(2),
             {},
-            [("qwen3", FOUR, True), ("qwen2", FOUR, False), ("qwen3", ADAPTED, True)],
+            [("qwen2", FOUR, False), ("qwen3", ADAPTED, True)],
         ),
         (
             4,
             stages(2, expert_parallel_size=2, fsdp_size=2),
             {},
-            [("qwen3_moe", FOUR, True), ("qwen3_moe", ADAPTED, False)],
+            [("qwen3_moe", FOUR, True)],
         ),
         (4, stages(2, ulysses_sequence_parallel_size=2), {}, [("qwen3", FOUR, True)]),
         (4, stages(2, fsdp_size=1), {}, [("qwen3", FOUR, False)]),
