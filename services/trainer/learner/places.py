@@ -109,7 +109,7 @@ def exchange_places(
     """Exchange between all ranks which parts each one holds. Collective.
 
     Args:
-        tensors: of which this rank has a part.
+        tensors: those that this rank has a part of.
         parallel: all ranks.
         outline: the tensors of all ranks, without memory, the same names in the same order on every
             rank; by default `tensors`.

@@ -71,7 +71,7 @@ def exchange_rows(
 
     Args:
         wanted: receiving rank and rows; the same on every rank.
-        parts: this rank's `local_part` of every tensor of which it holds one.
+        parts: this rank's `local_part` of every tensor that it holds one of.
         directory: of all ranks.
         parallel: all ranks.
         phase: named in errors.
