@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
-from services.trainer.learner import sequence_share, sharded_state
+from services.trainer.learner import sequence_share, sharded_state, tensor_share
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks
 from services.trainer.learner.learner import Learner
@@ -246,9 +246,9 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
     return "done"
 
 
-def dying(calls: int) -> Callable[..., torch.Tensor]:
-    """An exchange of rows that kills this process instead of its call of this number."""
-    exchange, counts = sequence_share._exchanged, count(1)
+def dying(exchange: Callable[..., torch.Tensor], calls: int) -> Callable[..., torch.Tensor]:
+    """An exchange that kills this process instead of its call of this number."""
+    counts = count(1)
 
     def exchanged(*arguments: Any) -> torch.Tensor:
         if next(counts) == calls:
@@ -326,7 +326,9 @@ def run(
     if recomputes:
         config = recomputing(config)
     if dies_in_exchange and parallel.rank == parallel.world_size - 1:
-        mock.patch.object(sequence_share, "_exchanged", dying(dies_in_exchange)).start()
+        for owner, name in ((sequence_share, "_exchanged"), (tensor_share, "_gathered")):
+            exchange = dying(getattr(owner, name), dies_in_exchange)
+            mock.patch.object(owner, name, exchange).start()
     if fails_to_send is not None and parallel.rank == parallel.world_size - 1:
         fail_to_send(*fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
