@@ -31,7 +31,7 @@ from tests.support.tiny_policy import (
     save_model,
     with_critic,
 )
-from tests.support.trainer_ranks import trainer
+from tests.support.trainer_ranks import ANSWER_S, trainer
 
 FROZEN = "model.norm.weight"
 FLOAT32 = {"dtype": "float32"}
@@ -108,3 +108,18 @@ def test_sequences_are_shared_by_the_heads_that_a_cut_leaves() -> None:
     check_shareable(2, config, tensor=2)
     with pytest.raises(ConfigError, match="cannot share 2 attention heads and 1 key-value heads"):
         check_shareable(4, config, tensor=2)
+
+
+def test_all_end_where_one_dies_in_a_layer(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    layout: dict[str, Any] = {"fsdp_config": {**FLOAT32, **TWO}}
+    # Tokens are gathered five times a pass of the two layers, and the check of packing has 29 of
+    # these: this one is in the first train batch.
+    with trainer(folder, 4, dies_in_exchange=35, **layout) as ranks:
+        ranks[0].tell("train 1")
+        for rank in ranks[:-1]:
+            error = rank.answer()
+            assert error.startswith("PeerError: "), error
+            assert "trainer rank 3 (" in error, "others may have ended since"
+            assert "while training step 1" in error
+            assert rank.process.wait(ANSWER_S) == 3

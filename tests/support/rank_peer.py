@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
-from services.trainer.learner import sequence_share, sharded_state
+from services.trainer.learner import sequence_share, sharded_state, tensor_share
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks
 from services.trainer.learner.learner import Learner
@@ -327,8 +327,9 @@ def run(
     if recomputes:
         config = recomputing(config)
     if dies_in_exchange and parallel.rank == parallel.world_size - 1:
-        exchange = dying(sequence_share._exchanged, dies_in_exchange)
-        mock.patch.object(sequence_share, "_exchanged", exchange).start()
+        for owner, name in ((sequence_share, "_exchanged"), (tensor_share, "_gathered")):
+            exchange = dying(getattr(owner, name), dies_in_exchange)
+            mock.patch.object(owner, name, exchange).start()
     if dies_between_stages and parallel.rank == dies_between_stages[0]:
         exchange = dying(TorchDistributed.exchange, dies_between_stages[1])
         mock.patch.object(TorchDistributed, "exchange", exchange).start()
