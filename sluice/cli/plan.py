@@ -122,7 +122,8 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
     print_line(
         console,
         f"trainer: {layout.ranks} ranks{stages}, {layout.copy} share a copy, "
-        f"{layout.sequence} share a sequence, {layout.experts} divide the experts, {layout.tensor} cut each layer\n",
+        f"{layout.sequence} share a sequence, {layout.experts} divide the experts, "
+        f"{layout.tensor} cut each layer\n",
     )
     _print_phases(console, "GiB on a trainer's device, peak by phase", trainer.phases)
     _print_phases(console, f"GiB on an engine's device, TP {engine.tp}", engine.phases)

@@ -258,6 +258,12 @@ def dying(exchange: Callable[..., Any], calls: int) -> Callable[..., Any]:
     return exchanged
 
 
+def die_in_exchanges(call: int) -> None:
+    """Let this rank die in this call of an exchange of parts of a layer."""
+    for owner, name in ((sequence_share, "_exchanged"), (tensor_share, "_gathered")):
+        mock.patch.object(owner, name, dying(getattr(owner, name), call)).start()
+
+
 def fail_to_send(phase: str, call: int, number: int) -> None:
     """Let this rank signal itself at a call of a phase: ``form``, ``send`` (the header or trailer
     of a version) or ``encode_update``."""
@@ -327,10 +333,8 @@ def run(
     if recomputes:
         config = recomputing(config)
     if dies_in_exchange and parallel.rank == parallel.world_size - 1:
-        for owner, name in ((sequence_share, "_exchanged"), (tensor_share, "_gathered")):
-            exchange = dying(getattr(owner, name), dies_in_exchange)
-            mock.patch.object(owner, name, exchange).start()
-    if dies_between_stages and parallel.rank == dies_between_stages[0]:
+        die_in_exchanges(dies_in_exchange)
+    elif dies_between_stages and parallel.rank == dies_between_stages[0]:
         exchange = dying(TorchDistributed.exchange, dies_between_stages[1])
         mock.patch.object(TorchDistributed, "exchange", exchange).start()
     if fails_to_send is not None and parallel.rank == parallel.world_size - 1:
