@@ -54,7 +54,7 @@ class ParallelLayout:
         experts: ranks over which the experts of a layer are divided, the innermost of a copy's in a
             stage; each expert is sharded over the rest of them.
         tensor: ranks that cut each matrix of a layer among them, the innermost.
-        pipeline: stages, each of which has a part of the layers.
+        pipeline: stages; each has a part of the layers.
 
     Raises:
         ConfigError: a size does not divide; names the numbers and the nearest sizes that do.

@@ -25,7 +25,6 @@ from tests.support.preloaded import PreloadedProcess
         (2, False, {}),
         (4, True, {"ulysses_sequence_parallel_size": 2}),
         (4, False, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 4}),
-        (4, True, {"tensor_parallel_size": 2}),
         (4, True, {"pipeline_parallel_size": 2}),
         (2, False, {"fsdp_size": 1, "dtype": "float32"}),
     ],

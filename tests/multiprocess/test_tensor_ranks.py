@@ -41,12 +41,12 @@ TWO = {"tensor_parallel_size": 2}
 @pytest.mark.parametrize(
     ("family", "layout", "recomputes"),
     [
-        ("qwen3", TWO, False),
+        ("qwen3", {**TWO, "param_offload": True, "optimizer_offload": True}, False),
         ("qwen3_moe", {**TWO, "ulysses_sequence_parallel_size": 2}, True),
     ],
 )
 def test_they_train_publish_save_and_resume_like_one(
-    family: str, layout: dict[str, int], recomputes: bool, tmp_path: Path
+    family: str, layout: dict[str, Any], recomputes: bool, tmp_path: Path
 ) -> None:
     # More heads for keys than by default, so that four ranks can resume.
     folder = save_model(tmp_path / "model", family, num_key_value_heads=4)

@@ -28,7 +28,7 @@ class TrainingLayout:
         gathers: passes gather a layer's weights in the compute dtype (FSDP2, also on one rank).
         micro_tokens: tokens of a training micro-batch on one device, after sequence parallelism.
         tensor: those of `shard` that cut each matrix among them.
-        pipeline: stages, each of which has a part of the layers and of the ranks.
+        pipeline: stages; each has a part of the layers and of the ranks.
         ep: ranks that divide the experts.
         master_bytes: bytes of a stored parameter (4 for float32).
         compute_bytes: bytes of a parameter and an activation in a forward pass (2 for bfloat16).
@@ -170,7 +170,7 @@ def activation_values(shape: ModelShape) -> int:
 
 def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return the bytes that all layers keep, and the bytes of the layer at work."""
-    # Ranks that cut a layer divide what it keeps, but for two inputs, of which they gather all.
+    # Ranks that cut a layer divide what it keeps, but for two inputs, which they gather whole.
     part = 1 / layout.tensor
     values = activation_values(shape) * part + 2 * shape.hidden * (1 - part)
     layer = values * layout.micro_tokens * layout.compute_bytes

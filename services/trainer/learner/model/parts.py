@@ -1,4 +1,4 @@
-"""Weights of which a rank may have a part, and linear layers and norms that compute with it.
+"""Weights that ranks may divide among them, and linear layers and norms that compute with a part.
 
 Weights are stored as DTensors, but products are of plain tensors: that takes less than half of the
 time on the host, and says where ranks communicate (`services.trainer.learner.tensor_share`).
@@ -27,7 +27,7 @@ def own_part(weight: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer of which a rank may have a part.
+    """A linear layer that ranks may divide among them.
 
     Attributes:
         cut: the dimension of its weight that ranks cut: 0, its outputs; 1, its inputs, so that the
