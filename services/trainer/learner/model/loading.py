@@ -41,10 +41,33 @@ from sluice.weights.adapters import is_adapter
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from services.trainer.learner.model.stages import Stage
-
 
 _LANGUAGE_HEAD = ("lm_head.weight",)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """This rank's stage of a pipeline.
+
+    Attributes:
+        number: from 0.
+        count: of stages.
+        layers: numbers of the model's layers that it holds.
+        before: the rank that its inputs come from; None: it is the first stage.
+        after: the rank that its outputs go to; None: it is the last stage.
+        twin: the rank of the other stage that holds the same part of the embedding.
+        width: of hidden states.
+        dtype: of hidden states.
+    """
+
+    number: int
+    count: int
+    layers: range
+    before: int | None
+    after: int | None
+    twin: int | None
+    width: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)

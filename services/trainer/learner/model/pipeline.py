@@ -27,8 +27,8 @@ from torch import Tensor
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.model.experts import Routing, routing_tape
 from services.trainer.learner.model.forward import EntropyUse, hidden_states, token_outputs
+from services.trainer.learner.model.loading import Stage
 from services.trainer.learner.model.sharding import EvenPasses, Shards, idle_micro_batch
-from services.trainer.learner.model.stages import Stage
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.token_statistics import TokenStatistics
 

@@ -9,7 +9,7 @@ Where both are one weight, both stages hold it, and sum its gradient (`ShardedGr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from services.trainer.learner.model.decoder import DecoderLayer
 from services.trainer.learner.model.forward import DTYPES
-from services.trainer.learner.model.loading import LoadedModel, weight_sum
+from services.trainer.learner.model.loading import LoadedModel, Stage, weight_sum
 from services.trainer.learner.ranks import DataParallel
 from sluice.config.parallel_layout import PIPELINE_KEY
 from sluice.config.pipeline_stages import stage_layers
@@ -27,31 +27,6 @@ from sluice.vision.vision_shape import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """This rank's stage of a pipeline.
-
-    Attributes:
-        number: from 0.
-        count: of stages.
-        layers: numbers of the model's layers that it holds.
-        before: the rank that its inputs come from; None: it is the first stage.
-        after: the rank that its outputs go to; None: it is the last stage.
-        twin: the rank of the other stage that holds the same part of the embedding.
-        width: of hidden states.
-        dtype: of hidden states.
-    """
-
-    number: int
-    count: int
-    layers: range
-    before: int | None
-    after: int | None
-    twin: int | None
-    width: int
-    dtype: torch.dtype
 
 
 def own_stage(

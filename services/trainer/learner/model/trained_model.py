@@ -29,7 +29,7 @@ from services.trainer.learner.model.experts import check_dividable
 from services.trainer.learner.model.export import share_files, write_files, write_model
 from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.host_memory import HostMemory
-from services.trainer.learner.model.loading import LoadedModel, weight_sum
+from services.trainer.learner.model.loading import LoadedModel, Stage, weight_sum
 from services.trainer.learner.model.lora import (
     adapted_layers,
     adapter_parameters,
@@ -46,7 +46,7 @@ from services.trainer.learner.model.sharding import (
     fill_shards,
     shard_model,
 )
-from services.trainer.learner.model.stages import Stage, tied_weight
+from services.trainer.learner.model.stages import tied_weight
 from services.trainer.learner.model.tensor_cut import cut_modules
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import (
