@@ -8,14 +8,61 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.reporting import print_line, print_report
 from tools.phases import tool_parser
 
-Part = Callable[[argparse.Namespace], Mapping[str, Any]]
-NO_BARS: Mapping[str, float] = {}
-NO_KEYS: Mapping[str, Sequence[str]] = {}
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a benchmark.
+
+    A key with several figures by name has a bar for each: ``key.name``. A figure that is None
+    misses every bar.
+
+    Attributes:
+        measure: returns figures by key; takes the command line.
+        most: bars that figures may not exceed.
+        least: bars that they have to reach.
+        further: keys without a bar.
+        needs: an option, by its name in the namespace, without which the part is left out.
+    """
+
+    measure: Callable[[argparse.Namespace], Mapping[str, Any]]
+    most: Mapping[str, float] = field(default_factory=dict)
+    least: Mapping[str, float] = field(default_factory=dict)
+    further: Sequence[str] = ()
+    needs: str = ""
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the keys of its figures, each once."""
+        keys = (bar.partition(".")[0] for bar in (*self.most, *self.least))
+        return list(dict.fromkeys((*keys, *self.further)))
+
+    def figures(self, parsed: argparse.Namespace) -> Mapping[str, Any]:
+        """Measure; without what it needs return why, by key."""
+        if self.needs and getattr(parsed, self.needs) is None:
+            option = self.needs.replace("_", "-")
+            return dict.fromkeys(self.keys, f"left out: there is no --{option}")
+        return self.measure(parsed)
+
+    def missed(self, report: Mapping[str, Any]) -> list[str]:
+        """Return the bars that a report misses; one without a figure is not missed."""
+        found: dict[str, float] = {}
+        for key in self.keys:
+            figures = report[key] if isinstance(report[key], Mapping) else {"": report[key]}
+            for name, each in figures.items():
+                value = math.nan if each is None and name else each
+                if isinstance(value, int | float):
+                    found[f"{key}.{name}" if name else key] = value
+        # "not <=" and not ">", so that nan misses every bar.
+        keys = [key for key, bar in self.most.items() if key in found and not found[key] <= bar]
+        return keys + [
+            key for key, bar in self.least.items() if key in found and not found[key] >= bar
+        ]
 
 
 def parts_parser(
@@ -35,58 +82,31 @@ def parts_parser(
     return parser
 
 
-def missed(
-    report: Mapping[str, Any], most: Mapping[str, float], least: Mapping[str, float] = NO_BARS
-) -> list[str]:
-    """Return the keys whose figures miss their bars; a key without a figure misses none.
-
-    The bars of a key with several figures by name have both names: ``key.name``. None for one of
-    them misses every bar.
-    """
-    found = {key: each for key, each in report.items() if isinstance(each, int | float)}
-    for key, figures in report.items():
-        if isinstance(figures, Mapping):
-            found |= {
-                f"{key}.{name}": math.nan if each is None else each
-                for name, each in figures.items()
-            }
-    # "not <=" and not ">", so that nan misses every bar.
-    keys = [key for key, bar in most.items() if key in found and not found[key] <= bar]
-    return keys + [key for key, bar in least.items() if key in found and not found[key] >= bar]
-
-
-def run_parts(
-    parsed: argparse.Namespace,
-    parts: Mapping[str, Part],
-    keys: Sequence[str],
-    find_missed: Callable[[Mapping[str, Any]], list[str]],
-    keys_of: Mapping[str, Sequence[str]] = NO_KEYS,
-) -> int:
+def run_parts(parsed: argparse.Namespace, parts: Mapping[str, Part]) -> int:
     """Run the chosen parts; print all keys and those missed; return the exit status.
 
-    A part that fails ends no other: `failed` has its error by its name, and so have its keys.
+    A part that fails ends no other: `failed` has its error by its name, and so have its keys. Those
+    of a part that is left out say why.
 
     Args:
         parsed: of `parts_parser`.
         parts: all, by name.
-        keys: of the report.
-        find_missed: returns the keys of a report that miss their bars.
-        keys_of: those of each part.
     """
     # Before the first process starts, which inherits them.
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
-    report: dict[str, Any] = dict.fromkeys(keys)
+    report: dict[str, Any] = {key: None for part in parts.values() for key in part.keys}
     failed: dict[str, str] = {}
     for name in parsed.parts:
-        began_s = time.monotonic()
+        began_s, part = time.monotonic(), parts[name]
         try:
-            found = parts[name](parsed)
+            found = part.figures(parsed)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the other parts have figures
             traceback.print_exc()
             failed[name] = f"failed: {type(error).__name__}: {error}"
-            found = dict.fromkeys(keys_of.get(name, ()), failed[name])
+            found = dict.fromkeys(part.keys, failed[name])
         report |= {key: value for key, value in found.items() if key in report}
         print_line(f"{name}: {time.monotonic() - began_s:.0f} s")
-    report |= {"missed": find_missed(report), "failed": failed}
+    missed = [key for part in parts.values() for key in part.missed(report)]
+    report |= {"missed": missed, "failed": failed}
     print_report(report)
-    return 1 if report["missed"] or failed else 0
+    return 1 if missed or failed else 0

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +22,8 @@ from sluice.weights.sender import WeightSender
 
 _NEVER = threading.Event()
 _TIMEOUT_S = 120.0
+# Of engines, which print otherwise; no download either.
+_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
 class PeerProcess:
@@ -32,7 +33,6 @@ class PeerProcess:
         module: the peer's, with a `main` that calls `serve`.
         python: of an environment that has what the peer needs.
         environment: on top of this process's.
-        tree: that it is part of; an earlier commit's may be compared with.
     """
 
     def __init__(
@@ -40,13 +40,12 @@ class PeerProcess:
         module: str,
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
-        tree: Path = ROOT,
     ) -> None:
         self._module = module
         self._process = subprocess.Popen(
             [python, "-m", module],
-            cwd=tree,
-            env=os.environ | {"OMP_NUM_THREADS": "1", **(environment or {})},
+            cwd=ROOT,
+            env=os.environ | _QUIET | {"OMP_NUM_THREADS": "1", **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -105,14 +104,15 @@ class Fleet:
 
     Args:
         replicas: started peers.
-        specs: the tensors that are sent.
+        layout: the tensors that are sent, as an engine answers its own.
         bucket_mb: size of a transfer's buckets.
     """
 
     def __init__(
-        self, replicas: Sequence[PeerProcess], specs: Sequence[TensorSpec], bucket_mb: int
+        self, replicas: Sequence[PeerProcess], layout: Sequence[Any], bucket_mb: int
     ) -> None:
-        self.replicas, self._specs = replicas, tuple(specs)
+        self.replicas = replicas
+        self._specs = msgspec.convert(layout, tuple[TensorSpec, ...])
         self._sender = WeightSender(
             device=CpuDevice(), bucket_bytes=bucket_mb << 20, timeout_s=_TIMEOUT_S
         )

@@ -45,14 +45,22 @@ def last_json(command: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def quickstart(run_dir: Path, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train by `sluice quickstart`; return the run's summary."""
-    command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--seed", str(seed)]
-    command += ["--run-dir", str(run_dir), *overrides]
-    print_line(" ".join(command[3:]))
-    subprocess.run(command, cwd=ROOT, check=True)
+def sluice(*arguments: str) -> None:
+    """Run a command of sluice; raise CalledProcessError if it fails."""
+    print_line(" ".join(("sluice", *arguments)))
+    subprocess.run((sys.executable, "-m", "sluice.cli.main", *arguments), cwd=ROOT, check=True)
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    """Return the summary of a run that has ended."""
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return summary
+
+
+def quickstart(run_dir: Path, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Train by `sluice quickstart`; return the run's summary."""
+    sluice("quickstart", "--seed", str(seed), "--run-dir", str(run_dir), *overrides)
+    return summary_of(run_dir)
 
 
 def empty_run_folder(run_dir: Path, assets: Path, task: str, seed: int) -> None:

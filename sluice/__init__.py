@@ -4,14 +4,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sluice.errors import EnvironmentUnavailable
 
-__all__ = ["UNINSTALLED", "EnvironmentUnavailable", "own_version"]
+__all__ = ["UNINSTALLED", "EnvironmentUnavailable", "installed_version", "own_version"]
 
 UNINSTALLED = "uninstalled"
 
 
+def installed_version(distribution: str) -> str | None:
+    """Return the version in this environment, if there is one; import nothing."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
 def own_version() -> str:
     """Return the installed version; `UNINSTALLED` where the source tree is run as it is."""
-    try:
-        return version("sluice")
-    except PackageNotFoundError:
-        return UNINSTALLED
+    return installed_version("sluice") or UNINSTALLED

@@ -1,4 +1,4 @@
-"""Untrusted text made safe for terminals and logs."""
+"""Untrusted text made safe for terminals and logs, and for what encodes it."""
 
 from __future__ import annotations
 
@@ -27,3 +27,9 @@ def _is_safe(character: str) -> bool:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+def encodable(text: str) -> str:
+    """Return `text` with a mark in place of what UTF-8 and JSON cannot hold: half a surrogate pair
+    would end the process that sends or writes it."""
+    return text.encode(errors="replace").decode()

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LAST_LINES = 20
@@ -57,10 +57,10 @@ def output_of(
     return done.stdout
 
 
-def succeeds(*command: str, timeout_s: float, environment: Mapping[str, str] | None = None) -> bool:
+def succeeds(*command: str, timeout_s: float) -> bool:
     """Return whether a program ends in time and with code 0."""
     try:
-        output_of(*command, timeout_s=timeout_s, environment=environment)
+        output_of(*command, timeout_s=timeout_s)
     except CommandError:
         return False
     return True
@@ -121,15 +121,14 @@ def started(
 
 
 def end(process: subprocess.Popen[bytes], within_s: float) -> None:
-    """End a process of a session of its own; kill the session if that takes longer."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(within_s)
-    except subprocess.TimeoutExpired:
+    """End a process of a session of its own; kill what is left of the session then."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(within_s)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def free_port() -> int:

@@ -11,12 +11,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from subprocess import Popen
+from typing import TypeVar
 
 from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.client.run_address import locate_run
@@ -33,6 +34,7 @@ from sluice.quickstart.settings import JARS_SETTINGS, PrepareSettings, WarmStart
 from tools.commands import started
 from tools.phases import PhaseError
 
+_T = TypeVar("_T")
 LOOPBACK = "127.0.0.1"
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 _STOP_S, _END_S, _POLL_S, _ANSWER_S = 120.0, 90.0, 0.2, 10.0
@@ -147,28 +149,26 @@ class LaunchedRun:
         Raises:
             PhaseError: the run ended before, or not in time.
         """
-        ends_s = time.monotonic() + within_s
-        while True:
+
+        async def training() -> RunSnapshot | None:
             seen = await self.snapshot()
             serving = [one for one in seen.replicas if one.state == "serving"] if seen else []
-            if seen is not None and seen.step >= step and len(serving) >= replicas:
-                return seen
-            self.check(f"step {step} with {replicas} replicas", ends_s)
-            await asyncio.sleep(_POLL_S)
+            return seen if seen and seen.step >= step and len(serving) >= replicas else None
 
-    async def until(self, what: str, holds: Callable[[], bool], within_s: float) -> None:
-        """Poll until `holds` is true; raise PhaseError as `until_training` does."""
+        return await self.until(f"step {step} with {replicas} replicas", training, within_s)
+
+    async def until(
+        self, what: str, holds: Callable[[], Awaitable[_T | None]], within_s: float
+    ) -> _T:
+        """Poll until `holds` returns something true; return it. Errors are `until_training`'s."""
         ends_s = time.monotonic() + within_s
-        while not holds():
-            self.check(what, ends_s)
+        while not (found := await holds()):
+            if (code := self.up.poll()) is not None:
+                raise PhaseError(f"{what}: the run ended first with code {code}")
+            if time.monotonic() > ends_s:
+                raise PhaseError(f"{what}: not in time")
             await asyncio.sleep(_POLL_S)
-
-    def check(self, what: str, ends_s: float) -> None:
-        """Raise PhaseError if the run has ended, or if the time for `what` is over."""
-        if (code := self.up.poll()) is not None:
-            raise PhaseError(f"{what}: the run ended first with code {code}")
-        if time.monotonic() > ends_s:
-            raise PhaseError(f"{what}: not in time")
+        return found
 
     async def stop(self, reason: str) -> int:
         """End the run as at its last step; return the exit code of `sluice up`, -1 if it hangs."""

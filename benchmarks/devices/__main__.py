@@ -2,9 +2,9 @@
 
 Parts, and the keys of the JSON object that is printed last; those of parts not chosen are null:
 
-engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM over that of an earlier
-            commit; vllm_overhead: tokens/s at 128 sequences over vLLM alone; with --vllm-python
-            only
+engines     vllm_python_ratio: sluice's Python CPU of a token from vLLM, relative to vLLM's own,
+            over that of the last commit that read every token; vllm_overhead: tokens/s at 128
+            sequences over vLLM alone; with --vllm-python only
 overlap     overlap_speedup: trained samples/s with the transfer of a version beside the next step
             over awaited, by what the run waits for and its staleness; staleness_exceeded: samples
             beyond the bound; fleet_capacity_min: least share of eight replicas that sample while
@@ -15,9 +15,6 @@ launches    launches_placed: published launches whose processes have the devices
 shares      bytes_share_ratio: bytes into a worker of a replica of four over a quarter of the model,
             the worst; host_share_ratio: its host memory for weights over its share, the most
             during three updates
-shards      rank_host_ratio: host memory of a trainer rank beside its shards over two snapshots of
-            what it sends, the most of two ranks during three updates; rank_bytes_ratio: bytes that
-            a rank sends over half of the model, the worst
 wire        batch_bytes_ratio: bytes into a trainer rank over those of its samples and prompts, the
             worst of four; batch_s: seconds on loopback until all ranks have taken a batch of
             512 x 16 samples of 20,000 tokens
@@ -37,10 +34,8 @@ the keys that miss their bars, failed the parts with an error; the exit code is 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from benchmarks.devices import (
     engines,
@@ -49,65 +44,20 @@ from benchmarks.devices import (
     overlap,
     receipts,
     recovery,
-    shards,
     shares,
     wire,
 )
-from benchmarks.parts import Part, missed, parts_parser, run_parts
-
-KEYS_OF: Mapping[str, Sequence[str]] = {
-    "overlap": overlap.KEYS,
-    "wire": wire.KEYS,
-    "receipts": receipts.KEYS,
-    "shares": shares.KEYS,
-    "shards": shards.KEYS,
-    "launches": launches.KEYS,
-    "engines": engines.KEYS,
-    "fleet": fleet.KEYS,
-    "recovery": recovery.KEYS,
-}
-KEYS = tuple(key for keys in KEYS_OF.values() for key in keys)
-MOST: Mapping[str, float] = {
-    **overlap.MOST,
-    **wire.MOST,
-    **receipts.MOST,
-    **shares.MOST,
-    **shards.MOST,
-    **engines.MOST,
-    **fleet.MOST,
-    **recovery.MOST,
-}
-LEAST: Mapping[str, float] = {
-    **overlap.LEAST,
-    **receipts.LEAST,
-    **launches.LEAST,
-    **engines.LEAST,
-    **fleet.LEAST,
-}
-
-
-def _engines(parsed: argparse.Namespace) -> Mapping[str, object]:
-    if parsed.vllm_python is None:
-        return dict.fromkeys(engines.KEYS, "left out: there is no --vllm-python")
-    return engines.measure(parsed.vllm_python)
-
-
-def _launches(parsed: argparse.Namespace) -> Mapping[str, object]:
-    if parsed.ray_python is None:
-        return dict.fromkeys(launches.KEYS, "left out: there is no --ray-python")
-    return launches.measure(parsed.ray_python)
-
+from benchmarks.parts import Part, parts_parser, run_parts
 
 PARTS: Mapping[str, Part] = {
-    "overlap": lambda _: overlap.measure(),
-    "wire": lambda _: wire.measure(),
-    "receipts": lambda _: receipts.measure(),
-    "shares": lambda _: shares.measure(),
-    "shards": lambda _: shards.measure(),
-    "launches": _launches,
-    "engines": _engines,
-    "fleet": lambda parsed: fleet.measure(fleet.Scale(parsed.concurrent)),
-    "recovery": lambda _: recovery.measure(),
+    "overlap": overlap.PART,
+    "wire": wire.PART,
+    "receipts": receipts.PART,
+    "shares": shares.PART,
+    "launches": launches.PART,
+    "engines": engines.PART,
+    "fleet": fleet.PART,
+    "recovery": recovery.PART,
 }
 
 
@@ -118,8 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--concurrent", type=int, default=fleet.CONCURRENT, help="samples of the part fleet"
     )
-    parsed = parser.parse_args(arguments)
-    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST), KEYS_OF)
+    return run_parts(parser.parse_args(arguments), PARTS)
 
 
 if __name__ == "__main__":

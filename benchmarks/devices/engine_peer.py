@@ -1,7 +1,6 @@
-"""A replica's vLLM in this tree or an earlier one: samples as sluice reads them, or vLLM alone.
+"""A replica's vLLM: samples as sluice reads them, or vLLM alone.
 
-``python -m benchmarks.devices.engine_peer`` in an environment that has vLLM, with the tree as
-working directory. `engines` steers it.
+``python -m benchmarks.devices.engine_peer`` in an environment that has vLLM. `engines` steers it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.devices.fleet_peer import LONGEST
+from benchmarks.parts import Part
 from benchmarks.peers import PeerProcess
 from benchmarks.reporting import print_line
 from sluice.algorithm.groups.stragglers import partial_interval_ms
@@ -30,21 +32,17 @@ from sluice.types import ReplicaInfo
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_process import RewardProcess, reward_process, write_config
 
-KEYS = ("fleet_samples_per_s", "fleet_lost", "reward_memory_ratio")
-LEAST: Mapping[str, float] = {"fleet_samples_per_s": 500.0}
-MOST: Mapping[str, float] = {"fleet_lost": 0.0, "reward_memory_ratio": 1.3}
-
 CONCURRENT = 50_000
 _REPLICAS, _PROCESSES = 512, 2
-_GROUP, _BATCH_GROUPS, _LONGEST = 16, 512, 8192
-_OFFERED_PER_S = 600.0
-_MEAN_TOKENS = (256 + _LONGEST) / 2
+_GROUP, _BATCH_GROUPS = 16, 512
 _FREE_SHARE = 0.075
 """Slots of a replica that are free on average: a group starts when all of its samples fit."""
 _STALENESS = 16
 """A batch takes about 14 s, and the longest sample ten times that."""
 _RANKS, _STEP_S, _SCORERS = 4, 2.0, 8
-_FILL_S, _QUIET_S, _POLL_S = 120.0, 60.0, 15.0
+_WARM_S, _WINDOW_S = 170.0, 90.0
+"""Seconds after the fill before anything is counted (the longest sample takes 160), and counted."""
+_FILL_S, _QUIET_S = 120.0, 60.0
 _SPARE_MB = 300.0
 _INTERVAL_MS = partial_interval_ms(500, round(CONCURRENT / (1 - _FREE_SHARE)), 7500.0)
 _TOKEN_BYTES, _TEXT_BYTES = 8, 4
@@ -57,13 +55,9 @@ class Scale:
 
     Attributes:
         concurrent: samples that grow at the same time; the rate is in proportion.
-        warm_s: seconds after the fill before anything is counted; the longest sample takes 160.
-        window_s: seconds counted.
     """
 
-    concurrent: int = CONCURRENT
-    warm_s: float = 170.0
-    window_s: float = 90.0
+    concurrent: int
 
     @property
     def part(self) -> float:
@@ -79,11 +73,6 @@ class Scale:
     def replicas(self) -> int:
         """Of the fleet, with about the same slots at every scale."""
         return max(_PROCESSES, round(_REPLICAS * self.part))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of a sample, so that the fleet finishes `_OFFERED_PER_S` samples at the whole scale."""
-        return _MEAN_TOKENS * _OFFERED_PER_S / CONCURRENT
 
 
 def measure(scale: Scale) -> Mapping[str, Any]:
@@ -106,7 +95,7 @@ def _config(folder: Path, scale: Scale) -> Path:
                 "train_files": str(write_prompts(folder / "train.parquet", rows)),
                 "train_batch_size": max(1, round(_BATCH_GROUPS * scale.part)),
                 "max_prompt_length": 1024,
-                "max_response_length": _LONGEST,
+                "max_response_length": LONGEST,
             },
             "actor_rollout_ref": {"rollout": {"n": _GROUP}},
             "algorithm": {"filter_groups": {"enable": True, "metric": "acc"}},
@@ -130,9 +119,7 @@ class _Mark:
 
     at_s: float
     reward_cpu_s: float
-    interpreter_cpu_s: float
-    scorer_cpu_s: float
-    trainer_cpu_s: float
+    loop_cpu_s: float
     memory_mb: float
     sent: dict[str, Any]
     status: Any
@@ -147,32 +134,25 @@ class _Measurement:
     sizes: dict[str, int] = field(default_factory=dict)  # of the largest messages, bytes
     is_over: bool = False
     slowest_s: dict[str, float] = field(default_factory=dict)
-    num_steps: int = 0
     num_missing: int = 0  # samples of batches
     trained_tokens: int = 0
-    fill_s: list[float] = field(default_factory=list)  # of batches
     replicas: list[ReplicaInfo] = field(default_factory=list)
 
     async def run(self, config: Path) -> dict[str, Any]:
         """Return the figures."""
         await self._start_fleet()
         async with reward_process(config, has_own_memory=True) as service:
-            idle_mb = service.rss_mb()
-            began_s = time.monotonic()
             await self._publish(service, 0)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._train(service))
-                filled_s = await self._filled(began_s)
-                filled_mb = service.rss_mb()
-                await asyncio.sleep(self.scale.warm_s)
+                await self._filled()
+                await asyncio.sleep(_WARM_S)
                 before = await self._mark(service)
-                await asyncio.sleep(self.scale.window_s)
+                await asyncio.sleep(_WINDOW_S)
                 after = await self._mark(service)
                 self.is_over = True
                 found = self._figures(before, after)
             lost = await self._lost(service)
-        self._print("memory, MB", {"idle": round(idle_mb), "filled": round(filled_mb)})
-        self._print("fill", {"s": round(filled_s, 1), "batches_s": self.fill_s[-5:]})
         self._print("largest messages, bytes", self.sizes)
         slowest = {name: round(seconds, 2) for name, seconds in self.slowest_s.items()}
         self._print("slowest calls, s", slowest)
@@ -181,12 +161,7 @@ class _Measurement:
     async def _start_fleet(self) -> None:
         share = self.scale.replicas // _PROCESSES
         for number, peer in enumerate(self.peers):
-            peer.send(
-                "start",
-                replicas=share,
-                longest=_LONGEST,
-                tokens_per_s=self.scale.tokens_per_s,
-            )
+            peer.send("start", replicas=share)
             addresses = (await asyncio.to_thread(peer.answer))["addresses"]
             for index, address in enumerate(addresses):
                 name = f"rollout-{number * share + index}"
@@ -215,8 +190,9 @@ class _Measurement:
         await self._call(service.stub.AnnouncePolicy, request)
 
     async def _train(self, service: RewardProcess) -> None:
+        step = 0
         while not self.is_over:
-            step = self.num_steps + 1
+            step += 1
             batch = await self._take(service, step)
             async with asyncio.TaskGroup() as tasks:
                 num_rows = sum(len(group.rollouts) for group in batch.groups)
@@ -230,11 +206,9 @@ class _Measurement:
             await asyncio.sleep(_STEP_S)
             trained = reward_pb2.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=step)
             await self._call(service.stub.AcknowledgeBatch, trained)
-            self.num_steps = step
             self.trained_tokens += sum(
                 rollout.num_tokens for group in batch.groups for rollout in group.rollouts
             )
-            self.fill_s.append(round(batch.statistics["timing_s/batch_fill"], 1))
             await self._publish(service, step)
 
     async def _take(self, service: RewardProcess, step: int) -> Any:
@@ -264,13 +238,13 @@ class _Measurement:
 
     # ---------------------------------------------------------------------------------- the figures
 
-    async def _filled(self, began_s: float) -> float:
-        """Wait until the samples that should grow do; return the seconds since then."""
-        while time.monotonic() - began_s < _FILL_S:
+    async def _filled(self) -> None:
+        """Wait until the samples that should grow do."""
+        ends_s = time.monotonic() + _FILL_S
+        while time.monotonic() < ends_s:
             if (await self._sent())["running"] >= 0.95 * self.scale.concurrent:
                 break
             await asyncio.sleep(0.5)
-        return time.monotonic() - began_s
 
     async def _mark(self, service: RewardProcess) -> _Mark:
         sent = await self._sent()
@@ -281,8 +255,6 @@ class _Measurement:
             time.monotonic(),
             _cpu_s(Path(f"/proc/{pid}/stat")),
             _cpu_s(Path(f"/proc/{pid}/task/{pid}/stat")),
-            sum(_cpu_s(Path(f"/proc/{child}/stat")) for child in service.children()),
-            time.process_time(),
             service.rss_mb(),
             sent,
             status,
@@ -313,22 +285,12 @@ class _Measurement:
         groups = max(samples, 1) / _GROUP
         spent = {
             "reward service": after.reward_cpu_s - before.reward_cpu_s,
-            "its event loop": after.interpreter_cpu_s - before.interpreter_cpu_s,
-            "its scorers": after.scorer_cpu_s - before.scorer_cpu_s,
+            "its event loop": after.loop_cpu_s - before.loop_cpu_s,
             "fleet": after.sent["cpu_s"] - before.sent["cpu_s"],
-            "trainer": after.trainer_cpu_s - before.trainer_cpu_s,
         }
         self._print("CPU ms a group", {who: round(1e3 * s / groups, 2) for who, s in spent.items()})
-        self._print("CPU s a second", {who: round(s / seconds, 2) for who, s in spent.items()})
-        busiest = spent["its event loop"]
-        together = sum(spent.values()) - busiest
-        self._print(
-            "samples/s that the CPU would allow",
-            {
-                "one core for the event loop": round(samples / max(busiest, 1e-9)),
-                "two cores for everything": round(2 * samples / max(busiest + together, 1e-9)),
-            },
-        )
+        allowed = round(samples / max(spent["its event loop"], 1e-9))
+        self._print("samples/s that one core would allow the event loop", {"most": allowed})
         held = after.status.statistics["reward/tokens/pending"]
         raw_mb = _TOKEN_BYTES * held / 1e6
         texts_mb = _TEXT_BYTES * (after.sent["sample_tokens"] - self.trained_tokens) / 1e6
@@ -342,21 +304,6 @@ class _Measurement:
                 "ratio without texts": round((after.memory_mb - _SPARE_MB) / raw_mb, 3),
             },
         )
-        self._print(
-            "load",
-            {
-                "running": after.sent["running"],
-                "groups_generating": after.status.groups_generating,
-                "groups_grading": after.status.groups_grading,
-                "kept": after.status.groups_kept,
-                "steps": self.num_steps,
-                "messages_per_s": round(
-                    (after.sent["messages"] - before.sent["messages"]) / seconds
-                ),
-                "tokens_per_s": round((after.sent["tokens"] - before.sent["tokens"]) / seconds),
-                "machine": [round(each, 1) for each in os.getloadavg()],
-            },
-        )
         return {"fleet_samples_per_s": samples / seconds, "reward_memory_ratio": ratio}
 
     def _print(self, what: str, values: Mapping[str, object]) -> None:
@@ -364,9 +311,13 @@ class _Measurement:
 
 
 def _cpu_s(stat: Path) -> float:
-    """Return user and system seconds of a process or thread; 0 if it has ended."""
-    try:
-        fields = stat.read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return 0.0
+    """Return user and system seconds of a process or thread."""
+    fields = stat.read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+PART = Part(
+    lambda parsed: measure(Scale(parsed.concurrent)),
+    most={"fleet_lost": 0.0, "reward_memory_ratio": 1.3},
+    least={"fleet_samples_per_s": 500.0},
+)

@@ -15,35 +15,25 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import grpc
 import numpy as np
 
 from benchmarks.peers import serve
 from sluice.api.common.v1 import common_pb2
-from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.api.rollout.v1 import rollout_pb2
+from tests.support.scripted_rollout import ScriptedReplica
 
 _VOCABULARY = 150_000
 _PROMPT_TOKENS = 512
 _CHARS = 4
 """Of a token's text."""
-_SHORTEST = 256
+SHORTEST, LONGEST = 256, 8192
+"""Response tokens; lengths are uniform between them."""
+TOKENS_PER_S = (SHORTEST + LONGEST) / 2 * 600.0 / 50_000
+"""Of a sample, so that 50,000 at a time finish at 600 a second."""
+_FIRST_S = 5.0
+"""Requests of the first seconds have what is left of samples in a steady state."""
 _SAME_MOMENT_S = 0.02
 """Samples that end within this time of each other travel together (`linger_ms`)."""
-
-
-@dataclass(frozen=True)
-class Script:
-    """How the fleet answers.
-
-    Attributes:
-        longest: response tokens, at most; lengths are uniform from `_SHORTEST`.
-        tokens_per_s: of each sample.
-        first_s: requests of the first seconds have what is left of samples in a steady state.
-    """
-
-    longest: int
-    tokens_per_s: float
-    first_s: float = 5.0
 
 
 @dataclass
@@ -52,16 +42,14 @@ class Sent:
 
     Attributes:
         running: samples that grow now.
-        samples: those that finished, and their tokens.
+        sample_tokens: of samples that finished.
         tokens: new ones, each once.
         largest: bytes of the largest answer and request.
     """
 
     running: int = 0
-    samples: int = 0
     sample_tokens: int = 0
     tokens: int = 0
-    messages: int = 0
     largest_answer: int = 0
     largest_request: int = 0
 
@@ -80,20 +68,16 @@ class _Sample:
 
 
 class Fleet:
-    """What all replicas of the process share.
+    """What all replicas of the process share."""
 
-    Args:
-        script: how they answer.
-    """
-
-    def __init__(self, script: Script) -> None:
-        self.script, self.sent = script, Sent()
+    def __init__(self) -> None:
+        self.sent = Sent()
         generator = np.random.default_rng(0)
-        self.size = 8 * script.longest
+        self.size = 8 * LONGEST
         self.ids = generator.integers(0, _VOCABULARY, self.size, dtype=np.uint32).tobytes()
         self.logprobs = (-generator.random(self.size, dtype=np.float32)).tobytes()
         self.text = "".join(chr(97 + int(value) % 26) for value in generator.integers(0, 26, 1000))
-        self.text *= _CHARS * script.longest // 1000 + 1
+        self.text *= _CHARS * LONGEST // 1000 + 1
         self.prompt = self.ids[: 4 * _PROMPT_TOKENS]
         self.versions: list[tuple[float, int]] = []  # since when
         self.began_at: float | None = None
@@ -101,12 +85,12 @@ class Fleet:
 
     def length(self, seed: int, index: int, now: float) -> int:
         """Return a sample's length, in tokens."""
-        script, part = self.script, random.Random(f"{seed}/{index}").random()
+        part = random.Random(f"{seed}/{index}").random()
         if self.began_at is None:
             self.began_at = now
-        if now - self.began_at < script.first_s:
+        if now - self.began_at < _FIRST_S:
             part = 1 - part**0.5
-        return _SHORTEST + int(part * (script.longest - _SHORTEST))
+        return SHORTEST + int(part * (LONGEST - SHORTEST))
 
     def spans(self, sample: _Sample, since: float, count: int) -> list[tuple[int, int, int]]:
         """Return version, start and end of the sample's first `count` tokens."""
@@ -123,7 +107,7 @@ class Fleet:
         return found
 
     def _grown(self, seconds: float) -> int:
-        return int(seconds * self.script.tokens_per_s)
+        return int(seconds * TOKENS_PER_S)
 
     def num_tokens(self, sample: _Sample, since: float, now: float) -> int:
         """Return how many tokens a sample has now."""
@@ -131,18 +115,10 @@ class Fleet:
 
 
 @dataclass
-class ClockReplica(rollout_pb2_grpc.RolloutServiceServicer):
+class ClockReplica(ScriptedReplica):
     """One replica."""
 
-    fleet: Fleet
-    server: Any = field(default_factory=grpc.aio.server)
-
-    async def start(self) -> str:
-        """Listen on a free port; return the address."""
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, self.server)
-        port = self.server.add_insecure_port("127.0.0.1:0")
-        await self.server.start()
-        return f"127.0.0.1:{port}"
+    fleet: Fleet = field(kw_only=True)
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         """Return the load of the process."""
@@ -175,8 +151,8 @@ class ClockReplica(rollout_pb2_grpc.RolloutServiceServicer):
                 first = len(partial.token_ids_u32) // 4
                 spans = [(span.version, span.start, span.end) for span in partial.version_spans]
                 length = max(length, first + 1)
-            offset = (seed * 31 + index * 7919) % (fleet.size - fleet.script.longest - 1)
-            ends_at = now + (length - first) / fleet.script.tokens_per_s
+            offset = (seed * 31 + index * 7919) % (fleet.size - LONGEST - 1)
+            ends_at = now + (length - first) / TOKENS_PER_S
             found.append(_Sample(index, offset, first, length, ends_at, first, spans))
         return found
 
@@ -200,7 +176,6 @@ class ClockReplica(rollout_pb2_grpc.RolloutServiceServicer):
                 for sample in running:
                     message.deltas.extend(self._deltas(sample, since, now))
             if message.rollouts or message.deltas:
-                sent.messages += 1
                 sent.largest_answer = max(sent.largest_answer, message.ByteSize())
                 await context.write(message)
 
@@ -226,7 +201,6 @@ class ClockReplica(rollout_pb2_grpc.RolloutServiceServicer):
     def _whole(self, sample: _Sample, since: float, answer: str) -> Any:
         fleet, count = self.fleet, sample.length
         fleet.sent.tokens += count - sample.sent
-        fleet.sent.samples += 1
         fleet.sent.sample_tokens += count
         part = slice(4 * sample.offset, 4 * (sample.offset + count))
         # Half of each group is right, so that every group is kept.
@@ -248,37 +222,34 @@ class FleetPeer:
     """Its public methods are the operations."""
 
     def __init__(self) -> None:
-        self._fleet: Fleet | None = None
+        self._fleet = Fleet()
         self._replicas: list[ClockReplica] = []
 
-    async def start(self, replicas: int, longest: int, tokens_per_s: float) -> dict[str, Any]:
+    async def start(self, replicas: int) -> dict[str, Any]:
         """Start the replicas; return their addresses."""
-        self._fleet = Fleet(Script(longest, tokens_per_s))
-        self._replicas = [ClockReplica(self._fleet) for _ in range(replicas)]
-        return {"addresses": [await replica.start() for replica in self._replicas]}
+        self._replicas = [ClockReplica(fleet=self._fleet) for _ in range(replicas)]
+        for replica in self._replicas:
+            await replica.start()
+        return {"addresses": [replica.address for replica in self._replicas]}
 
     async def version(self, version: int) -> None:
         """Serve a version from now on."""
-        self._present().versions.append((time.monotonic(), version))
+        self._fleet.versions.append((time.monotonic(), version))
 
     async def counts(self) -> dict[str, Any]:
         """Return what was sent so far, and the CPU seconds of the process."""
-        return vars(self._present().sent) | {"cpu_s": time.process_time()}
+        return vars(self._fleet.sent) | {"cpu_s": time.process_time()}
 
     async def freeze(self) -> dict[str, Any]:
         """Send nothing any more; return the counts."""
-        self._present().is_frozen = True
+        self._fleet.is_frozen = True
         await asyncio.sleep(1.0)
         return await self.counts()
 
     async def close(self) -> None:
         """End all replicas."""
         for replica in self._replicas:
-            await replica.server.stop(None)
-
-    def _present(self) -> Fleet:
-        assert self._fleet is not None
-        return self._fleet
+            await replica.die()
 
 
 if __name__ == "__main__":

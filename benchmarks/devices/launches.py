@@ -19,22 +19,21 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.devices.launched_process import END_NAME, FOLDER_VARIABLE
+from benchmarks.parts import Part
 from benchmarks.reporting import ROOT, last_json, print_line, print_report
 from sluice.config.memory.published import published_model
 from sluice.quickstart.prepare import prepare
+from tools.commands import started
 from tools.launched_run import SIZES
 from tools.phases import tool_parser
 from tools.ray_test.cluster import MarkedProcesses, SimulatedCluster
-
-KEYS = ("launches_placed", "launch_splits")
-LEAST: Mapping[str, float] = {"launches_placed": 7}
 
 _LAUNCHES = ROOT / "tests" / "data" / "launches"
 _STAND_IN = Path(__file__).with_name("launched_process.py")
@@ -61,15 +60,6 @@ class Launch:
     kind: str
     nodes: int
     per_node: int
-
-
-def measure(ray_python: str) -> Mapping[str, Any]:
-    """Return how many launches are placed, and the line of each split.
-
-    Args:
-        ray_python: of an environment with Ray and sluice.
-    """
-    return last_json([ray_python, "-m", "benchmarks.devices.launches"])
 
 
 def read_launch(name: str, row: Mapping[str, Any]) -> Launch:
@@ -122,28 +112,15 @@ def _paths(launch: Launch, folder: Path, made: Mapping[str, str]) -> list[str]:
     return [f"{key}={path}" for key, path in paths.items()]
 
 
-@contextmanager
 def _training(
     launch: Launch, folder: Path, cluster: SimulatedCluster, made: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
     """Run `sluice train` while the block runs; its output is ``train.log``."""
     command = [sys.executable, "-m", "sluice", "train", str(launch.file)]
     command += [*_paths(launch, folder, made), *_CONSOLE, "--on", "ray"]
     command += ["--ray-address", cluster.address]
-    environment = {**os.environ, **cluster.environment, "PYTHONPATH": str(ROOT)}
-    with (
-        (folder / _LOG).open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=environment) as train,
-    ):
-        try:
-            yield train
-        finally:
-            if train.poll() is None:
-                train.terminate()
-                try:
-                    train.wait(_END_S)
-                except subprocess.TimeoutExpired:
-                    train.kill()
+    environment = {**cluster.environment, "PYTHONPATH": str(ROOT)}
+    return started(command, folder / _LOG, environment, ends_within_s=_END_S)
 
 
 def _until_placed(train: subprocess.Popen[bytes], folder: Path) -> tuple[str, list[Report], str]:
@@ -240,6 +217,14 @@ def placed(launch: Launch, folder: Path, made: Mapping[str, str]) -> tuple[str, 
         print_line((folder / _LOG).read_text("utf-8", "replace")[-_SHOWN:])
         return line, [problem]
     return line, misplaced(launch, line, seen)
+
+
+PART = Part(
+    lambda parsed: last_json([parsed.ray_python, "-m", "benchmarks.devices.launches"]),
+    least={"launches_placed": 7},
+    further=("launch_splits",),
+    needs="ray_python",
+)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
+from benchmarks.parts import Part
 from benchmarks.reporting import print_line
 from services.trainer.fleet.publisher import PublishReport
 from services.trainer.loop.batch_check import BatchTerms
@@ -46,9 +47,6 @@ from tests.support.scripted_rollout import (
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-KEYS = ("overlap_speedup", "staleness_exceeded", "fleet_capacity_min")
-MOST: Mapping[str, float] = {"staleness_exceeded": 0.0}
-
 _STALENESS = (1, 2, 4)
 _SCALE = 4.0
 _TRAIN_S, _TRANSFER_S = 4.0 / _SCALE, 2.0 / _SCALE
@@ -66,16 +64,6 @@ class _Speed:
 
 _SPEEDS = {"generation": _Speed(4, 4.0 / _SCALE), "trainer": _Speed(16, 1.0 / _SCALE)}
 """A batch of groups takes 8 s, or half a second."""
-
-LEAST: Mapping[str, float] = {
-    **{
-        f"overlap_speedup.{bound}_bound_s{staleness}": (
-            1.2 if bound == "trainer" and may_overlap(staleness) else 0.98
-        )
-        for staleness, bound in itertools.product(_STALENESS, _SPEEDS)
-    },
-    "fleet_capacity_min": 7 / 8,
-}
 
 
 @dataclass
@@ -266,3 +254,18 @@ def measure() -> Mapping[str, Any]:
         "staleness_exceeded": exceeded,
         "fleet_capacity_min": asyncio.run(_least_capacity()),
     }
+
+
+PART = Part(
+    lambda _: measure(),
+    most={"staleness_exceeded": 0.0},
+    least={
+        **{
+            f"overlap_speedup.{bound}_bound_s{staleness}": (
+                1.2 if bound == "trainer" and may_overlap(staleness) else 0.98
+            )
+            for staleness, bound in itertools.product(_STALENESS, _SPEEDS)
+        },
+        "fleet_capacity_min": 7 / 8,
+    },
+)

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.devices.wire import BATCH
+from benchmarks.parts import Part
 from benchmarks.reporting import print_line
 from services.reward.app import open_prompt_sets, open_run_files
 from services.reward.generation.request import GroupRequest
@@ -25,10 +26,6 @@ from sluice.config.run import RunConfig
 from sluice.telemetry.samples import FOLDER_NAME, archive_files
 from sluice.types import FinishReason, Rollout, VersionSpan
 from tests.support.reward_app import ScriptedClient, replica, running_app, submit
-
-KEYS = ("receipts_s", "acknowledge_s", "outline_mb", "archived_share")
-MOST: Mapping[str, float] = {"receipts_s": 1.0, "acknowledge_s": 2.0, "outline_mb": 2.0}
-LEAST: Mapping[str, float] = {"archived_share": 1.0}
 
 _CHARS_A_TOKEN = 4
 _FILL_S = 300.0
@@ -123,3 +120,10 @@ async def _pauses() -> AsyncIterator[list[float]]:
         yield found
         await asyncio.sleep(2 * _LAG_S)
         looking.cancel()
+
+
+PART = Part(
+    lambda _: measure(),
+    most={"receipts_s": 1.0, "acknowledge_s": 2.0, "outline_mb": 2.0},
+    least={"archived_share": 1.0},
+)

@@ -7,14 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.parts import Part
 from benchmarks.reporting import last_json, print_line
-
-KEYS = ("recovery_s",)
-MOST: Mapping[str, float] = {
-    "recovery_s.replica": 10.0,
-    "recovery_s.reward": 10.0,
-    "recovery_s.trainer": 25.0,
-}
 
 _NAMES = ("replica", "reward", "trainer")
 _EACH, _SECONDS_EACH = 4, 60
@@ -36,3 +30,9 @@ def measure() -> Mapping[str, Any]:
     backs = found["back_s"]
     seen = {name for name, each in backs.items() if not each["not_seen"]}
     return {"recovery_s": {name: backs[name]["p95"] if name in seen else None for name in _NAMES}}
+
+
+PART = Part(
+    lambda _: measure(),
+    most={"recovery_s.replica": 10.0, "recovery_s.reward": 10.0, "recovery_s.trainer": 25.0},
+)

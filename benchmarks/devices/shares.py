@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.parts import Part
 from benchmarks.peers import PeerProcess
 from benchmarks.reporting import print_line
 from sluice.device.cpu import CpuDevice
@@ -20,50 +21,45 @@ from sluice.weights.digest import combined_digest
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import BroadcastReport, WeightSender
 
-KEYS = ("bytes_share_ratio", "host_share_ratio")
-MOST: Mapping[str, float] = {"bytes_share_ratio": 1.1, "host_share_ratio": 1.2}
-
 _WORKERS, _LAYERS, _HIDDEN, _WIDTH, _VOCABULARY, _EXPERTS = 4, 12, 1024, 4096, 16_000, 8
 _BUCKET_BYTES, _TIMEOUT_S, _DTYPE, _ITEM_BYTES = 16 << 20, 120.0, "bfloat16", 2
 _NEVER = threading.Event()
 _CHANGED = 0.005  # of the weights, between two versions
 
 
-def model_specs(
-    hidden: int = _HIDDEN, width: int = _WIDTH, layers: int = _LAYERS, vocabulary: int = _VOCABULARY
-) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a decoder; every third layer has experts instead of a wide network."""
+def _model_specs() -> Iterator[TensorSpec]:
+    """Yield the tensors of a decoder; every third layer has experts instead of a wide network."""
 
-    def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "embed", (vocabulary, hidden)
-        for layer in range(layers):
-            block = f"layers.{layer}."
-            yield f"{block}norm", (hidden,)
-            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                yield f"{block}{name}", (hidden, hidden)
-            if layer % 3 == 2:
-                part = width // _EXPERTS
-                yield f"{block}experts.gate_up_proj", (_EXPERTS, 2 * part, hidden)
-                yield f"{block}experts.down_proj", (_EXPERTS, hidden, part)
-                continue
-            yield f"{block}gate_proj", (width, hidden)
-            yield f"{block}up_proj", (width, hidden)
-            yield f"{block}down_proj", (hidden, width)
-        yield "norm", (hidden,)
-        yield "head", (vocabulary, hidden)
+    def spec(name: str, *shape: int) -> TensorSpec:
+        return TensorSpec(name, _DTYPE, shape)
 
-    return tuple(TensorSpec(name, _DTYPE, shape) for name, shape in shapes())
+    yield spec("embed", _VOCABULARY, _HIDDEN)
+    for layer in range(_LAYERS):
+        block = f"layers.{layer}."
+        yield spec(f"{block}norm", _HIDDEN)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield spec(f"{block}{name}", _HIDDEN, _HIDDEN)
+        if layer % 3 == 2:
+            part = _WIDTH // _EXPERTS
+            yield spec(f"{block}experts.gate_up_proj", _EXPERTS, 2 * part, _HIDDEN)
+            yield spec(f"{block}experts.down_proj", _EXPERTS, _HIDDEN, part)
+            continue
+        yield spec(f"{block}gate_proj", _WIDTH, _HIDDEN)
+        yield spec(f"{block}up_proj", _WIDTH, _HIDDEN)
+        yield spec(f"{block}down_proj", _HIDDEN, _WIDTH)
+    yield spec("norm", _HIDDEN)
+    yield spec("head", _VOCABULARY, _HIDDEN)
 
 
 class _Replica:
     """A sender and the workers of one replica."""
 
-    def __init__(self, workers: Sequence[PeerProcess], specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, workers: Sequence[PeerProcess], specs: tuple[TensorSpec, ...]) -> None:
         self._workers, self._specs = workers, specs
         self._sender = WeightSender(
             device=CpuDevice(), bucket_bytes=_BUCKET_BYTES, timeout_s=_TIMEOUT_S
         )
-        self._plan = plan_transfer(tuple(specs), 4096)
+        self._plan = plan_transfer(specs, 4096)
         self._sent: tuple[BroadcastReport, WeightBuffer] | None = None
         self._version = 0
 
@@ -110,9 +106,9 @@ class _Replica:
         self._sender.close()
 
 
-def measure(specs: Sequence[TensorSpec] | None = None) -> Mapping[str, Any]:
+def measure() -> Mapping[str, Any]:
     """Let a replica of four worker processes take three versions over gloo: all, changes, all."""
-    specs = specs or model_specs()
+    specs = tuple(_model_specs())
     total = _ITEM_BYTES * sum(math.prod(spec.shape) for spec in specs)
     with ExitStack() as stack:
         workers = [
@@ -120,7 +116,7 @@ def measure(specs: Sequence[TensorSpec] | None = None) -> Mapping[str, Any]:
             for _ in range(_WORKERS)
         ]
         for rank, worker in enumerate(workers):
-            tensors = msgspec.to_builtins(tuple(specs))
+            tensors = msgspec.to_builtins(specs)
             worker.send("begin", tensors=tensors, rank=rank, ranks=_WORKERS)
         shares = [msgspec.convert(worker.answer()["share"], WeightShare) for worker in workers]
         replica = stack.enter_context(closing(_Replica(workers, specs)))
@@ -129,7 +125,7 @@ def measure(specs: Sequence[TensorSpec] | None = None) -> Mapping[str, Any]:
         staged = [replica.update(sparse=sparse) for sparse in (False, True, False)]
         peak = [int(worker.call("peak")["bytes"]) for worker in workers]
     received = [int(one["received_bytes"]) for one in staged[0]]
-    shares_bytes = [plan_transfer(tuple(specs), 4096, share).total_bytes for share in shares]
+    shares_bytes = [plan_transfer(specs, 4096, share).total_bytes for share in shares]
     held = [most - before for most, before in zip(peak, rest, strict=True)]
     print_line(
         json.dumps(
@@ -145,3 +141,6 @@ def measure(specs: Sequence[TensorSpec] | None = None) -> Mapping[str, Any]:
         "bytes_share_ratio": max(received) / (total / _WORKERS),
         "host_share_ratio": max(one / share for one, share in zip(held, shares_bytes, strict=True)),
     }
+
+
+PART = Part(lambda _: measure(), most={"bytes_share_ratio": 1.1, "host_share_ratio": 1.2})

@@ -6,28 +6,26 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.parts import Part
 from benchmarks.reporting import print_line
 from tests.support.batch_server import ServedBatch, serving
 from tests.support.trainer_ranks import ranks_of
-
-KEYS = ("batch_bytes_ratio", "batch_s")
-MOST: Mapping[str, float] = {"batch_bytes_ratio": 1.2, "batch_s": 20.0}
 
 _RANKS, _ANSWER_S = 4, 300.0
 BATCH = ServedBatch(groups=512, samples=16, tokens=20_000, prompt_tokens=1000)
 
 
-def measure(served: ServedBatch = BATCH) -> Mapping[str, Any]:
+def measure() -> Mapping[str, Any]:
     """Let four gloo ranks take a batch from the reward service's calls, each its samples.
 
     The server's process has the calls' own code and a made-up batch. Bytes are those of messages:
     streamed from the service, and broadcast from rank 0.
     """
-    with serving(served) as server:
+    with serving(BATCH) as server:
         given = {
             "address": server.address,
             "stall_s": _ANSWER_S,
-            "mini_batch_groups": served.groups,
+            "mini_batch_groups": BATCH.groups,
             "timeout_s": _ANSWER_S,
         }
         with ranks_of("tests.support.sample_peer", _RANKS, given) as ranks:
@@ -51,3 +49,6 @@ def measure(served: ServedBatch = BATCH) -> Mapping[str, Any]:
         "batch_bytes_ratio": max(one["bytes"] / one["row_bytes"] for one in found),
         "batch_s": found[0]["seconds"],
     }
+
+
+PART = Part(lambda _: measure(), most={"batch_bytes_ratio": 1.2, "batch_s": 20.0})

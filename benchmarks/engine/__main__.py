@@ -30,16 +30,12 @@ from transformers import Qwen3Config
 from benchmarks.engine.peer import PROMPT_TOKENS, TRANSFORMERS
 from benchmarks.peers import Fleet, PeerProcess
 from benchmarks.reporting import ROOT, print_line, print_report
-from sluice.types import TensorSpec
 from tools.phases import tool_parser
 
 TORCH, VLLM, SGLANG = "torch", "vllm", "sglang"
 COUNTS = (1, 16, 64, 128)
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore",
-}
+# For packages that need CUDA.
+_STAND_INS = {"PYTHONPATH": str(ROOT / "tests" / "engine_sglang" / "stand_ins")}
 _BUSY, _BUCKET_MB = 64, 32
 _LONG_S = 20.0
 
@@ -85,19 +81,14 @@ class Workload:
     device: str
 
 
-def _environment(engine: str) -> dict[str, str]:
-    """Return a peer's environment; SGLang has stand-ins for packages that need CUDA."""
-    stand_ins = {"PYTHONPATH": str(ROOT / "tests" / "engine_sglang" / "stand_ins")}
-    return _ENVIRONMENT | (stand_ins if engine == SGLANG else {})
-
-
 class Peer:
     """A process that serves a model; this process is its trainer."""
 
     def __init__(self, engine: str, python: str, folder: Path, workload: Workload) -> None:
         self.engine, self._stack = engine, ExitStack()
         began_s = time.perf_counter()
-        process = PeerProcess("benchmarks.engine.peer", python, _environment(engine))
+        environment = _STAND_INS if engine == SGLANG else {}
+        process = PeerProcess("benchmarks.engine.peer", python, environment)
         self._process = self._stack.enter_context(closing(process))
         self._fleet: Fleet | None = None
         try:
@@ -121,8 +112,7 @@ class Peer:
         )["layout"]
         if layout is None:  # it has weights of its own
             return
-        specs = [msgspec.convert(spec, TensorSpec) for spec in layout]
-        fleet = Fleet([self._process], specs, _BUCKET_MB)
+        fleet = Fleet([self._process], layout, _BUCKET_MB)
         self._fleet = self._stack.enter_context(closing(fleet))
         fleet.form(fleet.replicas)
         fleet.update()

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import msgspec
 import numpy as np

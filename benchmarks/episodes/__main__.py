@@ -28,42 +28,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-from benchmarks.episodes import jars, latency, single_turn, tokens
-from benchmarks.episodes.reuse import reuse_figures
-from benchmarks.episodes.sandbox import sandbox_figures
-from benchmarks.parts import Part, missed, parts_parser, run_parts
+from benchmarks.episodes import jars, latency, reuse, sandbox, single_turn, tokens
+from benchmarks.parts import Part, parts_parser, run_parts
 
-KEYS = (
-    *jars.KEYS,
-    *tokens.KEYS,
-    *latency.KEYS,
-    *single_turn.KEYS,
-    *("prefix_hit", "load_spread", "reuse_speedup"),
-    *("sandbox_contained", "reclaim_s"),
-)
-MOST: Mapping[str, float] = {
-    **jars.MOST,
-    **tokens.MOST,
-    **latency.MOST,
-    "load_spread": 1.3,
-    "reclaim_s": 2.0,
-}
-LEAST: Mapping[str, float] = {
-    **jars.LEAST,
-    **single_turn.LEAST,
-    "prefix_hit": 0.9,
-    "reuse_speedup": 1.5,
-    "sandbox_contained": 40.0,
-}
 PARTS: Mapping[str, Part] = {
-    "jars": lambda _: jars.measure(),
-    "tokens": lambda parsed: tokens.measure(parsed.episodes),
-    "latency": lambda _: latency.measure(),
-    "single_turn": lambda _: single_turn.measure(),
-    "reuse": lambda _: reuse_figures(),
-    "sandbox": lambda _: sandbox_figures(),
+    "jars": jars.PART,
+    "tokens": tokens.PART,
+    "latency": latency.PART,
+    "single_turn": single_turn.PART,
+    "reuse": reuse.PART,
+    "sandbox": sandbox.PART,
 }
 
 
@@ -73,8 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--episodes", type=int, default=tokens.EPISODES, help="of the part tokens, at least 400"
     )
-    parsed = parser.parse_args(arguments)
-    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST, least=LEAST))
+    return run_parts(parser.parse_args(arguments), PARTS)
 
 
 if __name__ == "__main__":

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import ROOT, print_line
+from benchmarks.parts import Part
+from benchmarks.reporting import quickstart, sluice, summary_of
 
 SEEDS = (0, 1, 2)
-KEYS = ("accuracy_before", "accuracy_after", "accuracy_blind", "seconds")
-MOST: Mapping[str, float] = {
-    f"{key}.seed {seed}": bar
-    for key, bar in {"accuracy_before": 0.45, "accuracy_blind": 0.15, "seconds": 150.0}.items()
-    for seed in SEEDS
-}
-LEAST: Mapping[str, float] = {f"accuracy_after.seed {seed}": 0.93 for seed in SEEDS}
 
 
 def measure() -> Mapping[str, Any]:
     """Train three seeds; return the figures of each by its name."""
-    found: dict[str, dict[str, float]] = {key: {} for key in KEYS}
+    found: dict[str, dict[str, float]] = defaultdict(dict)
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as folder:
             for key, figure in _seed(Path(folder) / "run", seed).items():
@@ -35,32 +27,35 @@ def measure() -> Mapping[str, Any]:
 
 def _seed(run_dir: Path, seed: int) -> Mapping[str, float]:
     began_s = time.monotonic()
-    _sluice("quickstart", "--task", "jars", "--seed", str(seed), "--run-dir", str(run_dir))
+    sighted = quickstart(run_dir, seed, ["--task", "jars"])
     seconds = time.monotonic() - began_s
-    sighted, blind = _summary(run_dir), run_dir / "blind"
+    return {
+        "accuracy_before": sighted["accuracy_before"],
+        "accuracy_after": sighted["accuracy_after"],
+        "accuracy_blind": _blind_accuracy(run_dir),
+        "seconds": seconds,
+    }
+
+
+def _blind_accuracy(run_dir: Path) -> float:
     (checkpoint,) = (run_dir / "checkpoints").glob("global_step_*")
-    _sluice(
+    sluice(
         *("up", str(run_dir / "config.yaml")),
         "trainer.val_only=true",
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={checkpoint}",
         "sluice.environment.name=BlindJars",
-        f"sluice.run_dir={blind}",
+        f"sluice.run_dir={run_dir / 'blind'}",
     )
-    return {
-        "accuracy_before": sighted["accuracy_before"],
-        "accuracy_after": sighted["accuracy_after"],
-        "accuracy_blind": _summary(blind)["accuracy_after"],
-        "seconds": seconds,
-    }
+    return float(summary_of(run_dir / "blind")["accuracy_after"])
 
 
-def _sluice(*arguments: str) -> None:
-    command = [sys.executable, "-m", "sluice.cli.main", *arguments]
-    print_line(" ".join(command[2:]))
-    subprocess.run(command, cwd=ROOT, check=True)
-
-
-def _summary(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    return found
+PART = Part(
+    lambda _: measure(),
+    most={
+        f"{key}.seed {seed}": bar
+        for key, bar in {"accuracy_before": 0.45, "accuracy_blind": 0.15, "seconds": 150.0}.items()
+        for seed in SEEDS
+    },
+    least={f"accuracy_after.seed {seed}": 0.93 for seed in SEEDS},
+)

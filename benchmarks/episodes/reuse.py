@@ -1,6 +1,6 @@
 """What the engine's kept prefixes and sticky routing bring to episodes of eight turns.
 
-Prints one JSON object by itself:
+The figures:
 
 reuse_speedup  time of an episode that computes its whole history at each turn, over that of one
                that reuses it: one torch engine, in turns, the median of the rounds
@@ -12,11 +12,10 @@ load_spread    the most over the mean of the replicas' running turns, at the sta
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -25,11 +24,13 @@ import numpy as np
 import torch
 
 from benchmarks.engine.__main__ import save_config
-from benchmarks.reporting import print_line, print_report
-from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
+from benchmarks.parts import Part
+from benchmarks.reporting import print_line
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.protocol import GenerationRequest
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaRequirement, ReplicaRouter
 from sluice.types import ReplicaInfo, SamplingParams
+from tests.support.causal_lms import reference_model, running_engine
 
 TURNS, READ, SAMPLED = 8, 96, 24
 """Turns of an episode, and tokens that each reads and samples."""
@@ -40,20 +41,10 @@ _MODEL_LENGTH = TURNS * (READ + SAMPLED)
 _SLACK = 1.5
 
 
-async def _engine(folder: Path, stack: AsyncExitStack) -> EmbeddedEngine:
-    """Return a running engine with random weights."""
-    engine = EmbeddedEngine(
-        EmbeddedEngineSettings(str(folder), slots=_SLOTS, max_model_len=_MODEL_LENGTH)
-    )
-    await engine.start()
-    stack.push_async_callback(engine.stop)
-    draws = torch.Generator().manual_seed(0)
-    weights = {
-        spec.name: torch.randn(tuple(spec.shape), generator=draws) * 0.1
-        for spec in engine.weight_layout
-    }
-    await engine.load_weights(weights, 1, "random")
-    return engine
+def _engine(folder: Path) -> AbstractAsyncContextManager[EmbeddedEngine]:
+    """Return an engine with random weights, which runs within the block."""
+    model = reference_model(folder)
+    return running_engine(folder, model, slots=_SLOTS, max_model_len=_MODEL_LENGTH)
 
 
 async def _turn(engine: EmbeddedEngine, tokens: list[int], name: str) -> None:
@@ -89,8 +80,7 @@ async def _episode_s(engine: EmbeddedEngine, *, reuses: bool) -> float:
 
 
 async def _speedup(folder: Path) -> float:
-    async with AsyncExitStack() as stack:
-        engine = await _engine(folder, stack)
+    async with _engine(folder) as engine:
         await _episode_s(engine, reuses=False)
         ratios = []
         for _ in range(_ROUNDS):
@@ -144,7 +134,8 @@ class _Fleet:
 
 async def _sticky(folder: Path) -> tuple[float, float]:
     async with AsyncExitStack() as stack:
-        fleet = _Fleet([await _engine(folder, stack) for _ in range(_REPLICAS)])
+        engines = [await stack.enter_async_context(_engine(folder)) for _ in range(_REPLICAS)]
+        fleet = _Fleet(engines)
         numbers = list(range(_TOTAL))
         async with asyncio.TaskGroup() as tasks:
             for _ in range(_SESSIONS):
@@ -163,5 +154,8 @@ def reuse_figures() -> dict[str, float]:
     return {"reuse_speedup": speedup, "prefix_hit": hit, "load_spread": spread}
 
 
-if __name__ == "__main__":
-    sys.exit(print_report(reuse_figures()))
+PART = Part(
+    lambda _: reuse_figures(),
+    most={"load_spread": 1.3},
+    least={"prefix_hit": 0.9, "reuse_speedup": 1.5},
+)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from benchmarks.parts import Part
 from benchmarks.reporting import print_report
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.sandbox.choice import process_sandbox
@@ -63,6 +64,9 @@ def _reclaimed_s(sandbox: Sandbox, text: str) -> float:
     began_s = time.monotonic()
     sandbox.run([PYTHON, "main.py"], {"main.py": text}, limits=limits)
     return max(time.monotonic() - began_s - WALL_S, 0.0)
+
+
+PART = Part(lambda _: sandbox_figures(), most={"reclaim_s": 2.0}, least={"sandbox_contained": 40.0})
 
 
 if __name__ == "__main__":

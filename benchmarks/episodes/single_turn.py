@@ -1,5 +1,5 @@
 """The quickstart's job, synchronous, as episodes of one answer against samples that are one answer:
-the weights of both after three steps, and their pace.
+the weights and moments of both after three steps, and their pace.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-
+from benchmarks.parts import Part
 from benchmarks.reporting import alternate, empty_run_folder, print_line, quickstart
 from sluice.report.run_record import read_progress
-
-KEYS = ("single_turn_equal", "single_turn_ratio")
-LEAST: Mapping[str, float] = {"single_turn_equal": 1.0, "single_turn_ratio": 0.97}
+from tests.support.saved_states import are_equal
 
 _ROUNDS, _STEPS, _COMPARED = 3, 6, 3
+_ACTOR = f"checkpoints/global_step_{_COMPARED}/actor"
 _WORLD = """
 class OneAnswer:
     def reset(self, **row):
@@ -64,16 +61,9 @@ def measure() -> Mapping[str, Any]:
         print_line(f"tokens/s: {found}")
         ratios = [one / other for one, other in zip(found["episodes"], found["plain"], strict=True)]
         return {
-            "single_turn_equal": float(_equal(*(_weights(folder / kind) for kind in kinds))),
+            "single_turn_equal": float(are_equal(*(folder / kind / _ACTOR for kind in kinds))),
             "single_turn_ratio": median(ratios),
         }
 
 
-def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    folder = run_dir / "checkpoints" / f"global_step_{_COMPARED}"
-    (file,) = folder.glob("actor/**/model.safetensors")
-    return load_file(file)
-
-
-def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+PART = Part(lambda _: measure(), least={"single_turn_equal": 1.0, "single_turn_ratio": 0.97})

@@ -19,6 +19,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from benchmarks.parts import Part
 from benchmarks.reporting import print_line
 from services.reward.episodes.loop import EpisodeGenerator
 from services.reward.generation.client import RolloutClient
@@ -57,18 +58,12 @@ from tests.support.scripted_environment import (
 from tests.support.word_replica import DIALOGUE, word_replica, words
 
 EPISODES = 10_000
-KEYS = ("token_mismatches", "loss_count_errors", "logprob_error")
-MOST: Mapping[str, float] = {
-    "token_mismatches": 0.0,
-    "loss_count_errors": 0.0,
-    "logprob_error": 1e-5,
-}
 _GROUP, _AT_ONCE, _BUDGET = 8, 25, 8000
 _REAL_GROUPS, _REAL_LENGTH, _REAL_TURNS = 50, 96, 4
 _LOOKED = "<tool_response>\n"
 
 
-def measure(episodes: int = EPISODES) -> Mapping[str, Any]:
+def measure(episodes: int) -> Mapping[str, Any]:
     """Return the figures of so many episodes."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -251,3 +246,9 @@ async def _sampled(folder: Path) -> list[RolloutGroup]:
             )
             groups.append(await episodes.generate(request))
         return groups
+
+
+PART = Part(
+    lambda parsed: measure(parsed.episodes),
+    most={"token_mismatches": 0.0, "loss_count_errors": 0.0, "logprob_error": 1e-5},
+)

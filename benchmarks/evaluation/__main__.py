@@ -22,42 +22,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evaluation import collapse, equality, other_harness, resumption, sources
-from benchmarks.parts import Part, missed, parts_parser, run_parts
+from benchmarks.parts import Part, parts_parser, run_parts
 from benchmarks.reporting import ROOT, last_json
-
-KEYS = (
-    *equality.KEYS,
-    *resumption.KEYS,
-    *other_harness.KEYS,
-    *collapse.KEYS,
-    *sources.KEYS,
-    "recipes",
-)
-MOST: Mapping[str, float] = {
-    **equality.MOST,
-    **resumption.MOST,
-    **other_harness.MOST,
-    **collapse.MOST,
-    **sources.MOST,
-}
-PARTS: Mapping[str, Part] = {
-    "equal": lambda parsed: equality.measure(parsed.folder),
-    "resume": lambda parsed: resumption.measure(parsed.folder),
-    "lm_eval": lambda parsed: other_harness.measure(parsed.folder, parsed.harness_python),
-    "guards": lambda parsed: collapse.measure(parsed.folder),
-    "sources": lambda parsed: sources.measure(parsed.folder),
-    "recipes": lambda _: _recipes(),
-}
 
 
 def _recipes() -> Mapping[str, Any]:
     """Train every recipe in small; that command fails if one does not learn."""
     return {"recipes": last_json([sys.executable, "-m", "benchmarks.recipes"])}
+
+
+PARTS: Mapping[str, Part] = {
+    "equal": Part(lambda parsed: equality.measure(parsed.folder), equality.MOST),
+    "resume": Part(lambda parsed: resumption.measure(parsed.folder), resumption.MOST),
+    "lm_eval": Part(
+        lambda parsed: other_harness.measure(parsed.folder, parsed.harness_python),
+        other_harness.MOST,
+    ),
+    "guards": Part(lambda parsed: collapse.measure(parsed.folder), collapse.MOST),
+    "sources": Part(lambda parsed: sources.measure(parsed.folder), sources.MOST),
+    "recipes": Part(lambda _: _recipes(), further=("recipes",)),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,8 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         default=ROOT / "runs" / "bench-eval",
         help="for all files; the quickstart's are made there once",
     )
-    parsed = parser.parse_args(arguments)
-    return run_parts(parsed, PARTS, KEYS, partial(missed, most=MOST))
+    return run_parts(parser.parse_args(arguments), PARTS)
 
 
 if __name__ == "__main__":

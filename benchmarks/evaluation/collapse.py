@@ -11,7 +11,6 @@ from typing import Any
 from benchmarks.evaluation.stored import SLUICE
 from benchmarks.reporting import ROOT, empty_run_folder, print_line, quickstart
 
-KEYS = ("validations_until_rollback", "rollback_points")
 MOST: Mapping[str, float] = {"validations_until_rollback": 1.0, "rollback_points": 1.0}
 
 _GOOD_STEPS, _STEPS, _EVERY = 15, 24, 5

@@ -23,7 +23,6 @@ from benchmarks.evaluation.stored import (
 from benchmarks.reporting import ROOT, print_line
 from sluice.service_contract import CONFIG_NAME
 
-KEYS = ("responses_differ", "metrics_difference", "first_sample_s")
 MOST: Mapping[str, float] = {
     "responses_differ": 0.0,
     "metrics_difference": 1e-12,
@@ -41,10 +40,7 @@ def measure(folder: Path) -> Mapping[str, Any]:
         in_run = _evaluated_in_run(run_dir)
         alone = _alone(folder, model, "alone")
         subprocess.run(alone.command(), cwd=ROOT, check=True)
-        ours = {
-            "\n".join(turn["content"] for turn in one["prompt"]): responses(one)
-            for one in alone.prompts().values()
-        }
+        ours = {one.question: responses(one) for one in alone.prompts().values()}
         found["responses_differ"] = differing(_dumped(run_dir, step), ours)
         found["metrics_difference"] = largest_difference(in_run, alone.metrics())
         print_line(f"{len(ours)} prompts; in the run {in_run}")

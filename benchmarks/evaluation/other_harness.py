@@ -19,7 +19,6 @@ from benchmarks.reporting import ROOT, print_line
 from sluice.config.loading.loader import load_config
 from sluice.service_contract import CONFIG_NAME
 
-KEYS = ("lm_eval_difference",)
 MOST: Mapping[str, float] = {"lm_eval_difference": 0.0}
 
 _ROWS = 100
@@ -62,7 +61,7 @@ def measure(folder: Path, python: str | None) -> Mapping[str, Any]:
             theirs = _accuracy_of_lm_eval(program, harness, url)
         alone = Evaluation(model, benchmark, run_dir / CONFIG_NAME, harness / "ours")
         subprocess.run(alone.command(), cwd=ROOT, check=True)
-        right = [bool(p["samples"][0]["metrics"]["acc"]) for p in alone.prompts().values()]
+        right = [bool(one.samples[0].metrics["acc"]) for one in alone.prompts().values()]
         print_line(f"lm-eval {theirs}, sluice eval {sum(right)} of {len(right)}")
         found["lm_eval_difference"] = abs(theirs - sum(right) / _ROWS)
 

@@ -15,10 +15,10 @@ from typing import Any
 from benchmarks.evaluation.stored import Evaluation, differing, responses
 from benchmarks.reporting import ROOT, print_line
 from sluice.cli.run.quickstart import asset_settings
-from sluice.cli.running_run import is_active, launched_processes
+from sluice.cli.running_run import is_active
+from sluice.launch.servicer import launched_processes
 from sluice.quickstart.prepare import prepare
 
-KEYS = ("resume_differs",)
 MOST: Mapping[str, float] = {"resume_differs": 0.0}
 
 _SAMPLES = 16

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 from benchmarks.reporting import empty_run_folder, print_line, quickstart
 from sluice.algorithm.sources import share_error
 
-KEYS = ("share_error",)
 MOST: Mapping[str, float] = {"share_error": 0.1}
 
 _SHARES = {"fast": 0.75, "slow": 0.25}

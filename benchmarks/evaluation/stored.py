@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import print_line
+from sluice.evaluation.results import read_results
+from sluice.evaluation.stored_responses import StoredPrompt, read_responses, response_files
 
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 
@@ -50,16 +51,15 @@ class Evaluation:
         # `splitlines` knows other ends of lines; the last part may be cut.
         return [line for text in texts for line in text.split("\n")[:-1]]
 
-    def prompts(self) -> dict[int, Mapping[str, Any]]:
+    def prompts(self) -> dict[int, StoredPrompt]:
         """Return the finished prompts by their positions."""
-        found: list[dict[str, Any]] = [json.loads(line) for line in self.lines()]
-        return {one["position"]: one for one in found}
+        files = response_files(self.output).values()
+        return {one.position: one for file in files for _, one in read_responses(file)}
 
     def metrics(self) -> dict[str, float]:
         """Return the results, by verl's names."""
-        results = json.loads((self.output / "results.json").read_text(encoding="utf-8"))
-        (benchmark,) = results["benchmarks"].values()
-        return dict(benchmark["metrics"])
+        (benchmark,) = read_results(self.output).benchmarks.values()
+        return benchmark.metrics
 
 
 def held_out_file(folder: Path) -> Path:
@@ -67,9 +67,9 @@ def held_out_file(folder: Path) -> Path:
     return folder / "assets" / "data" / "test.parquet"
 
 
-def responses(prompt: Mapping[str, Any]) -> list[str]:
+def responses(prompt: StoredPrompt) -> list[str]:
     """Return the texts that a finished prompt got."""
-    return [str(sample["response"]) for sample in prompt["samples"]]
+    return [sample.response for sample in prompt.samples]
 
 
 def differing(one: Mapping[Any, Sequence[str]], other: Mapping[Any, Sequence[str]]) -> int:

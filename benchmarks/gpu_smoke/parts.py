@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,6 +28,7 @@ from tests.support.accelerator import (
     is_rehearsal,
     num_accelerators,
 )
+from tools.commands import started
 from tools.phases import tool_parser
 
 PYTHON = (sys.executable, "-m")
@@ -119,8 +120,7 @@ def _try(name: str, part: Part, folder: Path, report: dict[str, Any]) -> None:
         return
     began_s, log = time.monotonic(), folder / f"{name}.log"
     print_line(f"{name} ...")
-    with log.open("w", encoding="utf-8") as output:
-        failure = _run(part, output)
+    failure = _run(part, log)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     figures = _figures(lines)
     if not failure and not figures.get("tests", 1):
@@ -149,27 +149,18 @@ def _figures(lines: Sequence[str]) -> dict[str, Any]:
     return {"outcome": outcome, "tests": int(passed[1]) if passed else 0, "skipped": skipped}
 
 
-def _run(part: Part, output: IO[str]) -> str:
+def _run(part: Part, log: Path) -> str:
     """Run a program, and end what it started; return how it failed, or nothing."""
     command, seconds = part.command, part.seconds
     if is_rehearsal():
         command, seconds = part.rehearsal or command, _PATIENCE * seconds
-    program = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **_ALWAYS, **(part.environment or {})},
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-    )
-    try:
-        code = program.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return f"not done after {seconds:g} s"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-        program.wait()
+    environment = {**_ALWAYS, **(part.environment or {})}
+    log.unlink(missing_ok=True)
+    with started(command, log, environment, folder=ROOT, ends_within_s=0.0) as program:
+        try:
+            code = program.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"not done after {seconds:g} s"
     return f"exit code {code}" if code else ""
 
 

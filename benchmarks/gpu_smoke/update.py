@@ -18,7 +18,6 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 
 from benchmarks.reporting import print_line, print_report
@@ -127,7 +126,7 @@ MODELS: Mapping[str, Subject] = {
     ),
 }
 GROUPS, SAMPLES = 4, 4
-STEPS, SHOWN_KERNELS = 2, 30
+STEPS = 2
 _SEED_SCALE = 0.02
 
 
@@ -213,9 +212,7 @@ def made_up_batch(subject: Subject, seed: int) -> TrainBatch:
     return TrainBatch(f"batch-{seed}", 0, groups, DataProgress(GROUPS), {})
 
 
-def measured(
-    subject: Subject, *, layers: int, compiled: bool, profiled: bool
-) -> dict[str, float | None]:
+def measured(subject: Subject, *, layers: int, compiled: bool) -> dict[str, float | None]:
     """Train some steps; return the figures of the last ones."""
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as made:
@@ -243,11 +240,6 @@ def measured(
             seconds.append(time.perf_counter() - began_s)
             print_line(", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if "timing" in k))
         peaks = learner.peaks.take_metrics()
-        if profiled:
-            with profile(activities=[ProfilerActivity.CUDA]) as found:
-                learner.train_step(batch, 2 + STEPS)
-                device.synchronize()
-            print_kernels(found)
     tokens = sum(one.num_tokens for group in batch.groups for one in group.rollouts)
     # The host's is the whole process's, which has other models behind it.
     peak = max((s for n, s in peaks.items() if n.startswith("memory_gb/")), default=None)
@@ -273,24 +265,12 @@ def forget() -> None:
     select_device(accelerator()).empty_cache()
 
 
-def print_kernels(found: profile) -> None:
-    """Print where a profiled step's time went on the device, a line a kernel."""
-    kernels = [one for one in found.key_averages() if one.device_type.name == "CUDA"]
-    kernels.sort(key=lambda one: -one.self_device_time_total)
-    total = sum(one.self_device_time_total for one in kernels)
-    print_line(f"kernels of a step: {total / 1e3:.0f} ms")
-    for one in kernels[:SHOWN_KERNELS]:
-        ms = one.self_device_time_total / 1e3
-        print_line(f"{ms:9.1f} ms {one.count:6} x  {one.key[:100]}")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure one model after the other; return the exit status."""
     parser = tool_parser(__doc__, "python -m benchmarks.gpu_smoke.update 1.7b --full")
     parser.add_argument("models", choices=MODELS, nargs="+")
     parser.add_argument("--full", action="store_true", help="the layers of the published figures")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step")
     parsed = parser.parse_args(arguments)
     found: dict[str, object] = {}
     for name in parsed.models:
@@ -299,7 +279,6 @@ def main(arguments: Sequence[str]) -> int:
             subject,
             layers=subject.full_layers if parsed.full else subject.layers,
             compiled=parsed.compile,
-            profiled=parsed.profile,
         )
         # Lines so far are kept if the next one fails.
         print_line(f"{name}: {json.dumps(found[name])}")

@@ -38,14 +38,10 @@ class TwinFigure:
         return self.difference / self.real if self.real else None
 
     @property
-    def is_share(self) -> bool:
-        """Whether the figure is a share of time."""
-        return self.name.endswith("_idle")
-
-    @property
     def error(self) -> float:
         """Of a share the difference, of others the relative error; 0 where there is none."""
-        return self.difference if self.is_share else self.relative_error or 0.0
+        is_share = self.name.endswith("_idle")
+        return self.difference if is_share else self.relative_error or 0.0
 
 
 def twin(fitted: FittedRun, settings: SimulationSettings) -> dict[str, TwinFigure]:

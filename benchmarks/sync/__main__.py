@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
-import msgspec
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
@@ -32,7 +31,6 @@ from benchmarks.peers import Fleet, PeerProcess
 from benchmarks.reporting import alternate, print_line, print_report
 from benchmarks.sync.bytes_ratio import bytes_ratios
 from sluice.config.schema.service import WeightsConfig
-from sluice.types import TensorSpec
 from sluice.weights import transfer
 from tools.commands import free_port
 from tools.phases import tool_parser
@@ -150,9 +148,8 @@ def _fleet(replicas: int) -> Iterator[Fleet]:
         for peer in peers:
             peer.send("start", **model, slots=_SAMPLES, tokens=_CONTEXT)
         layouts = [peer.answer()["layout"] for peer in peers]
-        specs = [msgspec.convert(spec, TensorSpec) for spec in layouts[0]]
-        specs = [TensorSpec(spec.name, "bfloat16", spec.shape) for spec in specs]
-        yield stack.enter_context(closing(Fleet(peers, specs, WeightsConfig().bucket_mb)))
+        layout = [spec | {"dtype": "bfloat16"} for spec in layouts[0]]
+        yield stack.enter_context(closing(Fleet(peers, layout, WeightsConfig().bucket_mb)))
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -19,29 +19,29 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.reporting import ROOT, empty_run_folder, print_line, print_report
-from benchmarks.telemetry.metrics_scraper import (
-    NUM_PROCESSES,
-    NUM_SPANS,
-    scraped_run,
-    telemetry_account,
-)
 from benchmarks.telemetry.span_cost import record_us
-from benchmarks.telemetry.span_sink import span_sink
 from sluice.concurrency.process import stat_fields
 from sluice.config.schema.service import TracesConfig
 from sluice.report.run_record import read_progress
 from sluice.telemetry.metrics import TelemetryPart
+from tests.support.scraped import fetch, parsed, targets
+from tests.support.seen_spans import collector
 from tools.commands import started
 from tools.phases import tool_parser, until
 
 SETTINGS = f"@{Path(__file__).with_name('run.overrides')}"
-_STEP_TIMEOUT_S = 300.0
+_STEP_TIMEOUT_S, _SCRAPE_INTERVAL_S = 300.0, 5.0
+_NUM_SPANS, _NUM_PROCESSES = "num_spans", "num_processes"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,22 +79,22 @@ def _run(parsed: argparse.Namespace, sample_ratio: float, recording_us: float) -
     # More steps than are measured: the run ends while it trains.
     command += [SETTINGS, f"trainer.total_training_steps={2 * last}"]
     command.append(f"sluice.telemetry.traces.sample_ratio={sample_ratio}")
-    with span_sink() as endpoint, scraped_run(folder) as overrides:
-        command += [f"sluice.telemetry.traces.endpoint={endpoint}", *overrides]
+    with collector() as sink, _scraped_run(folder) as overrides:
+        command += [f"sluice.telemetry.traces.endpoint={sink.address}", *overrides]
         with started(command, folder / "up.log") as run:
             first = _wait_for_step(run, folder, parsed.warm_up)
-            cpu_before_s, before = cpu_seconds(run.pid), telemetry_account(folder)
+            cpu_before_s, before = _cpu_seconds(run.pid), _telemetry_account(folder)
             num_steps = _wait_for_step(run, folder, last) - first
-            cpu_s = cpu_seconds(run.pid) - cpu_before_s
-            now = telemetry_account(folder)
-    if not now[NUM_PROCESSES] == before[NUM_PROCESSES] > 0:
+            cpu_s = _cpu_seconds(run.pid) - cpu_before_s
+            now = _telemetry_account(folder)
+    if not now[_NUM_PROCESSES] == before[_NUM_PROCESSES] > 0:
         raise RuntimeError("processes of the run came or went; repeat the benchmark")
     spent = {figure: value - before[figure] for figure, value in now.items()}
-    spans_s = spent[TelemetryPart.SPANS] + spent[NUM_SPANS] * recording_us / 1e6
+    spans_s = spent[TelemetryPart.SPANS] + spent[_NUM_SPANS] * recording_us / 1e6
     found = {
         "share_traces": round(spans_s / cpu_s, 4),
         "share_metrics": round(spent[TelemetryPart.SCRAPES] / cpu_s, 4),
-        "spans": round(spent[NUM_SPANS] / num_steps, 1),
+        "spans": round(spent[_NUM_SPANS] / num_steps, 1),
         "cpu_s": round(cpu_s / num_steps, 3),
     }
     print_line(f"spans of {sample_ratio:.0%} of all prompts: {found}")
@@ -118,7 +118,7 @@ def _wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> int
     return len(read_progress(folder).steps)
 
 
-def cpu_seconds(pid: int) -> float:
+def _cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process and its descendants so far, from the kernel's accounts.
 
     Ended ones are included where their parent has waited for them.
@@ -135,6 +135,56 @@ def cpu_seconds(pid: int) -> float:
         total += ticks.get(member, 0)
         found += children.get(member, [])
     return total / os.sysconf("SC_CLK_TCK")
+
+
+def _telemetry_account(run_dir: Path) -> dict[str, float]:
+    """Return what a run's processes have spent on telemetry, by their own metrics.
+
+    CPU seconds of the threads that send spans and of those that answer scrapes, by part; spans; and
+    how many processes reported.
+    """
+    account: dict[str, float] = defaultdict(float)
+    for page in _pages(run_dir):
+        account[_NUM_PROCESSES] += 1
+        for (name, labels), value in parsed(page).items():
+            if name == "sluice_telemetry_cpu_seconds_total":
+                account[dict(labels)["part"]] += value
+            elif name == "sluice_telemetry_spans_total":
+                account[_NUM_SPANS] += value
+    return account
+
+
+@contextmanager
+def _scraped_run(run_dir: Path) -> Iterator[Sequence[str]]:
+    """Read every process of a run every `_SCRAPE_INTERVAL_S` seconds, plus or minus half of that.
+
+    Yields:
+        The overrides with which the processes serve metrics.
+    """
+    over = threading.Event()
+    scraping = threading.Thread(target=_scrape, args=(run_dir, over), daemon=True)
+    scraping.start()
+    try:
+        yield [
+            f"sluice.{kind}.endpoint.metrics_port=0" for kind in ("trainer", "reward", "rollout")
+        ]
+    finally:
+        over.set()
+        scraping.join()
+
+
+def _scrape(run_dir: Path, over: threading.Event) -> None:
+    # At random, so that scrapes do not fall in step with what is measured.
+    while not over.wait(random.uniform(0.5, 1.5) * _SCRAPE_INTERVAL_S):
+        for _ in _pages(run_dir):
+            pass
+
+
+def _pages(run_dir: Path) -> Iterator[str]:
+    """Yield the pages of the processes that answer, up to the first that does not."""
+    with suppress(OSError):  # the run begins or ends
+        for address in targets(run_dir).values():
+            yield fetch(address)
 
 
 if __name__ == "__main__":

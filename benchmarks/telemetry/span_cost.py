@@ -15,27 +15,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
-from benchmarks.telemetry.span_sink import span_sink
-from sluice.telemetry.otel import BATCH, OtelRecorder, SpanFile
+from sluice.telemetry.otel import BATCH, SpanFile
 from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
+from tests.support.seen_spans import collector, traced
 
-RESOURCE = {"service.name": "sluice-rollout"}
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
 COUNT, REPEATS = 10 * BATCH, 9
-
-
-class _Kept(SpanProcessor):
-    """Keeps the spans that ended."""
-
-    def __init__(self) -> None:
-        self.spans: list[ReadableSpan] = []
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Keep one."""
-        self.spans.append(span)
 
 
 def _cpu_us(work: Callable[[], object]) -> float:
@@ -76,30 +67,22 @@ def record_us() -> float:
 
 
 def _recorded() -> tuple[float, list[ReadableSpan]]:
-    kept = _Kept()
-    TRACER.start(OtelRecorder(RESOURCE, [kept]), 1.0)
-    try:
+    with traced() as kept:
         cost_us = _cpu_us(_record)
-    finally:
-        TRACER.stop()
-    return cost_us, kept.spans[:COUNT]
+    return cost_us, kept.ended[:COUNT]
 
 
 def _unsampled_us() -> float:
-    TRACER.start(OtelRecorder(RESOURCE, []), 0.0)
-    try:
-        with TRACER.trace(SpanName.PROMPT):
-            return _cpu_us(_stages)
-    finally:
-        TRACER.stop()
+    with traced(0.0), TRACER.trace(SpanName.PROMPT):
+        return _cpu_us(_stages)
 
 
 def main() -> None:
     """Measure, and print the figures."""
     figures = {"off": _cpu_us(_stages), "unsampled": _unsampled_us()}
     figures["record"], spans = _recorded()
-    with span_sink() as endpoint, tempfile.TemporaryDirectory() as folder:
-        exporter = OTLPSpanExporter(endpoint=endpoint)
+    with collector() as sink, tempfile.TemporaryDirectory() as folder:
+        exporter = OTLPSpanExporter(endpoint=sink.address)
         figures["export"] = _cpu_us(lambda: _export(exporter.export, spans))
         exporter.shutdown()
         file = SpanFile(Path(folder) / "traces.jsonl", math.inf)

@@ -28,34 +28,25 @@ from typing import Any
 
 import torch
 
-from benchmarks.parts import Part, missed, parts_parser, run_parts
-from benchmarks.reporting import last_json, print_line
+from benchmarks.parts import Part, parts_parser, run_parts
+from benchmarks.reporting import last_json
 from benchmarks.trainer import parity
 from benchmarks.trainer.head import head
 from benchmarks.trainer.plain_loop import learner_against_loop
 from benchmarks.trainer.plans import plan_errors, plans
 from benchmarks.trainer.states import states
 
-KEYS = (
-    *("parity_worst", "parity_cases", "dapo_loss_worst", "plans", "plan_error_worst"),
-    *("read_share_worst", "checkpoint_equal", "async_block_share", "beside_buckets_worst"),
-    *("head_memory_ratio", "learner_vs_hf"),
-    *("bf16_distance_ratio", "bf16_drift_ratio"),
-)
-
-MOST: Mapping[str, float] = {
-    "parity_worst": 1e-5,
-    "dapo_loss_worst": 1e-5,
-    "plan_error_worst": 0.05,
-    "read_share_worst": 1.05,
-    "async_block_share": 0.3,
-    "beside_buckets_worst": 2.0,
-    "head_memory_ratio": 0.2,
-    "bf16_distance_ratio": 1.1,
-    "bf16_drift_ratio": 1.2,
-}
-LEAST: Mapping[str, float] = {"learner_vs_hf": 1.5}
 MOST_PLAN_S = 60.0
+
+
+class _Plans(Part):
+    """Every published launch has to fit, and to be planned in time."""
+
+    def missed(self, report: Mapping[str, Any]) -> list[str]:
+        """Return the key if one does not."""
+        found = report["plans"]
+        each = found.values() if isinstance(found, Mapping) else ()
+        return ["plans"] * any(not one["fits"] or one["seconds"] > MOST_PLAN_S for one in each)
 
 
 def _parity(parsed: argparse.Namespace) -> Mapping[str, Any]:
@@ -66,30 +57,31 @@ def _parity(parsed: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def _agreement(parsed: argparse.Namespace) -> Mapping[str, Any]:
-    if parsed.vllm_python is None:
-        print_line("agreement: left out, there is no --vllm-python")
-        return {}
     command = ("-m", "benchmarks.trainer.agreement", "--vllm-python", parsed.vllm_python)
     return last_json([sys.executable, *command])
 
 
 PARTS: Mapping[str, Part] = {
-    "parity": _parity,
-    "plans": lambda _: plans(),
-    "plan-error": lambda _: plan_errors(),
-    "states": lambda _: states(),
-    "head": lambda _: head(),
-    "loop": lambda _: learner_against_loop(),
-    "agreement": _agreement,
+    "parity": Part(
+        _parity,
+        most={"parity_worst": 1e-5, "dapo_loss_worst": 1e-5},
+        further=("parity_cases",),
+    ),
+    "plans": _Plans(lambda _: plans(), further=("plans",)),
+    "plan-error": Part(lambda _: plan_errors(), most={"plan_error_worst": 0.05}),
+    "states": Part(
+        lambda _: states(),
+        most={"read_share_worst": 1.05, "async_block_share": 0.3, "beside_buckets_worst": 2.0},
+        least={"checkpoint_equal": True},
+    ),
+    "head": Part(lambda _: head(), most={"head_memory_ratio": 0.2}),
+    "loop": Part(lambda _: learner_against_loop(), least={"learner_vs_hf": 1.5}),
+    "agreement": Part(
+        _agreement,
+        most={"bf16_distance_ratio": 1.1, "bf16_drift_ratio": 1.2},
+        needs="vllm_python",
+    ),
 }
-
-
-def find_missed(report: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose figures miss their bars, checkpoints and plans too."""
-    keys = missed(report, MOST, LEAST)
-    keys += ["checkpoint_equal"] * (report["checkpoint_equal"] is False)
-    each = (report["plans"] or {}).values()
-    return keys + ["plans"] * any(not one["fits"] or one["seconds"] > MOST_PLAN_S for one in each)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -99,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
         "--write-docs", action="store_true", help="put the parity table into docs/parallelism.md"
     )
     torch.set_num_threads(1)
-    return run_parts(parser.parse_args(arguments), PARTS, KEYS, find_missed)
+    return run_parts(parser.parse_args(arguments), PARTS)
 
 
 if __name__ == "__main__":

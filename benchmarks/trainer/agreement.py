@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -42,7 +41,6 @@ from sluice.types import (
     FinishReason,
     Rollout,
     Scored,
-    TensorSpec,
     TrainBatch,
     TrainGroup,
     VersionSpan,
@@ -84,7 +82,6 @@ GROUPS, NEW_TOKENS = 8, 64
 MEASURED_GROUPS, MEASURED_TOKENS = 32, 256
 _SHARPNESS, _LEARNING_RATE = 2.0, 1e-3
 _BUCKET_MB = 32
-_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +144,12 @@ class Engine:
     def __init__(self, python: str, folder: Path, keys: Sequence[str]) -> None:
         self._seed = 0
         with ExitStack() as stack:
-            process = PeerProcess("benchmarks.engine.peer", python, _QUIET)
+            process = PeerProcess("benchmarks.engine.peer", python)
             self._process = stack.enter_context(closing(process))
             start = {"engine": "vllm", "folder": str(folder), "dtype": "bfloat16", "slots": 64}
             tokens = PROMPT_TOKENS + MEASURED_TOKENS
             layout = process.call("start", **start, tokens=tokens, more=keys)["layout"]
-            specs = [msgspec.convert(spec, TensorSpec) for spec in layout]
-            self._fleet = stack.enter_context(closing(Fleet([process], specs, _BUCKET_MB)))
+            self._fleet = stack.enter_context(closing(Fleet([process], layout, _BUCKET_MB)))
             self._fleet.form(self._fleet.replicas)
             self._stack = stack.pop_all()
 

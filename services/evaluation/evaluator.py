@@ -25,7 +25,7 @@ from services.trainer.loop.run_state import RunPhase, RunState, under_control
 from sluice.concurrency.waits import deadline
 from sluice.config.deadlines import replica_wait_timeout_s
 from sluice.config.run import RunConfig
-from sluice.evaluation.results import write_results
+from sluice.evaluation.results import Results, write_results
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,7 @@ class Evaluator:
     def _write(self, seconds: float) -> None:
         rollout = self._config.actor_rollout_ref.rollout
         sampling = rollout.val_kwargs
-        write_results(
-            Path(self._config.sluice.run_dir),
+        results = Results(
             model=self._config.actor_rollout_ref.model.path,
             sampling={
                 "engine": rollout.name,
@@ -96,7 +95,9 @@ class Evaluator:
             },
             samples_per_prompt=sampling.n,
             seconds=round(seconds, 1),
+            benchmarks={},
         )
+        write_results(Path(self._config.sluice.run_dir), results)
 
     async def _under_control(self, work: Coroutine[None, None, None], phase: RunPhase) -> None:
         await under_control(

@@ -6,11 +6,9 @@ from typing import Any, NoReturn
 
 import grpc
 
-from services.trainer.fleet.members import Fleet, MemberState
-from services.trainer.loop.run_state import RunState
+from services.trainer.fleet.members import MemberState
 from services.trainer.servicer import TrainerServicer
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
-from sluice.config.run import RunConfig
 from sluice.errors import InvalidRequestError
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -21,16 +19,6 @@ VERSION = 0
 
 class EvaluationServicer(TrainerServicer):
     """The trainer's calls. A replica serves once its heartbeat reports that it has weights."""
-
-    def __init__(self, fleet: Fleet, state: RunState, config: RunConfig) -> None:
-        service = config.sluice.trainer
-        super().__init__(
-            fleet,
-            state,
-            heartbeat_interval_s=service.heartbeat_interval_s,
-            ttl_s=service.replica_ttl_s,
-            limits=config.sluice.limits,
-        )
 
     async def Heartbeat(
         self, request: trainer.HeartbeatRequest, context: Context

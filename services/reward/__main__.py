@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import sys
@@ -18,7 +17,7 @@ from services.reward.episodes.drivers import EnvironmentServers
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.episodes.workers import running_workers
 from services.reward.generation.client import RolloutClient
-from services.reward.grading.pool import configured_scorer_pool
+from services.reward.grading.pool import running_scorer_pool
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.metrics import exported, watching
 from services.reward.servicer import RewardServicer
@@ -27,6 +26,7 @@ from sluice.concurrency.process import (
     end_with_supervisor,
     exempt_start_up,
     exit_status,
+    service_parser,
     stop_on_signals,
 )
 from sluice.config.deadlines import generate_timeout_s
@@ -50,18 +50,6 @@ SERVICE = "sluice.api.reward.v1.RewardService"
 LAST_ANSWERS_S = 5.0
 
 
-def _parse(argv: list[str]) -> tuple[Path, tuple[str, ...]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.reward",
-        description="Serves prompts, grading and train batches.",
-        epilog="example: python -m services.reward --config run.yaml sluice.log_level=DEBUG",
-    )
-    parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
-    parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
-    given = parser.parse_args(argv)
-    return given.config, tuple(given.overrides)
-
-
 async def _serve(config: RunConfig) -> None:
     limit = message_mb(config) << 20
     credentials = service_credentials(config.sluice.security, config.sluice.reward.endpoint)
@@ -79,7 +67,7 @@ async def _serve(config: RunConfig) -> None:
         credentials=credentials,
     )
     stop = asyncio.Event()
-    pool = configured_scorer_pool(config.reward, config.sluice.sandbox, Path(config.sluice.run_dir))
+    pool = running_scorer_pool(config.reward, config.sluice.sandbox, Path(config.sluice.run_dir))
     with stop_on_signals(stop), open_run_files(config) as files:
         played = _environments(config, limit, credentials, files.ledger)
         async with client, pool as scorers, played as environments:
@@ -174,7 +162,7 @@ async def _watch(ledger: PromptLedger) -> None:
         raise await ledger.failure()
 
 
-def _run(path: Path, overrides: tuple[str, ...]) -> None:
+def _run(path: Path, overrides: list[str]) -> None:
     config = load_config(path, overrides)
     configure_logging(NAME, config.sluice.log_level)
     # What this service decides is checked without `sluice up`, too; the trainer checks the rest.
@@ -186,10 +174,14 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
 def main() -> int:
     """Run until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
     end_with_supervisor()
-    path, overrides = _parse(sys.argv[1:])
+    given = service_parser(
+        "services.reward",
+        "Serves prompts, grading and train batches.",
+        "--config run.yaml sluice.log_level=DEBUG",
+    ).parse_args()
     # The default allocator keeps what a large row group took; the system's gives it back.
     pa.set_memory_pool(pa.system_memory_pool())
-    return exit_status(NAME, lambda: _run(path, overrides))
+    return exit_status(NAME, lambda: _run(given.config, given.overrides))
 
 
 if __name__ == "__main__":

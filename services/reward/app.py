@@ -52,8 +52,7 @@ from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
 from services.reward.records.failures import FailureLog, YieldGuard
 from services.reward.records.group_log import GroupLog, sample_dumps, waiting_bytes
-from services.reward.records.prompt_audit import prompts_lost
-from services.reward.records.statistics import GroupStatistics
+from services.reward.records.statistics import GroupStatistics, prompts_lost
 from services.reward.records.stored_prompts import PromptStore, open_store
 from services.reward.records.traces import PromptTraces, trace_key
 from services.reward.source_groups import GroupState
@@ -81,7 +80,7 @@ from sluice.data.known_sources import PROGRAM_TESTS
 from sluice.data.prompt_files import PromptFiles
 from sluice.errors import DataError, NotReadyError
 from sluice.sandbox.choice import backend_of
-from sluice.telemetry.samples import FOLDER_NAME, SampleArchive, mib
+from sluice.telemetry.samples import FOLDER_NAME, SampleArchive
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress
 from sluice.vision.image_limits import ImageLimits
@@ -132,7 +131,9 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
 def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
     path = folder / LOG_FILE if config.sluice.reward.group_log else None
     kept = config.sluice.dashboard
-    archive = SampleArchive(folder / FOLDER_NAME, mib(kept.samples_mb)) if kept.samples_mb else None
+    archive = (
+        SampleArchive(folder / FOLDER_NAME, kept.samples_mb << 20) if kept.samples_mb else None
+    )
     if path is None and archive is None:
         return None
     num_samples, most_chars = config.actor_rollout_ref.rollout.n, kept.sample_chars
@@ -275,7 +276,7 @@ class RewardApp:
                 are_leased=self.leases is not None,
                 seed=config.actor_rollout_ref.rollout.seed,
             )
-            self.generator, self.tool_names = episodes, episodes.tool_names
+            self.generator, self.tool_names = episodes, episodes.notes.tool_names
 
     def _build_loop(
         self, rules: BatchRules, memory: PromptMemoryStore | None, capacity: ChangeSignal

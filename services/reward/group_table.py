@@ -280,6 +280,7 @@ class GroupTable:
         ages: for the staleness rules, by source.
 
     Attributes, written by this class alone, except `policy_version`:
+        counts: groups of all sources, by state.
         of_source: the groups of each source.
         policy_version: the version announced; ``None`` before the first, and while a trainer takes
             over.
@@ -292,12 +293,14 @@ class GroupTable:
     def __init__(self, ledger: PromptLedger, ages: Mapping[str, GroupAges]) -> None:
         self._ledger = ledger
         self._observers: list[Observer] = []
+        self.counts = Counter[GroupState]()
         self.of_source = {name: SourceGroups(one) for name, one in ages.items()}
         self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
         for prompt_id in ledger.leased_ids():
             self._groups[prompt_id].state = GroupState.LEASED
         for group in self._groups.values():
             self._check_source(group.prompt)
+            self.counts[group.state] += 1
             self.of(group).counts[group.state] += 1
         self.policy_version: int | None = None
         self.num_unrequested = 0
@@ -319,28 +322,19 @@ class GroupTable:
     def __getitem__(self, prompt_id: str) -> Group:
         return self._groups[prompt_id]
 
-    def get(self, prompt_id: str) -> Group | None:
-        """Return the group of a pending prompt; ``None`` if it is not pending."""
-        return self._groups.get(prompt_id)
-
     def of(self, group: Group) -> SourceGroups:
         """Return the groups of a group's source."""
         return self.of_source[group.prompt.source]
 
     @property
-    def counts(self) -> Counter[GroupState]:
-        """Groups of all sources, by state."""
-        return sum((one.counts for one in self.of_source.values()), Counter())
-
-    @property
     def num_in_flight(self) -> int:
         """Groups of all sources being generated or graded."""
-        return sum(one.num_in_flight for one in self.of_source.values())
+        return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
 
     @property
     def num_kept(self) -> int:
         """Groups of all sources that wait for a train batch."""
-        return sum(one.num_kept for one in self.of_source.values())
+        return self.counts[GroupState.KEPT]
 
     def in_state(self, *states: GroupState) -> list[Group]:
         """Return the groups in these states."""
@@ -452,7 +446,7 @@ class GroupTable:
         before = self._move(group, EventKind.KEPT, GroupState.KEPT)
         group.graded = graded
         group.num_preemptions = 0
-        self._age(group, graded)
+        self.of(group).ages.keep(group.prompt_id, graded.oldest_version, group.prompt.sequence)
         self._publish(GroupEvent(EventKind.KEPT, group, before))
 
     def lease(self, batch_id: str, version: int, groups: Sequence[Group]) -> None:
@@ -479,7 +473,8 @@ class GroupTable:
         for group in groups:
             if group.graded is not None:
                 before = self._move(group, EventKind.RETURNED, GroupState.KEPT)
-                self._age(group, group.graded)
+                oldest_version, sequence = group.graded.oldest_version, group.prompt.sequence
+                self.of(group).ages.keep(group.prompt_id, oldest_version, sequence)
                 self._publish(GroupEvent(EventKind.RETURNED, group, before))
         return [group for group in groups if group.graded is None]
 
@@ -527,9 +522,6 @@ class GroupTable:
         for group in self:
             group.num_preemptions = 0
 
-    def _age(self, group: Group, kept: GradedGroup) -> None:
-        self.of(group).ages.keep(group.prompt_id, kept.oldest_version, group.prompt.sequence)
-
     def _check_source(self, prompt: Prompt) -> None:
         if prompt.source not in self.of_source:
             known = ", ".join(repr(name) for name in self.of_source if name) or "none"
@@ -541,7 +533,8 @@ class GroupTable:
 
     def _add(self, prompt: Prompt) -> Group:
         group = self._groups[prompt.prompt_id] = Group(prompt)
-        self.of(group).counts[GroupState.WAITING] += 1
+        self.counts[group.state] += 1
+        self.of(group).counts[group.state] += 1
         self._publish(GroupEvent(EventKind.ACCEPTED, group, GroupState.WAITING))
         return group
 
@@ -558,9 +551,10 @@ class GroupTable:
         before, group.state = group.state, after
         if before is after:
             return before
-        (of_source := self.of(group)).counts[before] -= 1
-        if after is not GroupState.ENDED:
-            of_source.counts[after] += 1
+        of_source = self.of(group)
+        for counts in (self.counts, of_source.counts):
+            counts[before] -= 1
+            counts[after] += 1
         if before in IN_FLIGHT and after not in IN_FLIGHT:
             self.num_unrequested -= group.num_unrequested
             of_source.num_sure -= group.is_sure

@@ -221,7 +221,7 @@ class RewardMetrics:
         yield reading("sluice_reward_max_staleness_versions", self.history.max_staleness)
         if (version := self.app.groups.policy_version) is not None:
             yield reading("sluice_reward_policy_version", version)
-        yield reading("sluice_reward_replicas", len(self.app.queue.replicas))
+        yield reading("sluice_reward_replicas", len(self.app.queue.fleet.announced))
         for wait, seconds in loop.awaited():
             # The key of a lease ends with the batch's id.
             yield reading("sluice_reward_awaited_seconds", seconds, wait.key.partition(" ")[0])
@@ -240,12 +240,12 @@ def fleet_facts(app: RewardApp, num_batches: int) -> FleetFacts:
 
     Replicas that serve validation only are no part of the fleet here.
     """
-    replicas = [one for one in app.queue.replicas if one.use is not ReplicaUse.VALIDATION]
+    replicas = [one for one in app.queue.fleet.announced if one.use is not ReplicaUse.VALIDATION]
     generates = app.groups.counts[GroupState.GENERATING] > 0 or not replicas
     return FleetFacts(
         num_batches,
         app.loop.batches.is_asked and generates,
-        app.queue.num_slots_in_use,
+        app.queue.fleet.num_slots_in_use,
         sum(replica.info.slots for replica in replicas),
         len(replicas),
     )
@@ -293,7 +293,8 @@ class RewardWork:
     def work_state(self) -> WorkState:
         """Return progress and whether there is work; call in the event loop."""
         loop, groups = self._app.loop, self._app.groups
-        generates = groups.counts[GroupState.GENERATING] > 0 and bool(self._app.queue.replicas)
+        has_fleet = bool(self._app.queue.fleet.announced)
+        generates = groups.counts[GroupState.GENERATING] > 0 and has_fleet
         progress = (
             groups.policy_version,
             groups.num_kept,

@@ -22,16 +22,14 @@ from typing import BinaryIO
 import msgspec
 
 from services.reward.grading.grader import Grader, overlong_shaping
-from services.reward.grading.pool import configured_scorer_pool
+from services.reward.grading.pool import running_scorer_pool
 from services.reward.groups.settings import outcome_policy
 from sluice.concurrency.process import end_with_supervisor, exit_status
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.evaluation.stored_responses import (
-    StoredGrade,
     StoredPrompt,
     StoredSample,
-    grade_of,
     read_responses,
     response_files,
 )
@@ -63,7 +61,7 @@ async def regrade_all(folder: Path, config: RunConfig) -> None:
     drafts: dict[Path, Path] = {}
     shaping = overlong_shaping(config.reward, config.data.max_response_length)
     try:
-        async with configured_scorer_pool(config.reward, config.sluice.sandbox, folder) as pool:
+        async with running_scorer_pool(config.reward, config.sluice.sandbox, folder) as pool:
             grader = Grader(pool, shaping, outcome_policy(config))
             for file in response_files(folder).values():
                 drafts[file] = file.with_name(f".{file.name}.{os.getpid()}.draft")
@@ -101,14 +99,9 @@ async def _regrade(grader: Grader, stored: StoredPrompt) -> StoredPrompt:
     outcomes = await grader.outcomes(prompt, rollouts)
     samples = list(stored.samples)
     for number, outcome in zip(chosen, outcomes, strict=True):
-        before, now = samples[number], grade_of(outcome)
-        earlier = StoredGrade(before.reward, before.metrics, before.failure)
+        before = samples[number]
         samples[number] = msgspec.structs.replace(
-            before,
-            reward=now.reward,
-            metrics=now.metrics,
-            failure=now.failure,
-            earlier=[*before.earlier, earlier],
+            before.graded(outcome), earlier=[*before.earlier, before.grade]
         )
     return msgspec.structs.replace(stored, samples=samples)
 

@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import configured_scorer_pool
+from services.reward.grading.pool import running_scorer_pool
 from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status
 from sluice.config.schema.reward import RewardConfig
@@ -46,7 +46,7 @@ async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
     one_process = msgspec.structs.replace(reward.scorer_pool, num_workers=1)
     began_s, answers = time.monotonic(), list[TrialAnswer]()
     alone = msgspec.structs.replace(reward, scorer_pool=one_process)
-    async with configured_scorer_pool(alone, trial.sandbox) as pool:
+    async with running_scorer_pool(alone, trial.sandbox) as pool:
         for row in trial.rows:
             if answers and time.monotonic() - began_s > trial.enough_s:
                 break

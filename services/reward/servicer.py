@@ -16,7 +16,7 @@ from services.reward.group_table import PromptOutcome
 from services.reward.groups.loop import as_waits
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.ledger.leases import PostedEnd
-from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
+from services.reward.prompts.submissions import Receipt, SubmissionSession
 from services.reward.source_groups import GroupState
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
@@ -52,7 +52,7 @@ from sluice.rpc.metadata import caller_context, caller_of
 from sluice.rpc.policy import CALL_POLICIES
 from sluice.security.token_file import TokenSource
 from sluice.telemetry.tracing import TRACER
-from sluice.types import ChatMessage, Failed, Scored
+from sluice.types import ChatMessage, Failed, Prompt, PromptOrigin, Scored
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 ANSWER_MARGIN_S = 0.5
@@ -272,14 +272,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         try:
             check_prompt(request, limits.max_prompt_turns)
             check_submitted_images(request, self._images)
-            submission = _submission_from_proto(
+            sent = _prompt_from_proto(
                 request,
                 extra_info_of(request.extra_info, "extra_info", limits.max_extra_info_kb << 10),
             )
         except InvalidRequestError as error:
             session.put(Receipt.refusal(request.prompt_id, error))
             return
-        self._app.submissions.submit(submission, session)
+        self._app.submissions.submit(sent, session)
 
     async def _write_events(self, session: SubmissionSession, context: Context) -> None:
         while (event := await session.next_event()) is not None:
@@ -313,16 +313,19 @@ def _seconds(context: _HasDeadline, method: str) -> float:
     return max(remaining - min(ANSWER_MARGIN_S, 0.1 * remaining), 0.0)
 
 
-def _submission_from_proto(
+def _prompt_from_proto(
     request: reward.SubmitPromptsRequest, extra_info: Mapping[str, object]
-) -> Submission:
-    return Submission(
-        request.prompt_id,
-        tuple(ChatMessage(turn.role, turn.content) for turn in request.messages),
-        request.data_source,
-        request.ground_truth,
-        extra_info,
-        tuple(request.images),
+) -> Prompt:
+    return Prompt(
+        prompt_id=request.prompt_id,
+        sequence=0,  # the ledger numbers it
+        messages=tuple(ChatMessage(turn.role, turn.content) for turn in request.messages),
+        data_source=request.data_source,
+        ground_truth=request.ground_truth,
+        origin=PromptOrigin.CLIENT,
+        position=None,
+        extra_info=extra_info,
+        images=tuple(request.images),
     )
 
 
@@ -372,7 +375,9 @@ def _validation_to_proto(result: FinishedValidation) -> reward.EvaluateResponse:
 def _status_to_proto(app: RewardApp) -> reward.GetStatusResponse:
     loop, ledger = app.loop, app.ledger
     awaited = loop.awaited()
-    replicas: list[common.Replica] = [announced_to_proto(replica) for replica in app.queue.replicas]
+    replicas: list[common.Replica] = [
+        announced_to_proto(replica) for replica in app.queue.fleet.announced
+    ]
     return reward.GetStatusResponse(
         prompts_submitted=ledger.num_submitted,
         prompts_by_end={end.value: count for end, count in ledger.by_end.items()},

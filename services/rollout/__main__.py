@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import sys
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +33,7 @@ from sluice.concurrency.process import (
     exempt_start_up,
     exit_status,
     leave,
+    service_parser,
     stop_on_signals,
 )
 from sluice.config.addresses import advertised_address, peer_address
@@ -63,32 +62,11 @@ _SERVICES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    config: Path
-    name: str
-    overrides: tuple[str, ...]
-
-
-def _parse(argv: list[str]) -> _Arguments:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.rollout",
-        description="Serves one rollout replica.",
-        epilog="example: python -m services.rollout --config run.yaml --name rollout-0",
-    )
-    parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
-    parser.add_argument("--name", required=True, help="stable name, unique in the fleet")
-    parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
-    given = parser.parse_args(argv)
-    return _Arguments(given.config, given.name, tuple(given.overrides))
-
-
-async def _serve(arguments: _Arguments) -> None:
-    config = load_config(arguments.config, arguments.overrides)
-    raise_problems([*group_capacity_problems(config)], f"start of replica {arguments.name}")
-    configure_logging(arguments.name, config.sluice.log_level)
-    with traced_process(config, "rollout", arguments.name):
-        await _run_replica(config, arguments.name)
+async def _serve(config: RunConfig, name: str) -> None:
+    raise_problems([*group_capacity_problems(config)], f"start of replica {name}")
+    configure_logging(name, config.sluice.log_level)
+    with traced_process(config, "rollout", name):
+        await _run_replica(config, name)
 
 
 async def _run_replica(config: RunConfig, name: str) -> None:
@@ -239,8 +217,16 @@ async def _take_part(
 def main() -> int:
     """Run until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
     end_with_supervisor()
-    arguments = _parse(sys.argv[1:])
-    return exit_status(arguments.name, lambda: asyncio.run(_serve(arguments)))
+    parser = service_parser(
+        "services.rollout", "Serves one rollout replica.", "--config run.yaml --name rollout-0"
+    )
+    parser.add_argument("--name", required=True, help="stable name, unique in the fleet")
+    given = parser.parse_args()
+
+    def run() -> None:
+        asyncio.run(_serve(load_config(given.config, given.overrides), given.name))
+
+    return exit_status(given.name, run)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,17 @@ several ranks and numbers them in RANK and WORLD_SIZE.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import signal
-import sys
 from pathlib import Path
 
-from sluice.concurrency.process import end_with_supervisor, exit_status, leave
+from sluice.concurrency.process import (
+    end_by_sigterm,
+    end_with_supervisor,
+    exit_status,
+    leave,
+    service_parser,
+)
 from sluice.config.derived import world_size
 from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
@@ -24,18 +27,6 @@ from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
 
 
-def _parse(argv: list[str]) -> tuple[Path, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.trainer",
-        description="Run one rank of the trainer.",
-        epilog="example: python -m services.trainer --config run.yaml trainer.save_freq=10",
-    )
-    parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
-    parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
-    given = parser.parse_args(argv)
-    return given.config, given.overrides
-
-
 def main() -> int:
     """Run until the last step, SIGTERM or SIGINT.
 
@@ -44,9 +35,11 @@ def main() -> int:
     (in a shell: 128 plus its number).
     """
     end_with_supervisor()
-    file, overrides = _parse(sys.argv[1:])
+    given = service_parser(
+        "services.trainer", "Run one rank of the trainer.", "--config run.yaml trainer.save_freq=10"
+    ).parse_args()
     rank = int(os.environ.get("RANK", "0"))
-    return exit_status("trainer", lambda: _run(file, overrides, rank))
+    return exit_status("trainer", lambda: _run(given.config, given.overrides, rank))
 
 
 def _run(file: Path, overrides: list[str], rank: int) -> None:
@@ -66,7 +59,7 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
 
         run_follower(config)
     elif not _lead_traced(config):
-        _end_by_sigterm()
+        end_by_sigterm()
 
 
 def _lead_traced(config: RunConfig) -> bool:
@@ -75,13 +68,6 @@ def _lead_traced(config: RunConfig) -> bool:
 
     with traced_process(config, "trainer", "trainer"):
         return asyncio.run(run_leader(config))
-
-
-def _end_by_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
-    # The kernel ignores this signal for the first process of a container.
-    sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

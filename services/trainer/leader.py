@@ -45,12 +45,12 @@ from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.guards import RECORD_FILE, RunGuards, read_record
 from services.trainer.loop.learner_thread import LearnerThread
-from services.trainer.loop.reward_client import RewardClient
+from services.trainer.loop.reward_client import connected_reward
 from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.sinks import JSONL, Reporter, SinkTarget, check_sinks, open_sinks
 from services.trainer.metrics.step_metrics import RunScale
-from services.trainer.servicer import TrainerServicer
+from services.trainer.servicer import TrainerServicer, trainer_server
 from services.trainer.telemetry import (
     RunHistory,
     TrainerMetrics,
@@ -59,10 +59,8 @@ from services.trainer.telemetry import (
 )
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
-from sluice.api.reward.v1 import reward_pb2_grpc
-from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.concurrency.process import exempt_start_up, process_age_s, stop_on_signals
-from sluice.config.addresses import advertised_host, peer_address
+from sluice.concurrency.process import exempt_start_up, process_age_s, until_signal
+from sluice.config.addresses import advertised_host
 from sluice.config.deadlines import (
     command_timeout_s,
     commit_timeout_s,
@@ -83,10 +81,9 @@ from sluice.config.rules.sampling import sampling_notice
 from sluice.config.run import RunConfig
 from sluice.config.sources import source_configs
 from sluice.device.select import transfer_device
-from sluice.rpc.client import ChannelPool, open_channel, reward_stub
+from sluice.rpc.client import ChannelPool
 from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.ports import bound_socket
-from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import restarts
 from sluice.types import ReplicaInfo, layout_digest
@@ -100,7 +97,6 @@ _WATCH_INTERVAL_S = 0.5
 _NUM_EXAMPLES = 16
 _LAST_ANSWERS_S = 1.0
 _LOGGERS_SHARE_OF_GRACE = 0.5
-_SERVICE = "sluice.api.trainer.v1.TrainerService"
 _ACCOUNTING_INTERVAL_S = 10.0
 
 
@@ -118,22 +114,12 @@ class _Trained:
 
 async def run_leader(config: RunConfig) -> bool:
     """Run to the end; return False if SIGTERM or SIGINT ended the run before."""
-    stop = asyncio.Event()
-    with stop_on_signals(stop):
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(_lead(config), name="run")
-            signals = tasks.create_task(_cancel_on(stop, running), name="signals")
-            running.add_done_callback(lambda _: signals.cancel())
-    return not running.cancelled()
+    farewell = "a signal ends the run before its last step; the last checkpoint stands"
+    return bool(await until_signal(_lead(config), farewell))
 
 
-async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[None]) -> None:
-    await stop.wait()
-    logger.info("a signal ends the run before its last step; the last checkpoint stands")
-    running.cancel()
-
-
-async def _lead(config: RunConfig) -> None:
+async def _lead(config: RunConfig) -> bool:
+    """Run to the end, and return true."""
     instance_id = str(uuid.uuid4())
     _check(config)
     async with AsyncExitStack() as stack:
@@ -146,8 +132,7 @@ async def _lead(config: RunConfig) -> None:
         reserved_port = stack.enter_context(ExitStack())
         if endpoint.port:
             reserved_port.enter_context(bound_socket(endpoint.host, endpoint.port))
-        stub = await _connect_reward(config, credentials, stack)
-        reward = RewardClient(stub, instance_id, config.sluice.trainer.batch_timeout_s)
+        reward = await connected_reward(config, credentials, instance_id, stack)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
         # Both calls block the event loop, which nothing else needs yet.
         parallel = join_ranks(config)
@@ -162,7 +147,10 @@ async def _lead(config: RunConfig) -> None:
         publisher = _publisher(config, trained, replicas, credentials, observed)
         stack.push_async_callback(publisher.close)
         reserved_port.close()
-        await _serve(config, observed.fleet, observed.state, credentials, stack)
+        servicer = TrainerServicer(observed.fleet, observed.state, config.sluice)
+        server = trainer_server(config, servicer, credentials)
+        await server.start()
+        stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
         stack.enter_context(watching(config, observed.state, observed.fleet))
         stack.enter_context(exported(config, observed))
         exempt_start_up()
@@ -189,6 +177,7 @@ async def _lead(config: RunConfig) -> None:
         await _run_loop(loop, observed.fleet, accounting, replicas)
     # Write the accounts again: now they include the seconds of shutting down.
     reporter.accounts(accounting.close(loop.accounts))
+    return True
 
 
 def _check(config: RunConfig) -> None:
@@ -268,43 +257,6 @@ async def _open_reporter(
     close_timeout_s = config.sluice.shutdown_grace_s * _LOGGERS_SHARE_OF_GRACE
     sinks = await open_sinks(names, target, close_timeout_s=close_timeout_s)
     return Reporter((*sinks, history), run_dir, trainer.log_val_generations)
-
-
-async def _connect_reward(
-    config: RunConfig, credentials: Credentials, stack: AsyncExitStack
-) -> reward_pb2_grpc.RewardServiceAsyncStub:
-    address = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
-    limit = message_mb(config) << 20
-    channel = open_channel(address, max_message_bytes=limit, credentials=credentials)
-    return reward_stub(await stack.enter_async_context(channel))
-
-
-async def _serve(
-    config: RunConfig,
-    fleet: Fleet,
-    state: RunState,
-    credentials: Credentials,
-    stack: AsyncExitStack,
-) -> None:
-    service = config.sluice.trainer
-    servicer = TrainerServicer(
-        fleet,
-        state,
-        heartbeat_interval_s=service.heartbeat_interval_s,
-        ttl_s=service.replica_ttl_s,
-        limits=config.sluice.limits,
-    )
-    server = RpcServer(
-        [lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)],
-        (_SERVICE,),
-        host=service.endpoint.host,
-        port=service.endpoint.port,
-        health_port=service.endpoint.health_port,
-        max_message_bytes=message_mb(config) << 20,
-        credentials=credentials,
-    )
-    await server.start()
-    stack.push_async_callback(server.stop, _LAST_ANSWERS_S)
 
 
 def _load(

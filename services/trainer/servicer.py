@@ -27,10 +27,15 @@ from sluice.codec.trainer import (
     check_watchers,
 )
 from sluice.codec.weights import shares_from_proto
-from sluice.config.schema.limits import LimitsConfig
+from sluice.config.derived import message_mb
+from sluice.config.run import RunConfig
+from sluice.config.schema.service import ServiceConfig
+from sluice.rpc.credentials import Credentials
+from sluice.rpc.server import RpcServer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_SERVICE = "sluice.api.trainer.v1.TrainerService"
 _PHASE_TO_PROTO = {phase: trainer.RunPhase.Value(f"RUN_PHASE_{phase.name}") for phase in RunPhase}
 
 
@@ -38,25 +43,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Calls for membership, progress and control.
 
     Args:
-        heartbeat_interval_s: seconds between a replica's heartbeats.
-        ttl_s: seconds without a heartbeat until a replica is dropped.
+        fleet: the replicas.
+        state: of the run.
+        service: the run's settings: what replicas are asked for, and limits.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        state: RunState,
-        *,
-        heartbeat_interval_s: float,
-        ttl_s: float,
-        limits: LimitsConfig | None = None,
-    ) -> None:
+    def __init__(self, fleet: Fleet, state: RunState, service: ServiceConfig) -> None:
         self._fleet = fleet
         self._state = state
-        self._limits = limits or LimitsConfig()
+        self._limits = service.limits
         self._num_watchers = 0
-        self._interval_s = heartbeat_interval_s
-        self._ttl_s = ttl_s
+        self._interval_s = service.trainer.heartbeat_interval_s
+        self._ttl_s = service.trainer.replica_ttl_s
 
     async def RegisterReplica(
         self, request: trainer.RegisterReplicaRequest, context: Context
@@ -164,4 +162,20 @@ def _member_to_proto(member: FleetMember, now_s: float) -> trainer.ReplicaStatus
         tokens_per_second=member.tokens_per_second,
         idle_share=member.idle_share,
         queued=member.load.queued,
+    )
+
+
+def trainer_server(
+    config: RunConfig, servicer: TrainerServicer, credentials: Credentials
+) -> RpcServer:
+    """Return a server of the calls at the endpoint of the run's trainer."""
+    endpoint = config.sluice.trainer.endpoint
+    return RpcServer(
+        [lambda server: trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)],
+        (_SERVICE,),
+        host=endpoint.host,
+        port=endpoint.port,
+        health_port=endpoint.health_port,
+        max_message_bytes=message_mb(config) << 20,
+        credentials=credentials,
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,7 +15,8 @@ from sluice.client.agent_program import program_of
 from sluice.client.agents import AgentRunner
 from sluice.client.run_address import locate_run
 from sluice.concurrency.process import stop_on_signals
-from sluice.errors import ConfigError, NotReadyError, SluiceError, leaves
+from sluice.concurrency.waits import unless
+from sluice.errors import ConfigError, NotReadyError, SluiceError
 from sluice.service_contract import CONFIG_NAME
 
 _CLIENT_NAME, _LOOK_S = "agents", 1.0
@@ -73,7 +73,7 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
         ) from error
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await _unless_stopped(stop, _until_up(run, wait_s))
+        await unless(stop, _until_up(run, wait_s))
         if stop.is_set():
             return
         async with (
@@ -91,24 +91,8 @@ async def _run(run: Path, command: str, parallel: int, wait_s: float) -> None:
                 wait_s,
             )
             typer.echo(f"agents of {run} call {url}")
-            await _unless_stopped(stop, runner.run())
+            await unless(stop, runner.run())
     typer.echo(f"ended: {runner.counts}")
-
-
-async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, until a signal comes. Of a group of errors, raise the first of ours."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            working = tasks.create_task(work, name="agents")
-            stopping = tasks.create_task(stop.wait(), name="signals")
-            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-            working.cancel()
-            stopping.cancel()
-    except BaseExceptionGroup as group:
-        known = next((error for error in leaves(group) if isinstance(error, SluiceError)), None)
-        if known is None:
-            raise
-        raise known from group
 
 
 async def _until_up(run: Path, wait_s: float) -> None:

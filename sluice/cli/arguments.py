@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from sluice.config.loading.keys import all_names
-from sluice.config.loading.overrides import YAML_SUFFIXES
 from sluice.errors import ConfigError
 from sluice.launch.script.launch import is_script, launch_of
 from sluice.launch.script.recording import RECORDED, printers_in, script_text
@@ -89,15 +88,6 @@ ConfigArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG] [KEY=VALUE]...",
-        help="A YAML file or a launch script of verl, and keys to override in verl's spelling.",
-        show_default=False,
-        autocompletion=complete_setting,
-    ),
-]
-LaunchArguments = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[FILE] [KEY=VALUE]...",
         help="A YAML file, a launch script or a file of overrides, and keys to override in verl's "
         "spelling.",
         show_default=False,
@@ -172,15 +162,3 @@ def split_arguments(
     if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
         return first, arguments[1:]
     return None, arguments
-
-
-def configuration_parts(
-    arguments: list[str], *, trust_script: bool
-) -> tuple[Path | None, list[str]]:
-    """Return the YAML file and the overrides; a file of any other name holds overrides."""
-    if arguments and arguments[0].startswith("@"):
-        return None, arguments
-    file, overrides = split_arguments(arguments, trust_script=trust_script)
-    if file is not None and file.suffix not in YAML_SUFFIXES:
-        return None, [f"@{file}", *overrides]
-    return file, overrides

@@ -16,30 +16,29 @@ from rich.text import Text
 
 from sluice.cli.arguments import (
     AsJson,
-    LaunchArguments,
+    ConfigArguments,
     TrustScript,
     complete_key,
-    configuration_parts,
+    split_arguments,
 )
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
-from sluice.config.check import CheckReport, check_report
+from sluice.config.check import CheckReport, EngineReport, check_report
 from sluice.config.device_split import named_split
 from sluice.config.explain import explain_key, keys_of_section
 from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import device_kind
 from sluice.config.memory.layouts import training_layout
-from sluice.config.memory.report import EngineReport
 from sluice.config.memory.rollout import GIB
 from sluice.config.memory.training import guessed_memory
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list
 from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
+from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
 from sluice.doctor.machine import check_gpus
-from sluice.doctor.preflight import preflight
 from sluice.errors import ConfigError
 from sluice.launch.device_plan import found_devices
 from sluice.plan.launch_plan import (
@@ -96,7 +95,7 @@ config_commands = typer.Typer(
 
 @config_commands.command("check")
 def check(
-    arguments: LaunchArguments = None,
+    arguments: ConfigArguments = None,
     *,
     model_config: Annotated[
         Path | None,
@@ -129,7 +128,7 @@ def check(
       sluice config check run.yaml
       sluice config check run_qwen2-7b.sh --no-files --device-memory 80
     """
-    file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
+    file, overrides = split_arguments(arguments, trust_script=trust_script)
     run = read_run(file, overrides)
     examined = examined_of(run) if files else None
     model = local_model(run.config.actor_rollout_ref.model.path, model_config)

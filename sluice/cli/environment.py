@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -28,15 +27,6 @@ environment_commands = typer.Typer(
 @environment_commands.callback()
 def _environment() -> None:
     """Keep the name of the only command."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Script:
-    """The row, and what a policy would say."""
-
-    prompt: str
-    truth: str
-    answers: Sequence[Answer]
 
 
 @environment_commands.command("check")
@@ -79,7 +69,7 @@ def check(
         typer.echo(printable(f"  {tool.name}: {tool.description}\n    {tool.parameters}"))
     answers = [Answer("", tool_calls=(_call(one),)) for one in call or ()]
     answers += [Answer(one) for one in answer or ()]
-    for line in asyncio.run(_played(world, _Script(prompt, truth, answers))):
+    for line in asyncio.run(_played(world, prompt, truth, answers)):
         typer.echo(printable(line))
 
 
@@ -96,10 +86,12 @@ def _call(text: str) -> ToolCall:
     return ToolCall(name, arguments or "{}", "call_0")
 
 
-async def _played(world: Environment, script: _Script) -> list[str]:
+async def _played(
+    world: Environment, prompt: str, truth: str, answers: Sequence[Answer]
+) -> list[str]:
     """Play an episode; return what happens, a line each."""
-    row = {"data_source": "", "ground_truth": script.truth, "extra_info": {}}
-    task = PlayedRow((ChatMessage("user", script.prompt),), row, 0)
+    row = {"data_source": "", "ground_truth": truth, "extra_info": {}}
+    task = PlayedRow((ChatMessage("user", prompt),), row, 0)
     calls = AuthorCalls()
     shown = [*task.messages]
     lines = [*_written(shown)]
@@ -109,14 +101,14 @@ async def _played(world: Environment, script: _Script) -> list[str]:
         try:
             seen = await episode.open()
             lines += _seen(seen, shown)
-            for answer in script.answers:
+            for answer in answers:
                 if seen.done:
                     break
                 shown.append(answer_message(answer))
                 lines += _written(shown[-1:])
                 seen = await episode.step(answer, FinishReason.STOP)
                 lines += _seen(seen, shown)
-            scored = await episode.score() if script.answers else None
+            scored = await episode.score() if answers else None
             if scored is not None:
                 lines.append(f"score {scored.score:g}")
         except Exception as error:  # noqa: BLE001  raised below: the group would wrap it

@@ -17,8 +17,7 @@ from sluice.cli.environment import environment_commands
 from sluice.cli.help_text import GroupedCommands
 from sluice.cli.merge import merge
 from sluice.cli.plan import plan
-from sluice.cli.policy.evaluate import evaluate
-from sluice.cli.policy.evaluate_commands import EvaluateCommand
+from sluice.cli.policy.evaluate import EvaluateCommand, evaluate
 from sluice.cli.policy.generate import generate
 from sluice.cli.policy.score import score
 from sluice.cli.policy.serve_openai import serve_openai
@@ -33,7 +32,7 @@ from sluice.cli.run.resume import resume
 from sluice.cli.run.scale import scale
 from sluice.cli.run.stop import stop
 from sluice.cli.run.up import train, up
-from sluice.cli.simulate.command import simulate
+from sluice.cli.simulate import simulate
 from sluice.cli.watch.compare import compare
 from sluice.cli.watch.dashboard import dashboard, open_run
 from sluice.cli.watch.logs import logs

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+import yaml
 from rich.console import Console
 
-from sluice.cli.arguments import AsJson, LaunchArguments, TrustScript, configuration_parts
+from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.loading.loader import read_run
 from sluice.config.memory.devices import device_kind
 from sluice.config.memory.rollout import GIB
 from sluice.errors import ConfigError
-from sluice.plan.deployment_values import Deployment, deployment_values
 from sluice.plan.launch_plan import PlannedLaunch, launch_plan, planned_model
+
+Deployment = Literal["compose", "helm"]
+_OF_COMPOSE = ("sluice.rollout.replicas",)
+_OF_CHART = (
+    *_OF_COMPOSE,
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+)
 
 
 def plan(
-    arguments: LaunchArguments = None,
+    arguments: ConfigArguments = None,
     *,
     device: Annotated[str, typer.Option(help="Memory of one device, such as 24GB, 64GB, 80GB.")],
     model: Annotated[
@@ -49,7 +58,7 @@ def plan(
       sluice plan launch.overrides --device 64GB --model Qwen3-32B
       sluice plan run.yaml --device 80GB --values compose > gpus.env
     """
-    file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
+    file, overrides = split_arguments(arguments, trust_script=trust_script)
     name = model or read_run(file, overrides).config.actor_rollout_ref.model.path
     if not name:
         raise ConfigError(
@@ -170,3 +179,60 @@ def _verdict(found: PlannedLaunch) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.2f}"
+
+
+def deployment_values(found: PlannedLaunch, deployment: Deployment) -> str:
+    """Return the lines of a file for ``--env-file``, or of one for ``--values``.
+
+    Raises:
+        ConfigError: the launch does not fit, or neither starts such a launch.
+    """
+    if found.fits_with is None:
+        raise ConfigError(
+            "the launch does not fit its devices, and no change was found that makes it fit; "
+            "leave --values out, which says what it lacks"
+        )
+    if found.split.nodes > 1:
+        raise ConfigError(
+            f"the trainer takes {found.split.nodes} machines, and {deployment} starts it on one; "
+            'give a split with a smaller trainer (sluice.placement="trainer:N,rollout:M"), or '
+            "start the launch on Ray"
+        )
+    return _variables(found) if deployment == "compose" else _values(found)
+
+
+def _settings(found: PlannedLaunch, besides: tuple[str, ...]) -> list[str]:
+    """Return the overrides of the plan, without keys that the deployment sets."""
+    return [
+        one
+        for one in found.fits_with or found.split.overrides
+        if one.partition("=")[0].lstrip("+") not in besides
+    ]
+
+
+def _variables(found: PlannedLaunch) -> str:
+    settings = " ".join(_settings(found, _OF_COMPOSE))
+    return (
+        f"# {found.split.summary}\n"
+        f"SLUICE_REPLICAS={found.split.replicas}\n"
+        f'SLUICE_SETTINGS="{settings}"\n'
+    )
+
+
+def _values(found: PlannedLaunch) -> str:
+    split, rollout = found.split, found.config.actor_rollout_ref.rollout
+    if rollout.data_parallel_size > 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.data_parallel_size = {rollout.data_parallel_size}: the "
+            "chart's replicas have one engine each; set it to 1, which gives more replicas"
+        )
+    values: dict[str, object] = {
+        "devices": {"kind": "npu" if found.config.trainer.device == "npu" else "gpu"},
+        "trainer": {"ranks": split.trainer},
+        "rollout": {"replicas": split.replicas, "devicesPerReplica": split.per_replica},
+    }
+    if settings := _settings(found, _OF_CHART):
+        trainer = found.config.trainer  # the chart's own list, which this one replaces
+        kept = f"trainer.save_freq={trainer.save_freq} trainer.resume_mode={trainer.resume_mode}"
+        values["run"] = {"settings": [*kept.split(), *settings]}
+    return f"# {split.summary}\n{yaml.safe_dump(values, sort_keys=False)}"

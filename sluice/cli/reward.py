@@ -14,9 +14,10 @@ from sluice.cli.policy.row_files import read_rows
 from sluice.cli.terminal import print_json
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.config.sources import TRAIN_KEY, prompt_files
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.reward import made_up_response, try_responses
-from sluice.doctor.rows import ROWS_LOOKED_AT, TRAIN_KEY, file_names, opened_rows
+from sluice.doctor.rows import ROWS_LOOKED_AT, opened_rows
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError, DataError
 from sluice.safe_text import printable
@@ -123,8 +124,9 @@ def _pairs(
 ) -> list[tuple[PromptRow, str]]:
     """Return rows, each with the response to grade."""
     rows = []
-    if file_names(config, TRAIN_KEY):
-        rows = opened_rows(config, TRAIN_KEY)[1][:count]
+    key, files = next(iter(prompt_files(config).items()))
+    if files:
+        rows = opened_rows(config, key)[1][:count]
     if responses is not None:
         return list(_given(responses, rows, count))
     if not rows:

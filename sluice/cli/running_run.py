@@ -11,14 +11,14 @@ from typing import Literal
 
 from sluice.algorithm.accounting import DATA_EXHAUSTED
 from sluice.client.async_client import AsyncClient
-from sluice.client.launcher import LaunchedProcess, Launcher
+from sluice.client.launcher import LaunchedProcess
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.concurrency.process import process_marks
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
-from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError, SluiceError
-from sluice.launch.servicer import launcher_of
+from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
+from sluice.launch.servicer import launched_processes
 from sluice.report.run_record import read_progress
 from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
 
@@ -84,26 +84,11 @@ async def past_run(run_dir: Path) -> PastRun:
     ended: Literal["finished", "not running"] = "finished" if record.accounts else "not running"
     return PastRun(
         ended if processes is None else "starting",
-        int(record.steps[-1]["step"] or 0) if record.steps else 0,
+        record.last_step,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
         processes or (),
         bool(record.accounts.get(DATA_EXHAUSTED)),
     )
-
-
-async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...] | None:
-    """Return what the run's launcher on this machine runs.
-
-    None if no launcher answers; nothing if it is too busy to answer.
-    """
-    try:
-        found = launcher_of(run_dir)
-        async with Launcher(found.address, found.credentials) as launcher:
-            return await launcher.services()
-    except DeadlineError:
-        return ()
-    except SluiceError:
-        return None
 
 
 async def is_active(run_dir: Path) -> bool:

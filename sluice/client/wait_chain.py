@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sluice.client.wait_survey import ServiceWaits
+from sluice.client.run_address import RunLocation
+from sluice.client.wait_survey import ServiceWaits, survey_waits
 from sluice.concurrency.waits import Waiting
+from sluice.service_contract import CONFIG_NAME
 
 FLEET = "rollout fleet"
 MIN_REPORTED_S = 1.0
@@ -29,6 +31,22 @@ class Explanation:
     cause: str
     root: str | None
     services: tuple[ServiceWaits, ...]
+
+
+async def explain_run(location: RunLocation) -> Explanation | None:
+    """Ask the services of a run what they wait for; ``None``: none answers or has a process."""
+    # Written at the start of a run: processes noted before it belong to an earlier one.
+    config_file = location.run_dir / CONFIG_NAME
+    services = await survey_waits(
+        location.trainer,
+        location.reward,
+        location.run_dir,
+        since_s=config_file.stat().st_mtime if config_file.is_file() else 0.0,
+        credentials=location.credentials,
+    )
+    if all(service.failure and service.process in {"", "gone"} for service in services):
+        return None
+    return explain(services)
 
 
 def explain(services: Sequence[ServiceWaits]) -> Explanation:

@@ -1,9 +1,10 @@
-"""A service's process: its age, its mark in the run's folder, stop signals, its supervisor's death,
-its exit status.
+"""A service's process: its command line, its age, its mark in the run's folder, stop signals, its
+supervisor's death, its exit status.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import ctypes
 import gc
@@ -14,16 +15,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from sluice.concurrency.waits import unless
 from sluice.errors import MissingPackageError, SluiceError, leaves
 from sluice.safe_text import printable
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 EXIT_MISSING_PACKAGE = 78
 """The exit code where a package is not installed: no restart helps."""
@@ -36,6 +40,24 @@ START_FIELD = 19
 _STATE_FIELD = 0
 _STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
 _IMPORTED_S = time.monotonic()
+
+
+def service_parser(service: str, description: str, example: str) -> argparse.ArgumentParser:
+    """Return the parser of a service's command line, with `config` and `overrides`.
+
+    Args:
+        service: the module that is run, such as ``services.reward``.
+        description: what it does.
+        example: of its arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {service}",
+        description=description,
+        epilog=f"example: python -m {service} {example}",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
+    parser.add_argument("overrides", nargs="*", help="key=value, as in verl")
+    return parser
 
 
 def end_with_supervisor() -> None:
@@ -184,15 +206,22 @@ def process_age_s() -> float:
 
 @contextmanager
 def stop_on_signals(
-    stop: asyncio.Event, *, interrupt: Callable[[], None] | None = None
+    stop: asyncio.Event, *, interrupt: Callable[[], None] | None = None, farewell: str = ""
 ) -> Iterator[None]:
     """Set `stop` on SIGTERM or SIGINT while the block runs. Needs a running event loop.
 
     Args:
         interrupt: called on SIGINT instead.
+        farewell: logged on the signal.
     """
+
+    def end() -> None:
+        if farewell:
+            logger.info("%s", farewell)
+        stop.set()
+
     loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: stop.set, signal.SIGINT: interrupt or stop.set}
+    handlers = {signal.SIGTERM: end, signal.SIGINT: interrupt or end}
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
@@ -200,6 +229,26 @@ def stop_on_signals(
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
+
+
+async def until_signal(work: Coroutine[Any, Any, ResultT], farewell: str = "") -> ResultT | None:
+    """Return the result of `work`; None if SIGTERM or SIGINT cancelled it first.
+
+    Args:
+        work: to do.
+        farewell: logged on the signal.
+    """
+    stop = asyncio.Event()
+    with stop_on_signals(stop, farewell=farewell):
+        return await unless(stop, work)
+
+
+def end_by_sigterm() -> NoReturn:
+    """End this process by SIGTERM, so that who supervises it sees no end of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    # The kernel ignores this signal for the first process of a container.
+    sys.exit(128 + signal.SIGTERM)
 
 
 def exit_status(name: str, run: Callable[[], object]) -> int:

@@ -11,10 +11,10 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from sluice.errors import DeadlineError, SluiceError
 
@@ -91,7 +91,12 @@ class WaitRegistry:
         self._open: dict[Wait, None] = {}
 
     def waiting_for(self, peer: str, phase: str) -> Wait:
-        """Begin a wait; as a context manager it ends with its block."""
+        """Begin a wait of this task or thread; as a context manager it ends with its block.
+
+        Args:
+            peer: the service or replica that has to act, or a thing such as "ledger's disk".
+            phase: what for; waits with the same words are counted together.
+        """
         return Wait(peer, phase, self._clock(), self._open)
 
     def snapshot(self, most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
@@ -128,16 +133,7 @@ def _present_owner() -> asyncio.Task[object] | threading.Thread:
 
 WAITS = WaitRegistry()
 """This process's waits."""
-
-
-def waiting_for(peer: str, phase: str) -> Wait:
-    """Register a wait of this task or thread for as long as the block runs.
-
-    Args:
-        peer: the service or replica that has to act, or a thing such as "ledger's disk".
-        phase: what for; waits with the same words are counted together.
-    """
-    return WAITS.waiting_for(peer, phase)
+waiting_for = WAITS.waiting_for
 
 
 def advance() -> None:
@@ -168,6 +164,32 @@ async def deadline(
         if not scope.expired():
             raise
         raise DeadlineError(peer, phase, seconds, remedy) from error
+
+
+async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    """Return the result of `work`; cancel it and return None if `unwanted` is set first.
+
+    Raises:
+        Exception: whatever `work` raises.
+    """
+    found: list[ResultT] = []
+    errors: list[Exception] = []
+
+    async def kept() -> None:
+        try:
+            found.append(await work)
+        except Exception as error:  # noqa: BLE001 raised below, as itself and not in a group
+            errors.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(kept(), name="work")
+        waiting = tasks.create_task(unwanted.wait(), name="unwanted")
+        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+        waiting.cancel()
+    if errors:
+        raise errors[0]
+    return found[0] if found else None
 
 
 async def while_progressing(

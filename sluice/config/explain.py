@@ -10,7 +10,6 @@ from msgspec import UNSET
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.loading.keys import (
-    FoundKey,
     KeyPath,
     canonical,
     find_key,
@@ -47,7 +46,7 @@ def explain_key(path: str) -> Entry:
                 f"{path} is a section; name a key below it: {', '.join(keys_below(proper))}"
             )
         raise ConfigError(unknown_key(asked).text)
-    return found.entry
+    return catalogue()[found.path]
 
 
 def keys_of_section(path: str) -> list[Entry]:
@@ -76,31 +75,30 @@ def notices(settings: SettingsTree) -> list[Problem]:
 
 def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | None:
     found, spelled, proper = find_key(path), settings.written(path), ".".join(path)
-    if found is None or _is_silent(found.entry, path, value):
+    if found is None or _is_silent(found, path, value):
         return None
     has_rounds = settings.get("sluice.sampling.strategy") == StrategyName.ROUNDS
     if has_rounds and proper in _HONOURED_BY_ROUNDS:
         return None
-    status, engines = _status(found, path, value, settings), found.entry.engines
+    status, engines = _status(found, path, value, settings), found.engines
     engine = settings.get(_ENGINE) or "torch"
     if engines and engine not in engines:
         status = KeyStatus.NOT_APPLICABLE
         text = f"has no effect: it tunes {' and '.join(engines)}, and {_ENGINE} is {engine}"
     elif status in (KeyStatus.HONOURED, KeyStatus.REFUSED):
         return None
-    elif caveat := found.entry.caveat_of(value):
+    elif caveat := found.caveat_of(value):
         text = f"cannot be had: {caveat}"
     elif status is KeyStatus.NOT_APPLICABLE:
-        text = f"has no effect: {found.entry.instead}"
-    elif found.entry.status is KeyStatus.MAPPED:
-        text = found.entry.instead
+        text = f"has no effect: {found.instead}"
+    elif found.status is KeyStatus.MAPPED:
+        text = found.instead
     else:
         text = f"is read as {proper}"
     return Problem(spelled, value, text, rule=str(status), severity=Severity.NOTE)
 
 
-def _status(found: FoundKey, path: KeyPath, value: object, settings: SettingsTree) -> KeyStatus:
-    entry = found.entry
+def _status(entry: Entry, path: KeyPath, value: object, settings: SettingsTree) -> KeyStatus:
     if entry.path == ".".join(path) and entry.refusal_of(value):
         return KeyStatus.REFUSED
     if _is_silent(entry, path, value):

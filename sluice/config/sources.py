@@ -19,6 +19,8 @@ from sluice.config.schema.sources import SourceConfig
 
 NodeT = TypeVar("NodeT", bound=Section)
 
+SOURCES_KEY, TRAIN_KEY, VAL_KEY = "sluice.sources", "data.train_files", "data.val_files"
+
 ONLY_SOURCE = ""
 """The name of the source of a run without `sluice.sources`."""
 
@@ -34,10 +36,13 @@ def source_configs(config: RunConfig) -> dict[str, RunConfig]:
     return {name: _of_source(config, source) for name, source in sources.items()}
 
 
-def train_files(config: RunConfig) -> list[str]:
-    """Return the training files of all sources."""
-    configs = source_configs(config).values()
-    return [name for one in configs for name in file_list(one.data.train_files)]
+def prompt_files(config: RunConfig) -> dict[str, list[str]]:
+    """Return the files of prompts by the key that names them: of training, then of validation."""
+    data, sources = config.data, config.sluice.sources
+    named: dict[str, str | list[str] | None]
+    named = {f"{SOURCES_KEY}.{name}.files": one.files for name, one in sources.items()}
+    named = named or {TRAIN_KEY: data.train_files}
+    return {key: file_list(files) for key, files in {**named, VAL_KEY: data.val_files}.items()}
 
 
 def source_shares(config: RunConfig) -> dict[str, float]:

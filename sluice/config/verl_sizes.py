@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sluice.config.derived import max_row_tokens, uses_critic, uses_reference
+from sluice.config.derived import uses_critic, uses_reference
 from sluice.config.loading.loader import KeySettings
 from sluice.config.run import RunConfig
+from sluice.config.schema.actor import ActorConfig
+from sluice.config.schema.rollout import RolloutConfig
 from sluice.config.sources import largest_n, responses_per_step
 
 
@@ -19,7 +21,6 @@ class ParallelSplit:
         nodes: machines of the trainer.
         ranks_per_node: trainer ranks on each.
         sp: Ulysses sequence parallel size (FSDP).
-        fsdp_size: ranks of a shard group; below 1: all.
     """
 
     nodes: int
@@ -29,7 +30,6 @@ class ParallelSplit:
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    fsdp_size: int = -1
 
     @property
     def world(self) -> int:
@@ -177,82 +177,41 @@ class CriticPass:
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlan:
-    """The inference engine's sizes.
-
-    Args:
-        batched_tokens: max_num_batched_tokens.
-        context: max_model_len, or prompt plus response.
-    """
-
-    name: str
-    is_sync: bool
-    tp: int
-    dp: int
-    ep: int
-    pp: int
-    chunked_prefill: bool
-    batched_tokens: int
-    context: int
-
-
-@dataclass(frozen=True, slots=True)
 class VerlSizes:
-    """The sizes of one run as verl reads them.
+    """A run as verl reads it, with the sizes that verl would normalise and check.
 
     Args:
-        longest_row: prompt plus response limit, tokens.
-        dynamic: actor.use_dynamic_bsz.
-        token_budget: actor.ppo_max_token_len_per_gpu.
-        micro_rows: actor.ppo_micro_batch_size_per_gpu as set.
-        global_micro_rows: actor.ppo_micro_batch_size as set; deprecated.
+        keys: as the user set them, those that only verl has included.
         log_prob_passes: the old policy's, and the reference's if the run has one.
         critic: `None` in a run without one.
-        num_generations: ADPO's group size; `None`: rollout.n.
-        adpo: whether the loss is ADPO's.
     """
 
+    config: RunConfig
+    keys: KeySettings
     batch: BatchPlan
-    longest_row: int
-    dynamic: bool
-    token_budget: int
-    micro_rows: int | None
-    global_micro_rows: int | None
     log_prob_passes: tuple[LogProbPass, ...]
     critic: CriticPass | None
-    engine: EnginePlan
-    ep: int
-    etp: int
-    remove_padding: bool
-    filters_groups: bool
-    val_do_sample: bool
-    temperature: float
-    num_generations: int | None
-    adpo: bool
+
+    @property
+    def actor(self) -> ActorConfig:
+        """The policy and its update."""
+        return self.config.actor_rollout_ref.actor
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The inference engine."""
+        return self.config.actor_rollout_ref.rollout
 
 
 def verl_sizes(config: RunConfig, settings: KeySettings) -> VerlSizes:
-    """Return the sizes as verl would normalise and check them."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    batch = verl_batch(config, settings)
+    """Return a run as verl would read it."""
+    sections = (ROLLOUT, REF) if uses_reference(config) else (ROLLOUT,)
     return VerlSizes(
-        batch=batch,
-        longest_row=max_row_tokens(config.data),
-        dynamic=actor.use_dynamic_bsz,
-        token_budget=actor.ppo_max_token_len_per_gpu,
-        micro_rows=_rows_per_device(settings, f"{ACTOR}.ppo_micro_batch_size"),
-        global_micro_rows=settings.whole_or_none(f"{ACTOR}.ppo_micro_batch_size"),
-        log_prob_passes=_passes(config, settings),
-        critic=_critic(config, settings) if uses_critic(config) else None,
-        engine=_engine(config, settings),
-        ep=settings.whole(f"{MEGATRON}.expert_model_parallel_size"),
-        etp=expert_tensor_parallel(settings),
-        remove_padding=settings.flag(f"{MODEL}.use_remove_padding"),
-        filters_groups=config.algorithm.filter_groups.enable,
-        val_do_sample=settings.flag(f"{ROLLOUT}.val_kwargs.do_sample"),
-        temperature=rollout.temperature,
-        num_generations=config.algorithm.num_generations,
-        adpo=actor.policy_loss.loss_mode == "adpo",
+        config,
+        settings,
+        verl_batch(config, settings),
+        tuple(_log_prob_pass(config, settings, section) for section in sections),
+        _critic(config, settings) if uses_critic(config) else None,
     )
 
 
@@ -280,7 +239,6 @@ def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
         tp=_megatron_size(settings, "tensor"),
         pp=_megatron_size(settings, "pipeline"),
         cp=settings.whole(f"{MEGATRON}.context_parallel_size"),
-        fsdp_size=config.actor_rollout_ref.actor.fsdp_config.fsdp_size,
     )
 
 
@@ -321,11 +279,6 @@ def _batch(config: RunConfig, split: ParallelSplit) -> BatchPlan:
     )
 
 
-def _passes(config: RunConfig, settings: KeySettings) -> tuple[LogProbPass, ...]:
-    sections = (ROLLOUT, REF) if uses_reference(config) else (ROLLOUT,)
-    return tuple(_log_prob_pass(config, settings, section) for section in sections)
-
-
 def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> LogProbPass:
     actor, size = config.actor_rollout_ref.actor, f"{section}.log_prob_micro_batch_size"
     split = parallel_split(config, settings)
@@ -335,7 +288,7 @@ def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> Lo
         shared = settings.whole(ref_sp)
     return LogProbPass(
         section,
-        micro_rows=_rows_per_device(settings, size),
+        micro_rows=rows_per_device(settings, size),
         global_micro_rows=settings.whole_or_none(size),
         dynamic=settings.flag(dynamic) if settings.is_set(dynamic) else actor.use_dynamic_bsz,
         token_budget=settings.whole_or_none(f"{section}.log_prob_max_token_len_per_gpu")
@@ -355,24 +308,9 @@ def _critic(config: RunConfig, settings: KeySettings) -> CriticPass:
     )
 
 
-def _rows_per_device(settings: KeySettings, key: str) -> int | None:
+def rows_per_device(settings: KeySettings, key: str) -> int | None:
     """Return the rows per device, unless they only follow from the deprecated `key`."""
     per_device = f"{key}_per_gpu"
     if settings.is_set(key) and not settings.is_set(per_device):
         return None
     return settings.whole_or_none(per_device)
-
-
-def _engine(config: RunConfig, settings: KeySettings) -> EnginePlan:
-    rollout = config.actor_rollout_ref.rollout
-    return EnginePlan(
-        name=rollout.name,
-        is_sync=settings.value(f"{ROLLOUT}.mode") == "sync",
-        tp=rollout.tensor_model_parallel_size,
-        dp=rollout.data_parallel_size,
-        ep=rollout.expert_parallel_size,
-        pp=settings.whole(f"{ROLLOUT}.pipeline_model_parallel_size"),
-        chunked_prefill=rollout.enable_chunked_prefill,
-        batched_tokens=rollout.max_num_batched_tokens,
-        context=rollout.max_model_len or max_row_tokens(config.data),
-    )

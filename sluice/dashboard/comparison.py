@@ -7,25 +7,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from sluice.dashboard.line_tail import UNREADABLE
+from sluice.dashboard.sample_lines import DumpRow, dump_row
 
 _FOLDER = "validation"
 _NUM_PAIRS = 8
 _MOST_BYTES = 4 << 20  # of a file; examples of a validation are far smaller
-
-
-class _ComparedResponse(msgspec.Struct):
-    """A row that the trainer writes for an example response of a validation."""
-
-    input: str
-    output: str
-    gts: Any = None
-    score: float | None = None
-
-
-_decode = msgspec.json.Decoder(_ComparedResponse).decode
 
 
 def compare_validations(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
@@ -55,19 +41,15 @@ def compare_validations(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
     return {"before": steps[0], "after": steps[-1], "pairs": pairs}
 
 
-def _response(example: _ComparedResponse) -> dict[str, Any]:
+def _response(example: DumpRow) -> dict[str, Any]:
     return {"text": example.output, "score": example.score}
 
 
-def _examples(file: Path) -> Iterator[_ComparedResponse]:
+def _examples(file: Path) -> Iterator[DumpRow]:
     """Yield the rows at the beginning of a file; none if it cannot be read."""
     try:
         with file.open("rb") as opened:
             lines = opened.read(_MOST_BYTES).split(b"\n")[:-1]
     except OSError:
         return
-    for line in lines:
-        try:
-            yield _decode(line)
-        except UNREADABLE:
-            continue
+    yield from filter(None, map(dump_row, lines))

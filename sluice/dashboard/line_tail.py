@@ -13,7 +13,6 @@ import msgspec
 UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 
 CHUNK_BYTES = 4 << 20
-MOST_LINE_BYTES = 64 << 20
 _NEWLINE = b"\n"
 
 
@@ -45,24 +44,14 @@ class LineTail:
 
     Args:
         path: the file; it may not exist yet.
-        chunk_bytes: bytes to read at a time; a longer line is read whole.
-        most_line_bytes: a longer line is left out and counted in `num_left_out`.
+        chunk_bytes: about as many are read at a time; a longer line is read whole.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        chunk_bytes: int = CHUNK_BYTES,
-        most_line_bytes: int = MOST_LINE_BYTES,
-    ) -> None:
+    def __init__(self, path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._path = path
         self._chunk_bytes = chunk_bytes
-        self._most = most_line_bytes
         self._offset = 0
         self._inode: int | None = None
-        self._is_within_long_line = False
-        self.num_left_out = 0
 
     def take(self) -> Taken:
         """Return the lines since the last call.
@@ -86,7 +75,6 @@ class LineTail:
         was_read = self._offset > 0
         self._offset = 0
         self._inode = None
-        self._is_within_long_line = False
         return was_read
 
     def _is_other(self, file: BinaryIO) -> bool:
@@ -96,43 +84,17 @@ class LineTail:
         if _inode(file) != self._inode:
             return True
         file.seek(self._offset - 1)
-        last = file.read(1)
-        return not last or (last != _NEWLINE and not self._is_within_long_line)
+        return file.read(1) != _NEWLINE
 
     def _lines(self, file: BinaryIO) -> list[Line]:
         file.seek(self._offset)
-        if self._is_within_long_line and not self._pass_long_line(file):
-            return []
-        chunk = file.read(self._chunk_bytes)
-        while _NEWLINE not in chunk and len(chunk) < self._most:
-            further = file.read(self._chunk_bytes)
-            if not further:
-                return []  # the last line is being written
-            chunk += further
-        whole, newline, _ = chunk.rpartition(_NEWLINE)
-        if not newline:
-            self._is_within_long_line = True
-            self.num_left_out += 1
-            self._offset += len(chunk)
-            return []
-        found, begin = [], self._offset
-        for text in whole.split(_NEWLINE):
-            found.append(Line(begin, text))
-            begin += len(text) + 1
-        self._offset = begin
+        found = []
+        for text in file.readlines(self._chunk_bytes):
+            if not text.endswith(_NEWLINE):
+                break  # it is being written
+            found.append(Line(self._offset, text[:-1]))
+            self._offset += len(text)
         return found
-
-    def _pass_long_line(self, file: BinaryIO) -> bool:
-        """Read to the end of a line that is left out; return whether the file has it."""
-        while chunk := file.read(self._chunk_bytes):
-            end = chunk.find(_NEWLINE)
-            if end >= 0:
-                self._offset += end + 1
-                self._is_within_long_line = False
-                file.seek(self._offset)
-                return True
-            self._offset += len(chunk)
-        return False
 
 
 def _inode(file: BinaryIO) -> int:

@@ -9,20 +9,18 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.client.launcher import LaunchedProcess, Launcher
+from sluice.client.launcher import LaunchedProcess
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
-from sluice.client.wait_chain import explain
-from sluice.client.wait_survey import survey_waits
+from sluice.client.wait_chain import explain_run
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, SluiceError
-from sluice.launch.servicer import launcher_of
+from sluice.launch.servicer import launched_processes
 from sluice.service_contract import CONFIG_NAME
 
 ASK_EVERY_S = 1.0
 SURVEY_EVERY_S = 4.0
 ANSWER_WITHIN_S = 3.0
-_NO_PROCESS = frozenset({"", "gone"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,31 +117,21 @@ class LiveStatus:
 
     async def _launched(self) -> tuple[LaunchedProcess, ...]:
         try:
-            found = launcher_of(self._run_dir)
-            async with (
-                deadline(self._answer_within_s, peer="launcher", phase="asking for its processes"),
-                Launcher(found.address, found.credentials) as launcher,
+            async with deadline(
+                self._answer_within_s, peer="launcher", phase="asking for its processes"
             ):
-                return await launcher.services()
+                return await launched_processes(self._run_dir) or ()
         except SluiceError:
             return ()
 
     async def _survey(self, location: RunLocation) -> WaitCause | None:
-        config_file = location.run_dir / CONFIG_NAME
         try:
-            services = await survey_waits(
-                location.trainer,
-                location.reward,
-                location.run_dir,
-                since_s=config_file.stat().st_mtime,
-                credentials=location.credentials,
-            )
+            found = await explain_run(location)
         except (SluiceError, OSError):
+            found = None
+        if found is None:
             return None
-        if all(service.failure and service.process in _NO_PROCESS for service in services):
-            return None
-        found = explain(services)
-        longest = max((w.seconds for service in services for w in service.waits), default=0.0)
+        longest = max((w.seconds for service in found.services for w in service.waits), default=0.0)
         return WaitCause(found.cause, found.root, longest if found.root else 0.0)
 
     async def _connected(self) -> tuple[RunMonitor, RunLocation]:

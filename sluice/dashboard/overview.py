@@ -149,21 +149,6 @@ def _composition(recent: Mapping[str, float]) -> Iterator[str]:
         yield f"{notice} (last steps)"
 
 
-@dataclass(frozen=True, slots=True)
-class RunAtRest:
-    """The facts about a run that its services need not answer for.
-
-    Attributes:
-        name: the name of the run's folder.
-        total_steps: steps in the configuration; ``None``: it depends on the data set.
-        final_accounts: the accounting of a run that reached its end; empty otherwise.
-    """
-
-    name: str
-    total_steps: int | None
-    final_accounts: Mapping[str, float]
-
-
 def read_final_accounts(run_dir: Path) -> Mapping[str, float]:
     """Return `accounts.json`, which a run writes at its end; empty without it.
 
@@ -177,21 +162,35 @@ def read_final_accounts(run_dir: Path) -> Mapping[str, float]:
         return {}
 
 
-def overview(rest: RunAtRest, history: StepHistory, live: LiveAnswer | None) -> dict[str, Any]:
-    """Return the page's first lines, the fleet and the accounting as one object."""
+def overview(
+    name: str,
+    total_steps: int | None,
+    final_accounts: Mapping[str, float],
+    history: StepHistory,
+    live: LiveAnswer | None,
+) -> dict[str, Any]:
+    """Return the page's first lines, the fleet and the accounting as one object.
+
+    Args:
+        name: of the run's folder.
+        total_steps: steps in the configuration; ``None``: it depends on the data set.
+        final_accounts: the accounting of a run that reached its end; empty otherwise.
+        history: all steps.
+        live: what the services say; ``None``: no process of the run is there.
+    """
     run = live.run if live else None
-    accounts = _accounts(rest, history, run)
-    facts = _facts(rest, history, live, accounts)
+    accounts = final_accounts or (run.accounts if run else {}) or history.accounts
+    facts = _facts(final_accounts, history, live, accounts)
     health = health_of(facts)
     accuracies = history.accuracies()
     return {
-        "name": rest.name,
+        "name": name,
         "health": health.verdict.value,
         "reasons": list(health.reasons),
         "phase": run.phase if run else _phase_of(health.verdict),
         "phase_seconds": _round(run.phase_seconds) if run else None,
         "step": run.step if run else _last_step(history),
-        "total_steps": run.total_steps if run else rest.total_steps,
+        "total_steps": run.total_steps if run else total_steps,
         "version": run.version if run else None,
         "training_seconds": _round(float(np.nansum(history.column(STEP_S)))),
         "accuracy": _point(accuracies[-1]) if accuracies else None,
@@ -205,7 +204,6 @@ def overview(rest: RunAtRest, history: StepHistory, live: LiveAnswer | None) -> 
         "replicas": [asdict(replica) for replica in run.replicas] if run else [],
         "prompts": dict(run.prompts) if run else _prompts(accounts),
         "accounts": [asdict(view) for view in account_views(accounts)],
-        "num_unread_lines": history.num_unread,
     }
 
 
@@ -214,7 +212,7 @@ def _phase_of(verdict: RunVerdict) -> str:
 
 
 def _facts(
-    rest: RunAtRest,
+    final_accounts: Mapping[str, float],
     history: StepHistory,
     live: LiveAnswer | None,
     accounts: Mapping[str, float],
@@ -224,13 +222,13 @@ def _facts(
     known = seconds[~np.isnan(seconds)]
     return RunFacts(
         answers=run is not None,
-        is_finished=bool(rest.final_accounts),
+        is_finished=bool(final_accounts),
         phase=run.phase if run else "",
         phase_seconds=run.phase_seconds if run else 0.0,
         step_s=float(np.median(known)) if known.size else None,
         wait=live.wait.cause if live and live.wait and live.wait.root else "",
         replicas=run.replicas if run else (),
-        prompts=rest.final_accounts,
+        prompts=final_accounts,
         recent=_recent_groups(history),
         processes=live.processes if live else (),
         hold_reason=run.hold_reason if run else "",
@@ -250,13 +248,6 @@ def _recent_groups(history: StepHistory) -> dict[str, float]:
         )
         for kind, parts in COMPOSITION.items()
     }
-
-
-def _accounts(
-    rest: RunAtRest, history: StepHistory, run: RunSnapshot | None
-) -> Mapping[str, float]:
-    """Return the newest accounting."""
-    return rest.final_accounts or (run.accounts if run else {}) or history.accounts
 
 
 def _prompts(accounts: Mapping[str, float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from sluice.dashboard.curves import FEWEST_POINTS
 from sluice.dashboard.sample_browser import Cursor, FoundGroup, Page, SampleFilter
 from sluice.dashboard.sample_lines import ShownOutcome
 from sluice.errors import ConfigError, InvalidRequestError
+from sluice.rpc.metadata import AUTHORIZATION, presented_token
 from sluice.security.token_file import TokenSource, role_of
 from sluice.telemetry.samples import SampledResponse
 
@@ -51,7 +52,6 @@ HEADERS: Mapping[str, str] = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
 }
 """Headers of every answer. Texts of models and prompts are hostile."""
-_SCHEME = "bearer "
 MOST_POINTS, USUAL_POINTS = 2000, 400
 MOST_GROUPS, USUAL_GROUPS = 100, 25
 MOST_TEXT_CHARS = 200
@@ -119,9 +119,8 @@ def admits(tokens: TokenSource | None, authorization: str) -> bool:
     """Return whether an ``Authorization`` header has one of the tokens; ``None`` admits all."""
     if tokens is None:
         return True
-    if not authorization.lower().startswith(_SCHEME):
-        return False
-    return role_of(tokens.tokens(), authorization[len(_SCHEME) :].strip()) is not None
+    presented = presented_token([(AUTHORIZATION, authorization)])
+    return presented is not None and role_of(tokens.tokens(), presented) is not None
 
 
 def parse_points(query: Query) -> int:
@@ -136,29 +135,16 @@ def parse_page_size(query: Query) -> int:
     return USUAL_GROUPS if found is None else found
 
 
-def parse_search_text(query: Query) -> str:
-    """Return the text to search for; empty: anything matches. Raises InvalidRequestError."""
-    return _bounded(query, "text")
-
-
 def parse_metric(query: Query) -> str:
     """Return the name of a metric. Raises InvalidRequestError."""
-    return _required(query, "name", "the name of a metric of metrics.jsonl")
+    name = parse_text(query, "name")
+    if not name:
+        raise InvalidRequestError("name: is missing; give the name of a metric of metrics.jsonl")
+    return name
 
 
-def parse_service(query: Query) -> str:
-    """Return the service whose log is wanted; empty: none. Raises InvalidRequestError."""
-    return _bounded(query, "service")
-
-
-def _required(query: Query, name: str, what: str) -> str:
-    text = _bounded(query, name)
-    if not text:
-        raise InvalidRequestError(f"{name}: is missing; give {what}")
-    return text
-
-
-def _bounded(query: Query, name: str) -> str:
+def parse_text(query: Query, name: str) -> str:
+    """Return a text; empty: there is none. Raises InvalidRequestError."""
     text = query.get(name, "")
     if len(text) > MOST_TEXT_CHARS:
         raise InvalidRequestError(

@@ -12,7 +12,7 @@ from sluice.dashboard.comparison import compare_validations
 from sluice.dashboard.curves import curve_points
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.log_tail import log_tail
-from sluice.dashboard.overview import RunAtRest, overview, read_final_accounts
+from sluice.dashboard.overview import overview, read_final_accounts
 from sluice.dashboard.page import group_object, page_object
 from sluice.dashboard.run_settings import settings_object
 from sluice.dashboard.sample_browser import (
@@ -89,10 +89,9 @@ class RunData:
 
     def overview(self, live: LiveAnswer | None) -> dict[str, Any]:
         """Return the page's first lines, the fleet and the accounting."""
-        accounts = read_final_accounts(self._run_dir)
-        rest = RunAtRest(self._run_dir.absolute().name, self._total_steps, accounts)
+        name, accounts = self._run_dir.absolute().name, read_final_accounts(self._run_dir)
         return {
-            **overview(rest, self._history, live),
+            **overview(name, self._total_steps, accounts, self._history, live),
             "num_unread_lines": self._history.num_unread + self._browser.num_unread,
             "is_reading": self._is_behind,
         }

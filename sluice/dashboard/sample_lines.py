@@ -50,7 +50,7 @@ _BY_END = {
 }
 
 
-class _DumpRow(msgspec.Struct):
+class DumpRow(msgspec.Struct, frozen=True):
     """A row of `sluice.telemetry.samples`, or of verl's own dumps."""
 
     input: str
@@ -63,7 +63,7 @@ class _DumpRow(msgspec.Struct):
 
 
 _decode_group = msgspec.json.Decoder(SampledGroup).decode
-_decode_row = msgspec.json.Decoder(_DumpRow).decode
+_decode_row = msgspec.json.Decoder(DumpRow).decode
 _decode_any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -98,12 +98,12 @@ class _OpenGroup:
     num_scored: int = 0
     total_score: float = 0.0
 
-    def takes(self, line: Line, row: _DumpRow) -> bool:
+    def takes(self, line: Line, row: DumpRow) -> bool:
         """Return whether the row belongs to it. A group that is too large to show is cut."""
         length = line.offset + len(line.text) - self.begin
         return self.key == _key(row) and length <= MOST_GROUP_BYTES
 
-    def add(self, line: Line, row: _DumpRow) -> None:
+    def add(self, line: Line, row: DumpRow) -> None:
         self.end = line.offset + len(line.text)
         self.num += 1
         if row.score is not None:
@@ -147,20 +147,22 @@ class GroupReader:
 
     def _archived(self, line: Line) -> GroupLines | None:
         group = _group(line.text)
-        if group is None or abs(step_of(group)) > MOST_STEP:
+        step = 0 if group is None else group.version + 1 if group.step is None else group.step
+        if group is None or abs(step) > MOST_STEP:
             self._note_unread(line)
             return None
+        scores = [one.score for one in group.responses if one.score is not None]
         return GroupLines(
             line.offset,
             len(line.text),
-            step_of(group),
-            outcome_of(SampleSource.ARCHIVE, group),
+            step,
+            _BY_END.get(group.end, ShownOutcome.FAILED),
             len(group.responses),
-            mean_score(group.responses),
+            sum(scores) / len(scores) if scores else float("nan"),
         )
 
     def _dumped(self, line: Line) -> GroupLines | None:
-        row, found = _row(line.text), None
+        row, found = dump_row(line.text), None
         if row is None or abs(row.step) > MOST_STEP:
             self._note_unread(line)
             return None
@@ -180,7 +182,7 @@ def shown_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
     """Return a group from the bytes that `GroupLines` names; ``None``: they hold no group."""
     if kind is SampleSource.ARCHIVE:
         return _group(text)
-    rows = [(line, row) for line in text.split(b"\n") if (row := _row(line)) is not None]
+    rows = [(line, row) for line in text.split(b"\n") if (row := dump_row(line)) is not None]
     if not rows:
         return None
     first = rows[0][1]
@@ -195,25 +197,7 @@ def shown_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
     )
 
 
-def outcome_of(kind: SampleSource, group: SampledGroup) -> ShownOutcome:
-    """Return the outcome of a group from a file of this kind."""
-    if kind is SampleSource.ARCHIVE:
-        return _BY_END.get(group.end, ShownOutcome.FAILED)
-    return ShownOutcome(kind.value)
-
-
-def step_of(group: SampledGroup) -> int:
-    """Return the step that trained the group, or else its intended step."""
-    return group.version + 1 if group.step is None else group.step
-
-
-def mean_score(responses: Sequence[SampledResponse]) -> float:
-    """Return the mean over the scored responses; NaN without any."""
-    scores = [response.score for response in responses if response.score is not None]
-    return sum(scores) / len(scores) if scores else float("nan")
-
-
-def _dumped_response(line: bytes, row: _DumpRow) -> SampledResponse:
+def _dumped_response(line: bytes, row: DumpRow) -> SampledResponse:
     extras = {}
     for name, value in _decode_any(line).items():
         if name not in _OWN_COLUMNS and isinstance(value, int | float):
@@ -226,7 +210,7 @@ def _dumped_response(line: bytes, row: _DumpRow) -> SampledResponse:
     )
 
 
-def _key(row: _DumpRow) -> tuple[str, str]:
+def _key(row: DumpRow) -> tuple[str, str]:
     return ("uid", row.uid) if row.uid is not None else ("input", row.input)
 
 
@@ -237,7 +221,8 @@ def _group(text: bytes) -> SampledGroup | None:
         return None
 
 
-def _row(text: bytes) -> _DumpRow | None:
+def dump_row(text: bytes) -> DumpRow | None:
+    """Return a row of a dump; ``None``: the line holds none."""
     try:
         return _decode_row(text)
     except UNREADABLE:

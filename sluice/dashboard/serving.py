@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from sluice.concurrency.process import noted_file
 from sluice.config.addresses import is_loopback, join_host_port
 from sluice.config.rules.security import TOKEN_KEY
 from sluice.config.schema.security import SecurityConfig
@@ -21,6 +21,7 @@ from sluice.rpc.ports import check_bindable
 from sluice.security.token_file import TokenFile, TokenSource
 
 URL_NAME = "dashboard.url"
+_MOST_CONNECTIONS, _SHUTDOWN_S = 64, 2.0
 _NO_EXTRA = "dashboard: aiohttp is not installed; pip install 'sluice[dashboard]'"
 
 
@@ -49,7 +50,8 @@ async def serve_page(
             aiohttp is not installed.
     """
     try:
-        from sluice.dashboard.web_app import DashboardPage, PageSettings, listening
+        from sluice.dashboard.web_app import DashboardPage
+        from sluice.web import serve_http
     except ImportError as error:
         raise ConfigError(_NO_EXTRA) from error
     location = check_location(run_dir)
@@ -60,13 +62,21 @@ async def serve_page(
     check_bindable(host, port)
     live = LiveStatus(run_dir)
     data = RunData(location.run_dir, location.config.trainer, others=_known(others))
-    page = DashboardPage(data, live, PageSettings(tokens, only_loopback=is_local))
+    page = DashboardPage(data, live, tokens, only_loopback=is_local)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(live.close)
         stack.callback(page.close)
-        bound = await stack.enter_async_context(listening(page, host, port, tls))
+        server = serve_http(
+            page.app(),
+            host,
+            port,
+            most_connections=_MOST_CONNECTIONS,
+            shutdown_s=_SHUTDOWN_S,
+            tls=tls,
+        )
+        bound = await stack.enter_async_context(server)
         url = f"{'https' if tls else 'http'}://{join_host_port(host, bound)}/"
-        stack.callback(_note_address(run_dir / URL_NAME, url))
+        stack.enter_context(noted_file(run_dir / URL_NAME, f"{url}\n"))
         on_address(url)
         await stop.wait()
 
@@ -127,23 +137,3 @@ def _tls_context(security: SecurityConfig) -> ssl.SSLContext | None:
             f"{security.key_file!r}: {error}; give a certificate and its key, both PEM"
         ) from error
     return context
-
-
-def _note_address(file: Path, url: str) -> Callable[[], None]:
-    """Write the address atomically for other programs; return a function that removes it."""
-    written = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        written.write_text(f"{url}\n", encoding="utf-8")
-        written.replace(file)
-    except OSError:  # a read-only folder, such as one of another user
-        return lambda: None
-    return lambda: _take_away(file, url)
-
-
-def _take_away(file: Path, url: str) -> None:
-    """Remove the address unless another page has replaced it."""
-    try:
-        if file.read_text(encoding="utf-8").strip() == url:
-            file.unlink()
-    except (OSError, ValueError):
-        return

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,35 +28,18 @@ from sluice.dashboard.page import (
     parse_ordinal,
     parse_page_size,
     parse_points,
-    parse_search_text,
-    parse_service,
+    parse_text,
 )
 from sluice.dashboard.run_data import RunData
 from sluice.errors import InvalidRequestError
 from sluice.security.token_file import TokenSource
-from sluice.web.connections import Connections
 
 logger = logging.getLogger(__name__)
 
 _DATA = "/api/"
-_IDLE_S, _SHUTDOWN_S = 75.0, 2.0
-_MOST_CONNECTIONS = 64
 _AnswerT = TypeVar("_AnswerT")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(frozen=True, slots=True)
-class PageSettings:
-    """The requests that are answered.
-
-    Args:
-        tokens: a request for data has to carry one of these; ``None``: it needs no token.
-        only_loopback: answer only requests that were sent to a name of the loopback interface.
-    """
-
-    tokens: TokenSource | None = None
-    only_loopback: bool = True
 
 
 class DashboardPage:
@@ -69,17 +49,18 @@ class DashboardPage:
         data: the run's folder, which a thread reads before each answer; it reads nothing while
             no browser asks.
         live: the run's services.
-        settings: the requests that are answered.
+        tokens: a request for data has to carry one of these; ``None``: it needs no token.
+        only_loopback: answer only requests that were sent to a name of the loopback interface.
     """
 
     def __init__(
-        self, data: RunData, live: LiveStatus, settings: PageSettings | None = None
+        self, data: RunData, live: LiveStatus, tokens: TokenSource | None, *, only_loopback: bool
     ) -> None:
         self._data = data
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run folder")
         self._is_broken = False
         self._live = live
-        self._settings = settings or PageSettings()
+        self._tokens, self._only_loopback = tokens, only_loopback
 
     def app(self) -> web.Application:
         """Return the application for aiohttp's runners."""
@@ -88,19 +69,24 @@ class DashboardPage:
             app.router.add_get(path, _file_handler(file))
         app.router.add_get("/health", _health)
         data = self._data
-        questions: dict[str, Callable[[Query], Callable[[], dict[str, Any]]]] = {
-            "curves": lambda query: partial(data.curves, parse_points(query)),
-            "metrics": lambda _query: data.metrics,
-            "metric": lambda query: partial(data.metric, parse_metric(query), parse_points(query)),
-            "runs": lambda query: partial(data.runs, parse_points(query)),
-            "settings": lambda _query: data.settings,
-            "logs": lambda query: partial(data.log, parse_service(query)),
-            "comparison": lambda _query: data.comparison,
+        questions: dict[str, Callable[[Query], dict[str, Any]]] = {
+            "curves": lambda query: data.curves(parse_points(query)),
+            "metrics": lambda _query: data.metrics(),
+            "metric": lambda query: data.metric(parse_metric(query), parse_points(query)),
+            "runs": lambda query: data.runs(parse_points(query)),
+            "settings": lambda _query: data.settings(),
+            "logs": lambda query: data.log(parse_text(query, "service")),
+            "comparison": lambda _query: data.comparison(),
+            "samples": lambda query: data.samples(
+                parse_filter(query),
+                parse_text(query, "text"),
+                parse_cursor(query),
+                parse_page_size(query),
+            ),
         }
         for name, question in questions.items():
             app.router.add_get(f"{_DATA}{name}", partial(self._answer_question, question))
         app.router.add_get(f"{_DATA}overview", self._overview)
-        app.router.add_get(f"{_DATA}samples", self._samples)
         app.router.add_get(f"{_DATA}samples/{{ordinal}}", self._group)
         return app
 
@@ -120,14 +106,14 @@ class DashboardPage:
         return answer
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        if self._settings.only_loopback and not is_loopback_name(request.host):
+        if self._only_loopback and not is_loopback_name(request.host):
             return _refused(
                 403, "host: this page serves its own machine only; open it as localhost"
             )
         if request.path.startswith(_DATA):
             if is_cross_site(request.headers):
                 return _refused(403, "requests from pages of other sites are refused")
-            if not admits(self._settings.tokens, request.headers.get("Authorization", "")):
+            if not admits(self._tokens, request.headers.get("Authorization", "")):
                 refused = _refused(401, "give a token of the run's sluice.security.token_file")
                 refused.headers["WWW-Authenticate"] = 'Bearer realm="sluice"'
                 return refused
@@ -138,17 +124,9 @@ class DashboardPage:
         return _json(request, await self._asked(lambda: self._data.overview(live)))
 
     async def _answer_question(
-        self, question: Callable[[Query], Callable[[], dict[str, Any]]], request: web.Request
+        self, question: Callable[[Query], dict[str, Any]], request: web.Request
     ) -> web.StreamResponse:
-        return _json(request, await self._asked(question(request.query)))
-
-    async def _samples(self, request: web.Request) -> web.StreamResponse:
-        query = request.query
-        wanted, text = parse_filter(query), parse_search_text(query)
-        after, most = parse_cursor(query), parse_page_size(query)
-        return _json(
-            request, await self._asked(lambda: self._data.samples(wanted, text, after, most))
-        )
+        return _json(request, await self._asked(lambda: question(request.query)))
 
     async def _group(self, request: web.Request) -> web.StreamResponse:
         ordinal = parse_ordinal(request.match_info["ordinal"])
@@ -211,30 +189,3 @@ def _answer(request: web.Request, body: bytes, content_type: str, etag: str) -> 
 def _refused(status: int, reason: str) -> web.Response:
     body = msgspec.json.encode({"error": {"message": reason}})
     return web.Response(body=body, status=status, content_type="application/json")
-
-
-@asynccontextmanager
-async def listening(
-    page: DashboardPage, host: str, port: int, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[int]:
-    """Serve within the block; yield the port (0 lets the system choose one)."""
-    runner = web.AppRunner(
-        page.app(),
-        handler_cancellation=True,
-        access_log=None,
-        keepalive_timeout=_IDLE_S,
-        shutdown_timeout=_SHUTDOWN_S,
-        auto_decompress=False,
-    )
-    await runner.setup()
-    try:
-        assert runner.server is not None
-        connections = Connections(runner.server, _MOST_CONNECTIONS)
-        loop = asyncio.get_running_loop()
-        listener = await loop.create_server(connections, host, port, ssl=tls)
-        try:
-            yield int(listener.sockets[0].getsockname()[1])
-        finally:
-            listener.close()
-    finally:
-        await runner.cleanup()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -14,6 +13,7 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
+from sluice import installed_version
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import EndpointConfig
 from sluice.device.ascend_checks import (
@@ -143,10 +143,8 @@ def _files(devices: Path) -> tuple[str, ...]:
 
 
 def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = installed_version(distribution)
+    return found and found.partition("+")[0]
 
 
 def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> tuple[str, ...]:
@@ -170,10 +168,7 @@ def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) 
 
 def is_cpu_torch() -> bool:
     """Return whether torch is built for CPUs alone. Imports nothing."""
-    try:
-        return (importlib.metadata.version("torch") or "").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    return (installed_version("torch") or "").endswith("+cpu")
 
 
 @cache

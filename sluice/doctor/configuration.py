@@ -10,6 +10,7 @@ from sluice.config.problems import Problem, errors
 from sluice.config.rules.checks import all_problems
 from sluice.config.rules.files import MODEL_KEY
 from sluice.config.rules.security import SECURITY_KEY, exposed_secrets, run_security_problems
+from sluice.config.sources import SOURCES_KEY, TRAIN_KEY, VAL_KEY
 from sluice.doctor.finding import Examined, Finding, fine, of_text, warning
 from sluice.doctor.network import has_remote_peers
 from sluice.security.certificates import SOON, ends_of_validity
@@ -17,8 +18,8 @@ from sluice.security.certificates import SOON, ends_of_validity
 # Other checks look at these files themselves.
 _ELSEWHERE = (
     MODEL_KEY,
-    "data.train_files",
-    "data.val_files",
+    TRAIN_KEY,
+    VAL_KEY,
     "reward.custom_reward_function.path",
     "sluice.security",
 )
@@ -41,7 +42,8 @@ def of_other_keys(broken: Sequence[Problem], wrong: Sequence[Problem]) -> list[P
 
 def is_elsewhere(problem: Problem) -> bool:
     """Return whether another check reports this one too."""
-    return problem.text.startswith(_ELSEWHERE)
+    of_source = problem.rule == "files" and problem.key.startswith(SOURCES_KEY)
+    return of_source or problem.text.startswith(_ELSEWHERE)
 
 
 def check_security(examined: Examined) -> Iterator[Finding]:

@@ -1,4 +1,7 @@
-"""List the checks, and run them in parallel, each with a deadline; a broken one hides no other."""
+"""List the checks, and run them in parallel, each with a deadline; a broken one hides no other.
+
+The checks before the start find what keeps a run from working before any of its processes starts.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
+from sluice.config.problems import Problem, Severity
 from sluice.doctor import (
     configuration,
     environment,
@@ -15,11 +21,10 @@ from sluice.doctor import (
     machine,
     network,
     packages,
-    programs,
     prompts,
     reward,
 )
-from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
+from sluice.doctor.finding import Examined, Finding, FindingLevel, fine, of_text, problem
 from sluice.errors import SluiceError
 
 NOT_EXAMINED = "nothing is known about it, because the check did not end"
@@ -115,9 +120,9 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "sandbox",
         "the sandbox of programs",
-        programs.check_sandbox,
+        machine.check_sandbox,
         needs_run=False,
-        deadline_s=programs.DEADLINE_S,
+        deadline_s=machine.SANDBOX_DEADLINE_S,
         before_start=True,
         of_host=True,
     ),
@@ -172,3 +177,31 @@ CHECKS: tuple[Check, ...] = (
     Check("ports", "fixed ports", network.check_ports, before_start=True, of_host=True),
     Check("security", "certificates and tokens", configuration.check_security, before_start=True),
 )
+
+
+def preflight(
+    examined: Examined, wanted: Callable[[Check], bool] = lambda _: True
+) -> list[Problem]:
+    """Return what the checks before the start find, each once: errors, and notes that a user would
+    want to know.
+
+    Args:
+        examined: the machine and the run.
+        wanted: chooses among these checks.
+    """
+    checks = [one for one in CHECKS if one.before_start and wanted(one)]
+    found = [
+        _as_problem(result.check, one)
+        for result in examine(examined, checks)
+        for one in result.findings
+        if one.severity is not FindingLevel.OK
+    ]
+    return list({one.text: one for one in found}.values())
+
+
+def _as_problem(check: Check, found: Finding) -> Problem:
+    # A check that is late knows nothing of the run, which may be as slow and work.
+    is_error = found.severity is FindingLevel.PROBLEM and found.why != NOT_EXAMINED
+    severity = Severity.ERROR if is_error else Severity.NOTE
+    message = found.what if is_error or not found.why else f"{found.what}: {found.why}"
+    return Problem("", UNSET, message, found.remedy, rule=check.name, severity=severity)

@@ -1,4 +1,6 @@
-"""Check the machine: memory, open files, NPUs and GPUs, against what a run's processes take."""
+"""Check the machine against what a run's processes take: memory, open files, NPUs and GPUs, and the
+sandbox of programs.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import guessed_memory
 from sluice.config.run import RunConfig
+from sluice.config.schema.sandbox import SandboxConfig
 from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
 from sluice.device.host import (
     CUDA_VISIBLE_VARIABLE,
@@ -25,7 +28,7 @@ from sluice.device.host import (
     wants_npu,
 )
 from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, of_text, problem, warning
-from sluice.errors import ConfigError
+from sluice.errors import ConfigError, SluiceError
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
 from sluice.plan.host import (
     ModelBytes,
@@ -34,6 +37,7 @@ from sluice.plan.host import (
     rank_host_bytes,
 )
 from sluice.plan.launch_plan import is_small, local_model, written_trainer
+from sluice.sandbox.choice import backend_of, proven_sandbox
 
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
 BARE_BYTES, BARE_ON_DEVICE_BYTES = GIB // 2, 3 * GIB
@@ -51,6 +55,7 @@ _OWN_FILES = 256
 _FILES_EACH_REPLICA = 16
 # The trainer's own code may be asked; the machine may be busy.
 COUNT_DEADLINE_S = 120.0
+SANDBOX_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,3 +332,25 @@ def gpu_finding(share: DeviceShare, replicas: int, *, collectives_on_device: boo
         "lower trainer.n_gpus_per_node or sluice.rollout.replicas, make more visible "
         f"({CUDA_VISIBLE_VARIABLE}), or set sluice.weights.backend=gloo",
     )
+
+
+def check_sandbox(examined: Examined) -> Iterator[Finding]:
+    """Run a program of one line in the configured sandbox; without a run, in bubblewrap."""
+    sandbox, fusion = examined.config.sluice.sandbox, examined.config.reward.sandbox_fusion
+    backend = backend_of(sandbox, fusion)
+    if backend is not None:
+        try:
+            proven_sandbox(sandbox, fusion)
+        except SluiceError as error:
+            yield of_text(
+                f"sluice.sandbox.backend = {backend}: {error}", "the run refuses to start"
+            )
+        else:
+            yield fine(f"{backend} runs programs")
+    elif not examined.has_run:
+        try:
+            proven_sandbox(SandboxConfig(backend="bubblewrap"))
+        except SluiceError as error:
+            yield fine(f"no sandbox for programs by sluice.sandbox.backend=bubblewrap: {error}")
+        else:
+            yield fine("bubblewrap can run programs (sluice.sandbox.backend=bubblewrap)")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sluice import installed_version
 from sluice.config.rules.checks import unknown_engine
 from sluice.config.run import RunConfig
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
@@ -80,14 +81,6 @@ def requirements(extra: str = "") -> Iterator[Requirement]:
         if (marker[1] if marker else "") == extra:
             name = found["name"]
             yield Requirement(name, found["oldest"], installed_version(name))
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version in this environment; import nothing."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -11,11 +11,11 @@ from sluice.config.derived import may_grade_itself
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
+from sluice.config.sources import TRAIN_KEY, VAL_KEY, prompt_files
 from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
-from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
 from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import ConfigError, DataError
 from sluice.sandbox.choice import NO_SANDBOX, backend_of
@@ -30,11 +30,11 @@ def check_data(examined: Examined) -> Iterator[Finding]:
     """Check columns of every file, and the first rows with the model's chat template."""
     config = examined.config
     rows: dict[str, list[PromptRow]] = {}
-    for key in (TRAIN_KEY, VAL_KEY):
-        files = file_names(config, key)
+    for key, files in prompt_files(config).items():
         if not files:
-            is_training = key == TRAIN_KEY
-            consequence = "only clients' prompts are trained on" if is_training else "no validation"
+            consequence = (
+                "no validation" if key == VAL_KEY else "only clients' prompts are trained on"
+            )
             yield fine(f"{key} is null: {consequence}")
             continue
         try:

@@ -9,10 +9,10 @@ import msgspec
 
 from sluice.concurrency.answers import answer_of
 from sluice.config.run import RunConfig
+from sluice.config.sources import prompt_files
 from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
-from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import DataError, SluiceError
 from sluice.sandbox.choice import backend_of
@@ -134,8 +134,8 @@ def _rows(examined: Examined) -> list[PromptRow]:
     if backend_of(config.sluice.sandbox, reward.sandbox_fusion) is None:
         ungraded.add(PROGRAM_TESTS)
     is_custom = reward.custom_reward_function.path is not None
-    for key in (TRAIN_KEY, VAL_KEY):
-        if not file_names(config, key):
+    for key, files in prompt_files(config).items():
+        if not files:
             continue
         try:
             for row in examined.first_rows(key)[1]:

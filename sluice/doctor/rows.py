@@ -6,19 +6,11 @@ from itertools import islice
 
 from sluice.config.derived import prompt_images
 from sluice.config.run import RunConfig
-from sluice.config.schema.data import file_list
-from sluice.config.sources import train_files
+from sluice.config.sources import prompt_files
 from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 
-TRAIN_KEY, VAL_KEY = "data.train_files", "data.val_files"
 ROWS_LOOKED_AT = 256
-
-
-def file_names(config: RunConfig, key: str) -> list[str]:
-    """Return the files of `data.train_files`, also those of several sources, or of
-    `data.val_files`."""
-    return train_files(config) if key == TRAIN_KEY else file_list(config.data.val_files)
 
 
 def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
@@ -32,7 +24,7 @@ def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRo
     columns = PromptColumns.of(
         data.prompt_key, data.reward_fn_key, data.image_key, with_images=with_images
     )
-    files = open_prompt_files(file_names(config, key), columns, config_key=key)
+    files = open_prompt_files(prompt_files(config)[key], columns, config_key=key)
     reader, rows, seen = SlabReader(), list[PromptRow](), set[str]()
     for block in files.blocks:
         if block.path not in seen:

@@ -6,10 +6,12 @@ is escaped, and the page's policy admits nothing but its own style sheet.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+
+import msgspec
 
 from sluice.dashboard.page import policy_source
 from sluice.evaluation.comparison import (
@@ -21,19 +23,21 @@ from sluice.evaluation.comparison import (
     read_evaluations,
 )
 from sluice.evaluation.markup import Markup, element, joined
-from sluice.evaluation.prompt_view import (
-    ShownPrompt,
-    common_preamble,
-    prompt_view,
-    shown_prompt,
+from sluice.evaluation.statistics import estimate_text, is_correct
+from sluice.evaluation.stored_responses import (
+    StoredGrade,
+    StoredPrompt,
+    StoredSample,
+    read_at,
 )
-from sluice.evaluation.statistics import estimate_text
-from sluice.evaluation.stored_responses import read_at
+from sluice.telemetry.samples import shortened_middle
+from sluice.whole_file import write_whole
 
 PAGE_NAME = "report.html"
 USUAL_PROMPTS, USUAL_RESPONSES = 100, 4
 _FILTERS = {"all": "all", "changed": "changed", "wrong": "never right", "right": "always right"}
 _TITLE = "Evaluation"
+_MOST_CHARS, _EXCERPT_CHARS, _TRUTH_CHARS, _FAILURE_CHARS, _VALUE_CHARS = 4000, 300, 400, 400, 100
 
 
 def write_report(folder: Path) -> None:
@@ -63,9 +67,7 @@ def write_page(
     benchmarks = compared_benchmarks(evaluations)
     content = page_of(evaluations, benchmarks, most_prompts, max(1, most_responses))
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{os.getpid()}.draft")
-    draft.write_text(content, encoding="utf-8")
-    os.replace(draft, file)
+    write_whole(file, content.encode())
 
 
 def page_of(
@@ -75,8 +77,11 @@ def page_of(
     most_responses: int,
 ) -> str:
     """Return the page; see `write_page`."""
-    styles = files("sluice.dashboard") / "static" / "dashboard.css"
-    style = styles.read_text(encoding="utf-8") + _read_own_style()
+    sheets = (
+        files("sluice.dashboard") / "static" / "dashboard.css",
+        files("sluice.evaluation") / "page.css",
+    )
+    style = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets)
     policy = f"default-src 'none'; style-src {policy_source(style)}; base-uri 'none'"
     head = element(
         "head",
@@ -99,10 +104,6 @@ def page_of(
     )
     body = element("body", top, main)
     return f"<!doctype html>\n{element('html', head, body, lang='en').text}\n"
-
-
-def _read_own_style() -> str:
-    return (files("sluice.evaluation") / "page.css").read_text(encoding="utf-8")
 
 
 def _link(benchmark: ComparedBenchmark) -> Markup:
@@ -158,7 +159,7 @@ def _benchmark(
     shown = benchmark.prompts[:most_prompts]
     texts = [_texts(one, benchmark.name, shown, most_responses) for one in evaluations]
     labels = [one.label for one in evaluations]
-    preamble = common_preamble([one.question for found in texts for one in found.values()])
+    preamble = _common_preamble([one.question for found in texts for one in found.values()])
     left_out = len(benchmark.prompts) - len(shown)
     order = "those that differ most first" if len(evaluations) > 1 else "in their order"
     note = f"{len(shown)} prompts, {order}; each with its position and its correct responses."
@@ -173,7 +174,7 @@ def _benchmark(
         element("p", note, class_="hint"),
         _filter(benchmark.name, several=len(evaluations) > 1),
         *(
-            prompt_view(one, labels, [found.get(one.key) for found in texts], preamble)
+            _prompt_view(one, labels, [found.get(one.key) for found in texts], preamble)
             for one in shown
         ),
         id=_anchor(benchmark.name),
@@ -244,12 +245,166 @@ def _filter(name: str, *, several: bool) -> Markup:
 
 def _texts(
     evaluation: Evaluation, name: str, shown: Sequence[ComparedPrompt], most_responses: int
-) -> dict[PromptKey, ShownPrompt]:
+) -> dict[PromptKey, _ShownPrompt]:
     """Return the prompts with some responses; those that the evaluation lacks are left out."""
     have = evaluation.prompts.get(name, {})
     keys = [one.key for one in shown if one.key in have]
     if not keys:
         return {}
     found = read_at(evaluation.files[name], [have[key].offset for key in keys])
-    prompts = (shown_prompt(prompt, most_responses) for prompt in found)
+    prompts = (_shown_prompt(prompt, most_responses) for prompt in found)
     return dict(zip(keys, prompts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _ShownPrompt:
+    """A prompt of one evaluation with the responses to show; texts are shortened.
+
+    Attributes:
+        question: the text of all turns of the prompt.
+        ground_truth: what the scorer compared with.
+        num_samples: all of its samples.
+        num_correct: those that are correct.
+        samples: the responses to show, each after its number.
+    """
+
+    question: str
+    ground_truth: str
+    data_source: str
+    num_samples: int
+    num_correct: int
+    samples: tuple[tuple[int, StoredSample], ...]
+
+
+def _shown_prompt(prompt: StoredPrompt, most_responses: int) -> _ShownPrompt:
+    """Return what the page shows of a prompt: right and wrong responses, where there are both."""
+    verdicts = [_is_right(one) for one in prompt.samples]
+    right = [index for index, verdict in enumerate(verdicts) if verdict]
+    wrong = [index for index, verdict in enumerate(verdicts) if not verdict]
+    num_wrong = min(len(wrong), max(most_responses // 2, most_responses - len(right)))
+    chosen = sorted([*wrong[:num_wrong], *right[: most_responses - num_wrong]])
+    truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
+    return _ShownPrompt(
+        shortened_middle(prompt.question, _MOST_CHARS),
+        shortened_middle(truth, _TRUTH_CHARS),
+        prompt.data_source,
+        len(prompt.samples),
+        len(right),
+        tuple((index, _shortened(prompt.samples[index])) for index in chosen),
+    )
+
+
+def _common_preamble(questions: Sequence[str]) -> int:
+    """Return how many characters of instructions all prompts begin with, in whole words."""
+    if len(set(questions)) <= 1:
+        return 0
+    first, last = min(questions), max(questions)  # what these share, all share
+    shared = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    return 1 + max(first.rfind(" ", 0, shared), first.rfind("\n", 0, shared))
+
+
+def _prompt_view(
+    compared: ComparedPrompt,
+    labels: Sequence[str],
+    found: Sequence[_ShownPrompt | None],
+    preamble: int,
+) -> Markup:
+    """Return a prompt that opens to its responses.
+
+    Args:
+        compared: its means.
+        labels: of the evaluations.
+        found: its responses in each of them; ``None``: the evaluation lacks it.
+        preamble: characters that all prompts begin with; the line of the prompt leaves them out.
+    """
+    first = next(one for one in found if one is not None)
+    excerpt = " ".join(first.question[preamble:].split())[:_EXCERPT_CHARS]
+    counts = [
+        element("span", "-" if one is None else f"{one.num_correct}/{one.num_samples}")
+        for one in found
+    ]
+    summary = element(
+        "summary",
+        element("span", f"{compared.position}", class_="position"),
+        element("span", *counts, class_="counts"),
+        element("span", excerpt or "(empty prompt)", class_="excerpt"),
+    )
+    facts = [("Ground truth", first.ground_truth or "-"), ("Data source", first.data_source or "-")]
+    columns = [_column(label, one) for label, one in zip(labels, found, strict=True)]
+    return element(
+        "details",
+        summary,
+        element("dl", *(_fact(name, value) for name, value in facts)),
+        element("pre", first.question),
+        element("div", *columns, class_="answers"),
+        class_=" ".join(["prompt", "group", *_marks(compared, found)]),
+    )
+
+
+def _marks(compared: ComparedPrompt, found: Sequence[_ShownPrompt | None]) -> list[str]:
+    """Return the classes by which the page's filter chooses."""
+    known = [one for one in found if one is not None]
+    marks = ["changed"] if compared.spread > 0 else []
+    if all(one.num_correct == 0 for one in known):
+        marks.append("wrong")
+    if all(one.num_correct == one.num_samples for one in known):
+        marks.append("right")
+    return marks
+
+
+def _column(label: str, prompt: _ShownPrompt | None) -> Markup:
+    if prompt is None:
+        return element("div", element("h4", label), element("p", "Not sampled.", class_="hint"))
+    count = f"{prompt.num_correct} of {prompt.num_samples} right"
+    if len(prompt.samples) < prompt.num_samples:
+        count += f", {len(prompt.samples)} shown"
+    return element(
+        "div",
+        element("h4", label),
+        element("p", count, class_="hint"),
+        *(_response(index, sample) for index, sample in prompt.samples),
+    )
+
+
+def _response(index: int, sample: StoredSample) -> Markup:
+    details = [f"{sample.tokens:,} tokens"]
+    details += [f"{sample.turns} turns"] if sample.turns > 1 else []
+    details += [f"ended by {sample.finish_reason}"] if sample.finish_reason else []
+    details += [
+        f"{name} {_value(value)}"
+        for name, value in sample.metrics.items()
+        if value is not None and not (name == "score" and value == sample.reward)
+    ]
+    details += [f"before: {_grade_text(one)}" for one in sample.earlier]
+    verdict = "failure" if sample.reward is None else "success" if _is_right(sample) else "score"
+    head = element(
+        "p",
+        f"{index} · ",
+        element("span", _grade_text(sample.grade), class_=verdict),
+        "".join(f" · {one}" for one in details),
+        class_="head",
+    )
+    return joined(head, element("pre", sample.response))
+
+
+def _fact(name: str, value: str) -> Markup:
+    return element("div", element("dt", name), element("dd", value))
+
+
+def _grade_text(grade: StoredGrade) -> str:
+    if grade.reward is not None:
+        return f"reward {grade.reward:g}"
+    return f"no score: {shortened_middle(grade.failure or 'unknown', _FAILURE_CHARS)}"
+
+
+def _value(value: float | str) -> str:
+    return shortened_middle(value, _VALUE_CHARS) if isinstance(value, str) else f"{value:g}"
+
+
+def _is_right(sample: StoredSample) -> bool:
+    score = sample.scored
+    return score is not None and is_correct(score)
+
+
+def _shortened(sample: StoredSample) -> StoredSample:
+    return msgspec.structs.replace(sample, response=shortened_middle(sample.response, _MOST_CHARS))

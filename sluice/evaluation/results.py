@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from sluice.evaluation.statistics import (
 from sluice.evaluation.stored_responses import StoredPrompt, read_responses, response_files
 from sluice.json_objects import DECODE_ERRORS
 from sluice.types import FinishReason
+from sluice.whole_file import write_whole
 
 RESULTS_NAME = "results.json"
 
@@ -68,34 +68,27 @@ class Results(msgspec.Struct, frozen=True):
     benchmarks: dict[str, BenchmarkResults]
 
 
-def write_results(
-    folder: Path, *, model: str, sampling: dict[str, Any], samples_per_prompt: int, seconds: float
-) -> Results:
-    """Make the results of an evaluation from its stored responses and write them to its folder.
+def write_results(folder: Path, results: Results) -> Results:
+    """Write the results of an evaluation to its folder, with benchmarks made from its stored
+    responses, and return them.
 
-    Others see the former file or this one, never half of it. The same responses give the same
-    bytes, for equal arguments.
+    The same responses give the same bytes.
 
     Args:
         folder: of the evaluation.
-        model: see `Results`.
-        sampling: see `Results`.
-        samples_per_prompt: see `Results`.
-        seconds: see `Results`.
+        results: all but its benchmarks count.
 
     Raises:
         DataError: there are no responses, or a line of them is damaged.
         OSError: a file cannot be read or written.
     """
     benchmarks = {
-        name: benchmark_results(prompt_scores(read_responses(file)), samples_per_prompt)
+        name: benchmark_results(prompt_scores(read_responses(file)), results.samples_per_prompt)
         for name, file in response_files(folder).items()
     }
-    results = Results(model, sampling, samples_per_prompt, seconds, benchmarks)
+    results = msgspec.structs.replace(results, benchmarks=benchmarks)
     content = msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n"
-    draft = folder / f".{RESULTS_NAME}.{os.getpid()}.draft"
-    draft.write_bytes(content)
-    os.replace(draft, folder / RESULTS_NAME)
+    write_whole(folder / RESULTS_NAME, content)
     return results
 
 

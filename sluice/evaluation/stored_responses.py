@@ -39,16 +39,6 @@ class StoredGrade(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: str | None = None
 
 
-def grade_of(outcome: Outcome) -> StoredGrade:
-    """Return an outcome as it is stored: with verl's reward_extra_info, or with its failure."""
-    if isinstance(outcome, Failed):
-        return StoredGrade(failure=f"{outcome.kind}: {outcome.detail}")
-    metrics: dict[str, float | str | None] = {**outcome.metrics, _SCORE: outcome.score}
-    if outcome.prediction is not None:
-        metrics[_PREDICTION] = outcome.prediction
-    return StoredGrade(outcome.reward, metrics)
-
-
 class StoredSample(msgspec.Struct, frozen=True):
     """One response with its grade.
 
@@ -75,6 +65,21 @@ class StoredSample(msgspec.Struct, frozen=True):
     last_turn: str | None = None
     is_graded_by_environment: bool = False
     earlier: list[StoredGrade] = []
+
+    @property
+    def grade(self) -> StoredGrade:
+        """Its grade alone."""
+        return StoredGrade(self.reward, self.metrics, self.failure)
+
+    def graded(self, outcome: Outcome) -> StoredSample:
+        """Return it with another outcome: verl's reward_extra_info, or a failure."""
+        if isinstance(outcome, Failed):
+            failure = f"{outcome.kind}: {outcome.detail}"
+            return msgspec.structs.replace(self, reward=None, metrics={}, failure=failure)
+        metrics: dict[str, float | str | None] = {**outcome.metrics, _SCORE: outcome.score}
+        if outcome.prediction is not None:
+            metrics[_PREDICTION] = outcome.prediction
+        return msgspec.structs.replace(self, reward=outcome.reward, metrics=metrics, failure=None)
 
     @property
     def scored(self) -> Scored | None:

@@ -15,7 +15,8 @@ import grpc
 
 from sluice.api.launch.v1 import launch_pb2 as launch
 from sluice.api.launch.v1 import launch_pb2_grpc
-from sluice.errors import NotReadyError
+from sluice.client.launcher import LaunchedProcess, Launcher
+from sluice.errors import DeadlineError, NotReadyError, SluiceError
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import replica_name
 from sluice.rpc.credentials import Credentials
@@ -77,6 +78,21 @@ def launcher_of(run_dir: Path) -> LauncherAddress:
             "(sluice.run_dir) of a run that `sluice up` has started and that is active. Scale and "
             "stop what another launcher has started (containers, Kubernetes) with that launcher"
         ) from error
+
+
+async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...] | None:
+    """Return what the run's launcher on this machine runs.
+
+    None if no launcher answers; nothing if it is too busy to answer.
+    """
+    try:
+        found = launcher_of(run_dir)
+        async with Launcher(found.address, found.credentials) as launcher:
+            return await launcher.services()
+    except DeadlineError:
+        return ()
+    except SluiceError:
+        return None
 
 
 class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):

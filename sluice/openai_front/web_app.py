@@ -7,8 +7,8 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
@@ -45,12 +45,12 @@ from sluice.rpc.metadata import AUTHORIZATION, TRACEPARENT, presented_token
 from sluice.security.token_file import TokenSource, role_of
 from sluice.telemetry.tracing import parse_traceparent
 from sluice.types import ScoredPrompt
-from sluice.web.connections import Connections
+from sluice.web import serve_http
 
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 16 << 20
-_BODY_S, _WRITE_S, _IDLE_S, _SHUTDOWN_S = 60.0, 60.0, 75.0, 5.0
+_BODY_S, _WRITE_S, _SHUTDOWN_S = 60.0, 60.0, 5.0
 _CALLER, _TAKING = "HTTP caller", "taking its answer"
 _NAME: ContextVar[str] = ContextVar("_NAME")  # of the request's caller
 _END = b"data: [DONE]\n\n"
@@ -168,9 +168,10 @@ class OpenAIFront:
         app.router.add_post("/s/{lease}/end", self._end)
         return app
 
-    def connections(self, make: Callable[[], asyncio.Protocol]) -> Connections:
-        """Return a factory of protocols that bounds the connections of `make`."""
-        return Connections(make, self._settings.max_connections)
+    @property
+    def max_connections(self) -> int:
+        """Return the most open connections."""
+        return self._settings.max_connections
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -381,28 +382,15 @@ def _refused(refusal: ErrorAnswer) -> web.Response:
     return _json(refusal.body(), refusal.status)
 
 
-@asynccontextmanager
-async def listening(front: OpenAIFront, host: str, port: int) -> AsyncIterator[int]:
+def listening(front: OpenAIFront, host: str, port: int) -> AbstractAsyncContextManager[int]:
     """Serve during the block, and yield the port (0 lets the system choose).
 
-    The samples of a caller that disconnects end.
+    The samples of a caller that disconnects end, which frees its slots.
     """
-    runner = web.AppRunner(
+    return serve_http(
         front.app(),
-        handler_cancellation=True,  # a caller that disconnects frees its slots
-        access_log=None,
-        keepalive_timeout=_IDLE_S,
-        shutdown_timeout=_SHUTDOWN_S,
-        auto_decompress=False,  # a few bytes may be gigabytes
+        host,
+        port,
+        most_connections=front.max_connections,
+        shutdown_s=_SHUTDOWN_S,
     )
-    await runner.setup()
-    try:
-        assert runner.server is not None
-        loop, connections = asyncio.get_running_loop(), front.connections(runner.server)
-        listener = await loop.create_server(connections, host, port)
-        try:
-            yield int(listener.sockets[0].getsockname()[1])
-        finally:
-            listener.close()
-    finally:
-        await runner.cleanup()

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sluice.errors import ConfigError
+from sluice.quickstart.settings import QuickstartTask
 
 Family = Literal["qwen2", "qwen3"]
 
@@ -32,19 +33,6 @@ ANSWER_REQUEST = " End with 'Answer: N'."
 SLIP = 10
 DATA_SOURCE = "math_dapo"
 ROW_GROUP_ROWS = 1024
-# The columns of DAPO-Math.
-SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        (
-            "extra_info",
-            pa.struct([("index", pa.int64()), ("split", pa.string()), ("num_terms", pa.int64())]),
-        ),
-    ]
-)
 
 
 class Wording(StrEnum):
@@ -55,29 +43,23 @@ class Wording(StrEnum):
     STORY = "story"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(QuickstartTask):
     """A family of problems.
 
     Terms lie in ``[smallest, largest]``; a problem has ``min_terms`` to ``max_terms`` of them,
     each count equally likely. With `subtraction`, about half of the terms after the first are
-    subtracted, never below a total of 0. The job runs with the token limits: no prompt and no
-    worked answer of the task's tokenizer is longer. The model's layers have `num_experts`, or are
-    dense; only a Qwen3 has experts.
+    subtracted, never below a total of 0. The model's layers have `num_experts`, or are dense; only
+    a Qwen3 has experts.
     """
 
-    name: str
     min_terms: int
     max_terms: int
     smallest: int
     largest: int
     subtraction: bool
-    max_prompt_tokens: int
-    max_response_tokens: int
-    overlong_buffer_tokens: int
     num_experts: int = 0
     family: Family = "qwen3"
-    overrides: tuple[str, ...] = ()
 
     def num_sequences(self, num_terms: int) -> int:
         """Return the number of sequences of numbers, without signs."""
@@ -251,42 +233,27 @@ def _events(terms: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkedAnswer:
-    """The assistant's message, its final result, and the number of wrong steps."""
-
-    text: str
-    result: int
-    num_steps: int
-    num_wrong_steps: int
-
-
-@dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A problem with one answer to it."""
+    """A problem with one worked answer to it."""
 
     problem: ArithmeticProblem
-    answer: WorkedAnswer
+    answer: str
 
 
-def work_out(
-    problem: ArithmeticProblem, rng: random.Random, wrong_step_rate: float
-) -> WorkedAnswer:
+def work_out(problem: ArithmeticProblem, rng: random.Random, wrong_step_rate: float) -> str:
     """Return one step per term after the first, then a line ``Answer: N``.
 
     Each step is wrong with probability `wrong_step_rate`, independently.
     """
     total = problem.terms[0]
     steps: list[str] = []
-    num_wrong_steps = 0
     for term in problem.terms[1:]:
         result = total + term
         if rng.random() < wrong_step_rate:
             result += SLIP
-            num_wrong_steps += 1
         steps.append(f"{total} {'-' if term < 0 else '+'} {abs(term)} = {result}.")
         total = result
-    text = f"{' '.join(steps)}\nAnswer: {total}"
-    return WorkedAnswer(text, total, len(steps), num_wrong_steps)
+    return f"{' '.join(steps)}\nAnswer: {total}"
 
 
 def make_dialogues(
@@ -297,20 +264,45 @@ def make_dialogues(
         yield Dialogue(problem, work_out(problem, rng, wrong_step_rate))
 
 
-def to_row(problem: ArithmeticProblem, index: int, split: str) -> dict[str, object]:
+def write_dataset(path: Path, problems: Iterable[ArithmeticProblem], split: str) -> None:
+    """Write the problems in order, as rows like those of DAPO-Math."""
+    rows = [
+        verl_row(problem.question, str(problem.answer), index, split, num_terms=len(problem.terms))
+        for index, problem in enumerate(problems)
+    ]
+    write_rows(path, rows, row_schema(num_terms=pa.int64()))
+
+
+def row_schema(images: pa.DataType | None = None, **extra_info: pa.DataType) -> pa.Schema:
+    """Return the columns of DAPO-Math; with `images`, of Geometry3k."""
+    extra = [("index", pa.int64()), ("split", pa.string()), *extra_info.items()]
+    return pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+            *([] if images is None else [("images", images)]),
+            ("ability", pa.string()),
+            ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+            ("extra_info", pa.struct(extra)),
+        ]
+    )
+
+
+def verl_row(
+    question: str, truth: str, index: int, split: str, **extra_info: object
+) -> dict[str, object]:
     """Return a row: the question as the only user message, the correct result as ground truth."""
     return {
         "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": problem.question}],
+        "prompt": [{"role": "user", "content": question}],
         "ability": "MATH",
-        "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
-        "extra_info": {"index": index, "split": split, "num_terms": len(problem.terms)},
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": index, "split": split, **extra_info},
     }
 
 
-def write_dataset(path: Path, problems: tuple[ArithmeticProblem, ...], split: str) -> None:
-    """Write the problems in order, in row groups that are small enough to stream."""
+def write_rows(path: Path, rows: list[dict[str, object]], schema: pa.Schema) -> None:
+    """Write rows in order, in row groups that are small enough to stream."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [to_row(problem, index, split) for index, problem in enumerate(problems)]
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    table = pa.Table.from_pylist(rows, schema=schema)
     pq.write_table(table, path, row_group_size=ROW_GROUP_ROWS)

@@ -10,16 +10,18 @@ which a model of two layers learns in seconds.
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from sluice.quickstart.arithmetic import ANSWER_REQUEST, DATA_SOURCE, ROW_GROUP_ROWS
-from sluice.quickstart.lessons import Segment
+from sluice.quickstart.arithmetic import ANSWER_REQUEST, row_schema, verl_row, write_rows
+from sluice.quickstart.lessons import Lesson, Segment, make_taught_model
+from sluice.quickstart.settings import PrepareProgress, PrepareSettings, QuickstartTask
 from sluice.quickstart.tokenizer import TURN_END, TURN_START
 
 LETTERS = "ABCDEFGHIJ"
@@ -43,54 +45,30 @@ TOOL_CHAT_TEMPLATE = (
 )
 
 _JARS = pa.struct([(letter, pa.int64()) for letter in LETTERS])
-_EXTRA_INFO = pa.struct([("index", pa.int64()), ("split", pa.string()), ("jars", _JARS)])
-_SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        ("extra_info", _EXTRA_INFO),
-    ]
+
+
+JARS = QuickstartTask(
+    name="jars",
+    max_prompt_tokens=48,
+    max_response_tokens=224,
+    overlong_buffer_tokens=8,
+    overrides=(
+        f"sluice.environment.path={Path(__file__).with_name('jar_environment.py')}",
+        "sluice.environment.name=Jars",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8",
+        # Smaller batches than of the other tasks, and no validation in between: late steps filter
+        # most groups, and episodes are long.
+        "data.train_batch_size=40",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=20",
+        "trainer.total_training_steps=10",
+        "trainer.save_freq=10",
+        "trainer.test_freq=10",
+    ),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class JarsTask:
-    """A family of problems: `min_asked` to `max_asked` jars, each with `smallest` to `largest`.
-
-    The job runs with the token limits: no prompt and no teacher's dialogue is longer. `overrides`
-    are further settings of the job.
-    """
-
-    name: str = "jars"
-    min_asked: int = 2
-    max_asked: int = 4
-    smallest: int = 2
-    largest: int = 9
-    max_prompt_tokens: int = 48
-    max_response_tokens: int = 224
-    overlong_buffer_tokens: int = 8
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """Settings of the job that the other tasks do not have."""
-        environment = Path(__file__).with_name("jar_environment.py")
-        return (
-            f"sluice.environment.path={environment}",
-            "sluice.environment.name=Jars",
-            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8",
-            # Smaller batches than of the other tasks, and no validation in between: late steps
-            # filter most groups, and episodes are long.
-            "data.train_batch_size=40",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=20",
-            "trainer.total_training_steps=10",
-            "trainer.save_freq=10",
-            "trainer.test_freq=10",
-        )
-
-
-JARS = JarsTask()
+_ASKED = 2, 4
+"""Jars of a problem, at least and at most."""
+_NUMBERS = 2, 9
+"""In a jar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +89,12 @@ class JarProblem:
         return sum(self.jars[letter] for letter in self.asked)
 
 
-def jar_problems(stream: str, task: JarsTask = JARS) -> Iterator[JarProblem]:
+def jar_problems(stream: str) -> Iterator[JarProblem]:
     """Yield problems without end; `stream` seeds them."""
     rng = random.Random(stream)
     while True:
-        asked = rng.sample(LETTERS, rng.randint(task.min_asked, task.max_asked))
-        jars = {letter: rng.randint(task.smallest, task.largest) for letter in LETTERS}
+        asked = rng.sample(LETTERS, rng.randint(*_ASKED))
+        jars = {letter: rng.randint(*_NUMBERS) for letter in LETTERS}
         yield JarProblem(tuple(asked), jars)
 
 
@@ -132,7 +110,7 @@ def teach(problem: JarProblem, rng: random.Random, guess_rate: float) -> list[Se
     total, answer = 0, ""
     for letter in problem.asked:
         if rng.random() < guess_rate:
-            number = rng.randint(JARS.smallest, JARS.largest)
+            number = rng.randint(*_NUMBERS)
         else:
             number = problem.jars[letter]
             call = json.dumps({"name": TOOL, "arguments": {"jar": letter}})
@@ -147,16 +125,41 @@ def teach(problem: JarProblem, rng: random.Random, guess_rate: float) -> list[Se
 
 
 def write_jars(path: Path, problems: Iterable[JarProblem], split: str) -> None:
-    """Write the problems in order, in row groups that are small enough to stream."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the problems in order."""
     rows = [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": problem.question}],
-            "ability": "MATH",
-            "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
-            "extra_info": {"index": index, "split": split, "jars": problem.jars},
-        }
+        verl_row(problem.question, str(problem.answer), index, split, jars=problem.jars)
         for index, problem in enumerate(problems)
     ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), path, row_group_size=ROW_GROUP_ROWS)
+    write_rows(path, rows, row_schema(jars=_JARS))
+
+
+def make_jars(
+    directory: Path,
+    seed: int,
+    sizes: PrepareSettings,
+    progress: Callable[[PrepareProgress], None],
+) -> None:
+    """Write `data/train.parquet`, `data/test.parquet` and `model/` into `directory`."""
+    for split, number in (("test", sizes.num_held_out), ("train", sizes.num_train)):
+        problems = islice(jar_problems(f"{seed}/{split}"), number)
+        write_jars(directory / "data" / f"{split}.parquet", problems, split)
+    guess_rate = sizes.warm_start.wrong_step_rate
+    make_taught_model(
+        directory / "model",
+        lambda purpose: _lessons(f"{seed}/{purpose}", guess_rate),
+        seed,
+        sizes,
+        special_tokens=(CALL, END_CALL),
+        chat_template=TOOL_CHAT_TEMPLATE,
+        progress=progress,
+    )
+
+
+def _lessons(stream: str, guess_rate: float) -> Iterator[Lesson]:
+    from sluice.quickstart.model import slip_entropy  # needs torch
+
+    guesses = random.Random(f"{stream}/guesses")
+    guessed = guess_rate * math.log(_NUMBERS[1] - _NUMBERS[0] + 1)
+    for problem in jar_problems(stream):
+        entropy = len(problem.asked) * (slip_entropy(guess_rate) + guessed)
+        yield Lesson(teach(problem, guesses, guess_rate), entropy)

@@ -5,19 +5,26 @@ lessons.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.quickstart.settings import PrepareProgress, PrepareSettings
-from sluice.quickstart.tokenizer import CHAT_TEMPLATE, save_tokenizer, train_on_texts
+from sluice.quickstart.arithmetic import Dialogue
+from sluice.quickstart.settings import PrepareProgress, PrepareSettings, WarmStartSettings
+from sluice.quickstart.tokenizer import (
+    CHAT_TEMPLATE,
+    TURN_END,
+    render_prompt,
+    save_tokenizer,
+    train_on_texts,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from sluice.quickstart.model import WarmStartRow
+    from sluice.quickstart.model import QuickstartModel, WarmStartRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +46,14 @@ class Lesson:
     entropy: float
 
 
-@dataclass(frozen=True, slots=True)
-class TaughtModel:
-    """Figures of a model; the lengths, in tokens, are of the longest among some lessons."""
-
-    num_parameters: int
-    vocabulary_size: int
-    longest_prompt_tokens: int
-    longest_answer_tokens: int
-    warm_start_steps: int
-    warm_start_excess_loss: float
+def lesson_of(dialogue: Dialogue, slip_entropy: float) -> Lesson:
+    """Return the lesson of a worked answer; `slip_entropy`: of each of its steps, in nats."""
+    problem = dialogue.problem
+    segments = (
+        Segment(render_prompt(problem.question), is_answer=False),
+        Segment(dialogue.answer + TURN_END, is_answer=True),
+    )
+    return Lesson(segments, slip_entropy * (len(problem.terms) - 1))
 
 
 def make_taught_model(
@@ -60,7 +65,7 @@ def make_taught_model(
     special_tokens: Sequence[str] = (),
     chat_template: str = CHAT_TEMPLATE,
     progress: Callable[[PrepareProgress], None] = lambda _: None,
-) -> TaughtModel:
+) -> None:
     """Write a warm-started Qwen3 with its tokenizer into `directory`.
 
     Args:
@@ -73,41 +78,49 @@ def make_taught_model(
         progress: called after the tokenizer, and after each step of the warm start.
     """
     # Imported here, because present files need no torch.
-    from sluice.quickstart.model import (
-        MAX_POSITIONS,
-        make_model,
-        one_torch_thread,
-        save_model,
-        warm_start_on_rows,
-    )
+    from sluice.quickstart.model import make_model
 
-    samples = list(islice(lessons("tokenizer"), sizes.num_tokenizer_dialogues))
+    samples = islice(lessons("tokenizer"), sizes.num_tokenizer_dialogues)
     texts = ("".join(segment.text for segment in lesson.segments) for lesson in samples)
     tokenizer = train_on_texts(texts, special_tokens)
     progress(PrepareProgress("data", 1, 1))
-
-    def report(step: int, total: int, loss: float) -> None:
-        progress(PrepareProgress("warm-start", step, total, loss))
-
     model = make_model(tokenizer, seed)
-    rows = (_row(tokenizer, lesson) for lesson in lessons("warm-start"))
-    with one_torch_thread():
-        result = warm_start_on_rows(model, rows, sizes.warm_start, report)
-    shutil.rmtree(directory, ignore_errors=True)
-    save_model(model, directory)
-    save_tokenizer(tokenizer, directory, MAX_POSITIONS, chat_template)
-    encoded = [[len(tokenizer.encode(s.text).ids) for s in one.segments] for one in samples]
-    return TaughtModel(
-        num_parameters=model.num_parameters(),
-        vocabulary_size=tokenizer.get_vocab_size(),
-        longest_prompt_tokens=max(lengths[0] for lengths in encoded),
-        longest_answer_tokens=max(sum(lengths[1:]) for lengths in encoded),
-        warm_start_steps=result.num_steps,
-        warm_start_excess_loss=result.excess_loss,
+    save_taught(
+        directory,
+        model,
+        tokenizer,
+        lessons("warm-start"),
+        sizes.warm_start,
+        progress,
+        chat_template,
     )
 
 
-def _row(tokenizer: Tokenizer, lesson: Lesson) -> WarmStartRow:
+def save_taught(
+    directory: Path,
+    model: QuickstartModel,
+    tokenizer: Tokenizer,
+    lessons: Iterable[Lesson],
+    settings: WarmStartSettings,
+    progress: Callable[[PrepareProgress], None],
+    chat_template: str = CHAT_TEMPLATE,
+) -> None:
+    """Let `model` imitate lessons, as many as it needs, and write it with its tokenizer.
+
+    What `directory` holds is removed.
+    """
+    from sluice.quickstart.model import MAX_POSITIONS, one_torch_thread, save_model, warm_start
+
+    rows = (warm_start_row(tokenizer, lesson) for lesson in lessons)
+    with one_torch_thread():
+        warm_start(model, rows, settings, progress)
+    shutil.rmtree(directory, ignore_errors=True)
+    save_model(model, directory)
+    save_tokenizer(tokenizer, directory, MAX_POSITIONS, chat_template)
+
+
+def warm_start_row(tokenizer: Tokenizer, lesson: Lesson) -> WarmStartRow:
+    """Return the token ids of a lesson, each segment encoded for itself."""
     from sluice.quickstart.model import WarmStartRow
 
     ids: list[int] = []

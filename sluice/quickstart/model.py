@@ -36,9 +36,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from sluice.quickstart.arithmetic import Dialogue, Family
-from sluice.quickstart.settings import WarmStartSettings
-from sluice.quickstart.tokenizer import PAD_TOKEN, TURN_END, encode_dialogue
+from sluice.quickstart.arithmetic import Family
+from sluice.quickstart.settings import PrepareProgress, WarmStartSettings
+from sluice.quickstart.tokenizer import PAD_TOKEN, TURN_END
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,10 +52,8 @@ _READABLE = 0o644
 
 QuickstartModel = Qwen2ForCausalLM | Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
-WarmStartProgress = Callable[[int, int, float], None]
-"""Called after each step with the finished steps, all steps, and the loss in nats per token.
-
-All steps are an upper bound until the learning rate starts to decay."""
+WarmStartProgress = Callable[[PrepareProgress], None]
+"""Called after each step; all steps are an upper bound until the learning rate starts to decay."""
 
 
 def make_config(
@@ -183,14 +181,6 @@ class HoldThenDecay:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmStartResult:
-    """The number of steps, and the mean excess loss of the last tenth, in nats per token."""
-
-    num_steps: int
-    excess_loss: float
-
-
-@dataclass(frozen=True, slots=True)
 class WarmStartRow:
     """One dialogue: its token ids, which of them are imitated, and the entropy of the teacher's
     choices in nats, which no model avoids.
@@ -210,32 +200,10 @@ class _Batch:
 
 def warm_start(
     model: QuickstartModel,
-    tokenizer: Tokenizer,
-    dialogues: Iterable[Dialogue],
-    settings: WarmStartSettings,
-    progress: WarmStartProgress,
-) -> WarmStartResult:
-    """Train `model` in place on `dialogues`, one batch after the other, until the rate is zero.
-
-    Raises:
-        ValueError: there are too few dialogues (``settings.max_dialogues`` are always enough).
-    """
-    entropy = slip_entropy(settings.wrong_step_rate)
-
-    def row(dialogue: Dialogue) -> WarmStartRow:
-        prompt, answer = encode_dialogue(tokenizer, dialogue)
-        is_answer = [False] * len(prompt) + [True] * len(answer)
-        return WarmStartRow(prompt + answer, is_answer, entropy * dialogue.answer.num_steps)
-
-    return warm_start_on_rows(model, map(row, dialogues), settings, progress)
-
-
-def warm_start_on_rows(
-    model: QuickstartModel,
     rows: Iterable[WarmStartRow],
     settings: WarmStartSettings,
     progress: WarmStartProgress,
-) -> WarmStartResult:
+) -> None:
     """Train `model` in place on `rows`, one batch after the other, until the rate is zero.
 
     Raises:
@@ -250,7 +218,13 @@ def warm_start_on_rows(
         loss = functional.cross_entropy(model.lm_head(hidden[trained]), batch.targets[trained])
         return loss, batch.entropy
 
-    return fit(model, _batches(rows, settings.batch_dialogues), loss_of, settings, progress)
+    fit(
+        model,
+        map(_collate, whole_batches(rows, settings.batch_dialogues)),
+        loss_of,
+        settings,
+        progress,
+    )
 
 
 def fit(
@@ -259,7 +233,7 @@ def fit(
     loss_of: Callable[[BatchT], tuple[torch.Tensor, float]],
     settings: WarmStartSettings,
     progress: WarmStartProgress,
-) -> WarmStartResult:
+) -> None:
     """Train `model` in place, one step per batch, until the learning rate is zero.
 
     Args:
@@ -280,13 +254,12 @@ def fit(
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    schedule = HoldThenDecay(settings)
-    excess_losses: list[float] = []
+    schedule, step = HoldThenDecay(settings), 0
     model.train()
     while not schedule.done:
         batch = next(batches, None)
         if batch is None:
-            raise ValueError(f"the dialogues ran out after {len(excess_losses)} steps")
+            raise ValueError(f"the dialogues ran out after {step} steps")
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * schedule.share
         loss, unavoidable = loss_of(batch)
@@ -294,12 +267,10 @@ def fit(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
-        excess_losses.append(float(loss.detach()) - unavoidable)
-        schedule.advance(excess_losses[-1])
-        progress(len(excess_losses), schedule.num_steps, float(loss.detach()))
+        step += 1
+        schedule.advance(float(loss.detach()) - unavoidable)
+        progress(PrepareProgress("warm-start", step, schedule.num_steps, float(loss.detach())))
     model.eval()
-    tail = excess_losses[-max(1, len(excess_losses) // 10) :]
-    return WarmStartResult(len(excess_losses), sum(tail) / len(tail))
 
 
 @contextmanager
@@ -313,15 +284,15 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _batches(rows: Iterable[WarmStartRow], batch_dialogues: int) -> Iterator[_Batch]:
+def whole_batches(dialogues: Iterable[BatchT], batch_dialogues: int) -> Iterator[list[BatchT]]:
     """Yield whole batches in the given order.
 
     Sorting by length would save a fifth of the time. But then all problems of a batch have the
     same number of terms, and the model learns far later to find its operands.
     """
-    remaining = iter(rows)
+    remaining = iter(dialogues)
     while len(chunk := list(islice(remaining, batch_dialogues))) == batch_dialogues:
-        yield _collate(chunk)
+        yield chunk
 
 
 def _collate(rows: list[WarmStartRow]) -> _Batch:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
 import random
-import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import (
@@ -29,28 +25,21 @@ from sluice.quickstart.arithmetic import (
     split_problems,
     write_dataset,
 )
-from sluice.quickstart.jars import JARS, JarsTask
+from sluice.quickstart.jars import JARS, make_jars
+from sluice.quickstart.lessons import lesson_of, save_taught
 from sluice.quickstart.settings import (
     JARS_SETTINGS,
     SHAPES_SETTINGS,
     PrepareProgress,
     PrepareSettings,
-    QuickstartFacts,
+    QuickstartTask,
 )
-from sluice.quickstart.shapes import SHAPES, ShapesTask
-from sluice.quickstart.tokenizer import encode_dialogue, save_tokenizer, train_tokenizer
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from sluice.quickstart.model import WarmStartResult
-
-logger = logging.getLogger(__name__)
-
-AnyTask = Task | ShapesTask | JarsTask
+from sluice.quickstart.shapes import SHAPES
+from sluice.quickstart.tokenizer import train_tokenizer
+from sluice.whole_file import write_whole
 
 # Increase it when the same settings give other files: existing folders are then made again.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 STAMP_NAME = "prepared.json"
 _SIZES = {SHAPES.name: SHAPES_SETTINGS, JARS.name: JARS_SETTINGS}
 
@@ -59,12 +48,10 @@ _SIZES = {SHAPES.name: SHAPES_SETTINGS, JARS.name: JARS_SETTINGS}
 class QuickstartAssets:
     """The quickstart's files. `model_dir` holds model and tokenizer."""
 
-    task: AnyTask
+    task: QuickstartTask
     model_dir: Path
     train_file: Path
     val_file: Path
-    facts: QuickstartFacts
-    reused: bool
 
 
 def prepare(
@@ -81,82 +68,64 @@ def prepare(
         ConfigError: the task is unknown, or the sizes do not fit its problem space.
     """
     chosen = _task_named(task)
+    assets = QuickstartAssets(
+        chosen,
+        directory / "model",
+        directory / "data" / "train.parquet",
+        directory / "data" / "test.parquet",
+    )
     sizes = settings or _SIZES.get(task, PrepareSettings())
     stamped = {"format": FORMAT_VERSION, "task": asdict(chosen), "seed": seed, **asdict(sizes)}
-    found = read_facts(directory, stamped)
-    if found is not None:
+    if is_stamped(directory, stamped):
         progress(PrepareProgress("reused", 1, 1))
-        return _assets(directory, chosen, QuickstartFacts(**found), reused=True)
+        return assets
     (directory / STAMP_NAME).unlink(missing_ok=True)  # before a stamped file changes
-    if isinstance(chosen, ShapesTask):
-        from sluice.quickstart.prepare_shapes import make_shapes  # needs Pillow
+    if chosen is SHAPES:
+        from sluice.quickstart.vision_model import make_shapes  # needs Pillow and torch
 
-        facts = make_shapes(directory, seed, sizes, progress)
-    elif isinstance(chosen, JarsTask):
-        from sluice.quickstart.prepare_jars import make_jars
-
-        facts = make_jars(directory, seed, sizes, progress)
+        make_shapes(directory, seed, sizes, progress)
+    elif isinstance(chosen, Task):
+        _make(directory, chosen, seed, sizes, progress)
     else:
-        facts = _make(directory, chosen, seed, sizes, progress)
-    assets = _assets(directory, chosen, facts, reused=False)
+        make_jars(directory, seed, sizes, progress)
     files = sorted(path for path in assets.model_dir.iterdir() if path.is_file())
-    write_stamp(directory, stamped, [*files, assets.train_file, assets.val_file], asdict(facts))
-    logger.info("made quickstart files in %s in %.1f s", directory, facts.seconds)
+    write_stamp(directory, stamped, [*files, assets.train_file, assets.val_file])
     return assets
 
 
-def write_stamp(
-    directory: Path, settings: dict[str, Any], files: Iterable[Path], facts: dict[str, Any]
-) -> None:
-    """Record the settings, a digest of each file, and the facts about them."""
+def write_stamp(directory: Path, settings: dict[str, Any], files: Iterable[Path]) -> None:
+    """Record the settings, and a digest of each file."""
     stamp = {
         "settings": settings,
         "files": {str(path.relative_to(directory)): _file_digest(path) for path in files},
-        "facts": facts,
     }
-    draft = directory / f"{STAMP_NAME}.draft"
-    draft.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, directory / STAMP_NAME)
+    write_whole(directory / STAMP_NAME, (json.dumps(stamp, indent=2) + "\n").encode())
 
 
-def read_facts(directory: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the recorded facts; ``None`` if a file or the settings differ from the stamp's."""
+def is_stamped(directory: Path, settings: dict[str, Any]) -> bool:
+    """Return whether a folder's stamp is of these settings, and its files are those of the stamp.
+
+    An unreadable stamp counts as none.
+    """
     try:
         stamp = json.loads((directory / STAMP_NAME).read_text(encoding="utf-8"))
         if stamp["settings"] != json.loads(json.dumps(settings)):  # tuples are lists there
-            return None
-        for name, digest in stamp["files"].items():
-            if _file_digest(directory / name) != digest:
-                return None
-        facts: dict[str, Any] = stamp["facts"]
+            return False
+        files = stamp["files"].items()
+        return all(_file_digest(directory / name) == digest for name, digest in files)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        # An unreadable stamp counts as none: the files are made again.
-        return None
-    return facts
+        return False
 
 
 def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _task_named(name: str) -> AnyTask:
-    known: dict[str, AnyTask] = {**TASKS, SHAPES.name: SHAPES, JARS.name: JARS}
+def _task_named(name: str) -> QuickstartTask:
+    known: dict[str, QuickstartTask] = {**TASKS, SHAPES.name: SHAPES, JARS.name: JARS}
     if name not in known:
         raise ConfigError(f"task: {name!r} is unknown; choose one of {', '.join(known)}")
     return known[name]
-
-
-def _assets(
-    directory: Path, task: AnyTask, facts: QuickstartFacts, *, reused: bool
-) -> QuickstartAssets:
-    return QuickstartAssets(
-        task=task,
-        model_dir=directory / "model",
-        train_file=directory / "data" / "train.parquet",
-        val_file=directory / "data" / "test.parquet",
-        facts=facts,
-        reused=reused,
-    )
 
 
 def _make(
@@ -165,66 +134,25 @@ def _make(
     seed: int,
     sizes: PrepareSettings,
     progress: Callable[[PrepareProgress], None],
-) -> QuickstartFacts:
-    started = time.monotonic()
+) -> None:
     split = split_problems(task, seed, sizes.num_train, sizes.num_held_out)
     write_dataset(directory / "data" / "train.parquet", split.train, "train")
     write_dataset(directory / "data" / "test.parquet", split.held_out, "test")
     held_out_numbers = {problem.numbers for problem in split.held_out}
+    wrong_step_rate = sizes.warm_start.wrong_step_rate
 
     def dialogues(purpose: str) -> Iterator[Dialogue]:
         """Yield dialogues without end, from a separate random stream, without held-out numbers."""
         stream = f"{seed}/{purpose}"
         problems = deal_problems(random.Random(stream), task, held_out_numbers)
-        slips = random.Random(f"{stream}/slips")
-        return make_dialogues(problems, slips, sizes.warm_start.wrong_step_rate)
+        return make_dialogues(problems, random.Random(f"{stream}/slips"), wrong_step_rate)
 
-    samples = list(islice(dialogues("tokenizer"), sizes.num_tokenizer_dialogues))
-    tokenizer = train_tokenizer(samples)
-    encoded = [encode_dialogue(tokenizer, sample) for sample in samples]
+    tokenizer = train_tokenizer(islice(dialogues("tokenizer"), sizes.num_tokenizer_dialogues))
     progress(PrepareProgress("data", 1, 1))
-    num_parameters, result = _make_model(
-        directory / "model", task, tokenizer, dialogues("warm-start"), sizes, seed, progress
-    )
-    return QuickstartFacts(
-        num_parameters=num_parameters,
-        vocabulary_size=tokenizer.get_vocab_size(),
-        num_train=len(split.train),
-        num_held_out=len(split.held_out),
-        longest_prompt_tokens=max(len(prompt) for prompt, _ in encoded),
-        longest_answer_tokens=max(len(answer) for _, answer in encoded),
-        warm_start_steps=result.num_steps,
-        warm_start_excess_loss=result.excess_loss,
-        seconds=time.monotonic() - started,
-    )
-
-
-def _make_model(
-    directory: Path,
-    task: Task,
-    tokenizer: Tokenizer,
-    dialogues: Iterator[Dialogue],
-    sizes: PrepareSettings,
-    seed: int,
-    progress: Callable[[PrepareProgress], None],
-) -> tuple[int, WarmStartResult]:
-    """Write the warm-started model with its tokenizer; return parameter count and result."""
     # Imported here, because present files need no torch.
-    from sluice.quickstart.model import (
-        MAX_POSITIONS,
-        make_model,
-        one_torch_thread,
-        save_model,
-        warm_start,
-    )
+    from sluice.quickstart.model import make_model, slip_entropy
 
-    def report(step: int, total: int, loss: float) -> None:
-        progress(PrepareProgress("warm-start", step, total, loss))
-
+    entropy = slip_entropy(wrong_step_rate)
+    lessons = (lesson_of(dialogue, entropy) for dialogue in dialogues("warm-start"))
     model = make_model(tokenizer, seed, task.num_experts, task.family)
-    with one_torch_thread():
-        result = warm_start(model, tokenizer, dialogues, sizes.warm_start, report)
-    shutil.rmtree(directory, ignore_errors=True)
-    save_model(model, directory)
-    save_tokenizer(tokenizer, directory, MAX_POSITIONS)
-    return model.num_parameters(), result
+    save_taught(directory / "model", model, tokenizer, lessons, sizes.warm_start, progress)

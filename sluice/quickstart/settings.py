@@ -70,6 +70,20 @@ JARS_SETTINGS = PrepareSettings(
 """Settings of `jars`; `wrong_step_rate` is the share of numbers that teachers guess."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickstartTask:
+    """A task: its name, the token limits of its job, and further settings of the job.
+
+    No prompt and no teacher's answer, in the tokens of the task's tokenizer, is longer.
+    """
+
+    name: str
+    max_prompt_tokens: int
+    max_response_tokens: int
+    overlong_buffer_tokens: int
+    overrides: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
     """The progress of the preparation; `loss` is the warm start's, in nats per token.
@@ -81,22 +95,3 @@ class PrepareProgress:
     done: int
     total: int
     loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class QuickstartFacts:
-    """Figures of the files.
-
-    The longest prompt and worked answer come from a sample of dialogues.
-    `warm_start_excess_loss` is the mean over the last tenth of the steps, in nats per token.
-    """
-
-    num_parameters: int
-    vocabulary_size: int
-    num_train: int
-    num_held_out: int
-    longest_prompt_tokens: int
-    longest_answer_tokens: int
-    warm_start_steps: int
-    warm_start_excess_loss: float
-    seconds: float

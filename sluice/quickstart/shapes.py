@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from sluice.quickstart.arithmetic import ANSWER_REQUEST, DATA_SOURCE, ROW_GROUP_ROWS
+from sluice.quickstart.arithmetic import ANSWER_REQUEST, row_schema, verl_row, write_rows
+from sluice.quickstart.settings import QuickstartTask
 from sluice.types import IMAGE_MARK
 
 if TYPE_CHECKING:
@@ -27,16 +27,7 @@ _COUNTS = tuple(str(count) for count in range(MOST_SHAPES + 2))
 CELL_PIXELS = 16
 SIDE_PIXELS = BOARD * CELL_PIXELS
 _HALF = 5
-SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("images", pa.list_(pa.struct([("bytes", pa.binary())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string())])),
-    ]
-)
+_IMAGES = pa.list_(pa.struct([("bytes", pa.binary())]))
 
 
 class Colour(StrEnum):
@@ -56,18 +47,9 @@ class Outline(StrEnum):
     TRIANGLE = "triangle"
 
 
-@dataclass(frozen=True, slots=True)
-class ShapesTask:
-    """The task's name, and the token limits of its job."""
-
-    name: str = "shapes"
-    max_prompt_tokens: int = 56
-    max_response_tokens: int = 16
-    overlong_buffer_tokens: int = 4
-    overrides: tuple[str, ...] = ()
-
-
-SHAPES = ShapesTask()
+SHAPES = QuickstartTask(
+    name="shapes", max_prompt_tokens=56, max_response_tokens=16, overlong_buffer_tokens=4
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +165,11 @@ def _draw(draw: Draw, shape: PlacedShape, paint: tuple[int, int, int]) -> None:
             draw.polygon([(x, y - _HALF), (x - _HALF, y + _HALF), (x + _HALF, y + _HALF)], paint)
 
 
-def to_row(question: ShapeQuestion, index: int, split: str) -> dict[str, object]:
-    """Return a row: the picture, and the question as the only user message."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": question.question}],
-        "images": [{"bytes": picture(question.scene)}],
-        "ability": "shapes",
-        "reward_model": {"ground_truth": question.answer, "style": "rule"},
-        "extra_info": {"index": index, "split": split},
-    }
-
-
 def write_shapes(path: Path, asked: Iterable[ShapeQuestion], split: str) -> None:
-    """Write the questions in order, in row groups that are small enough to stream."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [to_row(question, index, split) for index, question in enumerate(asked)]
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    pq.write_table(table, path, row_group_size=ROW_GROUP_ROWS)
+    """Write the questions in order, each with its picture."""
+    rows = [
+        verl_row(one.question, one.answer, index, split)
+        | {"images": [{"bytes": picture(one.scene)}], "ability": "shapes"}
+        for index, one in enumerate(asked)
+    ]
+    write_rows(path, rows, row_schema(_IMAGES))

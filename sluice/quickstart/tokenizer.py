@@ -52,7 +52,7 @@ def render_prompt(question: str) -> str:
 
 def train_tokenizer(dialogues: Iterable[Dialogue]) -> Tokenizer:
     """Train a tokenizer on dialogues."""
-    return train_on_texts(render_prompt(d.problem.question) + d.answer.text for d in dialogues)
+    return train_on_texts(render_prompt(d.problem.question) + d.answer for d in dialogues)
 
 
 def train_on_texts(texts: Iterable[str], more_special: Sequence[str] = ()) -> Tokenizer:
@@ -102,16 +102,6 @@ def save_tokenizer(
     config_text = json.dumps(config, indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(config_text, encoding="utf-8")
     (directory / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
-
-
-def encode_dialogue(tokenizer: Tokenizer, dialogue: Dialogue) -> tuple[list[int], list[int]]:
-    """Return the token ids of the rendered prompt, and of the answer with its end token.
-
-    They are encoded separately, as in DAPO, where the answer follows a fixed prompt.
-    """
-    prompt = tokenizer.encode(render_prompt(dialogue.problem.question)).ids
-    answer = tokenizer.encode(dialogue.answer.text + TURN_END).ids
-    return prompt, answer
 
 
 def save_image_processor(

@@ -1,4 +1,4 @@
-"""The model of the task with pictures, a small Qwen2.5-VL, and its supervised warm start.
+"""Make the files of the task with pictures: data, and a small Qwen2.5-VL with its warm start.
 
 The warm start teaches the model to see and to answer, slips included.
 """
@@ -6,6 +6,7 @@ The warm start teaches the model to see and to answer, slips included.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -17,20 +18,40 @@ import torch
 from torch.nn import functional
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from sluice.quickstart.model import IGNORED, WarmStartProgress, WarmStartResult, fit, slip_entropy
-from sluice.quickstart.settings import WarmStartSettings
-from sluice.quickstart.shapes import SIDE_PIXELS, ShapeQuestion, answer_text, picture
+from sluice.quickstart.model import (
+    IGNORED,
+    WarmStartProgress,
+    fit,
+    one_torch_thread,
+    save_model,
+    slip_entropy,
+    whole_batches,
+)
+from sluice.quickstart.settings import PrepareProgress, PrepareSettings, WarmStartSettings
+from sluice.quickstart.shapes import (
+    SIDE_PIXELS,
+    ShapeQuestion,
+    answer_text,
+    picture,
+    questions,
+    write_shapes,
+)
 from sluice.quickstart.tokenizer import (
     IMAGE_PAD,
     PAD_TOKEN,
     TURN_END,
     VIDEO_PAD,
+    VISION_CHAT_TEMPLATE,
     VISION_END,
     VISION_START,
+    VISION_TOKENS,
+    render_prompt,
     save_image_processor,
+    save_tokenizer,
+    train_on_texts,
 )
-from sluice.types import TokenIds
-from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
+from sluice.types import IMAGE_MARK, TokenIds
+from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader, load_image_prompts
 from sluice.vision.torch_inputs import encode_images, forward_with_images
 
 if TYPE_CHECKING:
@@ -40,9 +61,7 @@ if TYPE_CHECKING:
 MAX_POSITIONS = 256
 PATCH_PIXELS = 8
 _WIDTH = 64
-
-Encode = Callable[[str], TokenIds]
-"""Encodes a text; a picture is one token."""
+_SHOWN = f"{VISION_START}{IMAGE_PAD}{VISION_END}"
 
 
 def make_config(tokenizer: Tokenizer) -> Qwen2_5_VLConfig:
@@ -124,22 +143,21 @@ class PictureDialogue:
     answer: TokenIds
 
 
-def picture_dialogues(
-    asked: Iterable[ShapeQuestion],
-    reader: ImagePromptReader,
-    encode_prompt: Encode,
-    encode_answer: Encode,
-    slips: random.Random,
-    wrong_rate: float,
+def _dialogues(
+    stream: str, tokenizer: Tokenizer, reader: ImagePromptReader, wrong_rate: float
 ) -> Iterator[PictureDialogue]:
-    """Yield one dialogue per question, in order; an answer slips with probability `wrong_rate`."""
-    for question in asked:
+    """Yield dialogues without end; an answer slips with probability `wrong_rate`."""
+    slips = random.Random(f"{stream}/slips")
+
+    def ids(text: str) -> TokenIds:
+        return np.asarray(tokenizer.encode(text).ids, dtype=np.uint32)
+
+    for question in questions(stream):
         files = (picture(question.scene),)
-        prompt = reader.expand(encode_prompt(question.question), files)
+        prompt = reader.expand(ids(_prompt(question)), files)
         answer = question.slip if slips.random() < wrong_rate else question.answer
-        yield PictureDialogue(
-            reader.read(prompt, files), prompt, encode_answer(answer_text(answer))
-        )
+        said = ids(answer_text(answer) + TURN_END)
+        yield PictureDialogue(reader.read(prompt, files), prompt, said)
 
 
 def warm_start_on_pictures(
@@ -147,7 +165,7 @@ def warm_start_on_pictures(
     dialogues: Iterable[PictureDialogue],
     settings: WarmStartSettings,
     progress: WarmStartProgress,
-) -> WarmStartResult:
+) -> None:
     """Train `model` in place, one batch after the other, until the rate is zero.
 
     Raises:
@@ -160,15 +178,7 @@ def warm_start_on_pictures(
         mean_answer_tokens = sum(one.answer.size for one in batch) / len(batch)
         return _loss(model, batch), entropy / mean_answer_tokens
 
-    return fit(model, _batches(dialogues, settings.batch_dialogues), loss_of, settings, progress)
-
-
-def _batches(
-    dialogues: Iterable[PictureDialogue], batch_dialogues: int
-) -> Iterator[list[PictureDialogue]]:
-    remaining = iter(dialogues)
-    while len(batch := list(islice(remaining, batch_dialogues))) == batch_dialogues:
-        yield batch
+    fit(model, whole_batches(dialogues, settings.batch_dialogues), loss_of, settings, progress)
 
 
 def _loss(model: Qwen2_5_VLForConditionalGeneration, batch: list[PictureDialogue]) -> torch.Tensor:
@@ -195,3 +205,39 @@ def _loss(model: Qwen2_5_VLForConditionalGeneration, batch: list[PictureDialogue
     wanted = torch.from_numpy(targets)
     trained = wanted != IGNORED
     return functional.cross_entropy(model.lm_head(hidden[trained]), wanted[trained])
+
+
+def make_shapes(
+    directory: Path,
+    seed: int,
+    sizes: PrepareSettings,
+    progress: Callable[[PrepareProgress], None],
+) -> None:
+    """Write `data/train.parquet`, `data/test.parquet` and `model/` into `directory`."""
+    held_out = islice(questions(f"{seed}/held-out"), sizes.num_held_out)
+    write_shapes(directory / "data" / "test.parquet", held_out, "test")
+    train = islice(questions(f"{seed}/train"), sizes.num_train)
+    write_shapes(directory / "data" / "train.parquet", train, "train")
+    samples = islice(questions(f"{seed}/tokenizer"), sizes.num_tokenizer_dialogues)
+    tokenizer = train_on_texts(
+        (_prompt(one) + answer_text(one.answer) for one in samples), VISION_TOKENS
+    )
+    progress(PrepareProgress("data", 1, 1))
+    folder = directory / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    save_processor(folder)
+    save_tokenizer(tokenizer, folder, MAX_POSITIONS, VISION_CHAT_TEMPLATE)
+    model = make_model(tokenizer, seed)
+    model.config.save_pretrained(folder)
+    reader = load_image_prompts(folder)
+    assert reader is not None
+    wrong_rate = sizes.warm_start.wrong_step_rate
+    dialogues = _dialogues(f"{seed}/warm-start", tokenizer, reader, wrong_rate)
+    with one_torch_thread():
+        warm_start_on_pictures(model, dialogues, sizes.warm_start, progress)
+    save_model(model, folder)
+
+
+def _prompt(question: ShapeQuestion) -> str:
+    """Return the rendered prompt, in which the picture is one token."""
+    return render_prompt(question.question.replace(IMAGE_MARK, _SHOWN))

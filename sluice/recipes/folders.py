@@ -1,7 +1,8 @@
 """Find recipes, and read what their folders say.
 
 A recipe is a folder with a `README.md`, a `run.yaml` with the keys of a published run, and a
-`tiny.yaml` with what the run in small has instead.
+`tiny.yaml` with what the run in small has instead: the keys that differ, such as sizes and lengths,
+and a section `made` for model and data. Every other key of the run applies as it is.
 """
 
 from __future__ import annotations
@@ -9,12 +10,19 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
+import msgspec
+
 import sluice
+from sluice.config.loading.loader import read_document
+from sluice.config.loading.yaml_text import flat_tree, flow_text, parse_document
 from sluice.errors import ConfigError
 
 README, RUN, TINY = "README.md", "run.yaml", "tiny.yaml"
+MADE = "made"
+ON_TWO_CORES = "on_two_cores.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +94,66 @@ def recipe_named(name: str) -> Recipe:
     if name not in recipes:
         raise ConfigError(f"recipe: {name!r} is unknown; choose one of {', '.join(recipes)}")
     return recipes[name]
+
+
+class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The made model and data.
+
+    Attributes:
+        task: of the quickstart, or a Python file of the recipe's folder with a function
+            ``make(folder, seed)``. It writes `model/`, `data/train.parquet` and
+            `data/test.parquet` into the folder.
+        contest_copies: rows of each problem in a second validation file, `data/contest.parquet`:
+            30 of the longest held-out problems, as AIME 2024 has. 0: no such file.
+    """
+
+    task: str
+    contest_copies: int = 0
+
+
+def small_run(recipe: Recipe) -> tuple[Made, list[str]]:
+    """Return what is made, and the overrides that make the run of `run.yaml` small.
+
+    Raises:
+        ConfigError: the recipe has no `tiny.yaml`, or a wrong one.
+    """
+    if not recipe.tiny.is_file():
+        raise ConfigError(
+            f"recipe {recipe.name}: has no {recipe.tiny.name}; leave out --tiny, or take another"
+        )
+    document = dict(read_document(recipe.tiny))
+    try:
+        made = msgspec.convert(document.pop(MADE, None), Made)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{recipe.tiny}: section {MADE}: {error}; give a task, such as {MADE}: "
+            "{task: quickstart}"
+        ) from error
+    name = f"{__package__}/{ON_TWO_CORES}"
+    common = (files("sluice.recipes") / ON_TWO_CORES).read_text(encoding="utf-8")
+    settings = flat_tree(parse_document(common, name)) | flat_tree(document)
+    own = own_files(recipe)
+    return made, [*own, *(_override(recipe, *each) for each in settings.items())]
+
+
+def own_files(recipe: Recipe) -> list[str]:
+    """Return overrides for the values of `run.yaml` that name a file of the recipe's folder.
+
+    They hold whichever folder a run starts in.
+    """
+    settings = flat_tree(read_document(recipe.run))
+    return [
+        _override(recipe, key, value)
+        for key, value in settings.items()
+        if _is_own(recipe.folder, value)
+    ]
+
+
+def _override(recipe: Recipe, key: str, value: object) -> str:
+    if _is_own(recipe.folder, value):
+        value = str((recipe.folder / str(value)).absolute())
+    return f"{key}={flow_text(value)}"
+
+
+def _is_own(folder: Path, value: object) -> bool:
+    return isinstance(value, str) and bool(value) and (folder / value).is_file()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import sys
-import time
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +12,9 @@ import pyarrow.parquet as pq
 
 from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import ROW_GROUP_ROWS
-from sluice.quickstart.prepare import prepare, read_facts, write_stamp
+from sluice.quickstart.prepare import is_stamped, prepare, write_stamp
 from sluice.quickstart.settings import PrepareProgress
-from sluice.recipes.folders import Recipe
-from sluice.recipes.small_run import Made
+from sluice.recipes.folders import Made, Recipe
 
 CONTEST_PROBLEMS = 30
 CONTEST_SOURCE = "aime_2024_like"
@@ -70,19 +67,12 @@ def _make_by_program(program: Path, folder: Path, seed: int, progress: Progress)
         raise ConfigError(f"made.task: no file {program}; name a task of the quickstart, or a file")
     digest = hashlib.sha256(program.read_bytes()).hexdigest()
     stamped = {"program": digest, "seed": seed}
-    if read_facts(folder, stamped) is not None:
+    if is_stamped(folder, stamped):
         progress(PrepareProgress("reused", 1, 1))
         return
     progress(PrepareProgress("data", 1, 1))
-    started_s = time.monotonic()
-    name = f"sluice_recipe_{digest[:8]}"
-    spec = importlib.util.spec_from_file_location(name, program)
-    assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    module.make(folder, seed)
+    runpy.run_path(str(program))["make"](folder, seed)
     files = sorted(
         path for part in ("model", "data") for path in (folder / part).rglob("*") if path.is_file()
     )
-    write_stamp(folder, stamped, files, {"seconds": time.monotonic() - started_s})
+    write_stamp(folder, stamped, files)

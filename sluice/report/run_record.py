@@ -33,6 +33,11 @@ class RunRecord:
     validations: tuple[Row, ...]
     accounts: Mapping[str, float]
 
+    @property
+    def last_step(self) -> int:
+        """The number of finished steps."""
+        return _step(self.steps[-1]) if self.steps else 0
+
     def total(self, name: str) -> float:
         """Return the sum of a metric over all steps; a missing value counts as 0."""
         return sum(row.get(name) or 0.0 for row in self.steps)

@@ -1,16 +1,24 @@
-"""The numbers of a run and its accounting, for programs (`summary.json`) and people."""
+"""The numbers of a run and its accounting, for programs (`summary.json`) and people.
+
+Every reader and writer of `summary.json` in sluice is here.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, read_progress
-from sluice.report.summary_file import ended_summary
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
+from sluice.whole_file import write_whole
 
+SUMMARY_NAME = "summary.json"
+_OF_AN_END = "outcome"
+"""The name that only the end of a run writes; a summary of an active run lacks it."""
 # Title, prefix of the parts, name of the total, name of the residual.
 _ACCOUNTS = (
     ("tokens", "tokens/", "generated_tokens", "tokens_residual"),
@@ -254,3 +262,25 @@ def _parts(accounts: Mapping[str, float], prefix: str, total: float) -> tuple[Ac
     ]
     shown = (part for part in parts if part.share >= _MIN_SHARE)
     return tuple(sorted(shown, key=lambda part: (-part.share, part.name)))
+
+
+def write_summary(run_dir: Path, numbers: Mapping[str, object]) -> None:
+    """Write a run's summary; others see the former one or this one, never half of it.
+
+    Raises:
+        OSError: the folder is gone, or the disk is full.
+    """
+    text = json.dumps(numbers, indent=2) + "\n"
+    write_whole(run_dir / SUMMARY_NAME, text.encode())
+
+
+def ended_summary(run_dir: Path) -> dict[str, Any]:
+    """Return the summary that the end of a run wrote; empty: there is none.
+
+    A start removes the one of the run before it.
+    """
+    try:
+        found = json.loads((run_dir / SUMMARY_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and _OF_AN_END in found else {}

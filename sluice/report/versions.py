@@ -5,11 +5,10 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from sluice import own_version
-from sluice.report.summary_file import ended_summary
+from sluice import installed_version, own_version
+from sluice.report.summary import ended_summary
 
 _PACKAGES = ("torch", "transformers", "vllm", "sglang", "ray", "grpcio", "typer")
 _GIT_S = 5.0
@@ -22,12 +21,8 @@ def software_versions() -> dict[str, str]:
     if commit:
         found["commit"] = commit
     found["python"] = f"{platform.python_version()} ({platform.platform()})"
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    return found | {name: one for name, one in versions.items() if one is not None}
 
 
 def versions_of_run(run_dir: Path) -> Mapping[str, str]:

@@ -50,7 +50,6 @@ class SimulationResult:
         accounts: response tokens of the whole run by what became of them. `pending` is of groups
             that run or wait for a batch; `generated` is counted by the replicas.
         staleness_counts: trained samples by staleness.
-        step_times_s: all times that `step_s` is the mean of.
     """
 
     strategy: str
@@ -75,7 +74,6 @@ class SimulationResult:
     num_samples: int
     accounts: dict[str, float]
     staleness_counts: dict[int, int]
-    step_times_s: tuple[float, ...]
 
 
 def simulate(
@@ -134,7 +132,6 @@ def _result(
         num_samples=loop.num_samples,
         accounts=_accounts(recorder, loop),
         staleness_counts=dict(sorted(recorder.staleness.items())),
-        step_times_s=tuple(float(step) for step in steps_s),
     )
 
 

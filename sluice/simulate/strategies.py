@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sluice.algorithm.sampling.rules import StrategyName
@@ -56,7 +56,6 @@ class Compared:
 def compare(
     settings: SimulationSettings,
     open_workload: OpenWorkload,
-    strategies: Sequence[StrategyName] = tuple(StrategyName),
     on_step: Callable[[int], None] | None = None,
 ) -> tuple[Compared, ...]:
     """Simulate each strategy twice: with the trainer, and with one that takes no time.
@@ -64,14 +63,13 @@ def compare(
     Args:
         settings: of all; ``rounds`` is simulated synchronously (S = 0), as it runs.
         open_workload: the same data set for each.
-        strategies: which, ``rounds`` and ``stream`` among them.
         on_step: called after each step of each simulation.
 
     Raises:
         BatchUnfillableError: the workload is hopeless.
     """
     pairs = {}
-    for name in strategies:
+    for name in StrategyName:
         real = of_strategy(settings, name)
         result = simulate(real, open_workload(), on_step=on_step)
         pairs[name] = (result, simulate_fill_times(real, open_workload(), on_step))

@@ -84,11 +84,6 @@ def archive_files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.stem))
 
 
-def mib(number: int) -> int:
-    """Return the bytes of that many MiB."""
-    return number << 20
-
-
 class SampledTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn of a response.
 

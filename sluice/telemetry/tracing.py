@@ -187,7 +187,7 @@ class Span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end()
+        """Leave its block."""
 
 
 NOTHING = Span()
@@ -315,7 +315,7 @@ class Tracer:
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
         """Begin a span below the current one; `NOTHING` where that one is not recorded."""
-        parent = self.current()
+        parent = _current.get()
         return NOTHING if parent is None else self.child(parent, name, attributes, kind)
 
     def child(
@@ -400,7 +400,7 @@ class Tracer:
 
     def current(self) -> TraceContext | None:
         """Return the current span, recorded or not; ``None``: there is none."""
-        return _current.get() if self.is_on else None
+        return _current.get() if self._recorder is not None else None
 
 
 TRACER = Tracer()

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import ScorerPool, running_scorer_pool
 from services.reward.grading.scorers.program_tests import ProgramTests
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
@@ -19,6 +18,7 @@ from sluice.errors import ConfigError, SandboxUnavailableError
 from sluice.sandbox.choice import limits_of, process_sandbox
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.sandboxes import BUBBLEWRAP, OWN_COMMAND, need_bubblewrap
+from tests.support.scorer_pools import running_scorer_pool, scorer_pool
 
 DOUBLES = json.dumps({"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]})
 SUMS = json.dumps({"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1, 2]"]})
@@ -169,7 +169,7 @@ async def test_the_pool_grades_programs_of_verls_sources_in_the_configured_sandb
 
 async def test_a_pool_with_a_sandbox_that_does_not_work_does_not_start() -> None:
     sandboxes = (SandboxConfig(), SandboxFusionConfig(url="http://127.0.0.1:1/run_code"))
-    pool = ScorerPool(POOL, RULES_ONLY, sandboxes=sandboxes)
+    pool = scorer_pool(POOL, RULES_ONLY, sandboxes=sandboxes)
     with pytest.raises(ConfigError, match="run_code"):
         await pool.start()
     await pool.stop()

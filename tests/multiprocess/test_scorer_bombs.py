@@ -14,10 +14,10 @@ import pytest
 from services.reward.grading import containment
 from services.reward.grading.containment import ProcessKey, cpu_by_mark
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import running_scorer_pool
 from services.reward.grading.scorer_worker import ScorerWorker
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
+from tests.support.scorer_pools import running_scorer_pool
 from tests.support.small_run import is_running
 
 # On an idle machine it is under 2 s; a busy one has to schedule every thread once to end it.

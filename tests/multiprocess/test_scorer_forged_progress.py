@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import running_scorer_pool
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind
+from tests.support.scorer_pools import running_scorer_pool
 
 LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=1.0)
 FORGER = """

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import running_scorer_pool
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind
+from tests.support.scorer_pools import running_scorer_pool
 from tests.support.small_run import is_running
 
 ENDS_WITHIN_S = 30.0
@@ -58,11 +58,15 @@ import asyncio, sys
 from pathlib import Path
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.pool import running_scorer_pool
-from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from sluice.config.schema.reward import (
+    CustomRewardFunctionConfig, RewardConfig, ScorerPoolConfig
+)
+from sluice.config.schema.sandbox import SandboxConfig
 
 async def main():
     custom, limits = CustomRewardFunctionConfig(path=sys.argv[1]), ScorerPoolConfig(num_workers=1)
-    async with running_scorer_pool(limits, custom, run_dir=Path(sys.argv[2])) as pool:
+    reward = RewardConfig(custom_reward_function=custom, scorer_pool=limits)
+    async with running_scorer_pool(reward, SandboxConfig(), Path(sys.argv[2])) as pool:
         await pool.score([ScorerInput("mine", "leaves", "A")])
         print("left", flush=True)
         await asyncio.sleep(1000)

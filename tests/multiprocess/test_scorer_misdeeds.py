@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import running_scorer_pool
 from services.reward.grading.scorers.registry import RULES
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.types import Failed, FailureKind, Scored
+from tests.support.scorer_pools import running_scorer_pool
 
 SCORER = """
 import ctypes, math, os, signal, struct, sys, time

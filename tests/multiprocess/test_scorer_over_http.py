@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import ScorerPool, running_scorer_pool
 from sluice.config.run import RunConfig
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
@@ -26,6 +25,7 @@ from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.reward import try_responses
 from sluice.errors import ConfigError
 from sluice.types import ChatMessage, Failed, FailureKind, Scored
+from tests.support.scorer_pools import running_scorer_pool, scorer_pool
 
 POOL = ScorerPoolConfig(num_workers=1, timeout_s=8.0)
 RULES_ONLY = CustomRewardFunctionConfig()
@@ -216,7 +216,7 @@ async def test_all_attempts_end_before_the_samples_own_limit() -> None:
 
 async def test_impossible_settings_are_known_before_the_first_sample() -> None:
     settings = RewardModelConfig(base_url="judge:8000", model_path="judge")
-    pool = ScorerPool(POOL, RULES_ONLY, None, settings)
+    pool = scorer_pool(POOL, RULES_ONLY, None, settings)
     with pytest.raises(ConfigError, match=r"reward\.reward_model\.base_url = 'judge:8000'"):
         await pool.start()
     await pool.stop()

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import ScorerPool, running_scorer_pool
 from services.reward.grading.scorer_worker import ScorerWorker
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, Scored
 from tests.support.reward_process import own_children
+from tests.support.scorer_pools import running_scorer_pool, scorer_pool
 
 SCORER = """
 import os, subprocess, sys, time
@@ -189,7 +189,7 @@ async def test_a_function_that_ends_its_process_while_loading_is_a_configuration
 ) -> None:
     path = tmp_path / "quits.py"
     path.write_text("import os\nos._exit(5)\n")
-    pool = ScorerPool(ScorerPoolConfig(), CustomRewardFunctionConfig(path=str(path)))
+    pool = scorer_pool(ScorerPoolConfig(), CustomRewardFunctionConfig(path=str(path)))
     with pytest.raises(ConfigError, match=r"quits\.py ended with code 5"):
         await pool.start()
     await pool.stop()
@@ -222,7 +222,7 @@ async def test_routes_lead_any_data_source_to_a_built_in_scorer() -> None:
 
 
 async def test_a_route_to_no_scorer_is_known_before_the_first_sample() -> None:
-    pool = ScorerPool(LIMITS, CustomRewardFunctionConfig(), {"mine": "gsm"})
+    pool = scorer_pool(LIMITS, CustomRewardFunctionConfig(), {"mine": "gsm"})
     with pytest.raises(ConfigError, match="no scorer is called 'gsm'"):
         await pool.start()
     await pool.stop()

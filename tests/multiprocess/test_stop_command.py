@@ -110,13 +110,13 @@ def test_replicas_start_and_drain_while_a_run_continues_and_it_stops_with_a_chec
     with running(small_assets, run_dir) as process:
         assert asyncio.run(serving_after_step(process, run_dir, 1)) == ["rollout-0"]
         assert is_healthy(launcher_of(run_dir).address)
-        up = sluice("scale", "rollout", "3", "--run-dir", str(run_dir))
+        up = sluice("scale", "rollout", "3", "--run", str(run_dir))
         assert (up.returncode, up.stderr) == (0, "")
         assert "starting rollout-1, rollout-2" in up.stdout
         assert up.stdout.endswith("done: 3 replicas\n")
         three = asyncio.run(serving_after_step(process, run_dir, 2))
         assert three == ["rollout-0", "rollout-1", "rollout-2"]
-        down = sluice("scale", "rollout", "1", "--run-dir", str(run_dir))
+        down = sluice("scale", "rollout", "1", "--run", str(run_dir))
         assert (down.returncode, down.stderr) == (0, "")
         assert "draining rollout-2, rollout-1" in down.stdout
         assert len([line for line in processes_naming(run_dir) if "rollout-" in line]) == 1

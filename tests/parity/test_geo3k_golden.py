@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.grading.scorers.geo3k import compute_score
-from services.reward.grading.scorers.math_answer import same_value
+from services.reward.grading.scorers.geo3k import compute_score, same_value
 from services.reward.grading.scorers.math_expression import NotAnExpressionError, tokens, value
 
 SCORES = [

@@ -14,10 +14,11 @@ from services.reward.episodes.drivers import EpisodeDrivers
 from services.reward.generation.request import GenerateEvent, GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.scorers.math_dapo import compute_score
-from services.reward.prompts.submissions import Submission, SubmissionSession
+from services.reward.prompts.submissions import SubmissionSession
 from sluice.algorithm.routing import AnnouncedReplica, ReplicaUse
 from sluice.config.run import RunConfig
-from sluice.types import ChatMessage, Failed, ReplicaInfo, Rollout, Scored, TokenIds, TrainBatch
+from sluice.types import Failed, ReplicaInfo, Rollout, Scored, TokenIds, TrainBatch
+from tests.support.client_prompt import client_prompt
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
 
 
@@ -112,8 +113,7 @@ def submit(app: RewardApp, contents: Sequence[str], first: int = 0) -> Submissio
     """Submit prompts ``p<first>``, ... whose reference answer is 1."""
     session = SubmissionSession()
     for number, content in enumerate(contents, first):
-        message = ChatMessage("user", content)
-        app.submissions.submit(Submission(f"p{number}", (message,), "math_dapo", "1", {}), session)
+        app.submissions.submit(client_prompt(content, f"p{number}"), session)
     return session
 
 

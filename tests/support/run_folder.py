@@ -102,7 +102,13 @@ def run_folder(
 def write_examples(folder: Path, step: int, *outputs: str) -> None:
     """Example responses to the prompts ``p0``, ``p1``, ... of one validation."""
     rows = [
-        {"input": f"p{i}", "output": output, "gts": str(i), "score": 1.0 if i else -1.0}
+        {
+            "input": f"p{i}",
+            "output": output,
+            "gts": str(i),
+            "score": 1.0 if i else -1.0,
+            "step": step,
+        }
         for i, output in enumerate(outputs)
     ]
     write_rows(folder / "validation" / f"{step}.jsonl", rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sluice.evaluation.results import write_results
+from sluice.evaluation.results import Results, write_results
 from sluice.evaluation.stored_responses import FOLDER_NAME
 
 
@@ -59,7 +59,5 @@ def evaluation(folder: Path, prompts: Sequence[Mapping[str, Any]], benchmark: st
     """Write the folder of an evaluation that ended, and return it."""
     store(folder, prompts, benchmark)
     most = max(len(one["samples"]) for one in prompts)
-    write_results(
-        folder, model="models/a", sampling={"top_p": 0.7}, samples_per_prompt=most, seconds=1.5
-    )
+    write_results(folder, Results("models/a", {"top_p": 0.7}, most, 1.5, {}))
     return folder

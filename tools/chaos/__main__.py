@@ -238,20 +238,24 @@ async def _go(
 ) -> tuple[Times, str]:
     """Run start, calm, faults, quiet; return why the run did not continue after the faults."""
     replicas = REPLICAS + (not isinstance(injector.cable, str))
-    await run.until(
-        "the first steps",
-        lambda: observer.last_step >= 2 and observer.serving >= replicas,
-        _START_S,
-    )
+
+    async def has_started() -> bool:
+        return observer.last_step >= 2 and observer.serving >= replicas
+
+    await run.until("the first steps", has_started, _START_S)
     began_s, failure = time.monotonic(), ""
     say(f"step {observer.last_step}: {calm_s:g} s of calm")
     await asyncio.sleep(calm_s)
     faults_s = time.monotonic()
     await inject()
     before = len(observer.steps_s)
+
+    async def has_continued() -> bool:
+        return len(observer.steps_s) > before
+
     try:
         await injector.set_replicas(REPLICAS)
-        await run.until("a step after all faults", lambda: len(observer.steps_s) > before, _STEP_S)
+        await run.until("a step after all faults", has_continued, _STEP_S)
         await asyncio.sleep(quiet_s)
     except (PhaseError, SluiceError) as error:
         failure = str(error)

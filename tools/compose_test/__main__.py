@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tools.commands import CommandError, free_port
-from tools.compose_test.base_image import NoBaseImageError
 from tools.compose_test.engine import NoEngineError, engine
 from tools.compose_test.images import build, check_reward_image, remove_images
 from tools.compose_test.overlays import SERVICES, WANTED_ANSWERS, page_answers
@@ -28,7 +27,7 @@ from tools.compose_test.scenario import Scenario
 from tools.phases import PhaseError, Phases, conclude, conclude_without, say, tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-_FAILURES = (CommandError, NoBaseImageError, PhaseError)
+_FAILURES = (CommandError, PhaseError)
 # Of the range for benchmarks, so that it is no network that a machine is in; and not the one of a
 # test before, which may have been killed and left it.
 _SUBNET, _OVERLAYS_SUBNET = (f"198.{net}.{os.getpid() % 256}.0/24" for net in (18, 19))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from tools.compose_test.project import ContainerState, Project
-from tools.compose_test.run_record import RunRecord, read_metrics
 from tools.phases import PhaseError, Phases, until
 
 RUN = "/runs/run"
@@ -18,6 +18,40 @@ RUN = "/runs/run"
 TARGET_ACCURACY = 0.88
 _INTERVAL_S = 2.0
 _KILLED = 137
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run has written so far.
+
+    `replicas` are those that served, step by step; `accuracy` is the last held-out accuracy.
+    """
+
+    step: int
+    replicas: tuple[int, ...]
+    accuracy: float | None
+
+
+def _read_metrics(file: Path) -> RunRecord:
+    """Read metrics.jsonl; a line that is being written is passed over."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    rows = [json.loads(line) for line in text.split("\n")[:-1]]
+    steps = [row for row in rows if "training/global_step" in row]
+    found = [value for row in rows if (value := _accuracy(row)) is not None]
+    return RunRecord(
+        int(steps[-1]["step"]) if steps else 0,
+        tuple(int(row.get("rollout/replicas") or 0) for row in steps),
+        found[-1] if found else None,
+    )
+
+
+def _accuracy(row: Mapping[str, float | None]) -> float | None:
+    values = [
+        value
+        for name, value in row.items()
+        if name.startswith("val-core/") and "/acc/mean@" in name and value is not None
+    ]
+    return fmean(values) if values else None
 
 
 @dataclass(slots=True)
@@ -134,7 +168,7 @@ class Scenario:
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "metrics.jsonl"
             self._project.copy_out(f"{RUN}/metrics.jsonl", file)
-            return read_metrics(file)
+            return _read_metrics(file)
 
     def _is_back(self, container: str, before: ContainerState) -> bool:
         state = self._project.containers().get(container)

@@ -6,16 +6,29 @@ The last line printed is one JSON object: `howtos_tried`, `wheel_ok`, `phases` a
 from __future__ import annotations
 
 import argparse
+import random
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
+from sluice.quickstart.tokenizer import save_tokenizer, train_on_texts
 from tools.commands import CommandError, output_of
 from tools.first_hour.howtos import tried_pages, typed_command
-from tools.first_hour.world import build
 from tools.phases import Phases, conclude, tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
+_MODEL = "models/tiny"
+_REWARD = '''def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Return the share of digits among the response's characters."""
+    digits = sum(character.isdigit() for character in solution_str)
+    share = digits / max(len(solution_str), 1)
+    return {"score": share, "acc": float(share > 0.1)}
+'''
 _PIP_S = 900.0
 _STEPS = 7  # of the run whose folder the how-tos read
 
@@ -30,7 +43,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="first-hour-") as name:
         user = Path(name) / "user"
         user.mkdir()
-        build(user)
+        _build(user)
         with phases.phase("a run"):
             steps = f"trainer.total_training_steps={_STEPS}"
             code, output = typed_command(
@@ -54,6 +67,31 @@ def main() -> int:
         "phases": phases.seconds,
     }
     return conclude(report, problems)
+
+
+def _build(folder: Path) -> None:
+    """Write everything that the trial needs into a folder."""
+    tokenizer = train_on_texts(str(each["prompt"]) for each in _rows(100))
+    save_model(make_model(tokenizer, seed=0), folder / _MODEL)
+    save_tokenizer(tokenizer, folder / _MODEL, MAX_POSITIONS)
+    pq.write_table(pa.Table.from_pylist(_rows(560)), folder / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(_rows(40, seed=1)), folder / "test.parquet")
+    shutil.copyfile(Path(__file__).with_name("run.yaml"), folder / "run.yaml")
+    (folder / "my_reward.py").write_text(_REWARD, encoding="utf-8")
+
+
+def _rows(count: int, seed: int = 0) -> list[dict[str, object]]:
+    """Return rows that ask for sums."""
+    chosen = random.Random(seed)
+    pairs = [(chosen.randint(0, 99), chosen.randint(0, 99)) for _ in range(count)]
+    return [
+        {
+            "data_source": "my/add",
+            "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
+            "reward_model": {"ground_truth": str(a + b)},
+        }
+        for a, b in pairs
+    ]
 
 
 def _try_wheel(folder: Path) -> None:

@@ -6,7 +6,6 @@ import copy
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -51,25 +50,6 @@ _OTHERS: tuple[object, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FrontAnswer:
-    """How the front answered.
-
-    Args:
-        path: of the request, without its lease.
-        code: ``HTTP`` and the status, or what came in place of an answer.
-        text: of the answer.
-        sent: the body.
-        is_defect: no request may be answered so, whatever it holds.
-    """
-
-    path: str
-    code: str
-    text: str
-    sent: bytes
-    is_defect: bool
-
-
 class FrontTraffic:
     """Makes one request at a time.
 
@@ -81,9 +61,14 @@ class FrontTraffic:
     def __init__(self, session: aiohttp.ClientSession, rng: random.Random) -> None:
         self._session, self._rng = session, rng
 
-    async def send(self, leases: Sequence[str]) -> FrontAnswer:
+    async def send(self, leases: Sequence[str]) -> tuple[str, str, str, bytes]:
         """Send a request, as a rule for one of these leases; an answer that does not come, or
-        breaks off, is one too."""
+        breaks off, is one too.
+
+        Returns:
+            the path without its lease; ``HTTP`` and the status, or what came in place of an answer;
+            the text of the answer; the body that was sent.
+        """
         rng = self._rng
         path = rng.choice((CHAT, CHAT, END))
         lease = rng.choice(leases) if leases and rng.random() < 0.8 else nasty_text(rng)[:200]
@@ -92,17 +77,14 @@ class FrontTraffic:
         target = path.replace("LEASE", name if name.strip(".") else "fuzz")
         try:
             async with self._session.post(target, data=sent) as answer:
-                text = await answer.text()
+                text, code = await answer.text(), f"HTTP {answer.status}"
         except TimeoutError:
-            return FrontAnswer(path, "HTTP late", "", sent, is_defect=False)
+            text, code = "", "HTTP late"
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            text, code = repr(error), "HTTP disconnected"
         except aiohttp.ClientError as error:
-            is_broken = isinstance(
-                error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError
-            )
-            code = "HTTP disconnected" if is_broken else "HTTP unreadable"
-            return FrontAnswer(path, code, repr(error), sent, is_defect=is_broken)
-        code = f"HTTP {answer.status}"
-        return FrontAnswer(path, code, text, sent, is_defect=answer.status == 500)
+            text, code = repr(error), "HTTP unreadable"
+        return path, code, text, sent
 
     def _body(self, path: str) -> bytes:
         rng = self._rng

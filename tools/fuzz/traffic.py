@@ -33,8 +33,11 @@ _PROCESS_OF: tuple[tuple[FileDescriptor, str], ...] = (
 )
 # The trainer serves it at a new port while replicas join; tests/unit/weights has its strangers.
 _AT_NO_FIXED_ADDRESS = {"RendezvousService", "SendingRankService"}
-# No request may be answered with these codes, whatever it holds.
-_DEFECTS = ("UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "DATA_LOSS")
+# No request may be answered so, whatever it holds.
+_DEFECTS = (
+    *("UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "DATA_LOSS"),
+    *("HTTP 500", "HTTP disconnected"),
+)
 _MAX_EXAMPLES = 20
 # Calls that do work for every valid request: a few are enough.
 _SHARES = {"SaveCheckpoint": 0.002, "Evaluate": 0.06, "AnnouncePolicy": 0.1, "JoinGroup": 0.3}
@@ -137,7 +140,7 @@ class Traffic:
         async def caller() -> None:
             for _ in left:
                 if self._rng.random() < _FRONT_SHARE:
-                    await self._make_at_front()
+                    self._note(*await self._front.send(self._leases))
                 else:
                     await self._make(self._choose())
 
@@ -177,10 +180,6 @@ class Traffic:
         found: Message = message
         return found
 
-    async def _make_at_front(self) -> None:
-        answer = await self._front.send(self._leases)
-        self._note(answer.path, answer.code, answer.text, answer.sent, is_defect=answer.is_defect)
-
     async def _make(self, attack: _Attack) -> None:
         code, details = "OK", ""
         try:
@@ -198,15 +197,15 @@ class Traffic:
                 raise
             code = "CALLER_FAILED"  # by gRPC, which ends a broken call of its own in this way
         sent = b"".join(attack.messages)
-        self._note(attack.method.name, code, details, sent, is_defect=code in _DEFECTS)
+        self._note(attack.method.name, code, details, sent)
 
-    def _note(self, name: str, code: str, details: str, sent: bytes, *, is_defect: bool) -> None:
+    def _note(self, name: str, code: str, details: str, sent: bytes) -> None:
         self.codes[code] += 1
         self.by_method[name] += 1
         if name == "TrainerService/Pause" and code in ("OK", "LEFT", "DEADLINE_EXCEEDED"):
             with suppress(DecodeError):
                 self.holders.add(trainer_pb2.PauseRequest.FromString(sent).holder)
-        if is_defect:
+        if code in _DEFECTS:
             self.crashes += 1
             if len(self.examples) < _MAX_EXAMPLES:
                 self.examples.append(f"{name}: {code}: {details[:200]}: {sent[:120].hex()}")

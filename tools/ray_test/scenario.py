@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,7 @@ FROM_NODES = (
 )
 # Trainer and reward service stay on the head, so that each other node may be lost.
 PLACES = ("trainer=head:1", "reward=head:1", "rollout=NPU:1")
-_POLL_S, _GONE_S, _END_S, _SCALE_S = 0.5, 60.0, 600.0, 300.0
+_GONE_S, _END_S, _SCALE_S = 60.0, 600.0, 300.0
 _TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "sluice.rollout.replicas=1")
 # Of a replica that serves: its process and its node.
 Serving = tuple[int, str]
@@ -157,7 +156,7 @@ class Scenario:
             async def is_back() -> bool:
                 return (await run.processes()).get("trainer", before).pid != before.pid
 
-            await self._until(run, "the trainer started again", is_back)
+            await run.until("the trainer started again", is_back, self._patience_s)
             await self._served(run, 2)
         self.outcome.recovered.append("trainer")
 
@@ -166,7 +165,7 @@ class Scenario:
         with self._phases.phase(f"scale to {replicas}"):
             await asyncio.to_thread(
                 output_of,
-                *(*SLUICE, "scale", "rollout", str(replicas), "--run-dir", str(run.run_dir)),
+                *(*SLUICE, "scale", "rollout", str(replicas), "--run", str(run.run_dir)),
                 timeout_s=_SCALE_S,
                 environment=self._cluster.environment,
             )
@@ -220,7 +219,7 @@ class Scenario:
             steps = read_progress(run.run_dir).steps[before:]
             return any(row.get("rollout/replicas") == replicas for row in steps)
 
-        await self._until(run, f"a step served by {replicas} replicas", is_served)
+        await run.until(f"a step served by {replicas} replicas", is_served, self._patience_s)
 
     async def _until_serving(
         self, run: LaunchedRun, what: str, holds: Callable[[Mapping[str, Serving]], bool]
@@ -228,15 +227,7 @@ class Scenario:
         async def now_holds() -> bool:
             return holds(await _serving(run))
 
-        await self._until(run, what, now_holds)
-
-    async def _until(
-        self, run: LaunchedRun, what: str, holds: Callable[[], Awaitable[bool]]
-    ) -> None:
-        ends_s = time.monotonic() + self._patience_s
-        while not await holds():
-            run.check(what, ends_s)
-            await asyncio.sleep(_POLL_S)
+        await run.until(what, now_holds, self._patience_s)
 
 
 async def _serving(run: LaunchedRun) -> dict[str, Serving]:

@@ -106,7 +106,7 @@ class ServedEnvironments:
         max_message_bytes: int,
         credentials: Credentials = OPEN,
     ) -> None:
-        self._servers, self._call_timeout_s = servers, call_timeout_s
+        self._servers, self.call_timeout_s = servers, call_timeout_s
         self._encrypted = ChannelPool(max_message_bytes, credentials.to_strangers())
         self._plain = ChannelPool(max_message_bytes, credentials=OPEN)
         self._tasks = asyncio.TaskGroup()
@@ -134,11 +134,6 @@ class ServedEnvironments:
         address = self._servers.address_for(episode_id)
         bare = address.removeprefix(_TLS)
         return Server(bare, self._plain if bare == address else self._encrypted)
-
-    @property
-    def call_timeout_s(self) -> float:
-        """Seconds of one call."""
-        return self._call_timeout_s
 
 
 class ServedEpisode:

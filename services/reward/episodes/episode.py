@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,7 +23,12 @@ from services.reward.episodes.drivers import (
 )
 from services.reward.episodes.leases import LeasedEpisode
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.request import GroupFailedError, GroupRequest, TurnRequest
+from services.reward.generation.request import (
+    GroupFailedError,
+    GroupOverError,
+    GroupRequest,
+    TurnRequest,
+)
 from services.reward.generation.stream import CollectedSamples
 from services.reward.ledger.leases import CommittedTurn
 from sluice.algorithm.episode_rules import (
@@ -60,6 +65,8 @@ QUEUE, MODEL, ENVIRONMENT = "queue", "model", "environment"
 """Parts of a turn's seconds."""
 READ_TEXT = "plain"
 """How answers are read where the policy has no tools."""
+MAX_TOOL_NAMES = 256
+"""Each has a metric; calls of further tools count as calls of unknown ones."""
 CONTINUES_NONE = (
     "a conversation continues none of the sample's answers; an agent that appends to its history, "
     "and offers the same tools with each request, avoids this"
@@ -70,10 +77,6 @@ TEMPLATE_REWRITES = (
 """Why turns begin new roots."""
 
 ResultT = TypeVar("ResultT")
-
-
-class _GroupOverError(Exception):
-    """The group has used its time or its tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,17 +110,40 @@ FirstTurn = Callable[[int, Sequence[ChatMessage], Sequence[Tool]], Awaitable[Ans
 """Samples the first turn of a sample, perhaps together with others'."""
 
 
-class EpisodeNotes(Protocol):
-    """Where the run counts what happens in episodes."""
+class EpisodeNotes:
+    """What happens in the episodes of a run.
+
+    Attributes:
+        num_rewritten: later turns that began a new root.
+        tool_names: of tools that environments have offered, the first `MAX_TOOL_NAMES`.
+    """
+
+    def __init__(self) -> None:
+        self.num_rewritten = 0
+        self.tool_names: set[str] = set()
+        self._warned: set[str] = set()
 
     def offered(self, tools: Sequence[Tool]) -> None:
         """Note tools that an environment offers."""
-        ...
+        for tool in tools[: MAX_TOOL_NAMES - len(self.tool_names)]:
+            self.tool_names.add(tool.name)
 
     def rewritten(self, reason: str, detail: str = "") -> None:
-        """Note a later turn that continues no earlier one: `CONTINUES_NONE` or
-        `TEMPLATE_REWRITES`."""
-        ...
+        """Note a later turn that continues no earlier one; warn of the first with a reason.
+
+        Args:
+            reason: `CONTINUES_NONE` or `TEMPLATE_REWRITES`.
+            detail: further words for the warning.
+        """
+        self.num_rewritten += 1
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning(
+                "turns begin new roots, which are trained apart, and whose history is read again "
+                "each time: %s%s",
+                reason,
+                f" ({detail})" if detail else "",
+            )
 
 
 class Episode:
@@ -175,7 +201,7 @@ class Episode:
                 return rollout
         except EpisodeFailedError as error:
             return self._failed(self._failure, str(error))
-        except _GroupOverError:
+        except GroupOverError:
             detail = f"its group was over while {self._phase}"
             return self._failed(FailureKind.ABORTED, detail)
         except TimeoutError:
@@ -415,21 +441,9 @@ class Episode:
 
     async def _called(self, phase: str, call: Awaitable[ResultT]) -> ResultT:
         """Wait for the environment, at most until the group is over."""
-        self._phase, progress = phase, self._request.progress
-        try:
-            async with asyncio.timeout_at(progress.over_at) as scope:
-
-                def reschedule() -> None:
-                    if not scope.expired():
-                        scope.reschedule(progress.over_at)
-
-                with progress.observed(reschedule):
-                    return await call
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            progress.end()
-            raise _GroupOverError from None
+        self._phase = phase
+        async with self._request.progress.bounded():
+            return await call
 
 
 def unreadable(error: GroupFailedError) -> EpisodeFailedError:

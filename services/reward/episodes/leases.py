@@ -119,6 +119,7 @@ class LeasedEpisode:
     Attributes:
         lease_id: secret.
         limit: that the sample has reached; ``None``: it takes further requests.
+        posted_end: how its program ended it; ``None``: it has not.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class LeasedEpisode:
         self._waiting: deque[_Asked] = deque()
         self._answering: _Asked | None = None
         self._reply: Reply | None = None
-        self._end: PostedEnd | None = None
+        self.posted_end: PostedEnd | None = None
         self.limit: EpisodeEnd | None = None
         self._recalled: tuple[CommittedTurn, ...] = ()
         self._num_turns = 0
@@ -145,7 +146,7 @@ class LeasedEpisode:
     def _restore(self, record: LeaseRecord) -> None:
         self._holder = self._desk.holder(record.holder, record.keep_alive_s)
         self._is_taken.set()
-        self._end, self.limit = record.end, record.limit
+        self.posted_end, self.limit = record.end, record.limit
         self._recalled = tuple(record.turns.values())
         for digest, turn in record.turns.items():
             self._results[digest] = result = asyncio.get_running_loop().create_future()
@@ -163,11 +164,6 @@ class LeasedEpisode:
         """Whether a group plays it now."""
         return self._task is not None
 
-    @property
-    def posted_end(self) -> PostedEnd | None:
-        """How its program ended it; ``None``: it has not."""
-        return self._end
-
     def begin(self, task: EpisodeTask) -> None:
         """Play it."""
         self._task = task
@@ -175,14 +171,14 @@ class LeasedEpisode:
     @property
     def has_lapsed(self) -> bool:
         """Whether it expired while no group played it."""
-        return not self.is_played and self._end is None and time.time() >= self._expires_s
+        return not self.is_played and self.posted_end is None and time.time() >= self._expires_s
 
     def seconds_left(self) -> float:
         """Return the seconds until a taken sample expires.
 
         One whose end was posted expires no more; it has as many as a new one.
         """
-        if self._end is not None:
+        if self.posted_end is not None:
             return self.task.timeout_s
         return max(0.0, self._expires_s - time.time())
 
@@ -264,9 +260,9 @@ class LeasedEpisode:
     async def close(self) -> Scored | None:
         """Return the posted reward; of a sample at one of its limits, wait until it is posted."""
         with waiting_for(_AGENT, "ending its sample"):
-            while self._end is None:
+            while self.posted_end is None:
                 await self._change()
-        end = self._end
+        end = self.posted_end
         self._desk.forget(self)
         return None if end.reward is None else Scored(end.reward, end.reward, {"acc": end.reward})
 
@@ -308,7 +304,7 @@ class LeasedEpisode:
         """
         answered = self._results.get(digest)
         if answered is None:
-            if self._end is not None:
+            if self.posted_end is not None:
                 raise LeaseEndedError("lease: its end was posted; take another lease")
             if self.limit is not None:
                 raise _at_limit()
@@ -335,7 +331,7 @@ class LeasedEpisode:
 
     def end(self, end: PostedEnd) -> None:
         """Note the program's end."""
-        self._end = end
+        self.posted_end = end
         if self._is_kept:
             self._store.ended(self.lease_id, end)
         self.refuse(LeaseEndedError("lease: its end was posted"))
@@ -351,13 +347,13 @@ class LeasedEpisode:
     async def _next(self) -> _Asked | None:
         """Return the next request; ``None``: the program has ended."""
         with waiting_for(_AGENT, "asking for an answer"):
-            while not self._waiting and self._end is None:
+            while not self._waiting and self.posted_end is None:
                 await self._change()
-        if self._end is None:
+        if self.posted_end is None:
             self._answering = self._waiting.popleft()
             return self._answering
-        if self._end.failure:
-            raise EpisodeFailedError(self._end.failure)
+        if self.posted_end.failure:
+            raise EpisodeFailedError(self.posted_end.failure)
         return None
 
     async def _change(self) -> None:

@@ -11,13 +11,18 @@ call closes its episodes, each within `drivers.ABANDON_S`.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from services.reward.episodes.drivers import EpisodeDrivers, EpisodeTask
-from services.reward.episodes.episode import READ_TEXT, AnsweredTurn, Episode, unreadable
+from services.reward.episodes.episode import (
+    READ_TEXT,
+    AnsweredTurn,
+    Episode,
+    EpisodeNotes,
+    unreadable,
+)
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import (
     GroupFailedError,
@@ -30,7 +35,6 @@ from services.reward.generation.request import (
 )
 from services.reward.generation.stream import CollectedSamples
 from sluice.algorithm.episode_rules import EpisodeRules, environment_of, same_prompt_key
-from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.types import (
     ChatMessage,
     Failed,
@@ -40,11 +44,6 @@ from sluice.types import (
     RolloutGroup,
     Tool,
 )
-
-MAX_TOOL_NAMES = 256
-"""Each has a metric; calls of further tools count as calls of unknown ones."""
-
-logger = logging.getLogger(__name__)
 
 
 class EpisodeGenerator:
@@ -60,8 +59,7 @@ class EpisodeGenerator:
         seed: of the run; environments get one that depends on it and on the prompt.
 
     Attributes:
-        num_rewritten: later turns that began a new root.
-        tool_names: of tools that environments have offered, the first `MAX_TOOL_NAMES`.
+        notes: what happens in the episodes.
     """
 
     def __init__(
@@ -77,14 +75,7 @@ class EpisodeGenerator:
         self._dispatcher, self._drivers = dispatcher, drivers
         self._limits, self._by_default, self._seed = limits, by_default, seed
         self._are_leased = are_leased
-        self.num_rewritten = 0
-        self._warned: set[str] = set()
-        self.tool_names: set[str] = set()
-
-    @property
-    def rules(self) -> StragglerRules:
-        """When streams and groups are given up."""
-        return self._dispatcher.rules
+        self.notes = EpisodeNotes()
 
     def may_validate(self, version: int) -> bool:
         """Return whether a replica, busy or paused, serves validations of `version`."""
@@ -174,25 +165,8 @@ class EpisodeGenerator:
             self._limits,
             self._drivers.begin(task),
             self._dispatcher,
-            self,
+            self.notes,
         )
-
-    def offered(self, tools: Sequence[Tool]) -> None:
-        """Note tools that an environment offers."""
-        for tool in tools[: MAX_TOOL_NAMES - len(self.tool_names)]:
-            self.tool_names.add(tool.name)
-
-    def rewritten(self, reason: str, detail: str = "") -> None:
-        """Count a later turn that begins a new root; warn of the first with a reason."""
-        self.num_rewritten += 1
-        if reason not in self._warned:
-            self._warned.add(reason)
-            logger.warning(
-                "turns begin new roots, which are trained apart, and whose history is read again "
-                "each time: %s%s",
-                reason,
-                f" ({detail})" if detail else "",
-            )
 
 
 async def _play(

@@ -15,22 +15,24 @@ import asyncio
 import logging
 import math
 import time
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from services.reward.generation.request import (
     GenerateEvent,
     GenerationClient,
     GroupFailedError,
+    GroupOverError,
     GroupRequest,
     OverlongPromptError,
     Purpose,
     SampleCallback,
     SampleGenerator,
     decisive_error,
-    first_samples,
     for_prompt,
 )
 from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
@@ -58,7 +60,7 @@ from sluice.errors import (
 )
 from sluice.safe_text import printable
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
-from sluice.types import FailureKind, Rollout, RolloutGroup, SamplingParams
+from sluice.types import Failed, FailureKind, Rollout, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -80,27 +82,20 @@ class ReplicaQueue:
     Args:
         slack: most sequences in flight per slot.
         on_capacity: called when there may be capacity for more.
+
+    Attributes:
+        fleet: the announced replicas, and what of their capacity is taken.
     """
 
     def __init__(self, slack: float, on_capacity: Callable[[], None]) -> None:
-        self._fleet = ReplicaRouter(slack)
+        self.fleet = ReplicaRouter(slack)
         self._on_capacity = on_capacity
         self._waiters: list[_QueuedGroup] = []
-
-    @property
-    def replicas(self) -> tuple[AnnouncedReplica, ...]:
-        """The announced replicas."""
-        return self._fleet.announced
 
     @property
     def num_waiting(self) -> int:
         """Groups without a replica."""
         return len(self._waiters)
-
-    @property
-    def num_slots_in_use(self) -> int:
-        """Slots with a sequence of ours in them; see `ReplicaRouter`."""
-        return self._fleet.num_slots_in_use
 
     def num_free_sequences(self, lowest_version: int, group_size: int = 1) -> int:
         """Return how many sequences could start now, less those that wait for a replica already.
@@ -108,7 +103,7 @@ class ReplicaQueue:
         A validation that only held replicas may sample takes nothing from training. An idle
         replica counts as at least a group of `group_size` sequences.
         """
-        free = self._fleet.num_free(lowest_version, time.monotonic(), group_size)
+        free = self.fleet.num_free(lowest_version, time.monotonic(), group_size)
         if not self._waiters:
             return free
         training = ReplicaRequirement(1, lowest_version)
@@ -116,13 +111,13 @@ class ReplicaQueue:
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Replace the fleet; members that are gone are marked as removed."""
-        self._fleet.announce(replicas)
+        self.fleet.announce(replicas)
         self._capacity_changed()
 
     def may_validate(self, version: int) -> bool:
         """Return whether a replica, busy or paused, serves validations of `version`."""
         wanted = ReplicaRequirement(1, version, version)
-        return any(wanted.takes(offer) for offer in self._fleet.offers)
+        return any(wanted.takes(offer) for offer in self.fleet.offers)
 
     async def reserve(self, wanted: ReplicaRequirement, rank: tuple[bool, int]) -> Reservation:
         """Reserve capacity on a replica; the caller gives it back. The lowest `rank` is first.
@@ -132,15 +127,14 @@ class ReplicaQueue:
         """
         reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         waiter = _QueuedGroup(rank, wanted, reserved)
-        self._waiters.append(waiter)
-        self._waiters.sort(key=lambda other: other.rank)
+        insort(self._waiters, waiter, key=attrgetter("rank"))
         self._serve()
         try:
             with waiting_for("rollout fleet", "freeing capacity for a group"):
                 return await reserved
         except asyncio.CancelledError:
             if reserved.done() and not reserved.cancelled() and not reserved.exception():
-                self._fleet.give_back(reserved.result())
+                self.fleet.give_back(reserved.result())
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
             self._capacity_changed()
@@ -148,24 +142,19 @@ class ReplicaQueue:
 
     def give_back(self, reservation: Reservation) -> None:
         """Release the capacity that is left of a reservation."""
-        self._fleet.give_back(reservation)
+        self.fleet.give_back(reservation)
         self._capacity_changed()
 
     def answered(self, member: RoutedReplica) -> None:
-        """Note that a replica works, which ends its probation."""
-        if member.on_probation:
-            self._fleet.answered(member)
-            self._capacity_changed()
+        """Note that a replica on probation works, which ends it."""
+        self.fleet.answered(member)
+        self._capacity_changed()
 
     def sequences_ended(self, reservation: Reservation, count: int) -> None:
         """Give back the capacity of finished sequences."""
         for _ in range(count):
-            self._fleet.sequence_ended(reservation)
+            self.fleet.sequence_ended(reservation)
         self._capacity_changed()
-
-    def context_ended(self, num_tokens: int) -> None:
-        """Note the tokens of a finished sequence, prompt included; see `ReplicaRouter`."""
-        self._fleet.context_ended(num_tokens)
 
     def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
         """Return whether another replica than `member` would take the group at once."""
@@ -174,13 +163,13 @@ class ReplicaQueue:
         # Paused for the time of this question, so that the router looks past it.
         paused_until, member.paused_until = member.paused_until, math.inf
         try:
-            return self._fleet.choose(wanted, time.monotonic()) is not None
+            return self.fleet.choose(wanted, time.monotonic()) is not None
         finally:
             member.paused_until = paused_until
 
     def _rivals(self, wanted: ReplicaRequirement) -> Iterator[_QueuedGroup]:
         """Yield the groups that wait for a replica that would do for `wanted`, too."""
-        offers = [offer for offer in self._fleet.offers if wanted.takes(offer)]
+        offers = [offer for offer in self.fleet.offers if wanted.takes(offer)]
         for waiter in self._waiters:
             if any(waiter.wanted.takes(offer) for offer in offers):
                 yield waiter
@@ -188,7 +177,7 @@ class ReplicaQueue:
     def pause(self, member: RoutedReplica) -> None:
         """Avoid a replica that failed, until the next announcement or the end of a pause."""
         now = time.monotonic()
-        until = self._fleet.failed(member, now)
+        until = self.fleet.failed(member, now)
         asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
 
     def _capacity_changed(self) -> None:
@@ -200,15 +189,15 @@ class ReplicaQueue:
 
         A group is served before an earlier one only by a replica that the earlier one cannot use.
         """
-        now, offers = time.monotonic(), self._fleet.offers
+        now, offers = time.monotonic(), self.fleet.offers
         still_waiting: list[_QueuedGroup] = []
         taken: set[Offer] = set()
         for waiter in self._waiters:
             wanted = waiter.wanted
             is_served = len(taken) < len(offers) and not waiter.reserved.done()
-            member = self._fleet.choose(wanted, now, taken) if is_served else None
+            member = self.fleet.choose(wanted, now, taken) if is_served else None
             if member is not None:
-                waiter.reserved.set_result(self._fleet.reservation(member, wanted.num_sequences))
+                waiter.reserved.set_result(self.fleet.reservation(member, wanted.num_sequences))
                 continue
             taken.update(offer for offer in offers if wanted.takes(offer))
             if not waiter.reserved.done() and wanted.came_too_late(offers):
@@ -311,15 +300,19 @@ class GroupDispatcher:
             SequenceTooLongError: the turn's prompt leaves no token to sample.
         """
         request, progress = collected.request, collected.request.progress
+        rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
         failures: list[str] = []
         while (missing := collected.missing) and not progress.check(_now()):
             partials = collected.partials()
             collected.note_version()
             queued_since = _now()
-            reservation = await self._reserved(request, len(missing))
-            collected.queued_s += _now() - queued_since
-            if reservation is None:
+            try:
+                async with progress.bounded():
+                    reservation = await self._queue.reserve(request.requirement(len(missing)), rank)
+            except GroupOverError:
                 break
+            finally:
+                collected.queued_s += _now() - queued_since
             try:
                 failure = await self._attempt(reservation, collected, partials)
             finally:
@@ -330,23 +323,6 @@ class GroupDispatcher:
                 end_without_missing(collected, failures)
         if collected.missing:
             end_early(collected)
-
-    async def _reserved(self, request: GroupRequest, num_sequences: int) -> Reservation | None:
-        """Reserve capacity on a replica; ``None``: the group was over before."""
-        progress = request.progress
-        rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
-        try:
-            async with asyncio.timeout_at(progress.over_at) as scope:
-
-                def reschedule() -> None:
-                    if not scope.expired():
-                        scope.reschedule(progress.over_at)
-
-                with progress.observed(reschedule):
-                    return await self._queue.reserve(request.requirement(num_sequences), rank)
-        except TimeoutError:
-            progress.end()
-            return None
 
     async def _attempt(
         self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
@@ -387,7 +363,7 @@ class GroupDispatcher:
         If the replica with most slots refuses, the prompt is at fault, or fits nowhere.
         """
         slots = reservation.member.announced.info.slots
-        most = max((replica.info.slots for replica in self._queue.replicas), default=slots)
+        most = max((replica.info.slots for replica in self._queue.fleet.announced), default=slots)
         return slots < min(samples, most)
 
     async def _receive(
@@ -440,7 +416,8 @@ class GroupDispatcher:
     ) -> None:
         now, request = _now(), collected.request
         if event.started is not None:
-            self._queue.answered(reservation.member)
+            if reservation.member.on_probation:
+                self._queue.answered(reservation.member)
             prompt_token_ids, version = event.started
             collected.accepted(prompt_token_ids, reservation.member.announced.info.name, now)
             watch.pace.accepted(now)
@@ -455,7 +432,7 @@ class GroupDispatcher:
             prompt = collected.prompt_token_ids
             own = 0 if prompt is None else -(-prompt.size // request.num_samples)
             for rollout in event.rollouts:
-                self._queue.context_ended(own + rollout.num_tokens)
+                self._queue.fleet.context_ended(own + rollout.num_tokens)
             self._queue.sequences_ended(reservation, arrival.num_finished)
         if event.deltas or event.rollouts:
             watch.pace.arrived(arrival.new_tokens, arrival.ended, now)
@@ -513,11 +490,6 @@ class GeneratedGroup:
     samples: RolloutGroup
     greedy: RolloutGroup | None = None
 
-    @property
-    def num_greedy_tokens(self) -> int:
-        """Length of the greedy response; 0 without one."""
-        return self.greedy.num_response_tokens if self.greedy else 0
-
 
 async def generate_group(
     dispatcher: SampleGenerator,
@@ -542,7 +514,7 @@ async def generate_group(
         return GeneratedGroup(await dispatcher.generate(request, on_sample))
     beside = replace(
         request,
-        sample_indexes=first_samples(1),
+        sample_indexes=(0,),
         sampling=for_prompt(greedy, request.prompt, label="greedy"),
         allows_missing=False,
         is_baseline=True,
@@ -610,7 +582,8 @@ def end_without_missing(collected: CollectedSamples, failures: Sequence[str]) ->
     logger.warning(
         "prompt %s: continues without samples %s: %s", request.prompt.prompt_id, missing, detail
     )
-    request.progress.engine_errors.update(dict.fromkeys(missing, detail))
+    failed = Failed(FailureKind.ENGINE_ERROR, detail)
+    request.progress.engine_errors.update(dict.fromkeys(missing, failed))
     collected.end_unfinished()
 
 

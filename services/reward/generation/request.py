@@ -4,8 +4,9 @@ share, what a replica answers, and the errors that end it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
@@ -19,6 +20,7 @@ from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import SluiceError, leaves
 from sluice.types import (
     ChatMessage,
+    Failed,
     FailureKind,
     Prompt,
     ReplicaInfo,
@@ -56,6 +58,10 @@ class Purpose(Enum):
     TRAINING = "training"
 
 
+class GroupOverError(Exception):
+    """A group has used its time or its tokens while it waited."""
+
+
 @dataclass(slots=True, eq=False)
 class GroupProgress:
     """One attempt of a group: the time and tokens that all of its requests share, and what replicas
@@ -72,7 +78,7 @@ class GroupProgress:
         has_finished_samples: any of its samples is complete.
         is_over: it has used its time or its tokens.
         engine_answered: a replica answered a request for it with an error of its engine.
-        engine_errors: why no replica could generate a sample, by its index.
+        engine_errors: outcomes of samples that no replica could generate, by their index.
         replicas: replicas that got a request, by name, in the order of their first request.
         num_requested: samples that were requested from a replica.
         num_received: response tokens, each once, even if a sample was interrupted or came in
@@ -90,7 +96,7 @@ class GroupProgress:
     has_finished_samples: bool = False
     is_over: bool = False
     engine_answered: bool = False
-    engine_errors: dict[int, str] = field(default_factory=dict)
+    engine_errors: dict[int, Failed] = field(default_factory=dict)
     replicas: list[str] = field(default_factory=list)
     num_requested: int = 0
     num_received: int = 0
@@ -160,6 +166,28 @@ class GroupProgress:
             yield
         finally:
             self._observers.remove(observer)
+
+    @asynccontextmanager
+    async def bounded(self) -> AsyncIterator[None]:
+        """End the block when the group has used its time or its tokens.
+
+        Raises:
+            GroupOverError: it has, before the block has ended.
+        """
+        try:
+            async with asyncio.timeout_at(self.over_at) as scope:
+
+                def reschedule() -> None:
+                    if not scope.expired():
+                        scope.reschedule(self.over_at)
+
+                with self.observed(reschedule):
+                    yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            self.end()
+            raise GroupOverError from None
 
     def _notify(self) -> None:
         for observer in tuple(self._observers):
@@ -235,11 +263,6 @@ class GroupRequest:
         return ReplicaRequirement(num_sequences, self.lowest_version, self.highest_version, prefer)
 
 
-def first_samples(count: int) -> tuple[int, ...]:
-    """Return the indexes of a prompt's first `count` samples."""
-    return tuple(range(count))
-
-
 @dataclass(frozen=True, slots=True)
 class GenerateEvent:
     """Something a replica sent.
@@ -301,11 +324,6 @@ SampleCallback = Callable[[Rollout], None]
 
 class SampleGenerator(Protocol):
     """Generates the samples of groups: the dispatcher, or with an environment its episodes."""
-
-    @property
-    def rules(self) -> StragglerRules:
-        """When streams and groups are given up."""
-        ...
 
     def may_validate(self, version: int) -> bool:
         """Return whether a replica, busy or paused, serves validations of `version`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -45,21 +45,20 @@ class CollectedSamples:
 
     Attributes:
         on_sample: called with each sample that has finished.
-        num_tokens: response tokens that it holds, of unfinished samples too.
         was_moved: it was taken away from a slow replica.
         prompt_token_ids: what the replica read, [tokens]; ``None``: none accepted it yet.
         replica: the last one that got the request.
         queued_s: seconds without a replica.
+        rollouts: the samples that have ended, by their index.
     """
 
     request: GroupRequest
     on_sample: SampleCallback | None = None
-    num_tokens: int = 0
     was_moved: bool = False
     prompt_token_ids: TokenIds | None = None
     replica: str = ""
     queued_s: float = 0.0
-    _rollouts: dict[int, Rollout] = field(default_factory=dict)
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
     _requested: set[int] = field(default_factory=set)
     _is_accepted: bool = False  # by the replica of the present stream
@@ -77,11 +76,17 @@ class CollectedSamples:
     @property
     def missing(self) -> tuple[int, ...]:
         """Samples that have not ended."""
-        return tuple(i for i in self.request.sample_indexes if i not in self._rollouts)
+        return tuple(i for i in self.request.sample_indexes if i not in self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens that it holds, of unfinished samples too."""
+        ended = sum(rollout.num_tokens for rollout in self.rollouts.values())
+        return ended + sum(sample.num_tokens for sample in self._growing.values())
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
         """Return the oldest version among its tokens and `or_version`; ``None``: there is none."""
-        sampled_by = [rollout.oldest_version for rollout in self._rollouts.values()]
+        sampled_by = [rollout.oldest_version for rollout in self.rollouts.values()]
         growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
         versions = (*sampled_by, *growing_by, or_version)
         return min((v for v in versions if v is not None), default=None)
@@ -137,11 +142,11 @@ class CollectedSamples:
             self._check_requested(delta.sample_index, replica)
             sample = self._growing.setdefault(delta.sample_index, GrowingSample())
             sample.append(delta.token_ids, delta.behavior_logprobs, delta.version)
-            self._count(int(delta.token_ids.size))
+            self.request.progress.num_tokens += int(delta.token_ids.size)
         for rollout in event.rollouts:
             self._end(rollout, replica)
         ended = tuple(rollout.sample_index for rollout in event.rollouts)
-        return Arrival(new_tokens, ended, sum(index in self._rollouts for index in ended))
+        return Arrival(new_tokens, ended, sum(index in self.rollouts for index in ended))
 
     def _count_received(self, event: GenerateEvent) -> dict[int, int]:
         """Count the tokens that are new, used or not."""
@@ -151,7 +156,7 @@ class CollectedSamples:
             new_tokens[delta.sample_index] = new_tokens.get(delta.sample_index, 0) + size
         for rollout in event.rollouts:  # a whole sample repeats its earlier tokens
             index = rollout.sample_index
-            known = self._rollouts.get(index) or self._growing.get(index)
+            known = self.rollouts.get(index) or self._growing.get(index)
             beyond = rollout.num_tokens - (known.num_tokens if known else 0)
             # One event may bring a delta and then the whole sample, which counts the delta again.
             new_tokens[index] = max(new_tokens.get(index, 0), beyond)
@@ -166,7 +171,7 @@ class CollectedSamples:
         num_known = growing.num_tokens if growing else 0
         if growing and not np.array_equal(rollout.token_ids[:num_known], growing.token_ids()):
             # One of the two is wrong, and nothing shows which: the sample starts again.
-            self._count(-num_known)
+            self.request.progress.num_tokens -= num_known
             self.request.progress.num_thrown_away += max(num_known, rollout.num_tokens)
             raise PeerError(
                 replica,
@@ -174,23 +179,19 @@ class CollectedSamples:
                 f"sample {index} came with {rollout.num_tokens} tokens that do not continue the "
                 f"{num_known} that came before",
             )
-        self._count(rollout.num_tokens - num_known)
+        self.request.progress.num_tokens += rollout.num_tokens - num_known
         if rollout.finish_reason is FinishReason.ABORTED:
             self._growing[index] = GrowingSample()
             self._growing[index].adopt(rollout)
             return
-        self._rollouts[index] = rollout
+        self.rollouts[index] = rollout
         if self.request.turn is None:  # else more turns may follow
             self.request.progress.has_finished_samples = True
         if self.on_sample is not None:
             self.on_sample(rollout)
 
-    def _count(self, tokens: int) -> None:
-        self.num_tokens += tokens
-        self.request.progress.num_tokens += tokens
-
     def _check_requested(self, sample_index: int, replica: str) -> None:
-        if sample_index in self._rollouts or sample_index not in self.request.sample_indexes:
+        if sample_index in self.rollouts or sample_index not in self.request.sample_indexes:
             raise PeerError(replica, PHASE, f"sample {sample_index} was not asked for")
 
     def partials(self) -> Sequence[Rollout]:
@@ -203,24 +204,19 @@ class CollectedSamples:
         for index, sample in list(self._growing.items()):
             if not all(wanted.accepts(span.version) for span in sample.version_spans):
                 del self._growing[index]
-                self._count(-sample.num_tokens)
+                self.request.progress.num_tokens -= sample.num_tokens
                 self.request.progress.num_thrown_away += sample.num_tokens
         return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
 
     def end_unfinished(self) -> None:
         """End each missing sample with the tokens that came of it."""
         for index in self.missing:
-            self._rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
-
-    @property
-    def rollouts(self) -> Mapping[int, Rollout]:
-        """The samples that have ended, by their index."""
-        return self._rollouts
+            self.rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
 
     def state(self) -> str:
         """Describe how far it is, for the log."""
         num_finished = sum(
-            rollout.finish_reason is not FinishReason.ABORTED for rollout in self._rollouts.values()
+            rollout.finish_reason is not FinishReason.ABORTED for rollout in self.rollouts.values()
         )
         oldest = self.oldest_version()
         version = "no version" if oldest is None else f"version {oldest}"
@@ -236,7 +232,7 @@ class CollectedSamples:
         """
         prompt_token_ids = self.request.progress.prompt_token_ids
         assert prompt_token_ids is not None
-        rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
+        rollouts = tuple(self.rollouts[i] for i in sorted(self.rollouts))
         return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)
 
 

@@ -191,9 +191,9 @@ def family_of(run_dir: Path | None = None) -> str:
     return f"{run}:{os.getpid()}-{_start_of(os.getpid()) or 0}"
 
 
-def new_mark(family: str | None = None) -> str:
-    """Return a value of `MARK_VARIABLE` that no other scorer has; by default of another family."""
-    return f"{family or family_of()}:{uuid4().hex}"
+def new_mark(family: str) -> str:
+    """Return a value of `MARK_VARIABLE` that no other scorer has."""
+    return f"{family}:{uuid4().hex}"
 
 
 def mark_in(environment: bytes) -> str | None:
@@ -249,11 +249,6 @@ class IdleCpu:
     cpu_s: float
     idle_s: float
 
-    @property
-    def is_too_much(self) -> bool:
-        """Whether the process must end."""
-        return self.cpu_s > MOST_IDLE_CPU_S
-
 
 def idle_cpu(reference: CpuReading, reading: CpuReading) -> IdleCpu | None:
     """Return the CPU used between two readings; ``None``: it had a request between them.
@@ -281,7 +276,7 @@ class IdleWatch:
             used = idle_cpu(reference, reading)
             is_same_window = used is not None and used.idle_s < WINDOW_S
             self._references[mark] = reference if is_same_window else reading
-            if used is not None and used.is_too_much:
+            if used is not None and used.cpu_s > MOST_IDLE_CPU_S:
                 found[mark] = used
         return found
 

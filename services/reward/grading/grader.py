@@ -36,7 +36,6 @@ DEFAULT_CLIENT_ITEMS = 4 * MAX_ITEMS
 ITEMS_PER_REQUEST = 32
 
 _NOTHING: Mapping[int, Outcome] = MappingProxyType({})
-_NOBODY: Mapping[int, str] = MappingProxyType({})
 _NO_RULES = OutcomePolicy()
 
 
@@ -114,21 +113,14 @@ class Grader:
         group: RolloutGroup,
         greedy: RolloutGroup | None = None,
         known: Mapping[int, Outcome] = _NOTHING,
-        engine_errors: Mapping[int, str] = _NOBODY,
     ) -> GradedGroup:
         """Return one outcome per sample, by the same scorer and shaping for the greedy response.
 
         Args:
             group: the samples.
             greedy: the greedy response, if there is one.
-            known: outcomes of samples that were graded before, by their index.
-            engine_errors: why no replica could generate a sample, by its index.
+            known: outcomes of samples that need no grading, by their index.
         """
-        lost = {
-            index: Failed(FailureKind.ENGINE_ERROR, detail)
-            for index, detail in engine_errors.items()
-        }
-        known = {**known, **lost}
         ungraded = [r for r in group.rollouts if r.sample_index not in known]
         beside = greedy.rollouts if greedy else ()
         with TRACER.span(SpanName.GRADE) as span:
@@ -224,10 +216,8 @@ class ScoreRequests:
             client: the caller, for quotas; ``None``: unknown.
 
         Raises:
-            InvalidRequestError: too many items.
             ExhaustedError: too many calls are running, or this client has too many items under way.
         """
-        self.check_size(len(items))
         with self._client_calls.held(client, 1), self._client_items.held(client, len(items)):
             if self._num_calls >= MAX_CALLS:
                 raise ExhaustedError(

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -44,13 +44,7 @@ from services.reward.grading.scorer_worker import (
 )
 from services.reward.grading.scorers.registry import scored_characters
 from sluice.concurrency.waits import deadline, waiting_for
-from sluice.config.schema.reward import (
-    CustomRewardFunctionConfig,
-    RewardConfig,
-    RewardModelConfig,
-    SandboxFusionConfig,
-    ScorerPoolConfig,
-)
+from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.errors import DeadlineError
 from sluice.types import Failed, FailureKind, Scored
@@ -60,7 +54,6 @@ logger = logging.getLogger(__name__)
 MAX_UNEXPLAINED_FAULTS = 3
 MAX_KNOWN_SOURCES = 256
 MAX_SOURCE_CHARS = 100
-_NO_SANDBOXES = (SandboxConfig(), SandboxFusionConfig())
 
 
 @dataclass(slots=True, eq=False)
@@ -81,40 +74,34 @@ class _WorkerSlot:
 
 
 class ScorerPool:
-    """`num_workers` scorer processes. Made by `running_scorer_pool`.
+    """`reward.scorer_pool.num_workers` scorer processes. Made by `running_scorer_pool`.
 
     Args:
-        pool: limits.
-        custom: the user's function, if any.
-        routes: built-in scorers by data source, before verl's routing.
-        reward_model: used instead of the built-in scorers, if there is one.
+        reward: the scorer and its limits.
+        sandbox: where programs run, unless `reward.sandbox_fusion` says it.
         run_dir: the run's folder; what earlier services of the same run left behind is ended.
             ``None``: the pool belongs to no run.
-        sandboxes: where programs run; by default nowhere.
     """
 
     def __init__(
-        self,
-        pool: ScorerPoolConfig,
-        custom: CustomRewardFunctionConfig,
-        routes: Mapping[str, str] | None = None,
-        reward_model: RewardModelConfig | None = None,
-        run_dir: Path | None = None,
-        sandboxes: tuple[SandboxConfig, SandboxFusionConfig] = _NO_SANDBOXES,
+        self, reward: RewardConfig, sandbox: SandboxConfig, run_dir: Path | None = None
     ) -> None:
+        pool, custom = reward.scorer_pool, reward.custom_reward_function
+        reward_model = reward.reward_model if reward.reward_model.enable else None
         self._family = family_of(run_dir)
         self._max_chars = pool.max_response_chars
         uses_rules = custom.path is None and reward_model is None
-        self._tail_chars = _tail_chars(routes or {}) if uses_rules else _whole
+        self._tail_chars = _tail_chars(reward.scorer_routes) if uses_rules else _whole
         self._setup = ScorerSetup(
             custom.path,
             custom.name,
             custom.reward_kwargs,
             pool.timeout_s,
             pool.memory_mb * 2**20,
-            routes or {},
+            reward.scorer_routes,
             reward_model,
-            *sandboxes,
+            sandbox,
+            reward.sandbox_fusion,
         )
         self._slots = [_WorkerSlot() for _ in range(pool.num_workers)]
         self._idle: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
@@ -218,7 +205,7 @@ class ScorerPool:
             self._put_back(slot)
 
     async def _new_worker(self) -> ScorerWorker:
-        return await loaded(partial(start_worker, self._setup, family=self._family))
+        return await loaded(partial(start_worker, self._setup, self._family))
 
     def _put_back(self, slot: _WorkerSlot) -> None:
         slot.is_idle = True
@@ -240,16 +227,10 @@ class ScorerPool:
             if slot.worker is not None and slot.is_idle
         }
 
-    def _idle_slot(self, mark: str, num_uses: int) -> _WorkerSlot | None:
-        """Return the slot of an idle process; ``None``: it got a request since, or was replaced."""
-        for slot in self._slots:
-            if slot.worker is not None and slot.worker.mark == mark:
-                return slot if slot.is_idle and slot.num_uses == num_uses else None
-        return None
-
     async def _end_idle(self, mark: str, num_uses: int, used: IdleCpu) -> None:
-        slot = self._idle_slot(mark, num_uses)
-        if slot is None or slot.worker is None:
+        idle = [slot for slot in self._slots if slot.is_idle and slot.num_uses == num_uses]
+        slot = next((one for one in idle if one.worker and one.worker.mark == mark), None)
+        if slot is None or slot.worker is None:  # it got a request since, or was replaced
             return
         self._take_out(slot)
         self.num_replaced += 1
@@ -284,15 +265,10 @@ class ScorerPool:
 
 @asynccontextmanager
 async def running_scorer_pool(
-    pool: ScorerPoolConfig,
-    custom: CustomRewardFunctionConfig,
-    routes: Mapping[str, str] | None = None,
-    reward_model: RewardModelConfig | None = None,
-    run_dir: Path | None = None,
-    sandboxes: tuple[SandboxConfig, SandboxFusionConfig] = _NO_SANDBOXES,
+    reward: RewardConfig, sandbox: SandboxConfig, run_dir: Path | None = None
 ) -> AsyncIterator[ScorerPool]:
     """Run a pool (arguments of `ScorerPool`); no process outlives the block."""
-    scorers = ScorerPool(pool, custom, routes, reward_model, run_dir, sandboxes)
+    scorers = ScorerPool(reward, sandbox, run_dir)
     try:
         await scorers.start()
         async with beside(scorers.watch(), "idle scorers"):
@@ -315,20 +291,6 @@ async def beside(work: Coroutine[object, object, None], name: str) -> AsyncItera
             task.cancel()
     if failure is not None:
         raise failure
-
-
-def configured_scorer_pool(
-    reward: RewardConfig, sandbox: SandboxConfig, run_dir: Path | None = None
-) -> AbstractAsyncContextManager[ScorerPool]:
-    """Return the configured pool, as `running_scorer_pool`."""
-    return running_scorer_pool(
-        reward.scorer_pool,
-        reward.custom_reward_function,
-        reward.scorer_routes,
-        reward.reward_model if reward.reward_model.enable else None,
-        run_dir,
-        (sandbox, reward.sandbox_fusion),
-    )
 
 
 @contextmanager

@@ -19,18 +19,20 @@ import resource
 import select
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from mmap import mmap
+from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from services.reward.grading.frames import frame_texts, place_of
 from services.reward.grading.messages import (
     FRAME_HEADER,
     PROGRESS_BYTES,
@@ -50,6 +52,7 @@ from services.reward.grading.scorers.custom import load_custom_scorer
 from services.reward.grading.scorers.program_tests import ProgramTests
 from services.reward.grading.scorers.registry import Scorer, check_routes, scorer_for
 from sluice.errors import SluiceError
+from sluice.safe_text import encodable
 from sluice.sandbox.choice import backend_of, limits_of, proven_sandbox
 
 SCORE_KEY = "score"
@@ -75,6 +78,10 @@ MAX_OPEN_FILES = 256
 MAX_OUTPUT_BYTES = 64 * 2**10
 CPU_SLACK_S = 10
 _PR_SET_PDEATHSIG = 1
+MAX_FRAMES = 3
+MAX_LINE_CHARS = 120
+_OWN = frozenset({"scorer_main.py", "custom.py"})
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 ItemScorer = Callable[[ScorerInput], object]
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -102,14 +109,14 @@ def answer_of(returned: object) -> ScorerAnswer:
 
 def refusal(detail: str) -> ScorerRefusal:
     """Return why there is no number, in at most 500 characters."""
-    return ScorerRefusal(_sendable(detail[:MAX_DETAIL_CHARS]))
+    return ScorerRefusal(encodable(detail[:MAX_DETAIL_CHARS]))
 
 
 def _of_mapping(returned: Mapping[object, object]) -> ScorerAnswer:
     problem = _shape_problem(returned)
     if problem is not None:
         return refusal(problem)
-    numbers = {_sendable(str(key)): _number(value) for key, value in returned.items()}
+    numbers = {encodable(str(key)): _number(value) for key, value in returned.items()}
     metrics = {key: value for key, value in numbers.items() if value is not None}
     metrics.pop(PREDICTION_KEY, None)
     score = metrics.pop(SCORE_KEY, None)
@@ -139,12 +146,7 @@ def _shape_problem(returned: Mapping[object, object]) -> str | None:
 
 
 def _prediction(value: object) -> str | None:
-    return None if value is None else _sendable(str(value)[:MAX_PREDICTION_CHARS])
-
-
-def _sendable(text: str) -> str:
-    """Replace what UTF-8 cannot hold: half a surrogate pair would end the sending process."""
-    return text.encode(errors="replace").decode()
+    return None if value is None else encodable(str(value)[:MAX_PREDICTION_CHARS])
 
 
 def _shown(value: object) -> str:
@@ -365,8 +367,41 @@ def _refusal_of(error: Exception) -> ScorerRefusal:
     """Return the exception with its place, which a long message does not push out."""
     place = place_of(error)
     text = f"{type(error).__name__}: {error}"[: MAX_DETAIL_CHARS - len(place)]
-    frames = tuple(map(_sendable, frame_texts(error)))
-    return ScorerRefusal(_sendable(f"{text}{place}"), frames)
+    frames = tuple(map(encodable, frame_texts(error)))
+    return ScorerRefusal(encodable(f"{text}{place}"), frames)
+
+
+def last_frames(error: BaseException) -> tuple[traceback.FrameSummary, ...]:
+    """Return the scorer's frames, the last first, without the calls that lead to the scorer.
+
+    Frames of libraries count only where there are no others.
+    """
+    own = Path(__file__).parent
+    found = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not (Path(frame.filename).name in _OWN and own in Path(frame.filename).parents)
+    ]
+    of_author = [frame for frame in found if not frame.filename.startswith(_LIBRARIES)]
+    return tuple(reversed(of_author or found))[:MAX_FRAMES]
+
+
+def place_of(error: BaseException) -> str:
+    """Return `` in compute_score (my_reward.py:12)``; empty if no frame is known."""
+    frames = last_frames(error)
+    return (
+        f" in {frames[0].name} ({Path(frames[0].filename).name}:{frames[0].lineno})"
+        if frames
+        else ""
+    )
+
+
+def frame_texts(error: BaseException) -> tuple[str, ...]:
+    """Return a line for each of the last frames, with its code."""
+    return tuple(
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '')[:MAX_LINE_CHARS]}"
+        for frame in last_frames(error)
+    )
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -112,8 +112,8 @@ class ScorerWorker:
         self._num_requests = self._num_items = 0
         self._sent_at = 0.0
 
-    async def set_up(self, setup: ScorerSetup, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Load the scorer within `timeout_s`.
+    async def set_up(self, setup: ScorerSetup) -> None:
+        """Load the scorer within `START_TIMEOUT_S`.
 
         Raises:
             ConfigError: the custom function cannot be loaded.
@@ -122,7 +122,7 @@ class ScorerWorker:
         self._stdin.write(frame(setup))
         loading = setup.custom_path or "the built-in scorers"
         try:
-            async with deadline(timeout_s, peer=PEER, phase=f"loading {loading}"):
+            async with deadline(START_TIMEOUT_S, peer=PEER, phase=f"loading {loading}"):
                 reply = msgspec.msgpack.decode(await self._read_body(), type=SetupReply)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             code = await self._process.wait()
@@ -231,15 +231,12 @@ def _garbled(detail: str) -> ScorerFault:
     return ScorerFault(FailureKind.SCORER_CRASH, None, f"the scorer's answer is garbled: {detail}")
 
 
-async def start_worker(
-    setup: ScorerSetup, *, timeout_s: float = START_TIMEOUT_S, family: str | None = None
-) -> ScorerWorker:
+async def start_worker(setup: ScorerSetup, family: str) -> ScorerWorker:
     """Start a process and load its scorer; errors as in `ScorerWorker.set_up`.
 
     Args:
         setup: what it scores with.
-        timeout_s: limit of loading it.
-        family: see `containment.family_of`; ``None``: a family of its own.
+        family: see `containment.family_of`.
     """
     mark = new_mark(family)
     with tempfile.TemporaryFile() as file:
@@ -257,7 +254,7 @@ async def start_worker(
         )
     worker = ScorerWorker(process, page, setup.timeout_s, mark)
     try:
-        await worker.set_up(setup, timeout_s)
+        await worker.set_up(setup)
     except BaseException:
         worker.kill()
         await worker.wait_ended()

@@ -101,12 +101,8 @@ class TrainBatches:
         return self._num_asking > 0
 
     @property
-    def num_in_training(self) -> int:
-        """Groups of leased batches whose trained version is not announced yet."""
-        return self._num_batches_in_training * self._rules.batch_size
-
-    @property
-    def _num_batches_in_training(self) -> int:
+    def num_batches_in_training(self) -> int:
+        """Leased batches whose trained version is not announced yet."""
         return max(0, self._next_version() - (self._groups.policy_version or 0))
 
     def load(self, source: TrainingSource, capacity: int) -> LoopLoad:
@@ -116,7 +112,7 @@ class TrainBatches:
         return LoopLoad(
             num_in_flight=groups.num_in_flight,
             num_kept=groups.num_kept,
-            num_in_training=self._num_batches_in_training * source.num_groups,
+            num_in_training=self.num_batches_in_training * source.num_groups,
             capacity=capacity,
             num_sure=groups.num_sure,
         )

@@ -76,7 +76,7 @@ class LoopFacts:
 
     Args:
         num_kept: groups for the next batch; of each source at most its part.
-        lacking: the named sources that lack groups, each with its count.
+        lacking: words about the named sources that lack groups (`TrainingSources.lacking`).
     """
 
     is_announced: bool
@@ -87,10 +87,10 @@ class LoopFacts:
     num_grading: int
     num_kept: int
     batch_size: int
-    num_in_training: int
+    num_batches_in_training: int
     has_dataset: bool
     is_exhausted: bool
-    lacking: tuple[str, ...] = ()
+    lacking: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class GroupLoop:
     Args:
         parts: shared with `admission`.
         ledger: the durable part.
-        dispatcher: gets every announced fleet.
+        dispatcher: gets every announced fleet, and has the bounds of groups.
         admission: starts groups.
         runs: runs each group.
         traces: the spans of prompts.
@@ -335,14 +335,14 @@ class GroupLoop:
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
         facts = LoopFacts(
             is_announced=self._groups.policy_version is not None,
-            num_replicas=len(self._queue.replicas),
+            num_replicas=len(self._queue.fleet.announced),
             leased_step=lease.version + 1 if lease else None,
             batch_asked=self.batches.is_asked,
             num_generating=counts[GroupState.GENERATING],
             num_grading=counts[GroupState.GRADING],
             num_kept=sum(min(one.groups.num_kept, one.num_groups) for one in sources),
             batch_size=self._batch_size,
-            num_in_training=self.batches.num_in_training,
+            num_batches_in_training=self.batches.num_batches_in_training,
             has_dataset=sources.has_dataset,
             is_exhausted=sources.is_exhausted,
             lacking=sources.lacking(),
@@ -381,7 +381,9 @@ class GroupLoop:
         Any other error, also an observer's, is a defect: the task group ends the service. Only the
         group log survives an error of its own.
         """
-        group.is_running = True
+        group.is_running, progress = True, group.progress
+        progress.rules = self._dispatcher.rules
+        progress.on_oldest_version = partial(self._note_oldest_version, group)
         try:
             group.check_cancelled()
             await self._runs.run(group)
@@ -389,8 +391,15 @@ class GroupLoop:
             self._give_up(group)
             raise
         finally:
+            # Otherwise group and progress hold each other: samples live until a full collection.
+            progress.on_oldest_version = lambda _version: None
             group.task = None
             self._changes.notify()
+
+    def _note_oldest_version(self, group: Group, version: int | None) -> None:
+        self._groups.set_oldest_version(group, version)
+        if version is not None:
+            self.batches.cancel_without_slot()
 
     def _give_up(self, group: Group) -> None:
         """End the attempt of a cancelled task.
@@ -512,7 +521,7 @@ def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
         )
     if facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
-        what = f"generating {facts.num_generating} groups ({progress}{_lacking(facts)})"
+        what = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"
         found.append(Blocker("generating", "rollout fleet", what))
     if facts.num_grading:
         what = f"grading {facts.num_grading} groups"
@@ -529,17 +538,13 @@ def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
 
 
 def _idle_reason(facts: LoopFacts) -> Blocker:
-    if facts.num_in_training:
+    if facts.num_batches_in_training:
         return Blocker("publish", "trainer", "announcing the next policy version")
     if facts.is_exhausted:
         return Blocker("prompts", "clients", "submitting prompts: the data set is exhausted")
     if not facts.has_dataset:
         return Blocker("prompts", "clients", "submitting prompts: there is no data set")
-    return Blocker("data", "data set", f"reading prompts{_lacking(facts)}")
-
-
-def _lacking(facts: LoopFacts) -> str:
-    return f": {', '.join(facts.lacking)}" if facts.lacking else ""
+    return Blocker("data", "data set", f"reading prompts{facts.lacking}")
 
 
 def as_waits(awaited: Sequence[tuple[Blocker, float]]) -> tuple[Waiting, ...]:

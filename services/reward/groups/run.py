@@ -23,8 +23,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
 
 from services.reward.generation.dispatcher import GeneratedGroup, generate_group
 from services.reward.generation.request import (
@@ -67,8 +65,6 @@ from sluice.types import (
 
 logger = logging.getLogger(__name__)
 
-_NONE_KNOWN: Mapping[int, Outcome] = MappingProxyType({})
-
 
 class GroupRun:
     """Runs groups, each in the task of its caller.
@@ -106,16 +102,6 @@ class GroupRun:
 
     async def run(self, group: Group) -> None:
         """Run one attempt until its group is kept or its prompt has ended."""
-        progress = group.progress
-        progress.rules = self._generator.rules
-        progress.on_oldest_version = partial(self._note_oldest_version, group)
-        try:
-            await self._run(group)
-        finally:
-            # Otherwise group and progress hold each other: samples live until a full collection.
-            progress.on_oldest_version = lambda _version: None
-
-    async def _run(self, group: Group) -> None:
         try:
             graded, decision = await self._graded_and_filtered(group)
         except OverlongPromptError as error:
@@ -304,22 +290,17 @@ class GroupRun:
         group.num_ungraded += request.num_samples + (greedy is not None)
         with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
             sampled = await generate_group(self._generator, request, greedy, on_sample)
-        self._groups.generated(group, sampled.num_greedy_tokens)
+        greedy_tokens = sampled.greedy.num_response_tokens if sampled.greedy else 0
+        self._groups.generated(group, greedy_tokens)
         return sampled
 
     async def _graded(
-        self, group: Group, sampled: GeneratedGroup, known: Mapping[int, Outcome] = _NONE_KNOWN
+        self, group: Group, sampled: GeneratedGroup, known: Mapping[int, Outcome] | None = None
     ) -> GradedGroup:
-        graded = await self._grader.grade(
-            sampled.samples, sampled.greedy, known, group.progress.engine_errors
-        )
+        known = {**(known or {}), **group.progress.engine_errors}
+        graded = await self._grader.grade(sampled.samples, sampled.greedy, known)
         self._groups.graded(group, graded)
         return graded
-
-    def _note_oldest_version(self, group: Group, version: int | None) -> None:
-        self._groups.set_oldest_version(group, version)
-        if version is not None:
-            self._batches.cancel_without_slot()
 
     def _notify_strategy(self, group: Group, graded: GradedGroup, *, kept: bool) -> None:
         rollouts, num_right = graded.group.rollouts, _num_right(graded)

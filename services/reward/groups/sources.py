@@ -79,10 +79,15 @@ class TrainingSources:
 
     Args:
         sources: at least one.
+
+    Attributes:
+        has_dataset: whether rows are read at all.
     """
 
     def __init__(self, sources: list[TrainingSource]) -> None:
         self._by_name = {one.name: one for one in sources}
+        self._that_follow_yields = [one for one in sources if one.follows_yield]
+        self.has_dataset = any(one.prompts.has_dataset for one in sources)
         self.batch_size = sum(one.num_groups for one in sources)
 
     def __iter__(self) -> Iterator[TrainingSource]:
@@ -96,11 +101,6 @@ class TrainingSources:
         return self._by_name[group.prompt.source]
 
     @property
-    def has_dataset(self) -> bool:
-        """Whether rows are read at all."""
-        return any(one.prompts.has_dataset for one in self)
-
-    @property
     def num_waiting(self) -> int:
         """Accepted prompts that wait to be issued."""
         return sum(one.prompts.num_waiting for one in self)
@@ -110,19 +110,20 @@ class TrainingSources:
         """Whether no more groups of a source can start: no batch comes without it."""
         return any(one.is_exhausted for one in self)
 
-    def lacking(self) -> tuple[str, ...]:
-        """Return the named sources that keep the next batch waiting, as in ``slow 0 of 2``."""
-        return tuple(
+    def lacking(self) -> str:
+        """Return the named sources that keep the next batch waiting, as in ``: slow 0 of 2``."""
+        found = [
             f"{one.name} {one.groups.num_kept} of {one.num_groups}"
             for one in self
             if one.name and one.groups.num_kept < one.num_groups
-        )
+        ]
+        return f": {', '.join(found)}" if found else ""
 
     def share_out(self) -> None:
         """Give each source its part of the batches from here on, where shares follow yields."""
-        yields = {one.name: one.strategy.estimate.mean for one in self if one.follows_yield}
-        if not yields:
+        if not self._that_follow_yields:
             return
+        yields = {one.name: one.strategy.estimate.mean for one in self._that_follow_yields}
         shares = shares_by_yield({one.name: one.share for one in self}, yields)
         for name, num_groups in groups_by_share(shares, self.batch_size).items():
             one = self._by_name[name]

@@ -26,7 +26,6 @@ from services.reward.generation.request import (
     OverlongPromptError,
     Purpose,
     SampleGenerator,
-    first_samples,
     for_prompt,
 )
 from services.reward.grading.grader import Grader
@@ -34,7 +33,7 @@ from services.reward.prompts.dataset import IssuedRow
 from services.reward.prompts.source import VALIDATION_ID_PREFIX, RowStream
 from services.reward.records.failures import FailureLog
 from services.reward.records.group_log import SampleDumps
-from services.reward.records.stored_prompts import PromptStore, StoredOutcomes
+from services.reward.records.stored_prompts import PromptStore
 from sluice.algorithm.validation_metrics import (
     ValidationPrompt,
     means,
@@ -244,7 +243,7 @@ class Validator:
         """Validate all prompts of the set."""
         self.num_prompts = stream.rows_per_epoch
         found = ValidationRun(order.num_examples)
-        stored: Mapping[int, StoredOutcomes] = {}
+        stored: Mapping[int, ValidationPrompt] = {}
         if self._store is not None:
             stored = await asyncio.to_thread(self._store.finished, order.samples_per_prompt)
         capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
@@ -304,7 +303,7 @@ class Validator:
     ) -> RolloutGroup:
         request = GroupRequest(
             prompt,
-            first_samples(order.samples_per_prompt),
+            tuple(range(order.samples_per_prompt)),
             for_prompt(order.sampling, prompt, label="validation"),
             Purpose.VALIDATION,
             lowest_version=order.policy_version,

@@ -30,11 +30,11 @@ from typing import Self
 import msgspec
 
 from services.reward.ledger.leases import KeptLeases, LeaseRecord, read_leases
-from services.reward.ledger.positions import SourcePositions
 from services.reward.ledger.schema import (
     EndedPrompt,
     LedgerContent,
     OpenLease,
+    SourcePositions,
     body_digest,
     encode_body,
     open_ledger_file,
@@ -464,10 +464,6 @@ class PromptLedger:
         self._write((_ROLLBACK, (version, restored)))
 
     # ------------------------------------------------------------------------------------ strikes
-
-    def strikes(self, key: str) -> int:
-        """Return the strikes in a row of the prompt with this key (`prompt_key`)."""
-        return self.all_strikes.get(key, 0)
 
     def note_strikes(self, key: str, strikes: int) -> None:
         """Set a prompt's strikes; of prompts with strikes the last are remembered."""

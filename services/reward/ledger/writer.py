@@ -42,6 +42,9 @@ class LedgerWriter:
     Args:
         database: in autocommit mode; closed at the end.
         unusable: converts an error of the database to the error that calls raise.
+
+    Attributes:
+        noted: the number of the last change.
     """
 
     def __init__(
@@ -52,17 +55,13 @@ class LedgerWriter:
         self._queue: deque[Sequence[Statement]] = deque()
         self._waiters: list[tuple[int, Future[None]]] = []  # by the change that each waits for
         self._failure: Future[DataError] = _running_future()
-        self._noted = self._committed = 0
+        self.noted = 0
+        self._committed = 0
         self._is_closing = False
         self._error: DataError | None = None
         self._in_use = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
-
-    @property
-    def noted(self) -> int:
-        """The number of the last change."""
-        return self._noted
 
     def write(self, statements: Sequence[Statement]) -> None:
         """Write one change: all of its statements, or none, reach the file.
@@ -77,7 +76,7 @@ class LedgerWriter:
             if not has_capacity:
                 raise self._unusable(f"{MAX_QUEUED} changes wait for {COMMIT_TIMEOUT_S:g} s")
             self._queue.append(statements)
-            self._noted += 1
+            self.noted += 1
             if len(self._queue) == 1:
                 self._changed.notify_all()
 
@@ -109,7 +108,7 @@ class LedgerWriter:
         Raises:
             DataError, DeadlineError: as for `committed`; or the file cannot be read.
         """
-        await self.committed(self._noted)
+        await self.committed(self.noted)
         return await asyncio.to_thread(self._query, query)
 
     def close(self) -> None:
@@ -155,7 +154,7 @@ class LedgerWriter:
         return changes or None
 
     def _is_urgent(self) -> bool:
-        is_awaited = any(number <= self._noted for number, _ in self._waiters)
+        is_awaited = any(number <= self.noted for number, _ in self._waiters)
         return is_awaited or self._is_closing or len(self._queue) >= MAX_QUEUED // 2
 
     def _commit(self, changes: Sequence[Sequence[Statement]]) -> None:

@@ -59,15 +59,15 @@ class IssuedRow:
 class RowOrder:
     """The settings that decide which row a position holds.
 
-    Every epoch uses the same `max_samples` rows: a random choice if `choose_at_random` (``None``:
-    if shuffled), else the first ones. ``None`` uses all rows.
+    Every epoch uses the same `max_samples` rows: a random choice if `choose_at_random`, else the
+    first ones. ``None`` uses all rows.
     """
 
     shuffle: bool
     seed: int
     window_rows: int
     max_samples: int | None
-    choose_at_random: bool | None = None
+    choose_at_random: bool
 
 
 class PromptStream:
@@ -247,8 +247,7 @@ def _selection(files: PromptFiles, order: RowOrder) -> RowIndexes | None:
     num_rows = files.num_rows if files.kept is None else int(files.kept.size)
     if order.max_samples is None or order.max_samples >= num_rows:
         return files.kept
-    at_random = order.shuffle if order.choose_at_random is None else order.choose_at_random
-    if at_random:
+    if order.choose_at_random:
         chosen = np.random.default_rng(order.seed).choice(
             num_rows, order.max_samples, replace=False
         )

@@ -84,7 +84,7 @@ class Quarantine:
         if self._max_strikes is None:
             return None
         key = prompt_key(prompt)
-        strikes = self._ledger.strikes(key) + 1
+        strikes = self._ledger.all_strikes.get(key, 0) + 1
         self._ledger.note_strikes(key, strikes)
         if not is_quarantined(strikes, self._max_strikes):
             return None
@@ -104,7 +104,7 @@ class Quarantine:
         """Clear the strikes of a prompt whose attempt ended without one."""
         if self._ledger.all_strikes:
             key = prompt_key(prompt)
-            if self._ledger.strikes(key) and key not in self._found:
+            if key in self._ledger.all_strikes and key not in self._found:
                 self._ledger.note_strikes(key, 0)
 
     def _description(self, entry: QuarantinedPrompt) -> str:

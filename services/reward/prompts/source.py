@@ -46,6 +46,9 @@ class PromptSource:
         num_in_line: rows that compete for the next start; 1 keeps the data set's order.
         name: of the source; empty in a run without several.
         environment: what plays rows that do not name one; ``None``: what the run says.
+
+    Attributes:
+        has_dataset: whether there is a data set at all.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class PromptSource:
     ) -> None:
         self._name, self._environment = name, environment
         self._groups, self._open_stream = groups, open_stream
+        self.has_dataset = open_stream is not None
         self._check_data_source = check_data_source
         self._forecast, self._num_in_line = forecast, num_in_line
         self._waiting: list[tuple[int, Prompt]] = []
@@ -69,11 +73,6 @@ class PromptSource:
         self._issued: deque[IssuedRow] = deque()
         self._at_end = False
         self._num_in_hand = 0
-
-    @property
-    def has_dataset(self) -> bool:
-        """Whether there is a data set at all."""
-        return self._open_stream is not None
 
     @property
     def num_waiting(self) -> int:
@@ -122,8 +121,9 @@ class PromptSource:
             DataError: the data set holds a row that cannot be used.
         """
         while not self._waiting and len(self._in_line) < self._num_in_line:
-            if not self._issued and not self._at_end:
-                await self._read_ahead()
+            stream = self._stream
+            if stream is not None and not self._issued and not self._at_end:
+                await self._read_ahead(stream)
             if not self._issued:
                 break
             self._line_up(self._accept(self._issued.popleft()), version)
@@ -139,10 +139,7 @@ class PromptSource:
         self._order.add(prompt.sequence, expected, version)
         self._in_line[prompt.sequence] = prompt
 
-    async def _read_ahead(self) -> None:
-        stream = self._stream
-        if stream is None:
-            return
+    async def _read_ahead(self, stream: RowStream) -> None:
         issued_rows = await asyncio.to_thread(stream.take, ROWS_PER_READ)
         if stream is self._stream:  # a restart may have replaced it meanwhile
             self._issued.extend(issued_rows)

@@ -9,9 +9,9 @@ remembers it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.reward.group_table import EventKind, GroupEvent, PromptOutcome
 from services.reward.ledger.ledger import PromptLedger
@@ -20,22 +20,10 @@ from services.reward.prompts.source import DATASET_ID_PREFIX, VALIDATION_ID_PREF
 from sluice.config.schema.limits import LimitsConfig
 from sluice.errors import DataError, ExhaustedError, InvalidRequestError, SluiceError
 from sluice.rpc.status import QUOTA_REFUSALS
-from sluice.types import ChatMessage, Prompt, PromptOrigin
+from sluice.types import Prompt
 
 MAX_ID_BYTES = 128
 MAX_UNSENT = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A prompt as a client sent it."""
-
-    prompt_id: str
-    messages: tuple[ChatMessage, ...]
-    data_source: str
-    ground_truth: str
-    extra_info: Mapping[str, object]
-    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +38,8 @@ class Receipt:
     @classmethod
     def refusal(cls, prompt_id: str, error: SluiceError) -> Receipt:
         """Return the receipt of a prompt refused by `error`; it may be retried if exhausted."""
-        return cls(shown_id(prompt_id), None, str(error), isinstance(error, ExhaustedError))
+        shown = prompt_id[:MAX_ID_BYTES]
+        return cls(shown, None, str(error), isinstance(error, ExhaustedError))
 
 
 class SubmissionSession:
@@ -138,22 +127,25 @@ class Submissions:
         self._sessions: dict[str, SubmissionSession] = {}
         self._open_sessions: set[SubmissionSession] = set()
 
-    def submit(self, submission: Submission, session: SubmissionSession) -> None:
-        """Accept or refuse a prompt, or find it again, and put the receipt into the session."""
-        if (ended := self._known_end(submission)) is not None:
-            session.put(Receipt(submission.prompt_id, ended.sequence))
+    def submit(self, sent: Prompt, session: SubmissionSession) -> None:
+        """Accept or refuse a prompt, or find it again, and put the receipt into the session.
+
+        Args:
+            sent: as its client sent it; an accepted one gets its sequence here.
+            session: of the call.
+        """
+        if (ended := self._known_end(sent)) is not None:
+            session.put(Receipt(sent.prompt_id, ended.sequence))
             session.put(
-                PromptOutcome(
-                    submission.prompt_id, ended.end, ended.step, ended.rewards, ended.detail
-                )
+                PromptOutcome(sent.prompt_id, ended.end, ended.step, ended.rewards, ended.detail)
             )
             return
         try:
-            prompt = self._known_pending(submission, session)
+            prompt = self._known_pending(sent, session)
             if prompt is None:
-                prompt = self._accepted(submission, session)
+                prompt = self._accepted(sent, session)
         except (InvalidRequestError, DataError, ExhaustedError) as error:
-            session.put(Receipt.refusal(submission.prompt_id, error))
+            session.put(Receipt.refusal(sent.prompt_id, error))
             return
         if (before := self._sessions.get(prompt.prompt_id)) is not None:
             before.lose()
@@ -195,21 +187,21 @@ class Submissions:
         for session in self._open_sessions:
             session.end()
 
-    def _accepted(self, submission: Submission, session: SubmissionSession) -> Prompt:
+    def _accepted(self, sent: Prompt, session: SubmissionSession) -> Prompt:
         """Accept a new prompt.
 
         Raises:
             InvalidRequestError, DataError: it will never be accepted; checked first.
             ExhaustedError: the client waits and sends the prompt again.
         """
-        _check_fields(submission)
-        self._check_data_source(submission.data_source)
+        _check_fields(sent)
+        self._check_data_source(sent.data_source)
         max_bytes = self._limits.max_client_images_mb << 20
         limit = f"sluice.limits.max_client_images_mb allows {max_bytes >> 20} MiB"
-        size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
+        size, held = sum(map(len, sent.images)), self._ledger.client_image_bytes
         if size > max_bytes:
             raise InvalidRequestError(f"images: {size} bytes; {limit}; send fewer or smaller ones")
-        self._ledger.check_unused(submission.prompt_id)
+        self._ledger.check_unused(sent.prompt_id)
         self._check_quotas(session)
         if self._ledger.num_clients_pending >= self._max_pending:
             raise ExhaustedError(
@@ -221,7 +213,7 @@ class Submissions:
                 f"images: {size} bytes, and unfinished prompts hold {held} bytes of images; "
                 f"{limit}; wait for outcomes"
             )
-        prompt = _prompt(submission, self._ledger.next_sequence())
+        prompt = replace(sent, sequence=self._ledger.next_sequence())
         self._accept(prompt)
         return prompt
 
@@ -243,56 +235,36 @@ class Submissions:
                 "sluice.limits.max_client_prompts allows; wait for outcomes"
             )
 
-    def _known_pending(self, submission: Submission, session: SubmissionSession) -> Prompt | None:
+    def _known_pending(self, sent: Prompt, session: SubmissionSession) -> Prompt | None:
         """Return the pending prompt that another call sends again, if it is one."""
-        prompt = self._ledger.prompt(submission.prompt_id)
+        prompt = self._ledger.prompt(sent.prompt_id)
         # An id that comes twice in one call is a client's mistake, not a prompt sent again.
         if prompt is None or self._sessions.get(prompt.prompt_id) is session:
             return None
-        return prompt if _prompt(submission, prompt.sequence) == prompt else None
+        return prompt if replace(sent, sequence=prompt.sequence) == prompt else None
 
-    def _known_end(self, submission: Submission) -> EndedPrompt | None:
+    def _known_end(self, sent: Prompt) -> EndedPrompt | None:
         """Return the end of an ended prompt that is sent again."""
-        ended = self._ledger.ended(submission.prompt_id)
+        ended = self._ledger.ended(sent.prompt_id)
         if ended is None:
             return None
         try:
-            digest = body_digest(encode_body(_prompt(submission, ended.sequence)))
+            digest = body_digest(encode_body(sent))
         except InvalidRequestError:
             return None
         return ended if digest == ended.digest else None
 
 
-def shown_id(prompt_id: str) -> str:
-    """Return an id as receipts of refused prompts repeat it: whole if valid, else its beginning."""
-    return prompt_id if len(prompt_id) <= MAX_ID_BYTES else prompt_id[:MAX_ID_BYTES]
-
-
-def _check_fields(submission: Submission) -> None:
-    size = len(submission.prompt_id.encode())
+def _check_fields(sent: Prompt) -> None:
+    size = len(sent.prompt_id.encode())
     if not 1 <= size <= MAX_ID_BYTES:
         raise InvalidRequestError(f"prompt_id: {size} bytes; use 1 to {MAX_ID_BYTES}")
     for prefix in (DATASET_ID_PREFIX, VALIDATION_ID_PREFIX):
-        if submission.prompt_id.startswith(prefix):
+        if sent.prompt_id.startswith(prefix):
             raise InvalidRequestError(
-                f"prompt_id '{submission.prompt_id}': '{prefix}…' names data-set rows; "
-                "choose another"
+                f"prompt_id '{sent.prompt_id}': '{prefix}…' names data-set rows; choose another"
             )
-    if not submission.messages or not all(turn.role for turn in submission.messages):
+    if not sent.messages or not all(turn.role for turn in sent.messages):
         raise InvalidRequestError("messages: send at least one turn, each with a role")
-    if not submission.data_source:
+    if not sent.data_source:
         raise InvalidRequestError("data_source: empty; it routes the prompt to its scorer")
-
-
-def _prompt(submission: Submission, sequence: int) -> Prompt:
-    return Prompt(
-        prompt_id=submission.prompt_id,
-        sequence=sequence,
-        messages=submission.messages,
-        data_source=submission.data_source,
-        ground_truth=submission.ground_truth,
-        origin=PromptOrigin.CLIENT,
-        position=None,
-        extra_info=submission.extra_info,
-        images=submission.images,
-    )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
 from sluice.algorithm.sampling.admission import REMEDY, LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError, DataExhaustedError
-from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, PromptOrigin
+from sluice.types import Failed, FailureKind, PromptEnd, PromptOrigin
 
 logger = logging.getLogger(__name__)
 
@@ -68,26 +68,23 @@ class FailureLog:
     def observe(self, event: GroupEvent) -> None:
         """Note the failures of graded samples, and of groups that failed without such samples."""
         if event.kind is EventKind.GRADED and event.graded is not None:
-            self._graded(event.group, event.graded)
+            greedy = event.graded.greedy.outcomes if event.graded.greedy else ()
+            for outcome in (*event.graded.outcomes, *greedy):
+                if isinstance(outcome, Failed):
+                    replicas = event.group.progress.replica_names
+                    self.failed(outcome, f"prompt {event.group.prompt_id} (replica {replicas})")
         elif event.kind is EventKind.ENDED and event.group.ending is not None:
             self._ended(event.group, event.group.ending)
 
-    def _graded(self, group: Group, graded: GradedGroup) -> None:
-        where = f"prompt {group.prompt_id} (replica {group.progress.replica_names})"
-        greedy = graded.greedy.outcomes if graded.greedy else ()
-        for outcome in (*graded.outcomes, *greedy):
-            if isinstance(outcome, Failed):
-                self.failed(outcome, where)
-
     def _ended(self, group: Group, ending: GroupEnding) -> None:
-        replicas = f"(replica {group.progress.replica_names})"
         if ending.cause is EndCause.OVERLONG:
-            where = f"prompt {group.prompt_id} left out {replicas}"
+            where = f"prompt {group.prompt_id} left out (replica {group.progress.replica_names})"
             self.note(ending.detail, "prompts left out", where)
         elif ending.end is PromptEnd.DROPPED_FAILED and ending.cause is EndCause.RESULT:
             outcomes = group.graded.outcomes if group.graded else ()
             if not any(isinstance(one, Failed) for one in outcomes):  # else noted when graded
-                where = f"prompt {group.prompt_id} dropped as failed {replicas}"
+                replicas = group.progress.replica_names
+                where = f"prompt {group.prompt_id} dropped as failed (replica {replicas})"
                 self.note(ending.detail, "groups dropped", where)
 
     def failed(self, failed: Failed, where: str) -> None:
@@ -161,39 +158,36 @@ class YieldGuard:
         quarantine shows nothing about the yield of the others."""
         if event.group.prompt.source != self._source:
             return
-        self._count_unsampled(event)
+        ending = event.group.ending
+        if event.kind is EventKind.ENDED and ending is not None:
+            self._ended(event.group, ending)
+        elif event.kind in {EventKind.KEPT, EventKind.REQUEUED}:
+            self.num_unsampled = 0
         if event.kind is EventKind.KEPT:
             self.ended(None, "")
-        ending = event.group.ending
-        if event.kind is not EventKind.ENDED or ending is None:
-            return
+
+    def _ended(self, group: Group, ending: GroupEnding) -> None:
+        if ending.cause in _UNSAMPLED:
+            self.num_unsampled += 1
+        elif ending.end is not PromptEnd.SKIPPED:
+            self.num_unsampled = 0
         match ending.cause:
             case EndCause.OVERLONG:
                 self.left_out(ending.detail)
             case EndCause.QUARANTINE:
                 self._num_quarantined += 1
             case EndCause.RESULT if ending.end in _YIELD_ENDS:
-                outcomes = event.group.graded.outcomes if event.group.graded else ()
+                outcomes = group.graded.outcomes if group.graded else ()
                 failed = next((one for one in outcomes if isinstance(one, Failed)), None)
                 self._frames = self._frames or (failed.frames if failed else ())
                 # A replica that was lost says nothing about the groups to come.
-                may_pass = failed is None and not event.group.progress.engine_answered
+                may_pass = failed is None and not group.progress.engine_answered
                 is_lost = ending.detail.startswith(FailureKind.ENGINE_ERROR) and may_pass
                 # A client's prompts must not end the run of everybody, and neither must an outage
                 # after the first step, or of a service that has restarted.
-                is_first = event.group.prompt.origin is PromptOrigin.DATASET
-                counts = is_first and not event.group.version and not is_lost
+                is_first = group.prompt.origin is PromptOrigin.DATASET
+                counts = is_first and not group.version and not is_lost
                 self.ended(ending.end, ending.detail, counts_alike=counts)
-
-    def _count_unsampled(self, event: GroupEvent) -> None:
-        ending = event.group.ending
-        if event.kind is EventKind.ENDED and ending is not None:
-            if ending.cause in _UNSAMPLED:
-                self.num_unsampled += 1
-            elif ending.end is not PromptEnd.SKIPPED:
-                self.num_unsampled = 0
-        elif event.kind in {EventKind.KEPT, EventKind.REQUEUED}:
-            self.num_unsampled = 0
 
     def ended(self, end: PromptEnd | None, detail: str, *, counts_alike: bool = True) -> None:
         """Note how a group ended.
@@ -204,19 +198,16 @@ class YieldGuard:
             counts_alike: whether it counts among the first groups that may all fail alike.
         """
         if counts_alike:
-            self._count_alike(end, detail)
+            reason = reason_of(detail)
+            self._first_reason = self._first_reason or reason
+            if end is not PromptEnd.DROPPED_FAILED or reason != self._first_reason:
+                self._num_alike = None
+            elif self._num_alike is not None:
+                self._num_alike += 1
         self._last = self._floor.after(self._last, is_kept=end is None)
         self._ends.append("kept" if end is None else end.value)
         if end is PromptEnd.DROPPED_FAILED:
             self._last_failure = detail
-
-    def _count_alike(self, end: PromptEnd | None, detail: str) -> None:
-        reason = reason_of(detail)
-        self._first_reason = self._first_reason or reason
-        if end is not PromptEnd.DROPPED_FAILED or reason != self._first_reason:
-            self._num_alike = None
-        elif self._num_alike is not None:
-            self._num_alike += 1
 
     def left_out(self, detail: str) -> None:
         """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""

@@ -27,25 +27,28 @@ from services.reward.group_table import (
     Group,
     GroupEnding,
     GroupEvent,
+    GroupTable,
     outcome_counts,
 )
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
-from services.reward.records.source_statistics import SourceStatistics
-from services.reward.source_groups import GroupState
+from services.reward.source_groups import IN_FLIGHT, GroupState
 from sluice.algorithm.batch_metrics import repetition_share
+from sluice.algorithm.sources import source_metric
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
 
 logger = logging.getLogger(__name__)
 
 _NAME_BY_END = {
-    PromptEnd.FILTERED_ALL_RIGHT: "train/groups_all_right",
-    PromptEnd.FILTERED_ALL_WRONG: "train/groups_all_wrong",
-    PromptEnd.FILTERED_UNIFORM: "train/groups_uniform",
-    PromptEnd.DROPPED_STALE: "train/groups_stale",
-    PromptEnd.DROPPED_FAILED: "train/groups_failed",
-    PromptEnd.DROPPED_SURPLUS: "train/groups_surplus",
-    PromptEnd.SKIPPED: "train/prompts_skipped",
+    PromptEnd.FILTERED_ALL_RIGHT: "groups_all_right",
+    PromptEnd.FILTERED_ALL_WRONG: "groups_all_wrong",
+    PromptEnd.FILTERED_UNIFORM: "groups_uniform",
+    PromptEnd.DROPPED_STALE: "groups_stale",
+    PromptEnd.DROPPED_FAILED: "groups_failed",
+    PromptEnd.DROPPED_SURPLUS: "groups_surplus",
+    PromptEnd.SKIPPED: "prompts_skipped",
 }
+_COUNTED_BY_SOURCE = _NAME_BY_END.keys() - {PromptEnd.DROPPED_SURPLUS, PromptEnd.SKIPPED}
 _FILTERED = (
     PromptEnd.FILTERED_ALL_RIGHT,
     PromptEnd.FILTERED_ALL_WRONG,
@@ -191,6 +194,8 @@ _GROWTH = {
     **{f"train/tokens/{use}": f"reward/tokens/{use}" for use in TokenUse},
 }
 """Metrics of a batch, and the counter whose growth since the batch before each is."""
+_OF_SOURCES = "reward/sources/"
+"""Before the names of counters of one of several sources."""
 _COUNTERS = (
     *_GROWTH.values(),
     "reward/batches_acknowledged",
@@ -198,6 +203,22 @@ _COUNTERS = (
     "reward/prompts_quarantined",
     "reward/samples_generated_again",
 )
+
+
+def _of_batch(groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
+    """Return means over the samples of one source in a batch for `version`."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [scored.reward for group in groups for scored in group.scores]
+    if not rollouts:
+        return {}
+    oldest = [one.oldest_version for one in rollouts if one.oldest_version is not None]
+    num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+    return {
+        "trained_tokens": float(num_tokens),
+        "response_length_mean": num_tokens / len(rollouts),
+        "reward_mean": sum(rewards) / len(rewards),
+        "staleness_mean": sum(version - each for each in oldest) / max(len(oldest), 1),
+    }
 
 
 class GroupStatistics:
@@ -234,7 +255,7 @@ class GroupStatistics:
         # Of the interval since the last batch, and the counters at its start.
         self._ends: Counter[PromptEnd] = Counter()
         self._episodes = EpisodeStatistics(tool_names, environments)
-        self._sources = SourceStatistics(sources)
+        self._sources = [name for name in sources if name]
         self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
         self._before = self.totals()
         self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] | None = None
@@ -251,7 +272,7 @@ class GroupStatistics:
                 self._totals["reward/samples_generated_again"] += event.num_replaced
             case EventKind.KEPT:
                 self._totals["reward/groups_kept"] += 1
-                self._sources.kept(event.group.prompt.source)
+                self._count_of_source(event.group, "groups_kept")
             case EventKind.REQUEUED:
                 assert event.why is not None
                 self._requeued(event.group, event.why)
@@ -304,7 +325,8 @@ class GroupStatistics:
             self._assign(TokenUse.FAILED, group, None)
             return
         self._ends[ending.end] += 1
-        self._sources.ended(group.prompt.source, ending.end)
+        if ending.end in _COUNTED_BY_SOURCE:
+            self._count_of_source(group, _NAME_BY_END[ending.end])
         if ending.end is PromptEnd.SKIPPED:
             totals["reward/prompts_skipped"] += 1
             return
@@ -328,9 +350,14 @@ class GroupStatistics:
 
     def _assign(self, use: TokenUse, group: Group, graded: GradedGroup | None) -> None:
         uses = uses_of_group(use, group.progress, graded)
-        self._sources.assigned(group.prompt.source, uses.items())
         for found, num_tokens in uses.items():
             self._totals[f"reward/tokens/{found}"] += num_tokens
+            self._count_of_source(group, f"tokens/{found}", num_tokens)
+
+    def _count_of_source(self, group: Group, name: str, number: int = 1) -> None:
+        """Count groups or tokens of one of several sources."""
+        if source := group.prompt.source:
+            self._totals[f"reward/{source_metric(source, name)}"] += number
 
     def acknowledged(self, num_groups: int) -> None:
         """Note that the trainer has trained a batch of `num_groups`."""
@@ -354,11 +381,16 @@ class GroupStatistics:
         batch_fill_s = now - self._started_s
         statistics = {
             **growth,
-            **{name: float(ends[end]) for end, name in _NAME_BY_END.items()},
+            **{f"train/{name}": float(ends[end]) for end, name in _NAME_BY_END.items()},
             "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
             **self._episodes.take(),
-            **self._sources.close_interval(groups, version),
+            **{
+                counter.removeprefix("reward/"): total - self._before.get(counter, 0.0)
+                for counter, total in totals.items()
+                if counter.startswith(_OF_SOURCES)
+            },
+            **self._of_sources(groups, version),
             "timing_s/batch_fill": batch_fill_s,
             "timing_s/reward": scorer_seconds - self._scorer_seconds_before,
             "perf/reward_rss_mb": _peak_memory_mb(),
@@ -368,6 +400,19 @@ class GroupStatistics:
         self._ends, self._before = Counter(), totals
         self._started_s, self._scorer_seconds_before = now, scorer_seconds
         return statistics
+
+    def _of_sources(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
+        """Return what a batch for `version` has of each of several sources."""
+        found: dict[str, float] = {}
+        for source in self._sources:
+            own = [group for group in groups if group.source == source]
+            values = {
+                **_of_batch(own, version),
+                "groups": float(len(own)),
+                "share": len(own) / max(len(groups), 1),
+            }
+            found |= {source_metric(source, name): value for name, value in values.items()}
+        return found
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -379,11 +424,10 @@ class GroupStatistics:
         """Return the counters since the start; they stand still while nothing happens.
 
         ``reward/tokens/<use>`` and the tokens of pending groups and validations add up to
-        ``reward/tokens/received``.
+        ``reward/tokens/received``; those of all sources to the run's, less those of validations.
         """
         return {
             **{name: float(count) for name, count in self._totals.items()},
-            **self._sources.totals(),
             "reward/tokens/received": float(sum(self._received.values())),
             "reward/generated_tokens": float(self._received[Purpose.TRAINING]),
         }
@@ -399,3 +443,21 @@ def _peak_memory_mb() -> float:
         return 0.0
     lines = (line.split() for line in status.read_text(encoding="ascii").splitlines())
     return next((int(words[1]) / 1024 for words in lines if words[0] == "VmHWM:"), 0.0)
+
+
+def prompts_lost(ledger: PromptLedger, groups: GroupTable, num_waiting: int) -> int:
+    """Count prompts that no event explains or that nothing holds; 0 unless there is a defect.
+
+    The ledger's counts alone add up by construction. So its pending prompts are compared with two
+    independent things: the events (accepted, ended), and what must hold a group in its state: the
+    source of prompts, a task, the samples, the lease. The result is a sum of differences.
+    """
+    unexplained = ledger.num_submitted - sum(ledger.by_end.values()) - ledger.num_pending
+    untracked = ledger.num_pending - len(groups)
+    found = Counter(group.state for group in groups)
+    leased = set(ledger.leased_ids())
+    unheld = max(0, found[GroupState.WAITING] - num_waiting)
+    unheld += sum(group.task is None for group in groups.in_state(*IN_FLIGHT))
+    unheld += sum(group.graded is None for group in groups.in_state(GroupState.KEPT))
+    unheld += sum(group.prompt_id not in leased for group in groups.in_state(GroupState.LEASED))
+    return abs(unexplained) + abs(untracked) + unheld

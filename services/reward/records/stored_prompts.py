@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from sluice.algorithm.validation_metrics import ValidationPrompt
 from sluice.data.prompt_files import PromptFiles
 from sluice.errors import DataError
 from sluice.evaluation.stored_responses import (
@@ -22,11 +23,11 @@ from sluice.evaluation.stored_responses import (
     StoredMessage,
     StoredPrompt,
     StoredSample,
-    grade_of,
     read_responses,
 )
+from sluice.safe_text import encodable
 from sluice.telemetry.samples import transcript
-from sluice.types import Outcome, Prompt, Rollout, RolloutGroup, Scored
+from sluice.types import Outcome, Prompt, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,6 @@ class BenchmarkFile:
 
     start: int
     responses: Path
-
-
-@dataclass(frozen=True, slots=True)
-class StoredOutcomes:
-    """The grades of a prompt that an earlier start has finished."""
-
-    data_source: str
-    scores: tuple[Scored, ...]
 
 
 class PromptStore:
@@ -57,7 +50,7 @@ class PromptStore:
         self._starts = [one.start for one in benchmarks]
         self._one_at_a_time = asyncio.Lock()
 
-    def finished(self, num_samples: int) -> Mapping[int, StoredOutcomes]:
+    def finished(self, num_samples: int) -> Mapping[int, ValidationPrompt]:
         """Return the finished prompts by position in the validation set; drop all others.
 
         A line that a kill cut short, one with a failed sample and one with another number of
@@ -66,7 +59,7 @@ class PromptStore:
         Raises:
             DataError: a line is damaged, or a file cannot be read or written.
         """
-        found: dict[int, StoredOutcomes] = {}
+        found: dict[int, ValidationPrompt] = {}
         for one in self._benchmarks:
             try:
                 one.responses.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +117,7 @@ def open_store(run_dir: Path, names: Sequence[str], files: PromptFiles) -> Promp
     )
 
 
-def _kept(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, StoredOutcomes]:
+def _kept(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, ValidationPrompt]:
     file, found, num_bytes = benchmark.responses, {}, 0
     draft = file.with_name(f".{file.name}.draft")
     with draft.open("wb") as kept:
@@ -132,7 +125,7 @@ def _kept(benchmark: BenchmarkFile, num_samples: int) -> Mapping[int, StoredOutc
             scores = tuple(score for one in prompt.samples if (score := one.scored) is not None)
             if len(scores) == len(prompt.samples) == num_samples:
                 position = benchmark.start + prompt.position
-                found[position] = StoredOutcomes(prompt.data_source, scores)
+                found[position] = ValidationPrompt(prompt.data_source, scores)
                 num_bytes += kept.write(msgspec.json.encode(prompt) + b"\n")
     if num_bytes == file.stat().st_size:
         draft.unlink()
@@ -146,7 +139,7 @@ def _line(
 ) -> bytes:
     rollouts = group.rollouts if group is not None else ()
     samples = [_sample(one, outcome) for one, outcome in zip(rollouts, outcomes, strict=False)]
-    samples += [_graded(StoredSample(""), one) for one in outcomes[len(samples) :]]
+    samples += [StoredSample("").graded(one) for one in outcomes[len(samples) :]]
     stored = StoredPrompt(
         position,
         prompt.data_source,
@@ -161,26 +154,14 @@ def _line(
 def _sample(rollout: Rollout, outcome: Outcome) -> StoredSample:
     is_episode = len(rollout.turns) > 1
     sample = StoredSample(
-        response=_printable(transcript(rollout)),
+        response=encodable(transcript(rollout)),
         tokens=rollout.num_tokens,
         finish_reason=rollout.finish_reason.value,
         turns=len(rollout.turns),
-        last_turn=_printable(rollout.text) if is_episode else None,
+        last_turn=encodable(rollout.text) if is_episode else None,
         is_graded_by_environment=rollout.outcome is not None,
     )
-    return _graded(sample, outcome)
-
-
-def _graded(sample: StoredSample, outcome: Outcome) -> StoredSample:
-    grade = grade_of(outcome)
-    return msgspec.structs.replace(
-        sample, reward=grade.reward, metrics=grade.metrics, failure=grade.failure
-    )
-
-
-def _printable(text: str) -> str:
-    """Return `text` without lone surrogates, which JSON cannot hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return sample.graded(outcome)
 
 
 def _append(file: Path, line: bytes) -> None:

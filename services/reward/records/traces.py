@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from services.reward.group_table import EventKind, Group, GroupEvent
+from services.reward.group_table import EventKind, GroupEnding, GroupEvent
 from sluice.telemetry.tracing import (
     NOTHING,
     TRACER,
@@ -96,7 +96,9 @@ class PromptTraces:
             return
         match event.kind:
             case EventKind.ENDED | EventKind.FORGOTTEN:
-                self._ended(event.group)
+                ending = event.group.ending
+                end = ending.end.value if ending else FORGOTTEN
+                self._end(event.group.prompt_id, end, ending)
             case EventKind.REQUEUED:
                 spans.wait_for(self._tracer, SpanName.ADMIT)
             case EventKind.KEPT | EventKind.RETURNED:
@@ -134,16 +136,6 @@ class PromptTraces:
         if (spans := self._spans_by_prompt.get(prompt_id)) is not None:
             spans.finish(SpanName.SUBMIT)
 
-    def _ended(self, group: Group) -> None:
-        ending = group.ending
-        if ending is None:
-            self._end(group.prompt_id, FORGOTTEN)
-        else:
-            is_failure = ending.end in _FAILURES
-            self._end(
-                group.prompt_id, ending.end.value, ending.step, ending.detail, failed=is_failure
-            )
-
     def close(self) -> None:
         """End all spans with the service; a durable ledger continues the prompts."""
         for prompt_id in list(self._spans_by_prompt):
@@ -151,8 +143,6 @@ class PromptTraces:
 
     def within(self, prompt_id: str) -> Span:
         """Let what happens in the block, and the tasks that begin there, belong to the prompt."""
-        if not self._tracer.is_on:
-            return NOTHING
         context = self._context(prompt_id)
         return self._tracer.within(context) if context else self._tracer.unrecorded()
 
@@ -169,24 +159,17 @@ class PromptTraces:
         digest = blake2b(prompt_id.encode(), digest_size=_ID_BYTES, key=self._key)
         return int.from_bytes(digest.digest(), "big")
 
-    def _end(
-        self,
-        prompt_id: str,
-        end: str,
-        step: int | None = None,
-        detail: str = "",
-        *,
-        failed: bool = False,
-    ) -> None:
+    def _end(self, prompt_id: str, end: str, ending: GroupEnding | None = None) -> None:
         spans = self._spans_by_prompt.pop(prompt_id, None)
         if spans is None:
             return
         spans.finish(*tuple(spans.waits))
         spans.prompt.set({Key.PROMPT_END: end})
-        if step is not None:
-            spans.prompt.set({Key.STEP: step})
-        if detail:
-            spans.prompt.set({Key.DETAIL: detail[:_MAX_DETAIL_CHARS]})
-        if failed:
-            spans.prompt.fail(detail or end)
+        if ending is not None:
+            if ending.step is not None:
+                spans.prompt.set({Key.STEP: ending.step})
+            if ending.detail:
+                spans.prompt.set({Key.DETAIL: ending.detail[:_MAX_DETAIL_CHARS]})
+            if ending.end in _FAILURES:
+                spans.prompt.fail(ending.detail or end)
         spans.prompt.end()

@@ -44,34 +44,51 @@ class StepProfiler:
     def tracing(self, step: int) -> Generator[dict[str, float]]:
         """Trace the block if `step` is to be traced, and write ``step-S-rank-R.json.gz``.
 
-        A block that raises has no trace. A trace that cannot be written is a warning.
+        A block that raises has no trace. A profiler that fails is a warning: the block's work is
+        done all the same.
 
         Yields:
             what then gets ``timing_s/start_profile`` and ``timing_s/stop_profile``, seconds.
         """
         times: dict[str, float] = {}
-        if step not in self._steps:
+        began_s = time.perf_counter()
+        profiler = self._started(step) if step in self._steps else None
+        if profiler is None:
             yield times
             return
-        began_s = time.perf_counter()
-        profiler = profile(activities=self._activities)
-        profiler.start()
         times["timing_s/start_profile"] = time.perf_counter() - began_s
         try:
             yield times
         except BaseException:
-            profiler.stop()
+            self._stop(profiler, step, is_kept=False)
             raise
         ended_s = time.perf_counter()
-        profiler.stop()
+        self._stop(profiler, step, is_kept=True)
+        times["timing_s/stop_profile"] = time.perf_counter() - ended_s
+
+    def _started(self, step: int) -> profile | None:
+        """Return a running profiler; ``None``: it cannot start."""
+        try:
+            profiler = profile(activities=self._activities)
+            profiler.start()
+        except Exception as error:  # noqa: BLE001 - a vendor's tracer; a lost trace ends no run
+            self._warn(step, error)
+            return None
+        return profiler
+
+    def _stop(self, profiler: profile, step: int, *, is_kept: bool) -> None:
         path = self._folder / f"step-{step}-rank-{self._rank}.json.gz"
         try:
-            profiler.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:
-            logger.warning("the trace of step %d cannot be written to %s: %s", step, path, error)
-        else:
-            logger.info("trace of step %d: %s", step, path)
-        times["timing_s/stop_profile"] = time.perf_counter() - ended_s
+            profiler.stop()
+            if is_kept:
+                profiler.export_chrome_trace(str(path))
+                logger.info("trace of step %d: %s", step, path)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._warn(step, error)
+
+    def _warn(self, step: int, error: Exception) -> None:
+        text = "no trace of step %d in %s: the profiler failed: %s"
+        logger.warning(text, step, self._folder, error)
 
     def _make_folder(self) -> None:
         try:

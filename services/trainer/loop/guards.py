@@ -35,6 +35,7 @@ from sluice.algorithm.guards import (
     signal_of,
 )
 from sluice.config.schema.guards import GuardsConfig, KeepConfig
+from sluice.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -237,11 +238,9 @@ class RunGuards:
     def _write(self) -> None:
         of_validations = self._names(of_validation=True)
         kept = {n: s for n, s in self._record.signals.items() if n in of_validations}
-        fresh = self._file.with_name(f".{self._file.name}.partial")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_bytes(msgspec.json.encode(replace(self._record, signals=kept)))
-            fresh.replace(self._file)
+            write_whole(self._file, msgspec.json.encode(replace(self._record, signals=kept)))
         except OSError as error:
             logger.warning("%s is not written; a restart forgets it: %s", self._file, error)
 

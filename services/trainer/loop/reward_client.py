@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 
 from services.trainer.metrics.validation import Example, ValidationReport
@@ -17,6 +18,9 @@ from sluice.codec.messages import announced_to_proto
 from sluice.codec.reward import progress_to_proto
 from sluice.codec.train_batch import outline_from_proto
 from sluice.concurrency.waits import while_progressing
+from sluice.config.addresses import peer_address
+from sluice.config.derived import message_mb
+from sluice.config.run import RunConfig
 from sluice.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -29,8 +33,11 @@ from sluice.rpc.client import (
     RequestT,
     ResponseT,
     UnaryMethod,
+    open_channel,
+    reward_stub,
     unary_call,
 )
+from sluice.rpc.credentials import Credentials
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import DataProgress, TrainBatch
 
@@ -330,3 +337,14 @@ def _decoded(message: reward.TrainBatch, step: int) -> TrainBatch:
     except InvalidRequestError as error:
         detail = f"batch {message.batch_id}: {error}; the batch is refused and was not trained"
         raise PeerError(_PEER, f"handing out the batch of step {step}", detail) from error
+
+
+async def connected_reward(
+    config: RunConfig, credentials: Credentials, instance_id: str, stack: AsyncExitStack
+) -> RewardClient:
+    """Return a client of the run's reward service; `stack` closes its channel."""
+    address = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
+    limit = message_mb(config) << 20
+    channel = open_channel(address, max_message_bytes=limit, credentials=credentials)
+    stub = reward_stub(await stack.enter_async_context(channel))
+    return RewardClient(stub, instance_id, config.sluice.trainer.batch_timeout_s)

@@ -170,6 +170,7 @@ class TrainLoop:
                 step = self._state.step + 1
                 with StepTrace(step) as trace:
                     await self._step(tasks, step, trace)
+                await self._validate_if_due(tasks, step)
             await self._finish(tasks)
             skipping.cancel()
             if watcher is not None:
@@ -290,9 +291,18 @@ class TrainLoop:
         self._guards.stepped(step, metrics)
         self._reporter.step(step, metrics)
         await self._state.record(StepRecord(step, metrics))
-        if self._settings.validates and _is_due(
-            step, self._settings.test_freq, self._state.is_over
-        ):
+
+    async def _validate_if_due(self, tasks: asyncio.TaskGroup, step: int) -> None:
+        """Start the validation of a step, once the guards are content with the one before it.
+
+        A collapse that it shows is thus answered before a second validation shows it again.
+        """
+        is_due = _is_due(step, self._settings.test_freq, self._state.is_over)
+        if not (self._settings.validates and is_due and self._state.step == step):
+            return
+        await self._await_validation()  # of an earlier version, if replicas are held at it
+        await self._obey_guards(tasks)
+        if self._state.step == step:
             await self._start_validation(tasks, step)
 
     async def _train(self, batch: TrainBatch, step: int, trace: StepTrace) -> Mapping[str, float]:
@@ -434,7 +444,6 @@ class TrainLoop:
             await self._announcer.announce()
 
     async def _start_validation(self, tasks: asyncio.TaskGroup, step: int) -> None:
-        await self._await_validation()  # of an earlier version, if replicas are held at it
         if self._state.no_validation.is_set():
             return
         self._validated_step = step

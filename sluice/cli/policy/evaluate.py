@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import typer
+from typer.core import TyperCommand
+from typer.main import get_command
 
 from sluice.cli.arguments import (
     RUN_VARIABLE,
@@ -21,22 +23,24 @@ from sluice.cli.arguments import (
     complete_setting,
     named_run,
 )
+from sluice.cli.help_text import summary
+from sluice.cli.policy.evaluate_compare import compare_evaluations
 from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
+from sluice.cli.policy.evaluate_regrade import regrade
 from sluice.cli.run.evaluation import EvaluationOrder, default_output, evaluate_model
 from sluice.cli.run.up import Display, ShowLogs, display_of
 from sluice.cli.running_run import ask_run
 from sluice.cli.terminal import print_json
 from sluice.client.run_monitor import RunMonitor, ValidationResult
-from sluice.concurrency.process import stop_on_signals
+from sluice.concurrency.process import until_signal
 from sluice.data.benchmarks import benchmark_files
 from sluice.errors import ConfigError, NotReadyError
 from sluice.evaluation.statistics import estimate_text
-from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130
+_STEP_ENDS_S = 600.0
 _MODEL_ONLY = "With --model or --follow:"
 _DATA = Path("data")
-ResultT = TypeVar("ResultT")
 
 
 class Engine(StrEnum):
@@ -60,7 +64,12 @@ _Arguments = Annotated[
 _Number = Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")]
 _Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
 _Wait = Annotated[
-    float, typer.Option(min=0.0, help="Seconds to wait for the end of the current step.")
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Of a running run: seconds to wait for the end of its current step.",
+        show_default="600",
+    ),
 ]
 _Model = Annotated[
     Path | None,
@@ -116,7 +125,7 @@ def evaluate(  # noqa: PLR0913 - options of the command
     run_option: RunOption = None,
     n: _Number = None,
     temperature: _Temperature = None,
-    wait: _Wait = 600.0,
+    wait: _Wait = None,
     model: _Model = None,
     follow: _Follow = None,
     benchmark: _Benchmark = None,
@@ -147,12 +156,13 @@ def evaluate(  # noqa: PLR0913 - options of the command
     subject = model or follow
     if subject is None:
         given = (benchmark, data_dir, engine, replicas, output, config, logs or None)
-        for name, value in zip(_OF_FILES, given, strict=True):
-            if value is not None:
-                raise ConfigError(f"--{name} needs --model or --follow")
-        _evaluate_run(_run_of(arguments, run_option), n, temperature, wait, as_json=as_json)
+        _refuse(dict(zip(_OF_FILES, given, strict=True)), "needs --model or --follow")
+        run, wait_s = _run_of(arguments, run_option), _STEP_ENDS_S if wait is None else wait
+        _evaluate_run(run, n, temperature, wait_s, as_json=as_json)
         return
-    _check_subject(model, follow, run_option, benchmark)
+    why = "is for the policy of a running run; leave it out, or --model"
+    _refuse({"run": run_option, "wait": wait}, why)
+    _check_subject(model, follow, benchmark)
     order = EvaluationOrder(
         model=subject,
         benchmarks={} if benchmark is None else benchmark_files(benchmark, data_dir or _DATA),
@@ -168,13 +178,15 @@ def evaluate(  # noqa: PLR0913 - options of the command
     work(order, display_of(logs=logs, quiet=False, as_json=as_json))
 
 
-def _check_subject(
-    model: Path | None, follow: Path | None, run: Path | None, benchmark: str | None
-) -> None:
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"--{name} {why}")
+
+
+def _check_subject(model: Path | None, follow: Path | None, benchmark: str | None) -> None:
     if model and follow:
         raise ConfigError("--model and --follow both name what to evaluate; leave one out")
-    if run is not None:
-        raise ConfigError("--run is for the policy of a running run; leave it out, or --model")
     if model is not None and benchmark is None:
         raise ConfigError("--model needs --benchmark: one or more, such as math-500,mine.parquet")
 
@@ -205,13 +217,11 @@ def _evaluate_run(
 
 
 def _evaluate_files(order: EvaluationOrder, display: Display) -> None:
-    end = evaluate_model(order, display)
-    if end.results is None:
-        raise typer.Exit(end.exit_code)
+    results = evaluate_model(order, display)
     if display.as_json:
-        print_json(msgspec.to_builtins(end.results, str_keys=True))
+        print_json(msgspec.to_builtins(results, str_keys=True))
         return
-    for name, found in end.results.benchmarks.items():
+    for name, found in results.benchmarks.items():
         parts = [f"{found.prompts} prompts", f"mean {found.variable} {estimate_text(found.mean)}"]
         passes = max(found.pass_at_k, default=1)
         if passes > 1:
@@ -240,8 +250,33 @@ async def _evaluate(
         return held.step, await monitor.evaluate(held.version, n=n, temperature=temperature)
 
 
-async def until_signal(work: Coroutine[None, None, ResultT]) -> ResultT | None:
-    """Return the result of `work`; None if SIGTERM or SIGINT cancelled it first."""
-    stop = asyncio.Event()
-    with stop_on_signals(stop):
-        return await unless(stop, work)
+_below = typer.Typer(rich_markup_mode=None, add_completion=False)
+_below.command("compare")(compare_evaluations)
+_below.command("regrade")(regrade)
+
+
+class EvaluateCommand(TyperCommand):
+    """`sluice eval RUN`, or one of its commands if the first word names one.
+
+    A run in a folder of such a name is ``--run compare``, or ``./compare``.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:  # noqa: ANN401 - typer's arguments
+        super().__init__(*given, **named)
+        self.commands = get_command(_below).commands  # type: ignore[attr-defined]
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:  # noqa: ANN401 - private types
+        """Return the context of the command that the arguments mean."""
+        if args and args[0] in self.commands:
+            return self.commands[args[0]].make_context(
+                f"{info_name} {args[0]}", args[1:], parent, **extra
+            )
+        return super().make_context(info_name, args, parent, **extra)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - private types
+        """List the commands below."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, summary(command.help or "")) for name, command in self.commands.items()]
+            )
+        super().format_epilog(ctx, formatter)

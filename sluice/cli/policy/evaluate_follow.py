@@ -13,12 +13,7 @@ import msgspec
 import typer
 
 from sluice.cli.policy.kept_checkpoints import KeptCheckpoints
-from sluice.cli.run.evaluation import (
-    EvaluationEnd,
-    EvaluationOrder,
-    evaluate_model,
-    evaluation_config,
-)
+from sluice.cli.run.evaluation import EvaluationOrder, evaluate_model, evaluation_config
 from sluice.cli.run.evaluation_origin import refuse_other_origin
 from sluice.cli.run.up import Display
 from sluice.cli.running_run import is_active
@@ -31,7 +26,7 @@ from sluice.data.benchmarks import files_by_name
 from sluice.errors import DataError, SluiceError
 from sluice.evaluation.comparison import Evaluation, compared_benchmarks, read_evaluations
 from sluice.evaluation.page import PAGE_NAME, write_page, write_report
-from sluice.evaluation.results import RESULTS_NAME, Results, read_results, write_results
+from sluice.evaluation.results import Results, read_results, write_results
 from sluice.evaluation.statistics import estimate_text
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED
 from sluice.service_contract import CONFIG_NAME
@@ -40,7 +35,7 @@ EVALUATIONS_NAME = "evaluations"
 """In a run's folder: a folder for each evaluated checkpoint."""
 _LOOK_EVERY_S = 2.0
 _NO_MODEL = Path(os.devnull)  # checkpoints differ; all else is compared
-EvaluateModel = Callable[[EvaluationOrder, Display], EvaluationEnd]
+EvaluateModel = Callable[[EvaluationOrder, Display], Results]
 
 
 def follow_run(
@@ -76,7 +71,7 @@ def follow_run(
         config=order.config or location.run_dir / CONFIG_NAME,
     )
     folder = Path(checkpoint_folder(location.config))
-    checkpoints = KeptCheckpoints(folder, order.output, RESULTS_NAME)
+    checkpoints = KeptCheckpoints(folder, order.output)
     for step in checkpoints.evaluated():
         any_model = replace(order, model=_NO_MODEL)
         refuse_other_origin(checkpoints.evaluation(step), evaluation_config(any_model))
@@ -111,19 +106,15 @@ def _evaluate_checkpoint(
 ) -> None:
     output = checkpoints.evaluation(step)
     print_line(display.console, f"checkpoint of step {step}")
-    end = None
     try:
-        end = evaluate(replace(order, model=checkpoints.model(step), output=output), display)
-    except SluiceError:
+        evaluate(replace(order, model=checkpoints.model(step), output=output), display)
+    except (SluiceError, typer.Exit):
         if checkpoints.is_there(step):
             raise
-    if end is None or end.results is None:
-        if end is None or not checkpoints.is_there(step):
-            folder = checkpoints.checkpoint(step)
-            text = f"{folder} was deleted meanwhile; raise trainer.max_actor_ckpt_to_keep"
-            print_line(display.console, text)
-            return
-        raise typer.Exit(end.exit_code)
+        folder = checkpoints.checkpoint(step)
+        text = f"{folder} was deleted meanwhile; raise trainer.max_actor_ckpt_to_keep"
+        print_line(display.console, text)
+        return
     results = _finish(checkpoints, step)
     if display.as_json:
         numbers = msgspec.to_builtins(results, str_keys=True)
@@ -134,14 +125,8 @@ def _evaluate_checkpoint(
 def _finish(checkpoints: KeptCheckpoints, step: int) -> Results:
     """Name the run's checkpoint in the results of an evaluation, and delete the kept one."""
     output = checkpoints.evaluation(step)
-    found = read_results(output)
-    results = write_results(
-        output,
-        model=str(checkpoints.checkpoint(step)),
-        sampling=found.sampling,
-        samples_per_prompt=found.samples_per_prompt,
-        seconds=found.seconds,
-    )
+    named = msgspec.structs.replace(read_results(output), model=str(checkpoints.checkpoint(step)))
+    results = write_results(output, named)
     write_report(output)
     checkpoints.release(step)
     return results

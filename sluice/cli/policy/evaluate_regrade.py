@@ -73,13 +73,7 @@ def regrade(
         _say_unfinished(as_json=as_json)
         return
     kept = _keep(folder)
-    now = write_results(
-        folder,
-        model=before.model,
-        sampling=before.sampling,
-        samples_per_prompt=before.samples_per_prompt,
-        seconds=before.seconds,
-    )
+    now = write_results(folder, before)
     write_report(folder)
     if as_json:
         before_and_now = {"before": before, "now": now}

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sluice.evaluation.results import RESULTS_NAME
+
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
 _MODEL = Path("actor") / "huggingface"
 _WEIGHTS = "*.safetensors"
@@ -27,11 +29,10 @@ class KeptCheckpoints:
     Args:
         checkpoints: the run's folder of ``global_step_N``.
         evaluations: gets ``global_step_N/model``.
-        result: file that an evaluation has once it has ended.
     """
 
-    def __init__(self, checkpoints: Path, evaluations: Path, result: str) -> None:
-        self._checkpoints, self._evaluations, self._result = checkpoints, evaluations, result
+    def __init__(self, checkpoints: Path, evaluations: Path) -> None:
+        self._checkpoints, self._evaluations = checkpoints, evaluations
         self._lock = threading.Lock()
 
     @contextmanager
@@ -56,7 +57,7 @@ class KeptCheckpoints:
         with self._lock:
             for step in steps_with(self._checkpoints, str(_MODEL)):
                 kept = self._kept(step)
-                if not kept.exists() and not (kept.parent / self._result).exists():
+                if not kept.exists() and not (kept.parent / RESULTS_NAME).exists():
                     self._keep(self.checkpoint(step) / _MODEL, kept)
 
     def waiting(self) -> list[int]:
@@ -66,7 +67,7 @@ class KeptCheckpoints:
 
     def evaluated(self) -> list[int]:
         """Return the steps whose evaluations have ended, in order."""
-        return steps_with(self._evaluations, self._result)
+        return steps_with(self._evaluations, RESULTS_NAME)
 
     def checkpoint(self, step: int) -> Path:
         """Return the run's own folder of a checkpoint; the run may have deleted it."""

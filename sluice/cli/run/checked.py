@@ -11,8 +11,8 @@ from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import ReadRun, read_run, read_settings
 from sluice.config.problems import Problem, Severity, errors, raise_problems
+from sluice.doctor.examination import preflight
 from sluice.doctor.finding import Examined, examined_of
-from sluice.doctor.preflight import preflight
 from sluice.service_contract import CONFIG_NAME
 
 

@@ -20,22 +20,13 @@ from sluice.dashboard.serving import write_report
 from sluice.errors import SluiceError
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd
 from sluice.report.run_record import METRICS_NAME, RunRecord, read_progress
-from sluice.report.summary import summarize
-from sluice.report.summary_file import write_summary
+from sluice.report.summary import summarize, write_summary
 from sluice.report.versions import software_versions
 from sluice.safe_text import printable
 
 REPORT_NAME = "report.html"
 DATA_ENDED = "data exhausted"
 """Reason of a run that finished because its data set had no more prompts."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunSeconds:
-    """Seconds of the whole command, and of its services from their start to their end."""
-
-    total: float
-    services: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +54,7 @@ def outcome_of(
     config: RunConfig, end: RunEnd, record: RunRecord, total_steps: int | None
 ) -> RunOutcome:
     """Return how a run ended, from its processes' ends and its folder."""
-    step = int(record.steps[-1]["step"] or 0) if record.steps else 0
+    step = record.last_step
     outcome: Literal["finished", "stopped", "interrupted", "failed"] = "finished"
     reason = ""
     if end.failures:
@@ -101,7 +92,8 @@ def end_run(
     console: Console,
     *,
     total_steps: int | None,
-    seconds: RunSeconds,
+    seconds_total: float,
+    seconds_services: float,
     shown: Collection[str] = (),
     as_json: bool = False,
 ) -> None:
@@ -112,7 +104,8 @@ def end_run(
         end: of its processes.
         console: where to print.
         total_steps: of the whole run; None: unknown.
-        seconds: how long it took.
+        seconds_total: of the whole command.
+        seconds_services: from the start of its services to their end.
         shown: log lines that the user has seen already.
         as_json: print the summary to standard output as one JSON object, as the last line.
     """
@@ -120,8 +113,8 @@ def end_run(
     print_failures(end, console, shown)
     record = read_progress(run_dir)
     outcome = outcome_of(config, end, record, total_steps)
-    print_line(console, _first_line(outcome, seconds.total))
-    summary = summarize(run_dir, seconds_total=seconds.total, seconds_services=seconds.services)
+    print_line(console, _first_line(outcome, seconds_total))
+    summary = summarize(run_dir, seconds_total=seconds_total, seconds_services=seconds_services)
     if record.steps or record.validations:
         print_line(console, summary.as_text())
     numbers = {**asdict(summary), **asdict(outcome), "versions": software_versions()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import typer
 
 from sluice.cli.run.checked import examined_to_start
 from sluice.cli.run.ending import print_failures
@@ -78,16 +79,8 @@ class EvaluationOrder:
     replicas: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationEnd:
-    """How it ended; `results` are ``None`` if it did not reach its end."""
-
-    exit_code: int
-    results: Results | None
-
-
-def evaluate_model(order: EvaluationOrder, display: Display) -> EvaluationEnd:
-    """Evaluate; continue where an earlier evaluation with the same folder has ended.
+def evaluate_model(order: EvaluationOrder, display: Display) -> Results:
+    """Evaluate, and return the results; continue where an earlier evaluation in the folder ended.
 
     Every process has ended when this returns or raises.
 
@@ -96,6 +89,7 @@ def evaluate_model(order: EvaluationOrder, display: Display) -> EvaluationEnd:
             holds an evaluation of something else; nothing was started.
         CheckpointError: the model's folder holds no model.
         DataError: a benchmark's file cannot be used.
+        typer.Exit: it did not reach its end; has its exit code.
     """
     began_s = time.monotonic()
     asked = evaluation_config(order)
@@ -117,13 +111,13 @@ def evaluate_model(order: EvaluationOrder, display: Display) -> EvaluationEnd:
         write_report(folder)
         files = f"results: {folder / RESULTS_NAME}, page: {folder / PAGE_NAME}"
         print_line(display.console, f"evaluated in {seconds}; {files}")
-        return EvaluationEnd(0, read_results(folder))
+        return read_results(folder)
     print_line(
         display.console,
         f"not finished, after {seconds}; the same command continues from {folder}; "
         f"logs: {folder / 'logs'}",
     )
-    return EvaluationEnd(end.exit_code or EXIT_INTERRUPTED, None)
+    raise typer.Exit(end.exit_code or EXIT_INTERRUPTED)
 
 
 def default_output(model: Path) -> Path:

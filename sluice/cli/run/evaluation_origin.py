@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from sluice.evaluation.stored_responses import FOLDER_NAME
 from sluice.json_objects import DECODE_ERRORS
 from sluice.launch.plan import with_absolute_paths
 from sluice.service_contract import CONFIG_NAME
+from sluice.whole_file import write_whole
 
 ORIGIN_NAME = "evaluation.json"
 """In an evaluation's folder: the settings and files that its stored responses come from."""
@@ -137,9 +137,8 @@ def read_origin(folder: Path) -> Origin | None:
 def write_origin(folder: Path, origin: Origin) -> None:
     """Write the note; a kill leaves the former one or the new one."""
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{ORIGIN_NAME}.{os.getpid()}.draft"
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(origin), indent=1) + b"\n")
-    os.replace(draft, folder / ORIGIN_NAME)
+    content = msgspec.json.format(msgspec.json.encode(origin), indent=1) + b"\n"
+    write_whole(folder / ORIGIN_NAME, content)
 
 
 def _has_responses(folder: Path) -> bool:

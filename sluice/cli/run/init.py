@@ -11,17 +11,15 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.arguments import AsJson, TrustScript, script_settings
+from sluice.cli.arguments import AsJson, TrustScript, split_arguments
 from sluice.cli.terminal import print_json
 from sluice.config.catalogue.table import catalogue
 from sluice.config.check import launch_notes
-from sluice.config.loading.loader import load_config, settings_of
-from sluice.config.loading.overrides import is_override_file
+from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import flow_text
 from sluice.config.problems import Problem
 from sluice.errors import ConfigError
-from sluice.launch.script.launch import is_script
 
 _MOST_LOOKED_AT = 200
 _MODEL, _TRAIN = "actor_rollout_ref.model.path", "data.train_files"
@@ -81,13 +79,13 @@ def init(
     missing: list[str] = []
     if source is None:
         settings, missing = _guessed(Path(), file.stem)
-        tree = settings_of({}, [])
+        tree = SettingsTree()
         for key, value in settings.items():
             tree.set(tuple(key.split(".")), value, tuple(key.split(".")))
     else:
-        overrides = _overrides_of(source, trusted=trust_script)
-        tree = settings_of({}, overrides)
-        notes = launch_notes(load_config(None, overrides), tree)
+        read_from, overrides = split_arguments([str(source)], trust_script=trust_script)
+        tree = read_settings(read_from, overrides)
+        notes = launch_notes(load_config(read_from, overrides), tree)
     file.write_text("\n".join(_lines(tree, notes, missing)) + "\n", encoding="utf-8")
     if as_json:
         print_json({"file": str(file), "settings": tree.by_key(), "missing": missing})
@@ -97,11 +95,6 @@ def init(
         typer.echo(f"  not found here: {key}; set it in {file}")
     name = shlex.quote(str(file))
     typer.echo(f"next: sluice config check {name}\n      sluice up {name}")
-
-
-def _overrides_of(source: Path, *, trusted: bool) -> list[str]:
-    is_list = is_override_file(source) and not is_script(source)
-    return [f"@{source}"] if is_list else script_settings(source, [], trusted=trusted)
 
 
 def _guessed(folder: Path, name: str) -> tuple[dict[str, object], list[str]]:

@@ -18,7 +18,7 @@ from sluice.cli.run.certificates import (
     renew_certificates,
     security_settings,
 )
-from sluice.cli.run.quickstart import asset_settings, preparation, preparer
+from sluice.cli.run.quickstart import made_settings
 from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
@@ -78,7 +78,6 @@ _Device = Annotated[
 _Restart = Annotated[
     bool, typer.Option("--restart", help="Begin a new run even if the last has not ended.")
 ]
-_OldRestart = Annotated[bool, typer.Option("--anew", hidden=True, help="Old name of --restart.")]
 _RunFolder = Annotated[
     Path, typer.Option("--run", "--run-dir", help="Folder that all services of the run see.")
 ]
@@ -103,7 +102,6 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     device: _Device = None,
     stop_grace: _StopGrace = None,
     restart: _Restart = False,
-    old_restart: _OldRestart = False,
     trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
@@ -120,11 +118,11 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     console = Console(stderr=as_json)
     report = partial(print_line, console)
     run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
-    is_active = run.is_active and written.is_file() and not (restart or old_restart)
+    is_active = run.is_active and written.is_file() and not restart
     certificates = run_dir.absolute() / CERTIFICATES
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []
-    settings += _quickstart_settings(run_dir, console) if quickstart else ()
+    settings += made_settings(run_dir, "quickstart", _SEED, console) if quickstart else ()
     if secure:  # the checks need usable files; a renewal can wait until after them
         ensure_certificates(certificates, report)
         settings += security_settings(certificates)
@@ -191,9 +189,3 @@ def spent_notice(config: RunConfig) -> str | None:
         "begin in a folder without checkpoints (in Compose after docker compose down -v, in Helm "
         "with another run.name)"
     )
-
-
-def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:
-    with preparation(console) as show:
-        assets = preparer()(run_dir / "assets", task="quickstart", seed=_SEED, progress=show)
-    return asset_settings(assets, run_dir, _SEED)

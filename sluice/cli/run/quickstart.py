@@ -86,9 +86,7 @@ def quickstart(
     with _job() as base:
         load_config(base, overrides or [])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
-    with preparation(display.console) as show:
-        assets = preparer()(run_dir / "assets", task=task, seed=seed, progress=show)
-    settings = [*asset_settings(assets, run_dir, seed), *(overrides or [])]
+    settings = [*made_settings(run_dir, task, seed, display.console), *(overrides or [])]
     with _job() as base:
         start_at_zero(base, with_fitting(base, settings), display, began_s)
 
@@ -113,6 +111,17 @@ def start_at_zero(base: Path, settings: list[str], display: Display, began_s: fl
     remove_results(run_dir, _RESULTS)
     end = start_run(config, display, began_s=began_s)
     raise typer.Exit(end.exit_code)
+
+
+def made_settings(run_dir: Path, task: str, seed: int, console: Console) -> list[str]:
+    """Make model and data in a run's folder; return the overrides for them.
+
+    Raises:
+        ConfigError: the task is unknown, or its packages are not installed.
+    """
+    with preparation(console) as show:
+        assets = preparer()(run_dir / "assets", task=task, seed=seed, progress=show)
+    return asset_settings(assets, run_dir, seed)
 
 
 def preparer() -> Callable[..., QuickstartAssets]:

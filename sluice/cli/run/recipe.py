@@ -23,8 +23,7 @@ from sluice.cli.run.up import (
 from sluice.cli.terminal import output_console, print_json, print_table
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
-from sluice.recipes.folders import Recipe, all_recipes, recipe_named
-from sluice.recipes.small_run import own_files, small_run
+from sluice.recipes.folders import Recipe, all_recipes, own_files, recipe_named, small_run
 
 _SEEDED = ("data.seed", "actor_rollout_ref.rollout.seed", "trainer.seed")
 _CAPACITY_TIMEOUT_S = 300.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -29,9 +28,6 @@ def scale(
     run: RunArgument = None,
     *,
     run_option: RunOption = None,
-    old_run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", hidden=True, help="Old name of --run.")
-    ] = None,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds to wait until it is done.")
     ] = 600.0,
@@ -48,7 +44,7 @@ def scale(
     """
     check_number(count)
     console = Console(highlight=False, quiet=as_json)
-    location = locate_run(named_run(run, run_option or old_run_dir))
+    location = locate_run(named_run(run, run_option))
     change = asyncio.run(scale_rollout(count, location, timeout, console))
     if as_json:
         print_json({"replicas": count, "started": change.started, "drained": change.drained})

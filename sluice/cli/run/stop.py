@@ -13,13 +13,13 @@ from typing import Annotated
 import typer
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run, started_runs
-from sluice.cli.running_run import is_active, launched_processes, newest_step, resume_command
+from sluice.cli.running_run import is_active, newest_step, resume_command
 from sluice.cli.terminal import print_json
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
-from sluice.launch.servicer import launcher_of
+from sluice.launch.servicer import launched_processes, launcher_of
 
 _POLL_S = 0.2
 

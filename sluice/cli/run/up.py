@@ -21,8 +21,7 @@ from sluice.cli.arguments import (
     split_arguments,
 )
 from sluice.cli.run.checked import checked_run
-from sluice.cli.run.ending import RunSeconds, end_run
-from sluice.cli.running_run import launched_processes
+from sluice.cli.run.ending import end_run
 from sluice.cli.terminal import ConsoleHandler, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
 from sluice.client.run_monitor import RunMonitor
@@ -38,9 +37,9 @@ from sluice.launch.plan import LaunchPlan, local_plan, with_absolute_paths
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
-from sluice.launch.servicer import launch_service
+from sluice.launch.servicer import launch_service, launched_processes
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.report.summary_file import SUMMARY_NAME
+from sluice.report.summary import SUMMARY_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME
@@ -84,10 +83,6 @@ Demanded = Annotated[
 CapacityTimeout = Annotated[
     float, typer.Option(min=1.0, help="Seconds to wait until the Ray cluster has the resources.")
 ]
-OldCapacityTimeout = Annotated[
-    float | None,
-    typer.Option("--room-timeout", min=1.0, hidden=True, help="Old name of --capacity-timeout."),
-]
 
 
 def up(  # noqa: PLR0913 - options of the command
@@ -100,7 +95,6 @@ def up(  # noqa: PLR0913 - options of the command
     ray_address: RayAddress = "auto",
     resources: Demanded = None,
     capacity_timeout: CapacityTimeout = 300.0,
-    old_capacity_timeout: OldCapacityTimeout = None,
     trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
@@ -115,7 +109,7 @@ def up(  # noqa: PLR0913 - options of the command
       sluice up run.yaml data.train_batch_size=32 --logs
       sluice up run.yaml --on ray --resources rollout=NPU:8
     """
-    ray = ray_options(on, ray_address, resources, old_capacity_timeout or capacity_timeout)
+    ray = ray_options(on, ray_address, resources, capacity_timeout)
     display = display_of(logs=logs, quiet=quiet, as_json=as_json)
     configured = split_arguments(arguments, trust_script=trust_script)
     run_configured(configured, display, log_level, ray)
@@ -250,13 +244,13 @@ def start_run(
     started_s = time.monotonic()
     end, view = asyncio.run(start_processes(config, run_dir / CONFIG_NAME, display, ray))
     ended_s = time.monotonic()
-    seconds = RunSeconds(ended_s - (began_s or started_s), ended_s - started_s)
     end_run(
         config,
         end,
         display.console,
         total_steps=view.total_steps,
-        seconds=seconds,
+        seconds_total=ended_s - (began_s or started_s),
+        seconds_services=ended_s - started_s,
         shown=view.shown,
         as_json=display.as_json,
     )

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from sluice.cli.terminal import print_line
 from sluice.cli.watch.progress import (
-    StartingService,
     TimeLeft,
     starting_line,
     state_line,
@@ -318,11 +317,11 @@ class LiveView:
                 return  # the stream ends with the run
 
     def _starting_line(self) -> str:
-        starting = [
-            StartingService(name, printable(message))
+        starting = {
+            name: printable(message)
             for name, message in self._messages.items()
             if name not in self._up
-        ]
+        }
         return starting_line(len(self._up), starting, time.monotonic() - self._began_s)
 
     def _state_line(self, snapshot: RunSnapshot) -> str:

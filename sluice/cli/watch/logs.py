@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -54,33 +55,28 @@ def logs(
     if run is not None and service is None and _is_service_name(run):
         run, service = None, str(run)
     folder = named_run(run, run_option) / "logs"
-    shown = _Shown(service, as_json=as_json)
+    show = partial(_print, has_name=service is None, as_json=as_json)
     tails = {file: LineTail(file) for file in _files(folder, service)}
     for file, tail in tails.items():
-        shown.print(file, deque(_new_lines(tail), maxlen=lines))
+        show(file, deque(_new_lines(tail), maxlen=lines))
     while follow:
         time.sleep(_POLL_S)
         for file in _files(folder, service):
-            shown.print(file, _new_lines(tails.setdefault(file, LineTail(file))))
+            show(file, _new_lines(tails.setdefault(file, LineTail(file))))
 
 
 def _is_service_name(named: Path) -> bool:
     return len(named.parts) == 1 and not (named / CONFIG_NAME).is_file() and not named.exists()
 
 
-class _Shown:
-    """Print lines, with the service's name unless there is only one."""
-
-    def __init__(self, service: str | None, *, as_json: bool) -> None:
-        self._service, self._as_json = service, as_json
-
-    def print(self, file: Path, lines: deque[str] | Iterator[str]) -> None:
-        name = file.name.removesuffix(_SUFFIX)
-        for line in lines:
-            if self._as_json:
-                print_json({"service": name, "line": line})
-            else:
-                typer.echo(printable(line if self._service else f"{name} | {line}"))
+def _print(file: Path, lines: deque[str] | Iterator[str], *, has_name: bool, as_json: bool) -> None:
+    """Print lines; `has_name`: with the name of their service."""
+    name = file.name.removesuffix(_SUFFIX)
+    for line in lines:
+        if as_json:
+            print_json({"service": name, "line": line})
+        else:
+            typer.echo(printable(f"{name} | {line}" if has_name else line))
 
 
 def _files(folder: Path, service: str | None) -> list[Path]:

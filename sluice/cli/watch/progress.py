@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from sluice.client.run_monitor import RunSnapshot
 from sluice.report.notices import num_decided_groups
@@ -81,20 +80,18 @@ def _step_cells(metrics: Mapping[str, float]) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class StartingService:
-    """A process that does not serve yet: its name and its last log message."""
+def starting_line(num_up: int, starting: Mapping[str, str], seconds: float) -> str:
+    """Return a line for a run whose trainer does not answer yet.
 
-    name: str
-    message: str
-
-
-def starting_line(num_up: int, starting: Sequence[StartingService], seconds: float) -> str:
-    """Return a line for a run whose trainer does not answer yet."""
+    Args:
+        num_up: processes that serve.
+        starting: the last log message of each process that does not serve yet.
+        seconds: since the start.
+    """
     line = f"starting ({duration_text(seconds)}): {num_up} of {num_up + len(starting)} up"
-    for index, service in enumerate(starting):
-        message = f": {service.message[:_MESSAGE_WIDTH]}" if service.message else ""
-        more = f"; {service.name}{message}"
+    for index, (name, said) in enumerate(starting.items()):
+        message = f": {said[:_MESSAGE_WIDTH]}" if said else ""
+        more = f"; {name}{message}"
         rest = f"; and {len(starting) - index} more"
         if len(line) + len(more) + len(rest) > LINE_WIDTH:
             return line + rest

@@ -13,8 +13,7 @@ from sluice.cli.terminal import output_console, print_json, print_line
 from sluice.client.run_address import locate_run
 from sluice.dashboard.serving import write_report
 from sluice.errors import SluiceError
-from sluice.report.summary import summarize
-from sluice.report.summary_file import ended_summary, write_summary
+from sluice.report.summary import ended_summary, summarize, write_summary
 
 
 def report(

@@ -14,17 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
-from sluice.cli.running_run import PastRun, ask_run, launched_processes, past_run
+from sluice.cli.running_run import PastRun, ask_run, past_run
 from sluice.cli.terminal import print_json, print_line
 from sluice.cli.watch.live_view import AccuracyTail, run_table
 from sluice.client.run_address import locate_run
-from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, explain
-from sluice.client.wait_survey import ServiceWaits, survey_waits
+from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, explain_run
+from sluice.client.wait_survey import ServiceWaits
 from sluice.concurrency.waits import Waiting
 from sluice.errors import ConfigError, NotReadyError
+from sluice.launch.servicer import launched_processes
 from sluice.report.notices import low_yield
 from sluice.report.run_record import METRICS_NAME
-from sluice.service_contract import CONFIG_NAME
 
 _MOST_ROWS_A_SERVICE = 8
 
@@ -90,21 +90,9 @@ def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:
 
 def _show_why(run: Path, *, as_json: bool) -> bool:
     """Show what the services wait for; return false if none answers and none has a process."""
-    location = locate_run(run)
-    # Written at the start of a run: processes noted before it belong to an earlier one.
-    config_file = location.run_dir / CONFIG_NAME
-    services = asyncio.run(
-        survey_waits(
-            location.trainer,
-            location.reward,
-            location.run_dir,
-            since_s=config_file.stat().st_mtime if config_file.is_file() else 0.0,
-            credentials=location.credentials,
-        )
-    )
-    if all(service.failure and service.process in {"", "gone"} for service in services):
+    found = asyncio.run(explain_run(locate_run(run)))
+    if found is None:
         return False
-    found = explain(services)
     if as_json:
         print_json(asdict(found))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 
 from msgspec import UNSET
@@ -21,33 +21,20 @@ MANDATORY = "???"
 HYDRA_MARKERS = ("_target_", "_partial_", "_recursive_", "_convert_")
 
 
-@dataclass(frozen=True, slots=True)
-class FoundKey:
-    """A key that takes a value.
+def find_key(path: KeyPath) -> Entry | None:
+    """Return the row of the key at `path` in sluice's spelling; `None`: a section, or unknown.
 
-    Attributes:
-        entry: its row in the catalogue, or the row of the free-form key or block that contains it.
-        annotation: the type of the value; `object` below free-form keys and in blocks.
-        in_schema: whether the typed schema holds the value.
+    Below a free-form key or a block it is the row of that one, and values are of any type.
     """
-
-    entry: Entry
-    annotation: object
-    in_schema: bool
-
-
-def find_key(path: KeyPath) -> FoundKey | None:
-    """Return the key at `path` in sluice's spelling; `None` for sections and unknown keys."""
-    entry = catalogue().get(".".join(path))
-    if entry is not None:
-        return FoundKey(entry, entry.annotation, entry.in_schema)
+    if (entry := catalogue().get(".".join(path))) is not None:
+        return entry
     above = _entry_above(path)
     if above is None:
         return None
     if above.is_block:
-        return FoundKey(above, object, in_schema=False)
+        return replace(above, annotation=object, in_schema=False)
     if above.in_schema and is_free_form(above.annotation):
-        return FoundKey(above, object, in_schema=True)
+        return replace(above, annotation=object)
     return None
 
 

@@ -184,12 +184,6 @@ class KeySettings:
         assert found is None or isinstance(found, int)
         return found
 
-    def number(self, key: str) -> float:
-        """Return the value of a key that takes numbers."""
-        found = self.value(key)
-        assert isinstance(found, int | float)
-        return found
-
     def flag(self, key: str) -> bool:
         """Return the value of a key that takes true and false; null counts as false."""
         return self.value(key) is True
@@ -216,8 +210,8 @@ def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator
         elif value is not None:
             yield Problem(written, value, ": expected keys below it")
         return
-    if found.entry.path == ".".join(path):
-        refusal = found.entry.refusal_of(value)
+    if found.path == ".".join(path):
+        refusal = found.refusal_of(value)
         if refusal:
             yield Problem(written, value, f"is refused: {refusal}")
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Hashable, Iterator
@@ -13,6 +12,7 @@ import yaml
 
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
+from sluice.whole_file import write_whole
 
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
@@ -152,6 +152,4 @@ def _leaves(prefix: str, value: object) -> Iterator[tuple[str, object]]:
 def write_config(config: RunConfig, path: Path) -> None:
     """Write the configuration for other processes; they never see half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(dump_config(config), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, dump_config(config).encode())

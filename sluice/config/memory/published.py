@@ -1,98 +1,19 @@
-"""Shapes of published models, as in the config.json files of their makers (huggingface.co/Qwen)."""
+"""Shapes of published models, from `published.toml`."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
-from types import MappingProxyType
+from functools import cache
+from importlib import resources
+from typing import Any
 
 from sluice.config.memory.shape import ModelShape, shape_of
 from sluice.errors import ConfigError
 
 ModelContent = Mapping[str, object]
 """What stands in a config.json."""
-
-_QWEN3_VOCAB, _QWEN25_VOCAB = 151_936, 152_064
-
-
-def _qwen3(layers: int, hidden: int, heads: int, width: int, **others: object) -> ModelContent:
-    return {
-        "model_type": "qwen3",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": width,
-        "vocab_size": _QWEN3_VOCAB,
-        "max_position_embeddings": 40_960,
-        "tie_word_embeddings": False,
-        **others,
-    }
-
-
-def _qwen3_moe(layers: int, hidden: int, heads: int, width: int, expert: int) -> ModelContent:
-    return {
-        **_qwen3(layers, hidden, heads, width),
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": expert,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-    }
-
-
-def _qwen25(
-    layers: int, hidden: int, heads: int, kv_heads: int, width: int, **others: object
-) -> ModelContent:
-    return {
-        "model_type": "qwen2",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": width,
-        "vocab_size": _QWEN25_VOCAB,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": False,
-        **others,
-    }
-
-
-_TIED = {"tie_word_embeddings": True}
-PUBLISHED: Mapping[str, ModelContent] = MappingProxyType(
-    {
-        "Qwen2.5-1.5B": _qwen25(28, 1536, 12, 2, 8960, vocab_size=_QWEN3_VOCAB, **_TIED),
-        "Qwen2.5-7B": _qwen25(28, 3584, 28, 4, 18_944),
-        "Qwen2.5-32B": _qwen25(64, 5120, 40, 8, 27_648),
-        "Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, **_TIED),
-        "Qwen3-8B": _qwen3(36, 4096, 32, 12_288),
-        "Qwen3-32B": _qwen3(64, 5120, 64, 25_600),
-        "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 32, 6144, 768),
-        "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 64, 12_288, 1536),
-        # Its language model; its image encoder is below.
-        "Qwen3-VL-30B-A3B": {
-            **_qwen3_moe(48, 2048, 32, 6144, 768),
-            "max_position_embeddings": 262_144,
-        },
-    }
-)
-"""By name, without the suffix of an instruction-tuned model."""
-
-_ENCODERS: Mapping[str, ModelContent] = MappingProxyType(
-    {
-        "Qwen3-VL-30B-A3B": {
-            "depth": 27,
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "patch_size": 16,
-            "out_hidden_size": 2048,
-            "deepstack_visual_indexes": [8, 16, 24],
-            "num_position_embeddings": 2304,
-        }
-    }
-)
+_ENCODER = "vision_config"
 
 
 def published_name(path: str) -> str | None:
@@ -100,11 +21,11 @@ def published_name(path: str) -> str | None:
     last = path.rstrip("/").rpartition("/")[2]
     for suffix in ("-Instruct", "-Base", "-Thinking"):
         last = last.removesuffix(suffix)
-    return last if last in PUBLISHED else None
+    return last if last in _models() else None
 
 
 def published_model(name: str) -> ModelContent:
-    """Return what its config.json says.
+    """Return what its config.json says of the language model.
 
     Raises:
         ConfigError: no such model is known; names those that are.
@@ -113,9 +34,9 @@ def published_model(name: str) -> ModelContent:
     if found is None:
         raise ConfigError(
             f"model {name!r} is neither a folder with a config.json nor one of "
-            f"{', '.join(PUBLISHED)}; give one of these"
+            f"{', '.join(_models())}; give one of these"
         )
-    return PUBLISHED[found]
+    return {key: value for key, value in _models()[found].items() if key != _ENCODER}
 
 
 def published_shape(name: str) -> ModelShape:
@@ -125,4 +46,17 @@ def published_shape(name: str) -> ModelShape:
 
 def published_encoder(name: str) -> ModelContent:
     """Return the `vision_config` of a published model; empty: it reads no images."""
-    return _ENCODERS.get(published_name(name) or "", {})
+    found: ModelContent = _models().get(published_name(name) or "", {}).get(_ENCODER, {})
+    return found
+
+
+@cache
+def _models() -> dict[str, dict[str, Any]]:
+    file = resources.files(__package__).joinpath("published.toml")
+    content = tomllib.loads(file.read_text(encoding="utf-8"))
+    families = content.pop("family")
+    return {
+        name: {**families[family], **own}
+        for family, models in content.items()
+        for name, own in models.items()
+    }

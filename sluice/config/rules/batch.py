@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from sluice.config.derived import max_row_tokens
 from sluice.config.problems import Problem, shown, verl_problem
 from sluice.config.verl_sizes import (
     ACTOR,
     CRITIC,
     MEGATRON,
+    MODEL,
     REF,
     ROLLOUT,
     BatchPlan,
     VerlSizes,
     largest_divisor,
     next_multiple,
+    rows_per_device,
 )
 
 MINI, MICRO = f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -63,7 +66,7 @@ def _critic_world(sizes: VerlSizes) -> Iterator[Problem]:
 
 def _real_batch(sizes: VerlSizes) -> Iterator[Problem]:
     batch, replicas = sizes.batch, sizes.batch.split.data_parallel
-    if sizes.dynamic or replicas is None:
+    if sizes.actor.use_dynamic_bsz or replicas is None:
         return
     minimal = batch.split.world
     if batch.split.megatron:
@@ -125,18 +128,19 @@ def _mini_in_train(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _micro(sizes: VerlSizes) -> Iterator[Problem]:
-    batch, old = sizes.batch, sizes.global_micro_rows
-    if sizes.dynamic:
+    batch, old = sizes.batch, sizes.keys.whole_or_none(GLOBAL_MICRO)
+    rows = rows_per_device(sizes.keys, GLOBAL_MICRO)
+    if sizes.actor.use_dynamic_bsz:
         return
     per_gpu = f"{MICRO}={_fitting_micro(batch)}"
-    if old is None and sizes.micro_rows is None:
+    if old is None and rows is None:
         while_false = f"while {ACTOR}.use_dynamic_bsz is false"
         yield verl_problem("micro-batch", MICRO, None, while_false, per_gpu, here=True)
     if old is None:
         return
-    if sizes.micro_rows is not None:
+    if rows is not None:
         both = f"and the deprecated {GLOBAL_MICRO} = {old} are both set"
-        yield verl_problem("micro-batch", MICRO, sizes.micro_rows, both, f"{GLOBAL_MICRO}=null")
+        yield verl_problem("micro-batch", MICRO, rows, both, f"{GLOBAL_MICRO}=null")
     elif batch.mini_prompts % old or old * batch.split.sp < batch.split.world:
         yield verl_problem(
             "global-micro-batch",
@@ -150,9 +154,10 @@ def _micro(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:
-    models = [(SP, sizes.batch.split.sp, "actor_rollout_ref", sizes.remove_padding)]
+    is_packed = sizes.keys.flag(f"{MODEL}.use_remove_padding")
+    models = [(SP, sizes.batch.split.sp, "actor_rollout_ref", is_packed)]
     models += [
-        (f"{REF}.ulysses_sequence_parallel_size", one.sp, "actor_rollout_ref", sizes.remove_padding)
+        (f"{REF}.ulysses_sequence_parallel_size", one.sp, "actor_rollout_ref", is_packed)
         for one in sizes.log_prob_passes
         if one.section == REF
     ]
@@ -169,21 +174,10 @@ def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:
             )
 
 
-def _sampling(sizes: VerlSizes) -> Iterator[Problem]:
-    if sizes.val_do_sample and sizes.temperature <= 0:
-        yield verl_problem(
-            "validation-temperature",
-            f"{ROLLOUT}.temperature",
-            sizes.temperature,
-            f"with {ROLLOUT}.val_kwargs.do_sample = true: sampling needs a temperature above 0",
-            f"{ROLLOUT}.temperature=1.0",
-        )
-
-
 def _same_dynamic(sizes: VerlSizes) -> Iterator[Problem]:
-    dynamic = shown(sizes.dynamic)
+    dynamic = shown(sizes.actor.use_dynamic_bsz)
     for one in sizes.log_prob_passes:
-        if one.section == ROLLOUT and one.dynamic != sizes.dynamic:
+        if one.section == ROLLOUT and one.dynamic != sizes.actor.use_dynamic_bsz:
             yield verl_problem(
                 "dynamic-alike",
                 f"{ROLLOUT}.log_prob_use_dynamic_bsz",
@@ -206,7 +200,7 @@ def _mini_rows(sizes: VerlSizes) -> Iterator[Problem]:
             f"rows cannot be divided among {replicas} data-parallel ranks",
             *_mini_prompts(batch),
         )
-    elif not sizes.dynamic and batch.micro_rows and normalised % batch.micro_rows:
+    elif not sizes.actor.use_dynamic_bsz and batch.micro_rows and normalised % batch.micro_rows:
         yield verl_problem(
             "micro-divides-mini",
             f"normalised {MINI} = {batch.mini_rows} rows / {replicas} data-parallel ranks",
@@ -233,8 +227,16 @@ def _log_prob_rows(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _token_budget(sizes: VerlSizes) -> Iterator[Problem]:
+    longest = max_row_tokens(sizes.config.data)
     sp = sizes.batch.split.cp if sizes.batch.split.megatron else sizes.batch.split.sp
-    budgets = [(f"{ACTOR}.ppo_max_token_len_per_gpu", sizes.dynamic, sizes.token_budget, sp)]
+    budgets = [
+        (
+            f"{ACTOR}.ppo_max_token_len_per_gpu",
+            sizes.actor.use_dynamic_bsz,
+            sizes.actor.ppo_max_token_len_per_gpu,
+            sp,
+        )
+    ]
     budgets += [
         (f"{one.section}.log_prob_max_token_len_per_gpu", one.dynamic, one.token_budget, one.sp)
         for one in sizes.log_prob_passes
@@ -243,15 +245,15 @@ def _token_budget(sizes: VerlSizes) -> Iterator[Problem]:
         key = f"{CRITIC}.ppo_max_token_len_per_gpu"
         budgets.append((key, critic.dynamic, critic.token_budget, critic.sp))
     for key, dynamic, budget, ranks in budgets:
-        if dynamic and budget * ranks < sizes.longest_row:
+        if dynamic and budget * ranks < longest:
             shared = f"* {ranks} ranks that share a row " if ranks > 1 else ""
             yield verl_problem(
                 "token-budget",
                 key,
                 budget,
-                f"{shared}cannot hold the longest row of {sizes.longest_row} tokens "
+                f"{shared}cannot hold the longest row of {longest} tokens "
                 "(data.max_prompt_length + data.max_response_length)",
-                f"{key}={math.ceil(sizes.longest_row / ranks)}",
+                f"{key}={math.ceil(longest / ranks)}",
             )
 
 
@@ -269,7 +271,7 @@ def _dispatch(sizes: VerlSizes) -> Iterator[Problem]:
 
 def _generation(sizes: VerlSizes) -> Iterator[Problem]:
     batch = sizes.batch
-    if not sizes.filters_groups and batch.gen_prompts != batch.train_prompts:
+    if not sizes.config.algorithm.filter_groups.enable and batch.gen_prompts != batch.train_prompts:
         yield verl_problem(
             "generation-batch",
             "data.gen_batch_size",
@@ -278,14 +280,15 @@ def _generation(sizes: VerlSizes) -> Iterator[Problem]:
             f"{TRAIN} = {batch.train_prompts}",
             f"data.gen_batch_size={batch.train_prompts}",
         )
-    if sizes.num_generations not in (None, batch.responses):
+    num_generations = sizes.config.algorithm.num_generations
+    if num_generations not in (None, batch.responses):
         yield verl_problem(
             "group-size",
             "algorithm.num_generations",
-            sizes.num_generations,
+            num_generations,
             f"differs from {ROLLOUT}.n = {batch.responses}",
             f"algorithm.num_generations={batch.responses}",
-            here=sizes.adpo,
+            here=sizes.actor.policy_loss.loss_mode == "adpo",
         )
 
 
@@ -327,7 +330,6 @@ _RULES: tuple[Callable[[VerlSizes], Iterator[Problem]], ...] = (
     _mini_in_train,
     _micro,
     _remove_padding,
-    _sampling,
     _same_dynamic,
     _mini_rows,
     _log_prob_rows,

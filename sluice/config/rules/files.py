@@ -10,7 +10,7 @@ from msgspec import UNSET
 from sluice.config.problems import Problem
 from sluice.config.rules.security import run_security_problems
 from sluice.config.run import RunConfig
-from sluice.config.schema.data import file_list
+from sluice.config.sources import prompt_files
 
 MODEL_KEY = "actor_rollout_ref.model.path"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -21,13 +21,7 @@ def file_problems(config: RunConfig) -> list[Problem]:
     return [
         *model_problems(config.actor_rollout_ref.model.path),
         *_length_problems(config),
-        *_data_problems("data.train_files", config.data.train_files),
-        *_data_problems("data.val_files", config.data.val_files),
-        *(
-            problem
-            for name, source in config.sluice.sources.items()
-            for problem in _data_problems(f"sluice.sources.{name}.files", source.files)
-        ),
+        *_data_problems(config),
         *_reward_problems(config),
         *_environment_problems(config),
         *_resume_problems(config),
@@ -65,8 +59,9 @@ def _length_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _data_problems(key: str, files: str | list[str] | None) -> Iterator[Problem]:
-    for name in file_list(files):
+def _data_problems(config: RunConfig) -> Iterator[Problem]:
+    named = ((key, name) for key, files in prompt_files(config).items() for name in files)
+    for key, name in named:
         if not Path(name).is_file():
             yield Problem(key, name, "is no file", "check the path")
         elif not name.endswith((".parquet", ".json", ".jsonl")):

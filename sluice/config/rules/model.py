@@ -11,7 +11,14 @@ from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads
 from sluice.config.pipeline_stages import stage_layers
 from sluice.config.problems import Problem, of_error, verl_problem
 from sluice.config.run import RunConfig
-from sluice.config.verl_sizes import ACTOR, MEGATRON, ROLLOUT, VerlSizes, largest_divisor
+from sluice.config.verl_sizes import (
+    ACTOR,
+    MEGATRON,
+    ROLLOUT,
+    VerlSizes,
+    expert_tensor_parallel,
+    largest_divisor,
+)
 from sluice.errors import ConfigError
 
 REPLAY_KEY = "actor_rollout_ref.actor.router_replay.mode"
@@ -103,43 +110,49 @@ def stage_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _engine(sizes: VerlSizes) -> Iterator[Problem]:
-    engine, here = sizes.engine, sizes.engine.name in _SHARED_ENGINES
-    if engine.is_sync:
+    engine, here = sizes.rollout, sizes.rollout.name in _SHARED_ENGINES
+    if sizes.keys.value(f"{ROLLOUT}.mode") == "sync":
         key = f"{ROLLOUT}.mode"
         yield verl_problem("engine-mode", key, "sync", ": verl has dropped it", f"{key}=async")
-    if engine.pp != 1:
-        key = f"{ROLLOUT}.pipeline_model_parallel_size"
+    key = f"{ROLLOUT}.pipeline_model_parallel_size"
+    if (stages := sizes.keys.whole(key)) != 1:
         none = ": engines have no pipeline stages"
-        yield verl_problem("engine-pipeline", key, engine.pp, none, f"{key}=1")
-    if engine.ep > 1 and engine.ep != engine.tp * engine.dp and engine.name != "trtllm":
+        yield verl_problem("engine-pipeline", key, stages, none, f"{key}=1")
+    tp, dp, ep = (
+        engine.tensor_model_parallel_size,
+        engine.data_parallel_size,
+        engine.expert_parallel_size,
+    )
+    if ep > 1 and ep != tp * dp and engine.name != "trtllm":
         yield verl_problem(
             "engine-experts",
             f"{ROLLOUT}.expert_parallel_size",
-            engine.ep,
-            f"must be tensor_model_parallel_size * data_parallel_size = {engine.tp} * {engine.dp}",
-            f"{ROLLOUT}.expert_parallel_size={engine.tp * engine.dp}",
+            ep,
+            f"must be tensor_model_parallel_size * data_parallel_size = {tp} * {dp}",
+            f"{ROLLOUT}.expert_parallel_size={tp * dp}",
             here=here,
         )
-    if not engine.chunked_prefill and engine.batched_tokens < engine.context:
+    context = derived.max_model_len(sizes.config)
+    if not engine.enable_chunked_prefill and engine.max_num_batched_tokens < context:
         yield verl_problem(
             "engine-tokens",
             f"{ROLLOUT}.max_num_batched_tokens",
-            engine.batched_tokens,
-            f"is less than the context of {engine.context} tokens while "
+            engine.max_num_batched_tokens,
+            f"is less than the context of {context} tokens while "
             f"{ROLLOUT}.enable_chunked_prefill is false",
-            f"{ROLLOUT}.max_num_batched_tokens={engine.context}",
+            f"{ROLLOUT}.max_num_batched_tokens={context}",
             here=here,
         )
 
 
 def _one_engine(sizes: VerlSizes) -> Iterator[Problem]:
     """Yield sizes that one engine of vLLM or SGLang cannot serve: it is a whole replica."""
-    engine = sizes.engine
-    if engine.name in {"vllm", "sglang"} and engine.dp > 1:
+    engine = sizes.rollout
+    if engine.name in _SHARED_ENGINES and engine.data_parallel_size > 1:
         yield verl_problem(
             "engine-replicas",
             f"{ROLLOUT}.data_parallel_size",
-            engine.dp,
+            engine.data_parallel_size,
             f"with name = {engine.name}, but a replica is one engine; start more of them "
             "(sluice.rollout.replicas)",
             f"{ROLLOUT}.data_parallel_size=1",
@@ -168,7 +181,7 @@ def _sequence_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _tensor_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
-    key, tp = f"{ROLLOUT}.tensor_model_parallel_size", sizes.engine.tp
+    key, tp = f"{ROLLOUT}.tensor_model_parallel_size", sizes.rollout.tensor_model_parallel_size
     if shape.heads % tp:
         cannot = f"cannot cut {shape.heads} attention heads evenly"
         possible = largest_divisor(shape.heads, tp)
@@ -202,27 +215,28 @@ def _experts(size: int, shape: ModelShape) -> Iterator[Problem]:
 
 def _megatron_experts(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
     split, key = sizes.batch.split, f"{MEGATRON}.expert_model_parallel_size"
-    if sizes.ep == 1:
+    ep, etp = sizes.keys.whole(key), expert_tensor_parallel(sizes.keys)
+    if ep == 1:
         return
     if shape.experts == 0:
         none = "for a model without experts"
-        yield verl_problem("experts", key, sizes.ep, none, f"{key}=1", here=True)
+        yield verl_problem("experts", key, ep, none, f"{key}=1", here=True)
         return
-    ranks = sizes.ep * sizes.etp * split.pp
-    if shape.experts % sizes.ep or split.world % ranks:
+    ranks = ep * etp * split.pp
+    if shape.experts % ep or split.world % ranks:
         possible = _largest(
-            sizes.ep,
+            ep,
             shape.experts,
-            lambda size: split.world % (size * sizes.etp * split.pp) == 0,
+            lambda size: split.world % (size * etp * split.pp) == 0,
         )
         yield verl_problem(
             "experts",
             key,
-            sizes.ep,
-            f"must divide {shape.experts} experts, and with expert tensor {sizes.etp} and pipeline "
+            ep,
+            f"must divide {shape.experts} experts, and with expert tensor {etp} and pipeline "
             f"{split.pp} the {split.world} trainer ranks",
             f"{key}={possible}",
-            here=bool(shape.experts % sizes.ep),
+            here=bool(shape.experts % ep),
         )
 
 

@@ -10,6 +10,7 @@ from sluice.config import derived
 from sluice.config.derived import on_policy_fill
 from sluice.config.problems import Problem, Severity
 from sluice.config.run import RunConfig
+from sluice.config.sources import source_configs
 from sluice.config.verl_sizes import ROLLOUT
 
 _REWARD_KEY = "sluice.reward"
@@ -68,7 +69,7 @@ def strategy_problems(config: RunConfig) -> list[Problem]:
 
 def strategy_notes(config: RunConfig) -> Iterator[Problem]:
     """Yield what the strategy means for the run; nothing where it does what verl does."""
-    sampling, n = config.sluice.sampling, config.actor_rollout_ref.rollout.n
+    sampling = config.sluice.sampling
     name, parts = StrategyName(sampling.strategy), []
     if name is StrategyName.STREAM and _is_filtered_on_policy(config):
         parts = [_ON_POLICY[on_policy_fill(config)]]
@@ -81,9 +82,11 @@ def strategy_notes(config: RunConfig) -> Iterator[Problem]:
             "are thrown away, as in verl"
         ]
     if name.uses_probes:
+        sizes = {one.actor_rollout_ref.rollout.n for one in source_configs(config).values()}
+        group = " or ".join(map(str, sorted(sizes)))
         parts.append(
-            f"{sampling.probe_samples} of {n} samples are generated first, the others where they "
-            "are worth their tokens"
+            f"{sampling.probe_samples} of {group} samples are generated first, the others where "
+            "they are worth their tokens"
         )
     if name.uses_memory:
         parts.append(

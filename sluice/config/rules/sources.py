@@ -12,9 +12,8 @@ from sluice.algorithm.episode_rules import SINGLE_TURN, TOOL_AGENT
 from sluice.config.derived import is_bypassed, uses_critic
 from sluice.config.problems import Problem, errors, named
 from sluice.config.run import RunConfig
-from sluice.config.sources import source_configs, source_groups, source_shares
+from sluice.config.sources import SOURCES_KEY, source_configs, source_groups, source_shares
 
-KEY = "sluice.sources"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SUM_TOLERANCE = 0.005  # three thirds of 0.333
 _ROUNDING = 0.05
@@ -42,14 +41,14 @@ def source_problems(
         yield from named("sources", _name_problems(config, name))
         for problem in errors(found):
             if problem.statement not in shared:
-                message = f"{problem.message} (in {KEY}.{name})"
+                message = f"{problem.message} (in {SOURCES_KEY}.{name})"
                 yield replace(problem, message=message, overrides=())
 
 
 def _name_problems(config: RunConfig, name: str) -> Iterator[Problem]:
     if not _NAME.fullmatch(name):
         remedy = "name it with up to 64 letters, digits and the signs _ . -"
-        yield Problem(f"{KEY}.{name}", UNSET, "is no name that metrics can carry", remedy)
+        yield Problem(f"{SOURCES_KEY}.{name}", UNSET, "is no name that metrics can carry", remedy)
     yield from _environment_problems(config, name)
 
 
@@ -65,7 +64,7 @@ def _share_problems(config: RunConfig) -> Iterator[Problem]:
         given = " + ".join(f"{share:g} ({name})" for name, share in shares.items())
         fitting = ", ".join(f"{name} {share / total:.4g}" for name, share in shares.items())
         yield Problem(
-            KEY,
+            SOURCES_KEY,
             UNSET,
             f"has shares that do not add up to 1: {given} = {total:g}",
             f"give shares of every batch; in these proportions they are {fitting}",
@@ -82,7 +81,7 @@ def _share_problems(config: RunConfig) -> Iterator[Problem]:
             below, above = int(exact), int(exact) + 1
             fitting = " or ".join(f"{n / batch_size:.4g}" for n in (below, above) if n)
             yield Problem(
-                f"{KEY}.{name}.share",
+                f"{SOURCES_KEY}.{name}.share",
                 shares[name],
                 f"with data.train_batch_size = {batch_size}: that is {exact:.4g} groups of a "
                 f"batch, and whole groups are {num_groups}, more than 5 % off",
@@ -92,29 +91,29 @@ def _share_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _run_problems(config: RunConfig) -> Iterator[Problem]:
     if config.data.train_files is not None:
-        message = f"with {KEY}: each source has its own files"
+        message = f"with {SOURCES_KEY}: each source has its own files"
         key, files = "data.train_files", config.data.train_files
-        yield Problem(key, files, message, f"set it to null, or leave {KEY} out")
+        yield Problem(key, files, message, f"set it to null, or leave {SOURCES_KEY} out")
     if config.trainer.total_training_steps is None:
-        message = f"with {KEY}: a source that ends begins again, so the run has no length"
+        message = f"with {SOURCES_KEY}: a source that ends begins again, so the run has no length"
         yield Problem("trainer.total_training_steps", None, message, "set it")
     if config.sluice.sampling.strategy == "rounds":
-        message = f"with {KEY}: a wave is of one source"
+        message = f"with {SOURCES_KEY}: a wave is of one source"
         remedy = "set sluice.sampling.strategy=stream"
         yield Problem("sluice.sampling.strategy", "rounds", message, remedy)
     if config.algorithm.use_kl_in_reward:
-        message = f"with {KEY}: the penalty has one weight for all rewards of a batch"
+        message = f"with {SOURCES_KEY}: the penalty has one weight for all rewards of a batch"
         remedy = "use the divergence in the loss: use_kl_loss and kl_loss_coef of each source"
         yield Problem("algorithm.use_kl_in_reward", True, message, remedy)
     configs = source_configs(config)
     if len({is_bypassed(one) for one in configs.values()}) > 1:
         names = ", ".join(name for name, one in configs.items() if is_bypassed(one))
         message = f"has the loss bypass_mode in {names} alone: it needs other old logprobs"
-        yield Problem(KEY, UNSET, message, "choose it for all sources, or for none")
+        yield Problem(SOURCES_KEY, UNSET, message, "choose it for all sources, or for none")
     for name, one in configs.items():
         if uses_critic(one) != uses_critic(config):
             yield Problem(
-                f"{KEY}.{name}.adv_estimator",
+                f"{SOURCES_KEY}.{name}.adv_estimator",
                 one.algorithm.adv_estimator,
                 f"with algorithm.adv_estimator = {config.algorithm.adv_estimator}: a critic learns "
                 "from the rows of all sources, or there is none",
@@ -129,6 +128,6 @@ def _environment_problems(config: RunConfig, name: str) -> Iterator[Problem]:
     has_tools = turns.function_tool_path or turns.tool_config_path
     if wanted in (None, SINGLE_TURN) or is_given or (wanted == TOOL_AGENT and has_tools):
         return
-    key = f"{KEY}.{name}.environment"
+    key = f"{SOURCES_KEY}.{name}.environment"
     remedy = "set sluice.environment.path or sluice.environment.addresses"
     yield Problem(key, wanted, "without an environment that has it", remedy)

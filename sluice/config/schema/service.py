@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Meta
 
 from sluice.config.schema.environment import EnvironmentConfig
-from sluice.config.schema.evaluation import EvaluationConfig
 from sluice.config.schema.guards import GuardsConfig
 from sluice.config.schema.limits import LimitsConfig
 from sluice.config.schema.sandbox import SandboxConfig
@@ -382,6 +381,16 @@ class WatchdogConfig(Section, frozen=True):
 
     give_up_s: PositiveFloat | None = 1800.0
     """Seconds without progress after which the process exits with code 75; none: never."""
+
+
+class EvaluationConfig(Section, frozen=True):
+    """A stand-alone evaluation; `sluice eval --model` sets its keys."""
+
+    benchmarks: list[str] = msgspec.field(default_factory=list)
+    """Names of data.val_files, in their order. Set: the run is an evaluation of
+    actor_rollout_ref.model.path, without a trainer, that stores each finished prompt in
+    responses/NAME.jsonl below sluice.run_dir and skips it after a restart; empty: it trains.
+    """
 
 
 class ServiceConfig(Section, frozen=True):

@@ -25,6 +25,7 @@ from sluice.config.schema.service import EndpointConfig
 from sluice.device.host import launch_environment
 from sluice.launch.network_layout import Kind
 from sluice.launch.service_spec import ServiceSpec
+from sluice.whole_file import write_whole
 
 _PACKAGE, _FILE = "pkg://", "file://"
 
@@ -182,7 +183,5 @@ def _written(plan: ServicePlan) -> RunConfig:
     file = Path(plan.config_file)
     if not file.is_file() or file.read_text(encoding="utf-8") != plan.config_text:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-        partial.write_text(plan.config_text, encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, plan.config_text.encode())
     return load_config(file, ())

@@ -11,50 +11,23 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from sluice.concurrency.process import ending_text
+from sluice.concurrency.waits import unless
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.launch.processes.child import KILLED_S, Child, ProcessHost
 from sluice.launch.service_spec import ServiceSpec
 from sluice.service_contract import RESTARTS_VARIABLE
 
 LogLine = Callable[[str, str], None]
-ResultT = TypeVar("ResultT")
 _LAST_LINES = 15
 _LAST_OUTPUT_S = 2.0
 _COMPANIONS_S = 3.0
 # Sent by people and schedulers to end a process, not by faults.
 REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
-
-
-async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
-    """Return the result of `work`; cancel it and return None if `unwanted` is set first.
-
-    Raises:
-        Exception: whatever `work` raises.
-    """
-    found: list[ResultT] = []
-    errors: list[Exception] = []
-
-    async def kept() -> None:
-        try:
-            found.append(await work)
-        except Exception as error:  # noqa: BLE001 raised below, as itself and not in a group
-            errors.append(error)
-
-    async with asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(kept(), name="work")
-        waiting = tasks.create_task(unwanted.wait(), name="unwanted")
-        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
-        working.cancel()
-        waiting.cancel()
-    if errors:
-        raise errors[0]
-    return found[0] if found else None
 
 
 @dataclass(frozen=True, slots=True)

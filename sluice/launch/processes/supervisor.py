@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.concurrency.process import EXIT_MISSING_PACKAGE, ending_text, stop_on_signals
+from sluice.concurrency.waits import unless
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
@@ -29,7 +30,6 @@ from sluice.launch.processes.crew import (
     CrewEnd,
     LogLine,
     crews_of,
-    unless,
 )
 from sluice.launch.service_spec import ServiceSpec
 

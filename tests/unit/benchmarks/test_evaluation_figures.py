@@ -7,18 +7,7 @@ import math
 from pathlib import Path
 
 from benchmarks.evaluation.collapse import _validations
-from benchmarks.evaluation.stored import Evaluation, differing, largest_difference, responses
-
-
-def test_a_line_that_a_kill_cut_is_no_finished_prompt(tmp_path: Path) -> None:
-    line = json.dumps(
-        {"position": 3, "samples": [{"response": "one\u2028two"}]}, ensure_ascii=False
-    )
-    folder = tmp_path / "responses"
-    folder.mkdir()
-    (folder / "test.jsonl").write_text(f'{line}\n{{"position": 4, "sam', encoding="utf-8")
-    prompts = Evaluation(tmp_path, tmp_path, tmp_path, tmp_path).prompts()
-    assert {place: responses(one) for place, one in prompts.items()} == {3: ["one\u2028two"]}
+from benchmarks.evaluation.stored import differing, largest_difference
 
 
 def test_prompts_that_one_side_lacks_differ() -> None:

@@ -174,20 +174,3 @@ def test_an_unknown_option_is_exit_code_2_with_its_name() -> None:
     code, text = invoke("status", "--jason")
     assert code == 2
     assert "--jason" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "parameter", "value"),
-    [
-        ("up", ("--room-timeout", "5"), "old_capacity_timeout", 5.0),
-        ("prepare", ("--anew",), "old_restart", True),
-        ("scale", ("rollout", "2", "--run-dir", "runs/a"), "old_run_dir", Path("runs/a")),
-    ],
-)
-def test_old_names_of_options_are_accepted_and_not_shown(
-    name: str, old: tuple[str, ...], parameter: str, value: object
-) -> None:
-    command = typer.main.get_command(commands).commands[name]  # type: ignore[attr-defined]
-    assert command.make_context(name, list(old)).params[parameter] == value
-    option = next(word for word in old if word.startswith("--"))
-    assert f"{option} " not in invoke(name, "--help")[1]

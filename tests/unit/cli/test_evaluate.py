@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.cli.policy import evaluate as evaluation
-from sluice.cli.policy.evaluate import until_signal
 from sluice.client.run_monitor import ValidationResult
+from sluice.concurrency.process import until_signal
 from sluice.errors import NotReadyError
 from tests.support.scripted_children import end_self
 from tests.support.scripted_trainer import ScriptedTrainer, monitored

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
 from sluice.cli.policy.kept_checkpoints import KeptCheckpoints
-from sluice.cli.run.evaluation import EvaluationEnd, EvaluationOrder, evaluation_config
+from sluice.cli.run.evaluation import EvaluationOrder, evaluation_config
 from sluice.cli.run.evaluation_origin import claim
 from sluice.cli.run.up import Display
 from sluice.errors import CheckpointError, ConfigError, DataError
-from sluice.evaluation.results import read_results
+from sluice.evaluation.results import Results, read_results
 from sluice.service_contract import CONFIG_NAME
 from tests.support.stored_evaluation import evaluation, graded
 
@@ -51,10 +51,10 @@ class Run:
         follow_run(self.folder, order, DISPLAY, self.evaluate, look_every_s=0.001)
         return [one.model.name for one in self.orders]
 
-    def evaluate(self, order: EvaluationOrder, _: Display) -> EvaluationEnd:
+    def evaluate(self, order: EvaluationOrder, _: Display) -> Results:
         self.orders.append(order)
         claim(order.output, evaluation_config(replace(order, model=order.output / "model")))
-        return EvaluationEnd(0, read_results(evaluation(order.output, [graded(0, 1.0)])))
+        return read_results(evaluation(order.output, [graded(0, 1.0)]))
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_left_out(
 ) -> None:
     usual = run.evaluate
 
-    def evaluate(order: EvaluationOrder, display: Display) -> EvaluationEnd:
+    def evaluate(order: EvaluationOrder, display: Display) -> Results:
         if order.model.name == "global_step_1":
             shutil.rmtree(order.model)
             raise CheckpointError("no model")
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_the_run_deletes_before_its_turn_is_evaluated_all_the_
 ) -> None:
     usual, weights = run.evaluate, list[str]()
 
-    def evaluate(order: EvaluationOrder, display: Display) -> EvaluationEnd:
+    def evaluate(order: EvaluationOrder, display: Display) -> Results:
         shutil.rmtree(run.checkpoints, ignore_errors=True)  # all of them, at the first one
         weights.append((order.model / "model.safetensors").read_text(encoding="utf-8"))
         return usual(order, display)
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_kept_while_another_one_is_evaluated(
     usual = run.evaluate
     kept = run.folder / EVALUATIONS_NAME / "global_step_2" / "model" / "model.safetensors"
 
-    def evaluate(order: EvaluationOrder, display: Display) -> EvaluationEnd:
+    def evaluate(order: EvaluationOrder, display: Display) -> Results:
         if order.output.name == "global_step_1":
             model = run.save(2, with_weights=True)
             until_s = time.monotonic() + 30
@@ -208,7 +208,7 @@ def test_a_checkpoint_is_kept_while_another_one_is_evaluated(
 
 def test_a_kept_model_takes_no_space_where_files_can_be_linked(run: Run) -> None:
     model = run.save(1, with_weights=True)
-    KeptCheckpoints(run.checkpoints, run.folder / "out", "results.json").look()
+    KeptCheckpoints(run.checkpoints, run.folder / "out").look()
     kept = run.folder / "out" / "global_step_1" / "model"
     assert (kept / "model.safetensors").samefile(model / "model.safetensors")
 
@@ -221,7 +221,7 @@ def test_a_model_is_copied_to_another_file_system(
 
     monkeypatch.setattr("os.link", refuse)
     model = run.save(1, with_weights=True)
-    kept = KeptCheckpoints(run.checkpoints, run.folder / "out", "results.json")
+    kept = KeptCheckpoints(run.checkpoints, run.folder / "out")
     kept.look()
     assert (kept.model(1) / "model.safetensors").read_text(encoding="utf-8") == "1"
     assert kept.model(1) != model
@@ -230,7 +230,10 @@ def test_a_model_is_copied_to_another_file_system(
 def test_an_evaluation_that_fails_ends_with_its_exit_code(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "evaluate", lambda *_: EvaluationEnd(3, None))
+    def fail(*_: object) -> Results:
+        raise typer.Exit(3)
+
+    monkeypatch.setattr(run, "evaluate", fail)
     run.save(1)
     with pytest.raises(typer.Exit) as ended:
         run.follow()

@@ -176,6 +176,11 @@ def test_the_folder_has_the_models_name(model: str, output: str) -> None:
         (["runs/a", "--replicas", "2"], "--replicas needs --model or --follow"),
         (["runs/a", "--logs"], "--logs needs --model or --follow"),
         (["--model", "a", "--benchmark", "b", "--run", "runs/a"], "--run is for"),
+        (
+            ["--model", "a", "--benchmark", "b", "--wait", "3"],
+            "--wait is for the policy of a running run",
+        ),
+        (["--follow", "runs/a", "--wait", "3"], "--wait is for the policy of a running run"),
         (["--model", "a"], "--model needs --benchmark"),
         (["--model", "a", "--follow", "b"], "leave one out"),
     ],

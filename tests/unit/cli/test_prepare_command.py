@@ -19,13 +19,10 @@ from sluice.launch.network_layout import KINDS, SERVICE_PORTS
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
-from sluice.quickstart.settings import QuickstartFacts
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
 
 pytestmark = pytest.mark.usefixtures("tried_scorers")
-
-FACTS = QuickstartFacts(1, 1, 1, 1, 1, 1, 1, 0.0, 0.0)
 
 
 def model_and_data(folder: Path) -> list[str]:
@@ -109,10 +106,9 @@ def test_an_active_run_keeps_its_configuration_and_restart_begins_another(
     assert "stays as it is" in reported
     assert "--restart" in reported
     assert locate_run(run_dir).config.data.train_batch_size == 8
-    for option, size in (("--restart", 16), ("--anew", 32)):  # its name, and its old name
-        again = prepare(option, "--run-dir", run_dir, *job, f"data.train_batch_size={size}")
-        assert "the run begins" in again
-        assert locate_run(run_dir).config.data.train_batch_size == size
+    again = prepare("--restart", "--run-dir", run_dir, *job, "data.train_batch_size=16")
+    assert "the run begins" in again
+    assert locate_run(run_dir).config.data.train_batch_size == 16
 
 
 def test_a_file_of_settings_is_read_and_a_wrong_one_writes_nothing(tmp_path: Path) -> None:
@@ -145,9 +141,9 @@ def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
     def make(directory: Path, **_: object) -> QuickstartAssets:
         model_and_data(directory)
         data = directory / "train.parquet"
-        return QuickstartAssets(task, directory / "model", data, data, FACTS, reused=False)
+        return QuickstartAssets(task, directory / "model", data, data)
 
-    monkeypatch.setattr(prepare_module, "preparer", lambda: make)
+    monkeypatch.setattr("sluice.cli.run.quickstart.preparer", lambda: make)
     run_dir = tmp_path / "run"
     prepare("--quickstart", "trainer.save_freq=3", "--run-dir", run_dir)
     config = locate_run(run_dir).config

@@ -8,7 +8,6 @@ import pytest
 
 from sluice.cli.watch.progress import (
     LINE_WIDTH,
-    StartingService,
     TimeLeft,
     duration_text,
     starting_line,
@@ -63,14 +62,14 @@ def test_a_duration_has_two_units_at_most(seconds: float, text: str) -> None:
 
 
 def test_a_starting_run_names_what_is_not_up_and_its_last_message() -> None:
-    starting = [StartingService("trainer", "loading the model from /m"), StartingService("r-0", "")]
+    starting = {"trainer": "loading the model from /m", "r-0": ""}
     assert starting_line(1, starting, 12.3) == (
         "starting (12 s): 1 of 3 up; trainer: loading the model from /m; r-0"
     )
 
 
 def test_a_starting_line_of_a_large_fleet_is_cut_with_a_count() -> None:
-    line = starting_line(2, [StartingService(f"rollout-{i}", "x" * 200) for i in range(64)], 1.0)
+    line = starting_line(2, {f"rollout-{i}": "x" * 200 for i in range(64)}, 1.0)
     assert len(line) <= LINE_WIDTH
     assert line.startswith("starting (1 s): 2 of 66 up; rollout-0: xxx")
     assert line.endswith("; and 63 more")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sluice.cli.run.ending import RunSeconds, end_run
+from sluice.cli.run.ending import end_run
 from sluice.cli.running_run import PastRun
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
@@ -46,7 +46,8 @@ def ended(
         end,
         Console(file=screen, width=80),
         total_steps=total_steps,
-        seconds=RunSeconds(130.0, 100.0),
+        seconds_total=130.0,
+        seconds_services=100.0,
         shown=shown,
     )
     summary = Path(config.sluice.run_dir) / "summary.json"
@@ -140,7 +141,8 @@ def test_the_last_line_of_standard_output_may_be_the_summary_for_programs(
         RunEnd(0, ()),
         Console(stderr=True),
         total_steps=2,
-        seconds=RunSeconds(1.0, 1.0),
+        seconds_total=1.0,
+        seconds_services=1.0,
         as_json=True,
     )
     assert json.loads(capsys.readouterr().out)["outcome"] == "finished"

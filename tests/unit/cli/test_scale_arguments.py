@@ -41,12 +41,12 @@ def scale(*arguments: str) -> None:
 
 def test_a_folder_in_which_nothing_was_started(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.yaml; give the folder of a started"):
-        scale("2", "--run-dir", str(tmp_path))
+        scale("2", "--run", str(tmp_path))
 
 
 def test_a_run_that_no_launcher_of_ours_keeps(run_dir: Path) -> None:
     with pytest.raises(NotReadyError, match="no launcher runs there"):
-        scale("2", "--run-dir", str(run_dir))
+        scale("2", "--run", str(run_dir))
 
 
 def test_a_launcher_that_was_killed(run_dir: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_launcher_that_was_killed(run_dir: Path) -> None:
         f'{{"address": "127.0.0.1:{port}", "secret": "a-secret-of-a-launcher"}}', encoding="utf-8"
     )
     with pytest.raises(NotReadyError, match="does not answer; it has ended"):
-        scale("2", "--run-dir", str(run_dir))
+        scale("2", "--run", str(run_dir))
 
 
 async def test_what_took_the_port_of_a_killed_launcher_gets_no_token_of_the_run(
@@ -88,7 +88,7 @@ async def test_what_took_the_port_of_a_killed_launcher_gets_no_token_of_the_run(
 @pytest.mark.parametrize(("count", "message"), [("0", "0 is below 1; a run"), ("1025", "above")])
 def test_a_number_that_no_run_can_have(run_dir: Path, count: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        scale(count, "--run-dir", str(run_dir))
+        scale(count, "--run", str(run_dir))
 
 
 class Trainer(trainer_pb2_grpc.TrainerServiceServicer):

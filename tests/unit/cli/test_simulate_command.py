@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from sluice.cli import simulate as module
 from sluice.cli.main import commands
-from sluice.cli.simulate.subject import Given, described_subject, with_options
 from sluice.errors import ConfigError
-from sluice.simulate.settings import TrainerSettings
-from tests.unit.simulate.simulations import small
+from sluice.simulate.settings import SimulationSettings
 
 SMALL = [
     *("--replicas", "2", "--slots", "16", "--steps", "6", "--batch-size", "4", "--group-size", "4"),
@@ -62,16 +61,21 @@ def test_a_comparison_names_all_strategies() -> None:
     assert "staged_memory" in run("--compare")
 
 
-def test_without_a_run_the_defaults_are_those_that_the_help_names() -> None:
-    settings = described_subject(Given(), None, 0).settings
+def settings_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> SimulationSettings:
+    """What the options describe; nothing is simulated."""
+    seen: list[SimulationSettings] = []
+    monkeypatch.setattr(module, "_simulate_one", lambda settings, *_, **__: seen.append(settings))
+    simulated(*words)
+    return seen[0]
+
+
+def test_the_defaults_are_those_of_the_simulators_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(monkeypatch)
     rules, fleet = settings.rules, settings.fleet
     assert (fleet.num_replicas, fleet.slots, settings.trainer.train_s) == (8, 128, 60.0)
+    assert (fleet.base_step_s, fleet.per_sequence_s) == (0.02, 0.0001)
     assert (rules.train_batch_size, rules.gen_batch_size, rules.samples_per_group) == (64, 64, 16)
     assert (rules.max_staleness, rules.probe_samples, settings.num_steps) == (4, 4, 240)
-
-
-def test_a_trainer_that_takes_no_time_may_be_given() -> None:
-    assert described_subject(Given(trainer_s=0.0), None, 0).settings.trainer.train_s == 0.0
 
 
 def test_a_workloads_file_takes_the_mixtures_place(tmp_path: Path) -> None:
@@ -96,23 +100,15 @@ def test_a_workloads_wrong_file_is_refused(tmp_path: Path) -> None:
         simulated("--workload", str(tmp_path / "w.yaml"))
 
 
-def test_each_option_of_the_model_is_its_own_setting() -> None:
-    given = Given(
-        replicas=3,
-        slots=5,
-        step_ms=12.0,
-        sequence_ms=0.5,
-        group_size=6,
-        batch_size=7,
-        gen_batch_size=9,
-        trainer_s=11.0,
-    )
-    settings = described_subject(given, 20, 2).settings
+def test_each_option_of_the_model_is_its_own_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--replicas 3 --slots 5 --step-ms 12 --sequence-ms 0.5 --group-size 6 --batch-size 7"
+    more = "--gen-batch-size 9 --trainer-s 0 --steps 20 --seed 2"
+    settings = settings_of(monkeypatch, *words.split(), *more.split())
     rules, fleet = settings.rules, settings.fleet
     assert (fleet.num_replicas, fleet.slots) == (3, 5)
     assert (fleet.base_step_s, fleet.per_sequence_s) == pytest.approx((0.012, 0.0005))
     assert (rules.samples_per_group, rules.train_batch_size, rules.gen_batch_size) == (6, 7, 9)
-    assert (settings.trainer.train_s, settings.num_steps, settings.seed) == (11.0, 20, 2)
+    assert (settings.trainer.train_s, settings.num_steps, settings.seed) == (0.0, 20, 2)
 
 
 def test_replicas_whose_steps_take_half_the_time_fill_a_batch_in_half_the_time() -> None:
@@ -131,11 +127,3 @@ def test_a_time_without_end_is_refused_by_its_options_name(option: str) -> None:
 def test_a_decoding_step_takes_time() -> None:
     with pytest.raises(ConfigError, match=r"0 s and 0 s for each.*--step-ms.*step above 0"):
         simulated("--step-ms", "0", "--sequence-ms", "0")
-
-
-def test_another_trainers_steps_differ_in_proportion() -> None:
-    settings = small(trainer=TrainerSettings(train_s=10.0, spread_s=2.0))
-    trainer = with_options(settings, Given(trainer_s=5.0)).trainer
-    assert (trainer.train_s, trainer.spread_s) == (5.0, 1.0)
-    idle = small(trainer=TrainerSettings(train_s=0.0))
-    assert with_options(idle, Given(trainer_s=5.0)).trainer.train_s == 5.0

@@ -21,7 +21,7 @@ from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import launch_service
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.report.summary_file import ended_summary, write_summary
+from sluice.report.summary import ended_summary, write_summary
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry.metrics_page import FOLDER
 

@@ -140,3 +140,10 @@ def test_the_responses_of_a_step_are_those_of_each_source() -> None:
     of_sources = {name: group_flops(one, SHAPE) for name, one in source_configs(config).items()}
     mean = (12 * of_sources["math"] + 4 * of_sources["code"]) / 16
     assert group_flops(config, SHAPE) == pytest.approx(mean)
+
+
+def test_probes_are_noted_among_the_samples_that_each_source_has() -> None:
+    staged = ("sluice.sampling.strategy=staged", "sluice.sampling.probe_samples=2")
+    config = load_config(None, [*GIVEN, *OWN_SIZES, *staged])
+    (text,) = (one.text for one in remarks(config) if "generated first" in one.text)
+    assert "2 of 4 or 8 samples are generated first" in text

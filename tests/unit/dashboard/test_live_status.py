@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from sluice.client.wait_chain import Explanation, explain
-from sluice.client.wait_survey import ServiceWaits
+from sluice.client.run_address import RunLocation
+from sluice.client.wait_chain import Explanation, explain_run
 from sluice.concurrency.process import marked_process
 from sluice.dashboard.live_status import ASK_EVERY_S, SURVEY_EVERY_S, LiveStatus
-from sluice.dashboard.overview import RunAtRest, overview
+from sluice.dashboard.overview import overview
 from sluice.dashboard.step_history import StepHistory
 from tests.support.dashboard_run import make_run
 from tests.support.rpc_server import serving
@@ -43,13 +43,13 @@ async def live_status(run_dir: Path, clock: Clock) -> AsyncIterator[LiveStatus]:
 async def test_a_run_that_answers_is_shown_and_asked_no_more_often_than_once_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, clock, explained = ScriptedTrainer(), Clock(), list[int]()
+    trainer, clock, explained = ScriptedTrainer(), Clock(), list[RunLocation]()
 
-    def counted(services: Sequence[ServiceWaits]) -> Explanation:
-        explained.append(len(services))
-        return explain(services)
+    async def counted(location: RunLocation) -> Explanation | None:
+        explained.append(location)
+        return await explain_run(location)
 
-    monkeypatch.setattr("sluice.dashboard.live_status.explain", counted)
+    monkeypatch.setattr("sluice.dashboard.live_status.explain_run", counted)
     async with serving(trainer=trainer) as server:
         make_run(tmp_path, f"sluice.trainer.endpoint.port={server.port}")
         async with live_status(tmp_path, clock) as live:
@@ -65,7 +65,7 @@ async def test_a_run_that_answers_is_shown_and_asked_no_more_often_than_once_a_s
     assert later.run is not None
     assert (later.run.step, later.run.phase) == (2, "waiting for batch")
     assert len(explained) == 1  # every service is asked more seldom still
-    shown = overview(RunAtRest("run", None, {}), StepHistory(tmp_path), later)
+    shown = overview("run", None, {}, StepHistory(tmp_path), later)
     assert (shown["step"], shown["total_steps"]) == (2, 2)
     assert [replica["name"] for replica in shown["replicas"]] == ["rollout-0"]
 
@@ -84,7 +84,7 @@ async def test_a_trainer_whose_process_is_there_and_silent_is_trouble_with_its_r
             answer = await live.ask()
     assert answer is not None
     assert answer.run is None
-    shown = overview(RunAtRest("run", 5, {}), StepHistory(tmp_path), answer)
+    shown = overview("run", 5, {}, StepHistory(tmp_path), answer)
     assert shown["health"] == "in trouble"
     assert "the trainer does not answer; trainer" in shown["reasons"][0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from sluice.dashboard.page import (
@@ -15,7 +17,7 @@ from sluice.dashboard.page import (
     parse_ordinal,
     parse_page_size,
     parse_points,
-    parse_search_text,
+    parse_text,
 )
 from sluice.dashboard.sample_browser import Cursor, SampleFilter
 from sluice.dashboard.sample_lines import ShownOutcome
@@ -28,7 +30,7 @@ TOKEN = "a-token-of-32-characters-or-more-0"
 def test_without_a_query_everything_is_asked_for() -> None:
     assert parse_filter({}) == SampleFilter()
     assert parse_cursor({}) is None
-    assert parse_search_text({}) == ""
+    assert parse_text({}, "text") == ""
     assert (parse_points({}), parse_page_size({})) == (400, 25)
 
 
@@ -61,7 +63,7 @@ def test_a_query_is_read() -> None:
         (parse_cursor, {"after": "1"}, "after"),
         (parse_cursor, {"after": "1.²"}, "after"),
         (parse_cursor, {"after": f"1.{'9' * 99}"}, "after"),
-        (parse_search_text, {"text": "x" * 201}, "text"),
+        (partial(parse_text, name="text"), {"text": "x" * 201}, "text"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(ask: object, query: object, name: str) -> None:

@@ -249,3 +249,17 @@ def test_services_on_other_hosts_without_tls_are_a_warning() -> None:
     found = only(tls_off_findings(has_tokens=False, is_remote=True), "warning")
     assert "anyone may call" in found.why
     only(tls_off_findings(has_tokens=False, is_remote=False), "ok")
+
+
+def test_a_missing_file_of_a_source_is_reported_once_under_its_own_key(tmp_path: Path) -> None:
+    there = write_prompts(tmp_path / "there.parquet", prompt_rows(["a", "b"]))
+    gone, key = tmp_path / "gone.parquet", "sluice.sources"
+    examined = run_of(
+        f"{key}.math.files={there}",
+        f"{key}.math.share=0.5",
+        f"{key}.code.files={gone}",
+        f"{key}.code.share=0.5",
+    )
+    found = [*check_configuration(examined), *check_data(examined)]
+    (named,) = (one.what for one in found if str(gone) in one.what)
+    assert named.startswith(f"{key}.code.files")

@@ -16,11 +16,10 @@ from sluice.config.rules.checks import all_problems
 from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
-from sluice.doctor import preflight as module
-from sluice.doctor.examination import CHECKS, Check
+from sluice.doctor import examination as module
+from sluice.doctor.examination import CHECKS, Check, preflight
 from sluice.doctor.finding import Examined, Finding, problem, warning
 from sluice.doctor.machine import cores_finding
-from sluice.doctor.preflight import preflight
 from sluice.doctor.prompts import overlong_findings, template_findings
 from sluice.doctor.rows import opened_rows
 from sluice.doctor.trial import TrialAnswer

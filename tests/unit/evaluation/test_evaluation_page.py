@@ -9,7 +9,7 @@ from pathlib import Path
 from sluice.dashboard.page import policy_source
 from sluice.evaluation.comparison import read_evaluations
 from sluice.evaluation.page import write_page
-from sluice.evaluation.results import write_results
+from sluice.evaluation.results import Results, write_results
 from tests.support.stored_evaluation import evaluation, graded, prompt, sample, store
 
 HOSTILE = (
@@ -68,9 +68,7 @@ def hostile_evaluation(folder: Path) -> Path:
         prompt(1, [one, one], extra_info={HOSTILE: HOSTILE}),
     ]
     store(folder, stored, benchmark)
-    write_results(
-        folder, model=HOSTILE, sampling={HOSTILE: HOSTILE}, samples_per_prompt=2, seconds=1.0
-    )
+    write_results(folder, Results(HOSTILE, {HOSTILE: HOSTILE}, 2, 1.0, {}))
     return folder
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from sluice.errors import DataError
 from sluice.evaluation.stored_responses import (
+    StoredGrade,
     StoredSample,
-    grade_of,
     read_at,
     read_responses,
     response_files,
@@ -61,14 +61,14 @@ def test_a_prompt_is_read_again_at_its_offset(tmp_path: Path) -> None:
     ],
 )
 def test_a_grade_comes_back_from_its_file_as_it_was(outcome: Outcome) -> None:
-    stored = {"response": "", **msgspec.to_builtins(grade_of(outcome))}
-    assert msgspec.json.decode(msgspec.json.encode(stored), type=StoredSample).scored == outcome
+    stored = msgspec.json.encode(StoredSample("").graded(outcome))
+    assert msgspec.json.decode(stored, type=StoredSample).scored == outcome
 
 
 def test_a_failure_is_stored_with_its_kind_and_has_no_score() -> None:
-    grade = grade_of(Failed(FailureKind.SCORER_CRASH, "it ended"))
-    assert grade.failure == "scorer_crash: it ended"
-    assert StoredSample("", grade.reward, grade.metrics, grade.failure).scored is None
+    failed = StoredSample("", 1.0).graded(Failed(FailureKind.SCORER_CRASH, "it ended"))
+    assert failed.grade == StoredGrade(failure="scorer_crash: it ended")
+    assert failed.scored is None
 
 
 def test_a_folder_without_responses_is_refused_with_what_to_give(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sluice.launch.processes.crew import unless
+from sluice.concurrency.waits import unless
 
 
 async def test_the_result_of_work_that_ends_first_is_returned() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from sluice.openai_front import web_app
+
 from sluice.openai_front.web_app import FrontSettings
 from sluice.rpc.status import CLASS_KEY
+from sluice.web import serving
 from tests.support.http_front import HttpFront, http_front
 from tests.support.token_replica import TokenReplica, token_replicas, until
 
@@ -69,7 +70,7 @@ async def _until_served(front: HttpFront) -> None:
 async def test_a_connection_on_which_nothing_whole_is_asked_is_closed(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_app, "_IDLE_S", IDLE_S)
+    monkeypatch.setattr(serving, "_IDLE_S", IDLE_S)
     async with (
         http_front("127.0.0.1:1") as front,
         asyncio.timeout(60),
@@ -82,7 +83,7 @@ async def test_a_connection_on_which_nothing_whole_is_asked_is_closed(
 async def test_a_head_that_dribbles_in_does_not_keep_a_connection_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(web_app, "_IDLE_S", IDLE_S)
+    monkeypatch.setattr(serving, "_IDLE_S", IDLE_S)
     async with (
         http_front("127.0.0.1:1") as front,
         asyncio.timeout(60),
@@ -112,7 +113,7 @@ async def _read_to_its_end(reader: asyncio.StreamReader) -> None:
 async def test_a_request_that_is_being_answered_is_not_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(web_app, "_IDLE_S", IDLE_S)
+    monkeypatch.setattr(serving, "_IDLE_S", IDLE_S)
     replica = TokenReplica(hangs_after=0)
     async with (
         token_replicas(replica) as addresses,

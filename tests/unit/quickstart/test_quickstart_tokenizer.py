@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from sluice.quickstart.arithmetic import TASKS, Dialogue, Task, deal_problems, make_dialogues
 from sluice.quickstart.tokenizer import (
-    encode_dialogue,
+    TURN_END,
     render_prompt,
     save_tokenizer,
     train_tokenizer,
@@ -70,8 +70,9 @@ def test_a_saved_tokenizer_loads_and_renders_the_chat_template(
 def test_prompts_and_worked_answers_keep_the_tasks_token_limits(task: Task) -> None:
     dialogues = dialogues_of(task, 2000)
     trained = train_tokenizer(dialogues)
-    encoded = [encode_dialogue(trained, dialogue) for dialogue in dialogues]
+    prompts = [trained.encode(render_prompt(one.problem.question)).ids for one in dialogues]
+    answers = [trained.encode(one.answer + TURN_END).ids for one in dialogues]
     free_of_penalty = task.max_response_tokens - task.overlong_buffer_tokens
-    assert max(len(prompt) for prompt, _ in encoded) <= task.max_prompt_tokens
-    assert max(len(answer) for _, answer in encoded) <= free_of_penalty + 1
-    assert all(answer[-1] == trained.token_to_id("<|im_end|>") for _, answer in encoded)
+    assert max(map(len, prompts)) <= task.max_prompt_tokens
+    assert max(map(len, answers)) <= free_of_penalty + 1
+    assert all(answer[-1] == trained.token_to_id("<|im_end|>") for answer in answers)

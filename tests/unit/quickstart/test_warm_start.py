@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,17 @@ import pytest
 import torch
 
 from sluice.quickstart.arithmetic import TASKS, Dialogue, deal_problems, make_dialogues
+from sluice.quickstart.lessons import lesson_of, warm_start_row
 from sluice.quickstart.model import (
     HoldThenDecay,
     QuickstartModel,
+    WarmStartRow,
     make_model,
     slip_entropy,
     warm_start,
 )
 from sluice.quickstart.settings import WarmStartSettings
-from sluice.quickstart.tokenizer import encode_dialogue, train_tokenizer
+from sluice.quickstart.tokenizer import train_tokenizer
 
 SCHEDULE = WarmStartSettings(
     warmup_steps=10, hold_until_excess_loss=0.1, max_hold_steps=200, decay_steps=20
@@ -84,12 +87,16 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(dialogues_of(300))
 
 
+def rows_of(tokenizer: Tokenizer, count: int) -> Iterator[WarmStartRow]:
+    entropy = slip_entropy(SETTINGS.wrong_step_rate)
+    lessons = (lesson_of(dialogue, entropy) for dialogue in dialogues_of(count))
+    return (warm_start_row(tokenizer, lesson) for lesson in lessons)
+
+
 def train(model: QuickstartModel, tokenizer: Tokenizer) -> list[float]:
     losses: list[float] = []
-    dialogues = dialogues_of(SETTINGS.max_dialogues)
-    warm_start(
-        model, tokenizer, dialogues, SETTINGS, lambda _step, _total, loss: losses.append(loss)
-    )
+    rows = rows_of(tokenizer, SETTINGS.max_dialogues)
+    warm_start(model, rows, SETTINGS, lambda one: losses.append(one.loss or 0.0))
     return losses
 
 
@@ -120,22 +127,22 @@ def test_the_model_is_the_tiny_qwen3_and_leaves_the_global_random_state(
 def test_the_loss_is_the_mean_over_answer_tokens_alone(tokenizer: Tokenizer) -> None:
     model = make_model(tokenizer, 0)
     settings = WarmStartSettings(max_hold_steps=0, decay_steps=1, batch_dialogues=5)
-    dialogues = dialogues_of(5)
+    rows = list(rows_of(tokenizer, 5))
     log_likelihoods: list[float] = []
-    for prompt, answer in (encode_dialogue(tokenizer, dialogue) for dialogue in dialogues):
+    for row in rows:
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+            logits = model(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
         log_likelihoods += [
-            float(logits[len(prompt) + place - 1, token]) for place, token in enumerate(answer)
+            float(logits[place - 1, token])
+            for place, token in enumerate(row.token_ids)
+            if row.is_answer[place]
         ]
     losses: list[float] = []
-    warm_start(
-        model, tokenizer, dialogues, settings, lambda _step, _total, loss: losses.append(loss)
-    )
+    warm_start(model, rows, settings, lambda one: losses.append(one.loss or 0.0))
     assert losses == [pytest.approx(-sum(log_likelihoods) / len(log_likelihoods), rel=1e-5)]
 
 
 def test_too_few_dialogues_are_refused(tokenizer: Tokenizer) -> None:
     model = make_model(tokenizer, 0)
     with pytest.raises(ValueError, match="the dialogues ran out after 2 steps"):
-        warm_start(model, tokenizer, dialogues_of(40), SETTINGS, lambda *_: None)
+        warm_start(model, rows_of(tokenizer, 40), SETTINGS, lambda *_: None)

@@ -20,9 +20,16 @@ from sluice.config.problems import errors
 from sluice.config.rules.checks import all_problems
 from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import TASKS, split_problems, write_dataset
-from sluice.recipes.folders import Recipe, all_recipes, recipe_named, recipes_folder
+from sluice.recipes.folders import (
+    Made,
+    Recipe,
+    all_recipes,
+    own_files,
+    recipe_named,
+    recipes_folder,
+    small_run,
+)
 from sluice.recipes.made_files import make_files, write_contest
-from sluice.recipes.small_run import Made, own_files, small_run
 from tests.support.source_tree import ROOT
 
 LAUNCHES = ROOT / "tests" / "data" / "launches"

@@ -12,8 +12,7 @@ import pytest
 
 from sluice.errors import DataError
 from sluice.report.run_record import AccuracyPoint, accuracy_of, read_progress
-from sluice.report.summary import RunSummary, account_views, summarize
-from sluice.report.summary_file import SUMMARY_NAME, write_summary
+from sluice.report.summary import SUMMARY_NAME, RunSummary, account_views, summarize, write_summary
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, VALIDATIONS, run_folder
 
 

@@ -184,7 +184,7 @@ async def test_another_trainer_closes_the_episodes_that_run() -> None:
         before = set(worlds.open_now)
         assert before
         client.versions["a"] = 0
-        await app.loop.announce("another", 0, [*app.queue.replicas], None)
+        await app.loop.announce("another", 0, [*app.queue.fleet.announced], None)
         assert not before & worlds.open_now
         gate.set()
         batch = await app.loop.batches.take(1, 0, 5)
@@ -197,7 +197,11 @@ async def test_a_validation_plays_episodes_too() -> None:
     async with running_app(config(), client, drivers=worlds) as app:
         await publish(app, client, 0)
         validation = Validator(
-            lambda: Rows(2), app.generator, app.grader, SampleDumps(None, None), lambda: 0
+            lambda: Rows(2),
+            app.generator,
+            app.grader,
+            SampleDumps(None, None),
+            lambda: 0,
         )
         sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, seed=1)
         found = await validation.run(ValidationOrder(0, 2, sampling, 1), 60.0)

@@ -13,11 +13,12 @@ import pytest
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
-from services.reward.prompts.submissions import Submission, SubmissionSession
+from services.reward.prompts.submissions import SubmissionSession
 from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, PeerDefectError, PeerError, SluiceError
-from sluice.types import ChatMessage, Failed, FailureKind, Outcome, PromptEnd, Rollout
+from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout
+from tests.support.client_prompt import client_prompt
 from tests.support.reward_app import (
     InlineScorer,
     ScriptedClient,
@@ -61,8 +62,7 @@ def config(
 
 async def attempted(app: RewardApp, name: str, words: str = MIXED) -> str:
     """The detail of the end of a prompt that fails."""
-    message = ChatMessage("user", words)
-    app.submissions.submit(Submission(name, (message,), "math_dapo", "1", {}), SubmissionSession())
+    app.submissions.submit(client_prompt(words, name), SubmissionSession())
     await settled(lambda: app.ledger.ended(name) is not None)
     ended = app.ledger.ended(name)
     assert ended is not None

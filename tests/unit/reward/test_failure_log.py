@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from services.reward.grading.frames import frame_texts, place_of
+from services.reward.grading.scorer_main import frame_texts, place_of
 from services.reward.records.failures import COUNT_EVERY_S, MOST_REASONS, FailureLog, reason_of
 from sluice.types import Failed, FailureKind
 

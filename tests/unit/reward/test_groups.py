@@ -22,7 +22,7 @@ from services.reward.group_table import (
     IllegalTransitionError,
 )
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.records.prompt_audit import prompts_lost
+from services.reward.records.statistics import prompts_lost
 from services.reward.source_groups import IN_FLIGHT, GroupState
 from sluice.algorithm.groups.staleness import RESERVE_AFTER, GroupAges, reserves_slot
 from sluice.algorithm.sampling.attempt import Attempt
@@ -55,7 +55,8 @@ class World:
         return self.groups.accept(prompt)
 
     def start(self, name: str, version: int | None = None, *, reserves: bool = False) -> Group:
-        group = self.groups.get(name) or self.accept(name)
+        known = {group.prompt_id: group for group in self.groups}
+        group = known.get(name) or self.accept(name)
         self.groups.admit(group, Attempt(name, 1, None, 4), 4, reserves_slot=reserves)
         self.groups.set_oldest_version(group, version)
         return group

@@ -329,7 +329,7 @@ async def test_a_sample_whose_end_was_posted_needs_no_program(tmp_path: Path) ->
         assert (await post(run, f"/s/{first.lease_id}/end", reward=0.0))[0] == 409
         found = await generated(run, 2)
         assert run.engine.prompts == []
-        assert run.generator.tool_names == {"look"}
+        assert run.generator.notes.tool_names == {"look"}
         assert (run.desk.num_offered, run.desk.num_leased) == (0, 0)
     ended = found.rollouts[first.sample_index]
     assert (ended.outcome, len(ended.turns)) == (Scored(1.0, 1.0, {"acc": 1.0}), 2)

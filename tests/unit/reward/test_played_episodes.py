@@ -311,7 +311,7 @@ async def test_a_template_that_rewrites_history_begins_a_new_root_and_is_warned_
     world = ScriptedEnvironment(opening=lambda _: environment.Observation(), respond=respond)
     async with playing(tmp_path, policy, world, family="qwen3") as played:
         group = await played.generator.generate(group_request(2))
-        assert played.generator.num_rewritten == 4
+        assert played.generator.notes.num_rewritten == 4
     for rollout in group.rollouts:
         assert rollout.num_roots == 3
         assert [turn.is_new_root for turn in rollout.turns] == [False, True, True]
@@ -414,9 +414,9 @@ async def test_waiting_for_siblings_is_no_time_of_the_model(tmp_path: Path) -> N
 async def test_names_of_tools_that_become_metrics_are_bounded(tmp_path: Path) -> None:
     async with playing(tmp_path, jar_policy("C"), ScriptedEnvironment()) as played:
         for number in range(400):
-            played.generator.offered([Tool(f"tool{number}", "", "")])
-        played.generator.offered([Tool("tool3", "", "")])
-        assert len(played.generator.tool_names) == 256
+            played.generator.notes.offered([Tool(f"tool{number}", "", "")])
+        played.generator.notes.offered([Tool("tool3", "", "")])
+        assert len(played.generator.notes.tool_names) == 256
 
 
 async def test_a_first_prompt_that_cannot_be_read_fails_its_sample_alone(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def stream(
     **order: Any,
 ) -> PromptStream:
     chosen = {"shuffle": True, "seed": 1, "window_rows": 8, "max_samples": None} | order
+    chosen.setdefault("choose_at_random", chosen["shuffle"])
     opened = open_prompt_files(files, COLUMNS, config_key="data.train_files")
     return PromptStream(opened, RowOrder(**chosen), total_epochs=epochs, progress=progress)
 

@@ -15,9 +15,9 @@ from services.reward.grading.grader import SampleScorer
 from services.reward.grading.messages import ScorerInput
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.quarantine import Quarantine, read_quarantine
-from services.reward.prompts.submissions import Submission, SubmissionSession
+from services.reward.prompts.submissions import SubmissionSession
 from sluice.config.run import RunConfig
-from sluice.types import ChatMessage, Failed, FailureKind, PromptEnd, Scored
+from sluice.types import Failed, FailureKind, PromptEnd, Scored
 from tests.support.client_prompt import client_prompt
 from tests.support.reward_app import (
     InlineScorer,
@@ -153,8 +153,7 @@ async def attempts(
             await app.loop.announce("trainer", 0, [replica("a")], None)
             for number in range(first, first + count):
                 name = f"p{number}"
-                message = ChatMessage("user", "answer=1 right=2 poison")
-                sent = Submission(name, (message,), "math_dapo", "1", {})
+                sent = client_prompt("answer=1 right=2 poison", name)
                 app.submissions.submit(sent, SubmissionSession())
                 await settled(partial(_has_ended, app, name))
                 ended = app.ledger.ended(name)

@@ -32,7 +32,7 @@ IDLE = LoopFacts(
     num_grading=0,
     num_kept=0,
     batch_size=8,
-    num_in_training=0,
+    num_batches_in_training=0,
     has_dataset=True,
     is_exhausted=False,
 )
@@ -52,7 +52,7 @@ IDLE = LoopFacts(
         ),
         ({"leased_step": 7}, [("trainer", "training the batch of step 7")]),
         ({"num_kept": 8}, [("trainer", "taking the batch that is ready")]),
-        ({"num_in_training": 8}, [("trainer", "announcing the next policy version")]),
+        ({"num_batches_in_training": 1}, [("trainer", "announcing the next policy version")]),
         (
             {"is_exhausted": True},
             [("clients", "submitting prompts: the data set is exhausted")],

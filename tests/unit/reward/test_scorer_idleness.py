@@ -22,6 +22,7 @@ from services.reward.grading.containment import (
     IdleWatch,
     ProcessKey,
     cpu_by_mark,
+    family_of,
     idle_cpu,
     new_mark,
     watch_idle,
@@ -31,6 +32,10 @@ SCORER, CHILD = (7, 100), (8, 200)
 SECONDS = st.floats(0, 1e6, allow_nan=False)
 
 
+def a_mark() -> str:
+    return new_mark(family_of())
+
+
 def reading(at_s: float, cpu_s: Mapping[ProcessKey, float], *, num_uses: int = 1) -> CpuReading:
     return CpuReading(num_uses, at_s, cpu_s)
 
@@ -38,7 +43,6 @@ def reading(at_s: float, cpu_s: Mapping[ProcessKey, float], *, num_uses: int = 1
 def test_time_of_all_its_processes_is_added_up_and_a_new_one_counts_whole() -> None:
     used = idle_cpu(reading(1.0, {SCORER: 5.0}), reading(2.0, {SCORER: 5.25, CHILD: 0.5}))
     assert used == IdleCpu(0.75, 1.0)
-    assert used.is_too_much
 
 
 @given(before=SECONDS, after=SECONDS)
@@ -100,7 +104,7 @@ async def test_one_that_is_asked_during_a_look_is_not_seen(monkeypatch: pytest.M
 
 
 async def test_cpu_time_is_read_of_marked_processes_with_any_name() -> None:
-    mark, code = new_mark(), "import time\nwhile time.process_time() < 0.3: pass\ninput()"
+    mark, code = a_mark(), "import time\nwhile time.process_time() < 0.3: pass\ninput()"
     process = await asyncio.create_subprocess_exec(
         *("bash", "-c", 'exec -a "a) b (c" "$0" -c "$1"', sys.executable, code),
         stdin=asyncio.subprocess.PIPE,
@@ -108,7 +112,7 @@ async def test_cpu_time_is_read_of_marked_processes_with_any_name() -> None:
     )
     try:
         give_up_at = time.monotonic() + 20
-        while not (found := cpu_by_mark({mark, new_mark()})) or max(found[mark].values()) < 0.2:
+        while not (found := cpu_by_mark({mark, a_mark()})) or max(found[mark].values()) < 0.2:
             assert time.monotonic() < give_up_at
             await asyncio.sleep(0.01)
     finally:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
+from services.reward.prompts.submissions import Receipt, Submissions, SubmissionSession
 from sluice.config.schema.limits import LimitsConfig
-from sluice.types import ChatMessage
+from tests.support.client_prompt import client_prompt
 
 
 async def refusal(submissions: Submissions, session: SubmissionSession, prompt_id: str) -> str:
     """Submit a prompt; return why it was refused, empty if it was accepted."""
-    turn = (ChatMessage("user", "hello"),)
-    submissions.submit(Submission(prompt_id, turn, "math_dapo", "1", {}), session)
+    submissions.submit(client_prompt(prompt_id=prompt_id), session)
     receipt = await session.next_event()
     assert isinstance(receipt, Receipt)
     assert receipt.is_retryable == bool(receipt.refused_because)

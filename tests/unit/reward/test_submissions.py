@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,26 +14,17 @@ from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import (
     MAX_UNSENT,
     Receipt,
-    Submission,
     Submissions,
     SubmissionSession,
 )
 from sluice.config.schema.limits import LimitsConfig
-from sluice.types import ChatMessage, PromptEnd
+from sluice.types import ChatMessage, Prompt, PromptEnd
+from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended
 
-HELLO = (ChatMessage("user", "hello"),)
 
-
-def submission(prompt_id: str, **changes: object) -> Submission:
-    fields = {
-        "prompt_id": prompt_id,
-        "messages": HELLO,
-        "data_source": "math_dapo",
-        "ground_truth": "1",
-        "extra_info": {},
-    }
-    return Submission(**(fields | changes))  # type: ignore[arg-type]
+def submission(prompt_id: str, **changes: Any) -> Prompt:
+    return replace(client_prompt(prompt_id=prompt_id), **changes)
 
 
 @pytest.fixture
@@ -73,7 +66,7 @@ def end(submissions: Submissions, ledger: PromptLedger, prompt_id: str) -> None:
     ],
 )
 async def test_a_wrong_prompt_is_refused_with_the_reason_and_not_accepted(
-    submissions: Submissions, ledger: PromptLedger, wrong: Submission, reason: str
+    submissions: Submissions, ledger: PromptLedger, wrong: Prompt, reason: str
 ) -> None:
     with submissions.session() as session:
         submissions.submit(wrong, session)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
+from services.reward.prompts.submissions import Receipt, Submissions, SubmissionSession
 from sluice.config.schema.limits import LimitsConfig
-from sluice.types import ChatMessage, PromptEnd
+from sluice.types import Prompt, PromptEnd
+from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended
 
 LIMITS = LimitsConfig(max_client_images_mb=2)
 
 
-def submission(prompt_id: str, *images: bytes) -> Submission:
-    turns = (ChatMessage("user", "<image>" * len(images)),)
-    return Submission(prompt_id, turns, "math_dapo", "1", {}, images)
+def submission(prompt_id: str, *images: bytes) -> Prompt:
+    return client_prompt("<image>" * len(images), prompt_id, images)
 
 
 async def receipt(session: SubmissionSession) -> Receipt:

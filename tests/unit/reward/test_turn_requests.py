@@ -133,7 +133,7 @@ async def test_a_turn_that_no_replica_can_sample_costs_its_sample_or_a_group_tha
     request = turn_request()
     found = await collected(TurnReplicas(breaks={"a": 1, "b": 2}), request)
     assert found.rollouts[2].finish_reason is FinishReason.ABORTED
-    assert "b: broken" in request.progress.engine_errors[2]
+    assert "b: broken" in request.progress.engine_errors[2].detail
     with pytest.raises(GroupFailedError, match="2 attempts failed"):
         await collected(TurnReplicas(breaks={"a": 1, "b": 2}), turn_request(allows_missing=False))
 

@@ -7,12 +7,9 @@ import json
 import os
 import subprocess
 import sys
-import time
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
-from unittest import mock
 
 import msgspec
 import pytest
@@ -20,18 +17,16 @@ import pytest
 from services.reward.ledger.schema import open_ledger_file
 from sluice.client.launcher import LaunchedProcess
 from tools.chaos.__main__ import _parse, unchecked
-from tools.chaos.faults import SINGLE, Injected, Injector, single_faults
+from tools.chaos.faults import Injector
 from tools.chaos.verdict import (
     Dump,
     LedgerView,
     TrainerRestart,
-    Yield,
     doubled_prompts,
     lost_prompts,
     read_dumps,
     read_leases,
     read_ledger,
-    recovered_s,
     surviving_steps,
 )
 from tools.launched_run import LaunchedRun
@@ -175,73 +170,6 @@ def test_a_row_before_a_pending_one_that_nothing_holds_is_lost() -> None:
     pending = frozenset({"data-2", "data-5", "witness-9"})
     ledger = LedgerView(pending, {}, 2, frozenset({3, 9}))  # 9 is of a trainer before
     assert set(lost_prompts({}, ledger, (), 1)) == {"data-4"}
-
-
-def test_throughput_recovers_at_the_first_window_with_nearly_the_full_rate() -> None:
-    slow = [Yield(at_s, 10.0) for at_s in (1.0, 2.0, 3.0)]
-    fast = [Yield(at_s, 100.0) for at_s in (4.0, 5.0, 6.0, 7.0)]
-
-    def found(end_s: float) -> float | None:
-        yields = [*slow, *fast]
-        return recovered_s(yields, 0.5, full_rate=100.0, window_s=2.0, end_s=end_s)
-
-    assert found(8.0) == 4.0
-    assert found(5.5) is None
-
-
-def test_a_run_that_ended_no_group_before_its_faults_does_not_count_as_recovered() -> None:
-    assert recovered_s([], 0.0, full_rate=0.0, window_s=2.0, end_s=8.0) is None
-
-
-def test_single_faults_are_of_every_kind_in_each_round() -> None:
-    kinds = [fault.kind for fault in islice(single_faults(3), 2 * len(SINGLE))]
-    assert sorted(kinds[: len(SINGLE)]) == sorted(kinds[len(SINGLE) :]) == sorted(SINGLE)
-    assert [one.kind for one in islice(single_faults(3), 16)] == kinds
-
-
-def test_single_faults_are_of_the_chosen_kinds() -> None:
-    kinds = ("kill_reward", "kill_trainer")
-    found = [fault.kind for fault in islice(single_faults(3, kinds), 4)]
-    assert sorted(found[:2]) == sorted(found[2:]) == sorted(kinds)
-
-
-def test_a_single_fault_waits_for_the_recovery_from_the_one_before() -> None:
-    injector, seen = Injector(mock.Mock(), "no cable"), list[str]()
-
-    async def recover(injected: Injected) -> None:
-        seen.append(f"recovering from {injected.fault.kind}")
-        await asyncio.sleep(0)
-        seen.append("recovered")
-
-    async def inject(fault: object, _: asyncio.TaskGroup) -> str:
-        seen.append("fault")
-        return "rollout-0"
-
-    kills = [one for one in islice(single_faults(0), 16) if one.kind == "kill_replica"]
-    with mock.patch.object(Injector, "_inject", side_effect=inject):
-        asyncio.run(injector.follow_singly(kills, recover, until_s=time.monotonic() + 60.0))
-    assert seen == 2 * ["fault", "recovering from kill_replica", "recovered"]
-    assert [one.target for one in injector.done] == ["rollout-0", "rollout-0"]
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ("--kinds kill_front", "--kinds kill_front"),
-        ("--kinds kill_environment --single", "--kinds kill_environment"),
-        ("--kinds leave --single", "--kinds leave"),
-        ("--episodes workers --kinds kill_front", "--kinds kill_front"),
-        ("--episodes leases --size tiny", "--size"),
-        ("--each 2", "--each"),
-        ("--single --interval 3", "--interval"),
-    ],
-)
-def test_options_that_would_have_no_effect_are_refused(
-    options: str, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        _parse(options.split())
-    assert f"error: {why}" in capsys.readouterr().err
 
 
 KILLS = {"kill_environment": 1, "kill_replica": 1, "kill_reward": 1, "kill_trainer": 1}

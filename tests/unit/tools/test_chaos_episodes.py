@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
-from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sluice.api.reward.v1.reward_pb2 import GetStatusResponse as RewardStatus
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.service_spec import with_ports
 from tools.chaos.episodes import (
     doubled_episodes,
     failure_rewards,
     judge_episodes,
     lost_episodes,
     read_games,
-    read_lines,
 )
-from tools.chaos.faults import Injector
-from tools.chaos.front import Front
-from tools.chaos.observation import Observer
 
 N = 2
 JARS = {"A": 3, "B": 4}
@@ -171,12 +160,6 @@ def test_a_group_with_more_scores_than_ends_has_the_reward_of_a_failure() -> Non
     assert failure_rewards([{**failed, "scored": 1}], [], {}, may_post=False) == []
 
 
-def test_half_a_line_of_a_killed_process_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"end": "trained"}\n{"end": "tr\n{"end": "skipped"}\n')
-    found = list(read_lines([tmp_path / "a.jsonl", tmp_path / "missing.jsonl"]))
-    assert [one["end"] for one in found] == ["trained", "skipped"]
-
-
 def run_folder(folder: Path, *, reward: float = 1.0) -> RunConfig:
     """Return the configuration of a run whose archive has two games of a group."""
     game = played(reward=reward)
@@ -225,31 +208,3 @@ def test_a_run_is_judged_by_its_folder(
     assert found.figures["episodes_replayed"] == 1
     assert found.figures["episodes_failed"] == {"environment": 1}
     assert read_games(str(tmp_path / "train.parquet")) == {("Add", "7"): [JARS]}
-
-
-@pytest.mark.parametrize(
-    ("leases", "left"),
-    [
-        pytest.param((math.inf, 0), 0, id="none left"),
-        pytest.param((math.inf, 3), 3, id="some left"),
-        pytest.param((0.0, 0), None, id="nothing was seen after the kill"),
-    ],
-)
-def test_no_lease_is_left_only_if_the_reward_service_says_so_after_the_last_kill(
-    tmp_path: Path, leases: tuple, left: int | None
-) -> None:
-    injector = Injector(mock.Mock(), "no cable")
-    observer = cast("Observer", SimpleNamespace(leases=leases))
-    assert asyncio.run(Front(injector, tmp_path).leases_left(observer, 0.1)) == left
-
-
-async def test_the_statistics_of_another_service_are_no_zeros() -> None:
-    status = SimpleNamespace(
-        statistics={"reward/prompts_lost": 0.0}, wait_report=RewardStatus().wait_report
-    )
-    observer = Observer(with_ports(load_config(None, [])), Path())
-    with (
-        mock.patch("tools.chaos.observation._status", mock.AsyncMock(return_value=status)),
-        pytest.raises(KeyError, match="reward/leases"),
-    ):
-        await observer._query_reward()

@@ -1,4 +1,4 @@
-"""What counts as a use of an old word, and as a class name that several files define."""
+"""What counts as a use of an old word."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import source_tree
-from tools import structure
 from tools.check_words import WordList
 
 WORDS = """
@@ -49,14 +47,3 @@ def test_old_words_are_found_in_identifiers_and_across_lines(
 @pytest.mark.parametrize("path", ["docs/glossary.md", "docs/history.md"])
 def test_a_word_is_allowed_in_the_files_the_list_names(words: WordList, path: str) -> None:
     assert list(words.find(path, "told")) == []
-
-
-def test_a_class_name_is_shared_with_or_without_an_underscore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in {"a": "class Part: ...\nclass A: ...", "b": "class _Part: ..."}.items():
-        (tmp_path / "sluice").mkdir(exist_ok=True)
-        (tmp_path / "sluice" / f"{name}.py").write_text(text, encoding="utf-8")
-    for module in (structure, source_tree):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-    assert structure.shared_class_names() == {"Part": ["sluice/a.py", "sluice/b.py"]}

@@ -11,7 +11,7 @@ from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunState
 from sluice.api.common.v1 import common_pb2
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
-from sluice.config.run import RunConfig
+from sluice.config.schema.service import ServiceConfig
 from sluice.errors import InvalidRequestError
 
 CONTEXT: Any = None
@@ -22,7 +22,7 @@ class Service(EvaluationServicer):
 
     def __init__(self) -> None:
         self.fleet = Fleet(None, 6.0)
-        super().__init__(self.fleet, RunState("evaluation-1", 0, 0), RunConfig())
+        super().__init__(self.fleet, RunState("evaluation-1", 0, 0), ServiceConfig())
 
     async def register(self, name: str, layout: str) -> None:
         replica = common_pb2.Replica(name=name, instance_id=f"{name}-1", address="h:1", slots=8)

@@ -46,6 +46,7 @@ async def test_a_collapse_is_rolled_back_as_the_next_version_and_the_data_contin
         tasks.create_task(run(loop))
         await until(lambda: "evaluated 3 under 3" in world.events)
         world.holds.pop("train 4").set()
+    assert "evaluate 4" not in world.events  # one validation that shows the collapse is enough
     begin = world.events.index("load 2 at rate 0.5")
     assert world.events[begin : begin + 6] == [
         "load 2 at rate 0.5",
@@ -286,17 +287,18 @@ async def run_and_resume(world: World, reason: str) -> None:
         world.state.resume()
 
 
-async def test_a_pause_while_a_rollback_awaits_a_validation_comes_first(world: World) -> None:
+async def test_a_pause_while_a_rollback_awaits_a_transfer_comes_first(world: World) -> None:
     world.accuracy_of = collapses_at(3, 4)
     world.holds["train 4"] = asyncio.Event()
-    world.holds["evaluate 4"] = asyncio.Event()
+    world.holds["publish 4"] = asyncio.Event()
+    settings = {**EVERY_STEP, "overlaps": True}
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run(world.loop(guards=guards("rollback"), **EVERY_STEP)))
+        tasks.create_task(run(world.loop(guards=guards("rollback"), **settings)))
         await until(lambda: "evaluated 3 under 3" in world.events)
         world.holds.pop("train 4").set()
-        await until(lambda: "evaluate 4" in world.events and world.state.phase == "evaluating")
+        await until(lambda: "publish 4" in world.events and world.state.phase == "publishing")
         world.state.pause(holder="sluice eval")
-        world.holds.pop("evaluate 4").set()
+        world.holds.pop("publish 4").set()
         await until(lambda: world.state.phase == "paused" or "load 2 at rate 0.5" in world.events)
         assert "load 2 at rate 0.5" not in world.events
         world.state.resume("sluice eval")

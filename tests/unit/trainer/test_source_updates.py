@@ -10,8 +10,10 @@ import pytest
 import torch
 from msgspec import structs
 
+from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from sluice.config.run import RunConfig
 from sluice.config.schema.sources import SourceConfig
@@ -120,6 +122,42 @@ def test_each_source_has_its_divergence_from_the_reference(model_folder: Path) -
     assert metrics["sources/code/actor/kl_coef"] == 0.5
     assert metrics["sources/code/actor/kl_loss"] > 0.0
     assert "sources/math/actor/kl_loss" not in metrics
+
+
+def test_only_rows_with_a_divergence_pass_the_reference(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed, real = set[str](), ReferencePolicy.logprobs
+
+    def noting(
+        reference: ReferencePolicy, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> list[torch.Tensor]:
+        passed.update(one.source for one in micro_batches)
+        return real(reference, micro_batches, temperature)
+
+    monkeypatch.setattr(ReferencePolicy, "logprobs", noting)
+    run = configured(model_folder, math={}, code={"use_kl_loss": True})
+    trained(run, [of_sources(make_batch())])
+    assert passed == {"code"}
+
+
+class Noting(DataParallel):
+    """A lone rank that notes what it exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: list[str] = []
+
+    def gather_rows(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        self.phases.append(phase)
+        return super().gather_rows(values, phase)
+
+
+def test_the_metrics_of_all_sources_cost_one_exchange(model_folder: Path) -> None:
+    rank = Noting()
+    learner = Learner(configured(model_folder, math={}, code={}), rank, total_steps=10)
+    worked(learner, [of_sources(make_batch())])
+    assert rank.phases.count("summing the update's metrics") == 1
 
 
 def test_ranks_train_sources_like_one(model_folder: Path) -> None:

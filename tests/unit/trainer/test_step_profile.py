@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from torch.profiler import profile
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
@@ -109,7 +110,25 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(
     (tmp_path / "gone").rmdir()
     with profiler.tracing(2):
         pass
-    assert "the trace of step 2 cannot be written" in caplog.text
+    assert "no trace of step 2" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["start", "stop"])
+def test_a_profiler_that_fails_is_one_warning_and_the_step_counts(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = profile.stop
+
+    def fail(profiler: profile) -> None:
+        if method == "stop":  # another test's profiler can start afterwards
+            stop(profiler)
+        raise RuntimeError("the driver has no tracer")
+
+    monkeypatch.setattr(f"torch.profiler.profile.{method}", fail)
+    traced(profiled(tmp_path))
+    (warned,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert warned.endswith("the profiler failed: the driver has no tracer")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

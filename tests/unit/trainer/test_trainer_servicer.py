@@ -13,6 +13,7 @@ from services.trainer.servicer import _PHASE_TO_PROTO, TrainerServicer
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.common.v1 import common_pb2
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
+from sluice.config.schema.service import ServiceConfig, TrainerServiceConfig
 from sluice.errors import InvalidRequestError, NotFoundError, NotReadyError
 
 CONTEXT: Any = None
@@ -23,7 +24,8 @@ class Service(TrainerServicer):
 
     def __init__(self) -> None:
         self.fleet, self.state = Fleet("layout", 6.0), RunState("trainer-1", 10, 2)
-        super().__init__(self.fleet, self.state, heartbeat_interval_s=1.5, ttl_s=6.0)
+        asked = TrainerServiceConfig(heartbeat_interval_s=1.5, replica_ttl_s=6.0)
+        super().__init__(self.fleet, self.state, ServiceConfig(trainer=asked))
 
     async def register(self, layout: str = "layout") -> trainer.RegisterReplicaResponse:
         replica = common_pb2.Replica(name="a", instance_id="a-1", address="host:1", slots=8)

@@ -16,6 +16,7 @@ from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.concurrency.waits import advance
 from sluice.config.loading.loader import load_config
+from sluice.config.schema.service import ServiceConfig
 from sluice.types import ReplicaInfo
 
 KEYS = ("sluice.trainer.replica_wait_timeout_s=11", "sluice.trainer.batch_timeout_s=22")
@@ -108,7 +109,7 @@ def test_each_phase_but_the_first_and_the_last_names_whom_it_waits_for(trainer: 
 
 async def test_status_tells_whom_the_run_waits_for(trainer: Trainer) -> None:
     trainer.state.enter(RunPhase.WAITING_FOR_BATCH)
-    servicer = TrainerServicer(trainer.fleet, trainer.state, heartbeat_interval_s=1.0, ttl_s=6.0)
+    servicer = TrainerServicer(trainer.fleet, trainer.state, ServiceConfig())
     status = await servicer.GetStatus(trainer_pb2.GetStatusRequest(), CONTEXT)
     (wait,) = (w for w in status.wait_report.waits if w.phase == "filling a batch")
     assert (wait.peer, wait.count) == ("reward service", 1)

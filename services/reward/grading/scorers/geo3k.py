@@ -1,26 +1,52 @@
-"""The Geometry3K scorer: 0.9 for the answer and 0.1 for the form (verl's geo3k).
+r"""The Geometry3K scorer: 0.9 for the answer and 0.1 for the form (verl's geo3k).
 
 The form is ``<think>...</think>`` first and a ``\boxed{}`` after it. The result is one number, so
 the metric ``acc`` holds the form as well, as in verl: a right answer in the wrong form is 0.9.
+
+Whether two answers mean the same (`same_value`) replaces mathruler's grader, without SymPy. The
+rules, in order: one LaTeX normal form; one plain text (case, units, ``$`` and ``%`` aside); a tuple
+or interval agrees element by element; two plain fractions must be equal as written, once reduced;
+an integer agrees with an integer only; all else is compared by value, at three points if there are
+unknowns.
 """
 
 from __future__ import annotations
 
-from services.reward.grading.scorers.latex import last_boxed
-from services.reward.grading.scorers.math_answer import same_value
+import math
+import re
+
+from services.reward.grading.scorers import math_expression
+from services.reward.grading.scorers.latex import MalformedLatexError, last_boxed, normal_form
 
 FORM_SHARE = 0.1
+MAX_ANSWER_CHARS = 1000
+RELATIVE_TOLERANCE = 1e-12
+MAX_UNKNOWNS = 2
+POINTS = ((0.7390851332, 1.3247179572), (2.2360679775, 0.5772156649), (1.6180339887, 3.3598856662))
+
+_TEXT = re.compile(r"\\text\{(.+?)\}")
+_UNIT_NAMES = (
+    *("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week"),
+    *("month", "year", "foot", "feet", "inch", "yard"),
+)
+_UNITS = tuple(re.compile(rf"{name}(es)?(s)? *(\^[0-9]+)?") for name in _UNIT_NAMES)
+_DEGREES = re.compile(r"\^ *(\\circ|\{\\circ\})")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(\D|$))")
+_MIXED_NUMBER = re.compile(r"(?<=\d) +(?=\d)")
+_FRACTION = re.compile(r"-?[0-9]+/0*[1-9][0-9]*")
+_INTEGER = re.compile(r"(-?)0*([0-9]*?)(?<=[0-9])(?:\.0*)?")
+_MIXED_FRACTION = re.compile(r"(?<=\d) *(?=\\[dt]?frac\{\d+\}\{\d+\})")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 
 _FORM_BEGINS = "<think>"
 _FORM_REST = ("</think>", "\\boxed{", "}")
 
 
-def compute_score(solution: str, ground_truth: str, *, form_share: float = FORM_SHARE) -> float:
-    """``(1 - form_share) * right + form_share * well formed``, in [0, 1]."""
+def compute_score(solution: str, ground_truth: str) -> float:
+    """``0.9 * right + 0.1 * well formed``, in [0, 1]."""
     answer = last_boxed(solution)
     right = answer is not None and same_value(answer.strip(), ground_truth)
-    well_formed = has_form(solution)
-    return (1.0 - form_share) * right + form_share * well_formed
+    return (1.0 - FORM_SHARE) * right + FORM_SHARE * has_form(solution)
 
 
 def has_form(solution: str) -> bool:
@@ -37,3 +63,87 @@ def has_form(solution: str) -> bool:
             return False
         start = found + len(part)
     return True
+
+
+def same_value(answer: str, reference: str) -> bool:
+    """Return whether `answer` is right. Never raises; an endless answer must match literally."""
+    if max(len(answer), len(reference)) > MAX_ANSWER_CHARS:
+        return answer == reference
+    if _spelled(answer) == _spelled(reference):
+        return True
+    mine, its = _plain(answer), _plain(reference)
+    if mine == its:
+        return True
+    if not mine or not its:
+        return False
+    return _same_elements(mine, its)
+
+
+def _spelled(answer: str) -> str:
+    inner = _TEXT.fullmatch(answer.strip())
+    answer = inner[1].strip() if inner else answer.strip()
+    try:
+        return normal_form(answer.replace(r"\%", "").replace("%", ""))
+    except MalformedLatexError:
+        return answer
+
+
+def _plain(answer: str) -> str:
+    """Lower-case text without units and currency; mixed numbers as sums."""
+    answer = _TEXT.sub(r"\1", answer)
+    for sign in ("\\$", "\\%", "$", "%", r"\!"):
+        answer = answer.replace(sign, "")
+    for unit in _UNITS:
+        answer = unit.sub("", answer)
+    answer = _THOUSANDS.sub("", _DEGREES.sub("", answer)).strip()
+    answer = _MIXED_FRACTION.sub("+", _MIXED_NUMBER.sub("+", answer))
+    answer = "".join(_LATEX_FRACTION.sub(r"\1/\2", answer).split()).lower()
+    integer = _INTEGER.fullmatch(answer)
+    return integer[1] + (integer[2] or "0") if integer else answer
+
+
+def _same_elements(answer: str, reference: str) -> bool:
+    mine, its = _elements(answer), _elements(reference)
+    if len(mine) != len(its):
+        return False
+    if len(its) > 1 and (answer[0], answer[-1]) != (reference[0], reference[-1]):
+        return False
+    return all(map(_same_element, mine, its))
+
+
+def _elements(text: str) -> list[str]:
+    """Return the elements of ``(a,b)`` or ``[a,b)``; any other text is one element."""
+    text = text.replace(r"\left", "").replace(r"\right", "")
+    inner = text[1:-1]
+    if inner and text[0] in "([" and text[-1] in ")]" and not set("()[]") & set(inner):
+        return inner.split(",")
+    return [text]
+
+
+def _same_element(answer: str, reference: str) -> bool:
+    if answer == reference:
+        return True
+    if _FRACTION.fullmatch(answer) and _FRACTION.fullmatch(reference):
+        return False
+    if bool(_INTEGER.fullmatch(answer)) != bool(_INTEGER.fullmatch(reference)):
+        return False
+    return _equal_in_value(answer, reference)
+
+
+def _equal_in_value(answer: str, reference: str) -> bool:
+    try:
+        mine, its = math_expression.tokens(answer), math_expression.tokens(reference)
+        names = sorted(math_expression.unknowns(mine) | math_expression.unknowns(its))
+        if len(names) > MAX_UNKNOWNS:
+            return False
+        points = [dict(zip(names, point, strict=False)) for point in POINTS]
+        return all(
+            math.isclose(
+                math_expression.value(mine, point),
+                math_expression.value(its, point),
+                rel_tol=RELATIVE_TOLERANCE,
+            )
+            for point in points
+        )
+    except math_expression.NotAnExpressionError:
+        return False

@@ -17,21 +17,15 @@ _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
-def compute_score(
-    solution: str, ground_truth: str, *, method: Method = "strict", format_score: float = 0.0
-) -> float:
-    """Return 1 if right; `format_score` if a number was found but is wrong; 0 if none was found.
+def compute_score(solution: str, ground_truth: str, *, method: Method = "strict") -> float:
+    """Return 1 if right, else 0.
 
     Args:
         solution: the response's text; only its last 300 characters count.
         ground_truth: digits, without thousands separators.
         method: how the number is found.
-        format_score: partial credit.
     """
-    answer = final_number(solution[-SCORED_CHARACTERS:], method)
-    if answer is None:
-        return 0.0
-    return 1.0 if answer == ground_truth else format_score
+    return float(final_number(solution[-SCORED_CHARACTERS:], method) == ground_truth)
 
 
 def final_number(text: str, method: Method) -> str | None:

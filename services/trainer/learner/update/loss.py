@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from types import MappingProxyType
 
 import torch
@@ -303,8 +304,22 @@ class UpdateSums:
         Collective: one vector of all numbers, so that metrics cost one exchange.
         """
         self.end_step()
-        # In a fixed order, which `_losses` and `_means` read back: sums, counts, entropy, flags.
-        own = [
+        parts = {"": self, **self._of_sources}
+        own = {name: one._to_vector() for name, one in parts.items()}
+        sums = list(chain(*own.values()))
+        diff = self._probs_diff.to_vector()
+        corrections = statistics_to_vector(self._corrections)
+        vectors = parallel.gather_rows([*sums, *diff, *corrections], "summing the update's metrics")
+        totals = (sum(column) for column in zip(*(v[: len(sums)] for v in vectors), strict=True))
+        found = self._of_ranks([vector[len(sums) :] for vector in vectors], len(diff))
+        for name, one in parts.items():
+            shown = one._of_totals(list(islice(totals, len(own[name]))), num_steps)
+            found |= {source_metric(name, key): value for key, value in shown.items()}
+        return found
+
+    def _to_vector(self) -> list[float]:
+        """Return sums of losses, means and entropy, in the order that `_of_totals` reads."""
+        return [
             *self._sums.values(),
             *self._counts.values(),
             self._entropy_sum,
@@ -312,24 +327,10 @@ class UpdateSums:
             float(self._with_entropy),
             float(self._with_kl),
         ]
-        diff = self._probs_diff.to_vector()
-        corrections = statistics_to_vector(self._corrections)
-        vectors = parallel.gather_rows([*own, *diff, *corrections], "summing the update's metrics")
-        totals = [sum(column) for column in zip(*(v[: len(own)] for v in vectors), strict=True)]
-        found = {**self._losses(totals, num_steps), **self._means(totals)}
-        of_sources = {
-            source_metric(name, key): value
-            for name, one in self._of_sources.items()
-            for key, value in one.metrics(parallel, num_steps).items()
-            if key in (*LOSSES, ENTROPY) or key in one.mean_names
-        }
-        of_ranks = self._of_ranks([vector[len(own) :] for vector in vectors], len(diff))
-        return {**found, **of_ranks, **of_sources}
 
-    @property
-    def mean_names(self) -> tuple[str, ...]:
-        """Return the names of the means."""
-        return self._names
+    def _of_totals(self, totals: Sequence[float], num_steps: int) -> dict[str, float]:
+        """Return the metrics of vectors that were summed over all ranks."""
+        return {**self._losses(totals, num_steps), **self._means(totals)}
 
     def _losses(self, totals: Sequence[float], num_steps: int) -> dict[str, float]:
         sums = dict(zip(self._sums, totals, strict=False))

@@ -338,7 +338,12 @@ class PolicyUpdate:
     def _reference_logprobs(self, mini_batches: Sequence[PreparedMiniBatch]) -> None:
         if self._reference is None:
             return
-        prepared = _micro_batches(mini_batches)
+        # A source without a divergence needs none of these passes.
+        prepared = [
+            one
+            for one in _micro_batches(mini_batches)
+            if self._settings.of(one.micro_batch.source).needs_reference
+        ]
         found = self._reference.logprobs(
             [one.micro_batch for one in prepared], self._settings.temperature
         )

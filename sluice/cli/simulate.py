@@ -4,23 +4,38 @@ are paid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from sluice.algorithm.sampling.rules import StrategyName
+from sluice.algorithm.groups.staleness import OnStale
+from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
 from sluice.cli.arguments import AsJson
-from sluice.cli.simulate.subject import Given, Subject, described_subject
 from sluice.cli.terminal import counted, output_console, print_json, print_table
+from sluice.errors import ConfigError
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.result import simulate as simulate_run
-from sluice.simulate.settings import SimulationSettings
-from sluice.simulate.strategies import Compared, compare, simulate_fill_times
+from sluice.simulate.settings import (
+    DEFAULT_STEPS,
+    FleetSettings,
+    SimulationSettings,
+    TrainerSettings,
+)
+from sluice.simulate.strategies import (
+    Compared,
+    OpenWorkload,
+    compare,
+    of_strategy,
+    simulate_fill_times,
+)
+from sluice.simulate.workload import DescribedWorkload, mixture_workload, read_workload
+
+_MS = 1000
 
 
 def print_result(console: Console, result: SimulationResult, fill: SimulationResult) -> None:
@@ -89,10 +104,9 @@ def print_comparison(console: Console, title: str, compared: Sequence[Compared])
 
 
 def result_as_json(result: SimulationResult, fill: SimulationResult) -> dict[str, object]:
-    """Return one simulation without single steps' times, and the times to fill a batch."""
-    figures = {name: value for name, value in asdict(result).items() if name != "step_times_s"}
+    """Return one simulation, and the times to fill a batch."""
     return {
-        **figures,
+        **asdict(result),
         "fill_s_mean": fill.step_s,
         "fill_s_p50": fill.step_s_p50,
         "fill_s_p99": fill.step_s_p99,
@@ -135,74 +149,49 @@ WorkloadFile = Annotated[
     Path | None,
     typer.Option("--workload", help="YAML file with distributions of pass rates and lengths."),
 ]
-Strategy = Annotated[StrategyName | None, typer.Option(help="Strategy; none: stream.")]
-Replicas = Annotated[int | None, typer.Option(min=1, help="Rollout replicas; none: 8.")]
-Slots = Annotated[
-    int | None,
-    typer.Option(min=1, help="Sequences a replica generates at once; none: 128."),
-]
 StepMs = Annotated[
-    float | None,
-    typer.Option(min=0, help="Milliseconds of a decoding step without sequences; none: 20."),
+    float, typer.Option(min=0, help="Milliseconds of a decoding step without sequences.")
 ]
 SequenceMs = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        help="Milliseconds that each running sequence adds to a decoding step; none: 0.1.",
-    ),
+    float,
+    typer.Option(min=0, help="Milliseconds that each running sequence adds to a decoding step."),
 ]
-Steps = Annotated[
-    int | None,
-    typer.Option(min=2, help="Batches; the first third warms up. none: 240."),
-]
-MaxStaleness = Annotated[int | None, typer.Option(min=0, help="S, versions; none: 4. rounds: 0.")]
 AheadShare = Annotated[
-    float | None,
-    typer.Option(
-        min=0.01, max=1.0, help="Share of S batches that may be generated ahead; none: 1."
-    ),
+    float,
+    typer.Option(min=0.01, max=1.0, help="Share of S batches that may be generated ahead."),
 ]
-OnPolicyFill = Annotated[
-    Literal["exact", "expected"] | None,
-    typer.Option(
-        help="At S = 0: how a batch fills; see sluice.sampling.on_policy_fill. none: expected."
-    ),
+Fill = Annotated[
+    OnPolicyFill,
+    typer.Option(help="At S = 0: how a batch fills; see sluice.sampling.on_policy_fill."),
 ]
-WhenStale = Annotated[Literal["wait", "drop"] | None, typer.Option(help="none: wait.")]
-GroupSize = Annotated[int | None, typer.Option(min=2, help="Samples of a group; none: 16.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Groups of a batch; none: 64.")]
+Stale = Annotated[OnStale, typer.Option(help="What a batch does about groups that grow too old.")]
 GenBatchSize = Annotated[
     int | None, typer.Option(min=1, help="rounds: prompts of a wave; none: as many as a batch.")
 ]
-TrainerSeconds = Annotated[
-    float | None,
-    typer.Option(min=0, help="Seconds to train a batch; none: 60."),
-]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
-Compare = Annotated[bool, typer.Option("--compare", help="Compare all strategies.")]
 
 
 def simulate(  # noqa: PLR0913 - one parameter an option
     *,
     mixture: Mixture = None,
     workload: WorkloadFile = None,
-    strategy: Strategy = None,
-    replicas: Replicas = None,
-    slots: Slots = None,
-    step_ms: StepMs = None,
-    sequence_ms: SequenceMs = None,
-    steps: Steps = None,
-    max_staleness: MaxStaleness = None,
-    ahead_share: AheadShare = None,
-    on_policy_fill: OnPolicyFill = None,
-    on_stale: WhenStale = None,
-    group_size: GroupSize = None,
-    batch_size: BatchSize = None,
+    strategy: Annotated[StrategyName, typer.Option(help="Strategy.")] = StrategyName.STREAM,
+    replicas: Annotated[int, typer.Option(min=1, help="Rollout replicas.")] = 8,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences a replica generates at once.")] = 128,
+    step_ms: StepMs = 20.0,
+    sequence_ms: SequenceMs = 0.1,
+    steps: Annotated[
+        int, typer.Option(min=2, help="Batches; the first third warms up.")
+    ] = DEFAULT_STEPS,
+    max_staleness: Annotated[int, typer.Option(min=0, help="S, versions. rounds: 0.")] = 4,
+    ahead_share: AheadShare = 1.0,
+    on_policy_fill: Fill = "expected",
+    on_stale: Stale = "wait",
+    group_size: Annotated[int, typer.Option(min=2, help="Samples of a group.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Groups of a batch.")] = 64,
     gen_batch_size: GenBatchSize = None,
-    trainer_s: TrainerSeconds = None,
-    seed: Seed = 0,
-    compare_all: Compare = False,
+    trainer_s: Annotated[float, typer.Option(min=0, help="Seconds to train a batch.")] = 60.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
+    compare_all: Annotated[bool, typer.Option("--compare", help="Compare all strategies.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate over-generation, staleness and fleet with the functions that drive a run.
@@ -219,45 +208,68 @@ def simulate(  # noqa: PLR0913 - one parameter an option
       lengths: {median_tokens_solved: 1500, median_tokens_unsolved: 3500, max_tokens: 16384}
       num_prompts: 8192
     """
-    given = Given(
-        *(mixture, workload, replicas, slots, step_ms, sequence_ms),
-        *(group_size, batch_size, gen_batch_size, trainer_s),
-        strategy=strategy,
-        max_staleness=max_staleness,
+    rules = SamplingRules(
+        StrategyName.STREAM,
+        batch_size,
+        max_staleness,
+        group_size,
+        gen_batch_size=gen_batch_size or batch_size,
+        probe_samples=min(4, group_size - 1),
+        seed=seed,
         ahead_share=ahead_share,
         on_policy_fill=on_policy_fill,
-        on_stale=on_stale,
     )
-    found = described_subject(given, steps, seed)
+    fleet = FleetSettings(
+        replicas, slots, base_step_s=step_ms / _MS, per_sequence_s=sequence_ms / _MS
+    )
+    trainer = TrainerSettings(trainer_s)
+    settings = SimulationSettings(rules, on_stale, fleet, trainer, num_steps=steps, seed=seed)
+    name, open_workload = _workload(mixture, workload, seed)
     if compare_all:
-        compare_strategies(found, as_json=as_json)
+        _compare(name, settings, open_workload, as_json=as_json)
     else:
-        simulate_one(found, as_json=as_json)
+        _simulate_one(of_strategy(settings, strategy), open_workload, as_json=as_json)
 
 
-def compare_strategies(found: Subject, *, as_json: bool) -> list[Compared]:
+def _workload(mixture: str | None, file: Path | None, seed: int) -> tuple[str, OpenWorkload]:
+    """Return its name, for titles, and what opens the same data set at each call.
+
+    Raises:
+        ConfigError: both are given, or the file is wrong.
+    """
+    if file is None:
+        mixture = mixture or "mid"
+        return mixture, partial(mixture_workload, mixture, seed)
+    if mixture is not None:
+        raise ConfigError(
+            f"--workload: {file} and --mixture {mixture} both name the workload; leave one out"
+        )
+    return str(file), partial(DescribedWorkload, read_workload(file), seed)
+
+
+def _compare(
+    name: str, settings: SimulationSettings, open_workload: OpenWorkload, *, as_json: bool
+) -> None:
     """Simulate every strategy, and print them side by side."""
-    settings = found.settings
-    with progress("comparing", 2 * len(StrategyName) * settings.num_steps) as on_step:
-        compared = compare(settings, found.open_workload, on_step=on_step)
+    with counted("comparing", 2 * len(StrategyName) * settings.num_steps) as advance:
+        compared = compare(settings, open_workload, on_step=lambda _num_leased: advance(1))
     if as_json:
         print_json(comparison_as_json(compared))
     else:
-        print_comparison(output_console(), f"{found.name}: {_described(settings)}", compared)
-    return list(compared)
+        print_comparison(output_console(), f"{name}: {_described(settings)}", compared)
 
 
-def simulate_one(found: Subject, *, as_json: bool) -> tuple[SimulationResult, SimulationResult]:
+def _simulate_one(
+    settings: SimulationSettings, open_workload: OpenWorkload, *, as_json: bool
+) -> None:
     """Simulate one strategy, and print its figures and accounts."""
-    settings = found.settings
-    with progress("simulating", 2 * settings.num_steps) as on_step:
-        result = simulate_run(settings, found.open_workload(), on_step=on_step)
-        fill = simulate_fill_times(settings, found.open_workload(), on_step)
+    with counted("simulating", 2 * settings.num_steps) as advance:
+        result = simulate_run(settings, open_workload(), on_step=lambda _num_leased: advance(1))
+        fill = simulate_fill_times(settings, open_workload(), lambda _num_leased: advance(1))
     if as_json:
         print_json(result_as_json(result, fill))
     else:
         print_result(output_console(), result, fill)
-    return result, fill
 
 
 def _described(settings: SimulationSettings) -> str:
@@ -274,10 +286,3 @@ def _described(settings: SimulationSettings) -> str:
         f"{settings.trainer.train_s:g} s to train, "
         f"{settings.num_steps} steps, the first {settings.num_warmup} left out"
     )
-
-
-@contextmanager
-def progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error; each call advances it by one step."""
-    with counted(task, total) as advance:
-        yield lambda _num_leased: advance(1)

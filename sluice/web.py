@@ -1,15 +1,21 @@
-"""Bound the open connections of an HTTP server.
+"""Serve an application of aiohttp (the extras `dashboard` and `openai-front`).
 
-The bound sits between sockets and the HTTP protocol, so that a refused connection costs only a
-prepared answer. aiohttp's keep-alive timer, which starts with the connection, closes idle ones.
+The bound on open connections sits between sockets and the HTTP protocol, so that a refused
+connection costs only a prepared answer. aiohttp's keep-alive timer, which starts with the
+connection, closes idle ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from aiohttp import web
+
+_IDLE_S = 75.0
 _BODY = (
     b'{"error":{"message":"too many connections are open; try again in a moment",'
     b'"type":"server_error","param":null,"code":"unavailable"}}'
@@ -21,7 +27,7 @@ _TURNED_AWAY = (
 
 
 @dataclass(slots=True, eq=False)
-class Connections:
+class _Connections:
     """The open connections of one server.
 
     Args:
@@ -39,9 +45,9 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, which `Connections.make`'s protocol serves if there is capacity."""
+    """One connection, which `_Connections.make`'s protocol serves if there is capacity."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: _Connections) -> None:
         self._connections = connections
         self._inner: asyncio.Protocol | None = None
 
@@ -75,3 +81,45 @@ class _Connection(asyncio.Protocol):
         if self._inner is not None:
             self._connections.num_open -= 1
             self._inner.connection_lost(exc)
+
+
+@asynccontextmanager
+async def serve_http(
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    most_connections: int,
+    shutdown_s: float,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[int]:
+    """Serve within the block; yield the port. The handler of a caller that disconnects ends.
+
+    Args:
+        app: what answers.
+        host: interface to listen on.
+        port: 0 lets the system choose one.
+        most_connections: open at once; further ones get the status 503 and are closed.
+        shutdown_s: seconds that open requests get at the end of the block.
+        tls: ``None``: plain HTTP.
+    """
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=_IDLE_S,
+        shutdown_timeout=shutdown_s,
+        auto_decompress=False,  # a few bytes may be gigabytes
+    )
+    await runner.setup()
+    try:
+        assert runner.server is not None
+        connections = _Connections(runner.server, most_connections)
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(connections, host, port, ssl=tls)
+        try:
+            yield int(listener.sockets[0].getsockname()[1])
+        finally:
+            listener.close()
+    finally:
+        await runner.cleanup()

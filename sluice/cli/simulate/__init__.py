@@ -1,1 +1,0 @@
-"""`sluice simulate`: its options, and the tables of its results."""
