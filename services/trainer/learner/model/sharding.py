@@ -84,8 +84,7 @@ def shard_model(
     more unit, whole from forward to backward.
 
     Args:
-        model: on any device; moves to the mesh's device layer by layer. Where the mesh has a
-            dimension ``tensor``, after `cut_modules`.
+        model: moves to the mesh's device layer by layer; for a mesh with ``tensor`` cut already.
         mesh: see `DataParallel.shard_mesh`.
         files: the weights, if they are not read yet: each rank reads the rows of its shards.
         dtype: of gathered weights and activations; gradients are summed in float32.
@@ -94,8 +93,7 @@ def shard_model(
         expert_mesh: see `DataParallel.expert_mesh`.
         prefetches: start to gather the next layer when a layer's forward pass begins.
     """
-    # Casting inputs would round what a model computes in float32 (rotations of image positions),
-    # and copy the layout for each layer, with its masks.
+    # Casting inputs would round positions of images, and copy the layout and masks for each layer.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
