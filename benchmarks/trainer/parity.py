@@ -44,12 +44,13 @@ _VARIANTS = {"qwen3": _ALL, "qwen2": _ALL[1:2], "llama": _ALL[2:3], "qwen3_moe":
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of a layout; `copy` ranks hold the model once."""
+    """Sizes of a layout; `copy` ranks of each tensor index hold the model once."""
 
     ranks: int
     copy: int
     sequence: int = 1
     experts: int = 1
+    tensor: int = 1
 
     @property
     def keys(self) -> dict[str, int]:
@@ -58,15 +59,18 @@ class Layout:
             "fsdp_size": self.copy,
             "ulysses_sequence_parallel_size": self.sequence,
             "expert_parallel_size": self.experts,
+            "tensor_parallel_size": self.tensor,
         }
 
     @property
     def name(self) -> str:
         """Return the layout in words."""
-        copies = self.ranks // self.copy
+        copies = self.ranks // (self.copy * self.tensor)
         shared = f"HSDP, {copies} copies" if copies > 1 else "FSDP2"
         sequence = f" × sequence {self.sequence}" if self.sequence > 1 else ""
-        return shared + sequence + (f" × experts {self.experts}" if self.experts > 1 else "")
+        tensor = f" × tensor {self.tensor}" if self.tensor > 1 else ""
+        experts = f" × experts {self.experts}" if self.experts > 1 else ""
+        return shared + sequence + tensor + experts
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -95,6 +99,16 @@ LAYOUTS = (
     Layout(8, 8, sequence=2, experts=8),
     Layout(8, 8, sequence=4, experts=4),
     Layout(8, 4, sequence=4, experts=4),
+    Layout(4, 2, tensor=2),
+    Layout(4, 1, tensor=2),
+    Layout(4, 2, sequence=2, tensor=2),
+    Layout(4, 2, tensor=2, experts=2),
+    Layout(4, 2, tensor=2, experts=4),
+    Layout(4, 2, sequence=2, tensor=2, experts=2),
+    Layout(8, 4, sequence=2, tensor=2),
+    Layout(8, 2, sequence=2, tensor=2),
+    Layout(8, 4, sequence=2, tensor=2, experts=4),
+    Layout(8, 4, sequence=2, tensor=2, experts=8),
 )
 
 

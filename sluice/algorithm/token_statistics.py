@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -54,6 +55,34 @@ class TokenStatistics:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class VocabularyPart:
+    """The place of a rank's rows of the head, where ranks divide the vocabulary.
+
+    Attributes:
+        first: number of the token of the first row.
+        most: rows of the rank that has most.
+        maximum: replaces each element of a tensor by its largest value on any rank.
+        total: replaces each element of a tensor by its sum over ranks.
+    """
+
+    first: int
+    most: int
+    maximum: Callable[[Tensor], None]
+    total: Callable[[Tensor], None]
+
+    def rows(self, labels: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of labels among so many, 0 for those of other ranks, and which are there.
+
+        Args:
+            labels: int64 [block].
+            number: of this rank's rows.
+        """
+        rows = labels - self.first
+        is_here = (rows >= 0) & (rows < number)
+        return rows.where(is_here, 0), is_here
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LinearHead:
     """The last linear layer of a language model.
 
@@ -64,6 +93,7 @@ class LinearHead:
         is_wide: logits are float32 products of the weight as it is, which `widens` must support.
             Without it they are rounded to the dtype of `weight`.
         is_compiled: compile the arithmetic on logits, which takes seconds once.
+        part: the place of the rows of `weight` and `bias`; ``None``: they are all.
     """
 
     weight: Tensor
@@ -71,6 +101,7 @@ class LinearHead:
     scale: float = 1.0
     is_wide: bool = False
     is_compiled: bool = False
+    part: VocabularyPart | None = None
 
 
 def widens(operand: Tensor) -> bool:
@@ -141,7 +172,8 @@ def token_statistics(
         elements = COMPILED_BLOCK_BYTES // (4 if head.is_wide else head.weight.itemsize)
     else:
         elements = DEVICE_BLOCK_ELEMENTS
-    fitting = elements // head.weight.shape[0] // LEAST_BLOCK_TOKENS * LEAST_BLOCK_TOKENS
+    rows = head.part.most if head.part else head.weight.shape[0]  # all ranks make equal blocks
+    fitting = elements // rows // LEAST_BLOCK_TOKENS * LEAST_BLOCK_TOKENS
     plan = _Plan(
         factor=head.scale / temperature,
         block=block_tokens or max(LEAST_BLOCK_TOKENS, fitting),
@@ -150,6 +182,7 @@ def token_statistics(
         squares=with_sum_pi_squared,
         is_wide=head.is_wide,
         is_compiled=head.is_compiled,
+        part=head.part,
     )
     found = _HeadStatistics.apply(hidden, head.weight, head.bias, labels, plan)  # type: ignore[no-untyped-call]
     logprobs, entropy, squares = cast("tuple[Tensor, Tensor, Tensor]", found)
@@ -169,6 +202,7 @@ class _Plan:
     squares: bool
     is_wide: bool
     is_compiled: bool
+    part: VocabularyPart | None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return a block's logits [block, vocabulary] before they are scaled."""
@@ -220,6 +254,42 @@ def _statistics(
     return own - log_total, largest[:, 0] + log_total, entropy, squares
 
 
+def _statistics_of_parts(
+    logits: Tensor,
+    labels: Tensor,
+    factor: float,
+    part: VocabularyPart,
+    *,
+    with_entropy: bool,
+    with_squares: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return what `_statistics` returns, from this rank's logits. Collective.
+
+    Args:
+        part: of the vocabulary.
+    """
+    values = _scaled(logits, factor)
+    largest = values.amax(-1)
+    part.maximum(largest)
+    shifted = values.sub_(largest[:, None])
+    rows, is_here = part.rows(labels, logits.shape[1])
+    own = shifted.gather(-1, rows[:, None])[:, 0] * is_here
+    exps = shifted.exp()
+    sums = [exps.sum(-1), own]
+    if with_squares:
+        sums.append(torch.linalg.vector_norm(exps, dim=-1).square_())
+    if with_entropy:
+        # In place: `exps` and `shifted` are not needed any more.
+        sums.append(exps.mul_(shifted).sum(-1))
+    whole = torch.stack(sums)
+    part.total(whole)
+    total, own, *more = whole.unbind()
+    log_total = total.log()
+    squares = more[0] / total.square() if with_squares else None
+    entropy = log_total - more[-1] / total if with_entropy else None
+    return own - log_total, largest + log_total, entropy, squares
+
+
 def _slopes(
     logits: Tensor,
     known: Sequence[Tensor],
@@ -228,6 +298,7 @@ def _slopes(
     *,
     of_entropies: bool,
     with_bias: bool,
+    is_here: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of a block's logits, in a dtype, and of the bias in float32.
 
@@ -239,6 +310,7 @@ def _slopes(
         dtype: of the gradients of the logits.
         of_entropies: entropies have a gradient.
         with_bias: return the gradient of the bias, [vocabulary].
+        is_here: bool [block], which labels are among this rank's logits; ``None``: all.
     """
     labels = known[0]
     normaliser, entropy, of_logprobs, of_entropy = (one[:, None] for one in known[1:])
@@ -253,6 +325,8 @@ def _slopes(
 
     logprobs, own = _scaled(logits, factor).sub_(normaliser), labels[:, None]
     of_own = of_logprobs * factor
+    if is_here is not None:
+        of_own = of_own * is_here[:, None]
     # Added before it is rounded: of a likely label's slope nearly all cancels.
     of_label = unlabelled(logprobs.gather(-1, own)).add_(of_own)
     slopes = unlabelled(logprobs)
@@ -277,7 +351,11 @@ class _HeadStatistics(torch.autograd.Function):
         logprobs = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         normaliser, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         squares = torch.empty_like(logprobs)
-        compute = compiled_once(_statistics) if plan.is_compiled else _statistics
+        compute: Callable[..., Sequence[Tensor | None]] = _statistics
+        if plan.part is not None:
+            compute = partial(_statistics_of_parts, part=plan.part)
+        elif plan.is_compiled:
+            compute = compiled_once(_statistics)
         for start in range(0, len(labels), plan.block):
             taken = slice(start, start + plan.block)
             found = compute(
@@ -307,6 +385,9 @@ class _HeadStatistics(torch.autograd.Function):
         grad_weight = _zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = _zeros_like(bias) if ctx.needs_input_grad[2] else None
         compute = compiled_once(_slopes) if plan.is_compiled else _slopes
+        is_here: Tensor | None = None
+        if plan.part is not None:
+            labels, is_here = plan.part.rows(labels, weight.shape[0])
         for start in range(0, len(labels), plan.block):
             taken = slice(start, start + plan.block)
             of_logits, of_bias = compute(
@@ -316,6 +397,7 @@ class _HeadStatistics(torch.autograd.Function):
                 hidden.dtype,
                 of_entropies=plan.entropy_gradient,
                 with_bias=grad_bias is not None,
+                is_here=None if is_here is None else is_here[taken],
             )
             if grad_bias is not None and of_bias is not None:
                 grad_bias.add_(of_bias)

@@ -103,6 +103,8 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
             "shard": trainer.layout.shard,
             "sequence": trainer.layout.sequence,
             "experts": trainer.layout.experts,
+            "tensor": trainer.layout.tensor,
+            "pipeline": trainer.layout.pipeline,
         },
         "collectives": dict(trainer.moved),
         "step_floor_s": trainer.floor_s,
@@ -125,10 +127,12 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
         print_line(console, "the model's image encoder is not counted")
     print_line(console, f"as keys: {' '.join(split.overrides)}")
     layout = trainer.layout
+    stages = f" in {layout.pipeline} stages" if layout.pipeline > 1 else ""
     print_line(
         console,
-        f"trainer: {layout.ranks} ranks, {layout.shard} share a copy, {layout.sequence} share a "
-        f"sequence, {layout.experts} divide the experts\n",
+        f"trainer: {layout.ranks} ranks{stages}, {layout.copy} share a copy, "
+        f"{layout.sequence} share a sequence, {layout.experts} divide the experts, "
+        f"{layout.tensor} cut each layer\n",
     )
     _print_phases(console, "GiB on a trainer's device, peak by phase", trainer.phases)
     _print_phases(console, f"GiB on an engine's device, TP {engine.tp}", engine.phases)

@@ -1,42 +1,60 @@
-"""How the trainer's ranks divide its work: copies of the model, shards, sequences, experts."""
+"""How the trainer's ranks divide its work: stages, copies, shards, sequences, tensors, experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from sluice.config.run import RunConfig
+from sluice.config.schema.actor import ActorFsdpConfig
 from sluice.errors import ConfigError
 
 _FSDP = "actor_rollout_ref.actor.fsdp_config"
 SHARD_KEY = f"{_FSDP}.fsdp_size"
 SEQUENCE_KEY = f"{_FSDP}.ulysses_sequence_parallel_size"
 EXPERT_KEY = f"{_FSDP}.expert_parallel_size"
+TENSOR_KEY = f"{_FSDP}.tensor_parallel_size"
+PIPELINE_KEY = f"{_FSDP}.pipeline_parallel_size"
 _RANKS = "trainer ranks (trainer.nnodes * trainer.n_gpus_per_node)"
 
 Division: TypeAlias = tuple[str, int, int, str]
 """A key, its size, the number that it must divide, and what that is a number of."""
 
 
-def divisions(ranks: int, shard: int, sequence: int, experts: int) -> Iterator[Division]:
-    """Yield what each size of a layout must divide."""
-    yield SHARD_KEY, shard, ranks, _RANKS
-    yield SEQUENCE_KEY, sequence, ranks, _RANKS
-    yield EXPERT_KEY, experts, shard, f"ranks that share one copy of the model ({SHARD_KEY})"
+def divisions(
+    ranks: int, shard: int, sequence: int, experts: int, tensor: int = 1, pipeline: int = 1
+) -> Iterator[Division]:
+    """Yield what each size of a layout must divide; see `ParallelLayout`."""
+    yield PIPELINE_KEY, pipeline, ranks, _RANKS
+    of_stage = _RANKS if pipeline == 1 else "trainer ranks of a stage"
+    yield TENSOR_KEY, tensor, ranks // pipeline, of_stage
+    if ranks % (tensor * pipeline):
+        return  # the other sizes divide what these leave
+    left, cuts = ranks // (tensor * pipeline), tensor * pipeline > 1
+    of_left = "trainer ranks that tensor and pipeline sizes leave" if cuts else _RANKS
+    yield SHARD_KEY, shard, left, of_left
+    yield SEQUENCE_KEY, sequence, left, of_left
+    of_copy = f"{SHARD_KEY} * tensor_parallel_size" if tensor > 1 else SHARD_KEY
+    yield EXPERT_KEY, experts, shard * tensor, f"ranks that share one copy of the model ({of_copy})"
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The sizes of the trainer's groups of ranks. Neighboring ranks form a group.
+    """The sizes of the trainer's groups of ranks.
+
+    Ranks are numbered by stage, then by copy and shard, which include the sequence, then by tensor:
+    neighboring ranks cut the same layers.
 
     Args:
         ranks: trainer ranks.
-        shard: ranks that share one copy of weights, gradients and optimizer state (FSDP2); there
-            are several copies if it is below `ranks` (HSDP).
+        shard: ranks of one stage and tensor index that share one copy of weights, gradients and
+            optimizer state (FSDP2); there are several copies if it is below `peers` (HSDP).
         sequence: ranks that share each packed sequence (Ulysses).
-        experts: ranks over which the experts of a layer are divided, the innermost of a copy's;
-            each expert is sharded over the rest of the copy.
+        experts: ranks over which the experts of a layer are divided, the innermost of a copy's in a
+            stage; each expert is sharded over the rest of them.
+        tensor: ranks that cut each matrix of a layer among them, the innermost.
+        pipeline: stages; each has a part of the layers.
 
     Raises:
         ConfigError: a size does not divide; names the numbers and the nearest sizes that do.
@@ -46,35 +64,54 @@ class ParallelLayout:
     shard: int = 1
     sequence: int = 1
     experts: int = 1
+    tensor: int = 1
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
         for key, size, number, things in divisions(
-            self.ranks, self.shard, self.sequence, self.experts
+            self.ranks, self.shard, self.sequence, self.experts, self.tensor, self.pipeline
         ):
             _check_divides(key, size, number, things)
 
     @property
+    def peers(self) -> int:
+        """Ranks of one stage and tensor index: their part of the model is the same."""
+        return self.ranks // (self.tensor * self.pipeline)
+
+    @property
+    def copy(self) -> int:
+        """Ranks of a stage that hold one copy of its layers."""
+        return self.shard * self.tensor
+
+    @property
     def data_ranks(self) -> int:
         """Groups of ranks that train different rows."""
-        return self.ranks // self.sequence
+        return self.peers // self.sequence
 
 
 def trainer_layout(config: RunConfig, ranks: int) -> ParallelLayout:
     """Return the layout that the policy's keys ask for.
 
     Args:
-        config: loading has put verl's spellings for Megatron and VeOmni into `fsdp_config`.
+        config: loading has put verl's spellings for other backends into `fsdp_config`.
         ranks: trainer ranks.
 
     Raises:
         ConfigError: a size does not divide; names key, value and the nearest that do.
     """
-    sharding = config.actor_rollout_ref.actor.fsdp_config
-    return ParallelLayout(
-        ranks,
-        shard_size(sharding.fsdp_size, ranks, SHARD_KEY),
-        sharding.ulysses_sequence_parallel_size,
-        sharding.expert_parallel_size,
+    return layout_of(config.actor_rollout_ref.actor.fsdp_config, ranks)
+
+
+def layout_of(sharding: ActorFsdpConfig, ranks: int) -> ParallelLayout:
+    """Return the layout of some ranks; see `trainer_layout`."""
+    outer = ParallelLayout(
+        ranks, tensor=sharding.tensor_parallel_size, pipeline=sharding.pipeline_parallel_size
+    )
+    return replace(
+        outer,
+        shard=shard_size(sharding.fsdp_size, outer.peers, SHARD_KEY),
+        sequence=sharding.ulysses_sequence_parallel_size,
+        experts=sharding.expert_parallel_size,
     )
 
 
@@ -82,6 +119,7 @@ def shard_size(fsdp_size: int, ranks: int, key: str) -> int:
     """Return how many ranks share one copy of a model: all for a size below 1 or too large.
 
     Args:
+        ranks: those of one stage and tensor index.
         key: of `fsdp_size`, for the error.
 
     Raises:

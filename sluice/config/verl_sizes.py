@@ -222,7 +222,9 @@ def verl_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
 
 def own_batch(config: RunConfig) -> BatchPlan:
     """Return the batch sizes with sluice's data-parallel size."""
-    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    sizes = config.actor_rollout_ref.actor.fsdp_config
+    sharing = sizes.ulysses_sequence_parallel_size
+    sharing *= sizes.tensor_parallel_size * sizes.pipeline_parallel_size
     split = ParallelSplit(config.trainer.nnodes, config.trainer.n_gpus_per_node, sp=sharing)
     return _batch(config, split)
 

@@ -16,7 +16,7 @@ class DryRunAsked(msgspec.Struct, frozen=True):
         config: of the run, as builtins.
         model: the content of its config.json.
         ranks: trainer ranks.
-        layers: numbers of layers, one run for each.
+        layers: numbers of layers of a stage, one run for each.
     """
 
     config: Mapping[str, object]
@@ -28,12 +28,14 @@ class DryRunAsked(msgspec.Struct, frozen=True):
 class PassBytes(msgspec.Struct, frozen=True):
     """Bytes on rank 0's device, for the largest micro-batch that the run can make.
 
+    Of several stages they are the most of the first and the last one.
+
     Attributes:
         parameters: this rank's shards.
         gradients: of all micro-batches of a step.
         moments: of the optimizer.
         log_prob: peak of a pass without gradients, beside the parameters alone.
-        kept: bytes that a forward pass leaves for its backward pass.
+        kept: bytes that forward passes leave for their backward passes, of all in flight.
         forward: peak of a forward pass, gradients there, moments not.
         backward: peak of its backward pass, gradients there, moments not.
         step: peak of an optimizer step, moments there.

@@ -29,6 +29,7 @@ from sluice.config.memory.rollout import GIB
 from sluice.config.memory.shape import ModelShape, read_model, shape_of
 from sluice.config.memory.training import guessed_memory
 from sluice.config.parallel_layout import trainer_layout
+from sluice.config.pipeline_stages import stage_layers
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig, changed
 from sluice.errors import ConfigError
@@ -247,7 +248,11 @@ def _counted(
             "memory; pip install 'sluice[torch]'"
         )
     shape = model.shape
-    counts = layer_counts(config, shape.layers)
+    actor = config.actor_rollout_ref.actor
+    cut = actor.megatron.override_transformer_config
+    stages = stage_layers(shape.layers, actor.fsdp_config.pipeline_parallel_size, cut)
+    layers = max(map(len, stages))
+    counts = layer_counts(config, layers)
     found, _ = answer_of(
         COMMAND,
         DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), counts),
@@ -258,7 +263,7 @@ def _counted(
     )
     whole = found[0]
     if len(found) > 1:
-        whole = extrapolated(found[0], found[1], counts[1] - counts[0], shape.layers, counts[0])
+        whole = extrapolated(found[0], found[1], counts[1] - counts[0], layers, counts[0])
     return trainer_pool(config, shape, device, whole, model.encoder)
 
 

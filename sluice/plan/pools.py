@@ -201,13 +201,13 @@ def trainer_pool(
     images = _images(config, layout, encoder)
     critic = None
     if uses_critic(config):
-        critic = _ModelState(counted, config.critic.fsdp, layout.shard)
+        critic = _ModelState(counted, config.critic.fsdp, layout.copy)
     # Each trained weight has a gradient of its dtype.
     decoder = ModelBytes(counted.parameters, counted.gradients, counted.moments)
     counted = _with_encoder(
-        counted, encoder_bytes(config, encoder), stays=is_whole(sharding, layout.shard)
+        counted, encoder_bytes(config, encoder), stays=is_whole(sharding, layout.copy)
     )
-    policy = _ModelState(counted, sharding, layout.shard)
+    policy = _ModelState(counted, sharding, layout.copy)
     reference = counted.parameters if has_reference_model(config) else 0
     # The reference's weights stand beside the policy's, or in their place.
     reference = 0 if sharding.param_offload else reference
@@ -224,7 +224,7 @@ def trainer_pool(
     moved = {kind: float(size) for kind, size in counted.moved.items()}
     local = config.trainer.n_gpus_per_node
     # Each rank of the first copy has snapshots of its shards.
-    sent = min(1.0, local / layout.shard) * _wire_bytes(config, shape)
+    sent = min(1.0, local / layout.copy) * _wire_bytes(config, shape)
     host = local * rank_host_bytes(config, shape, decoder, encoder)
     return TrainerPool(
         layout,
@@ -232,10 +232,17 @@ def trainer_pool(
         phases,
         moved,
         micro_batches,
-        operations / layout.ranks / device.flops,
+        operations / layout.ranks / device.flops * (1 + _bubble(config, layout, micro_batches)),
         sum(moved.values()) * micro_batches / device.link_rate,
         host + _SNAPSHOTS * sent,
     )
+
+
+def _bubble(config: RunConfig, layout: ParallelLayout, micro_batches: int) -> float:
+    """Return the time that stages wait, over the time that they compute: of each mini-batch."""
+    steps = config.data.train_batch_size / config.actor_rollout_ref.actor.ppo_mini_batch_size
+    each = micro_batches / (steps * config.actor_rollout_ref.actor.ppo_epochs)
+    return (layout.pipeline - 1) / max(1.0, each)
 
 
 def _with_encoder(counted: PassBytes, encoder: ModelBytes, *, stays: bool) -> PassBytes:

@@ -26,6 +26,9 @@ R3: dict[str, Any] = {"router_replay": {"mode": "R3"}, "ppo_epochs": 2}
         (2, {"expert_parallel_size": 2}, False, {}),
         (4, {"expert_parallel_size": 2, "fsdp_size": 2}, True, R2),
         (4, {"expert_parallel_size": 4, "ulysses_sequence_parallel_size": 2}, False, R3),
+        (4, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}, True, R2),
+        (2, {"pipeline_parallel_size": 2}, False, R3),
+        (4, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, True, R3),
     ],
 )
 def test_they_train_save_and_resume_like_one(

@@ -38,19 +38,19 @@ def make_learner(folder: Path, **actor: Any) -> Learner:
 
 
 @pytest.mark.parametrize(
-    ("family", "world_size", "sharing", "experts", "offloads"),
-    [("qwen3", 2, 1, 1, True), ("llama", 2, 2, 1, False), ("qwen3_moe", 4, 2, 2, False)],
+    ("family", "world_size", "sizes", "offloads"),
+    [
+        ("qwen3", 2, {}, True),
+        ("llama", 2, {"ulysses_sequence_parallel_size": 2}, False),
+        ("qwen3_moe", 4, {"ulysses_sequence_parallel_size": 2, "expert_parallel_size": 2}, False),
+        ("qwen3_moe", 4, {"tensor_parallel_size": 2, "expert_parallel_size": 2}, True),
+    ],
 )
 def test_any_layout_trains_and_saves_adapters_as_one_rank_does(
-    family: str, world_size: int, sharing: int, experts: int, offloads: bool, tmp_path: Path
+    family: str, world_size: int, sizes: dict[str, int], offloads: bool, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path / "model", family)
-    layout = {
-        "dtype": "float32",
-        "ulysses_sequence_parallel_size": sharing,
-        "expert_parallel_size": experts,
-        "optimizer_offload": offloads,
-    }
+    layout = {"dtype": "float32", "optimizer_offload": offloads, **sizes}
     keys = {"enable_gradient_checkpointing": offloads, "enable_activation_offload": offloads}
     single = make_learner(folder, **ACTOR)
     settings = ACTOR | {"fsdp_config": layout}

@@ -25,6 +25,7 @@ from tests.support.preloaded import PreloadedProcess
         (2, False, {}),
         (4, True, {"ulysses_sequence_parallel_size": 2}),
         (4, False, {"fsdp_size": 2, "ulysses_sequence_parallel_size": 4}),
+        (4, True, {"pipeline_parallel_size": 2}),
         (2, False, {"fsdp_size": 1, "dtype": "float32"}),
     ],
 )
@@ -44,6 +45,8 @@ def test_a_plan_counts_the_bytes_and_the_collectives_of_a_real_rank(
     ("recompute", "sharding"),
     [
         (False, {"expert_parallel_size": 4}),
+        (True, {"expert_parallel_size": 4, "tensor_parallel_size": 2}),
+        (False, {"expert_parallel_size": 2, "pipeline_parallel_size": 2}),
         (True, {"expert_parallel_size": 2, "ulysses_sequence_parallel_size": 2}),
     ],
 )

@@ -29,7 +29,10 @@ def main() -> int:
     else:
         parallel = TorchDistributed(select_device("cpu"), _MEETING_S)
         config = msgspec.convert(asked.config, RunConfig)
-        found = [counted(config, with_layers(asked.model, n), parallel) for n in asked.layers]
+        stages = config.actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size
+        found = [
+            counted(config, with_layers(asked.model, n * stages), parallel) for n in asked.layers
+        ]
         parallel.close()
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     return 0

@@ -2,8 +2,9 @@
 
 The only argument is a JSON object: FSDP's keys of a layout, and `Pass`es to make in it, one after
 the other. Ranks take prompts of their own, unequal rows; the last has none, if there are several.
-Of each pass rank 0 writes the gradients to a file, and each rank answers with a line of JSON: the
-gradients' norm, and how many of the model's elements it holds.
+Of each pass the first rank of each stage writes the gradients to a file, and each rank answers with
+a line of JSON: the gradients' norm, how many of the model's elements it holds, and whether a pass
+without gradients gave the same logprobs.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
-from services.trainer.learner.model.forward import EntropyUse, token_outputs
+from services.trainer.learner.model.forward import EntropyUse
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import add_adapters, begin_expert_adapters
 from services.trainer.learner.model.optimizer import ShardedGradients
-from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
+from services.trainer.learner.model.stages import keep_stage, own_stage, tied_weight
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from sluice.algorithm.packing import plan_micro_batches
+from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.derived import adapts
-from sluice.config.schema.actor import ActorFsdpConfig
+from sluice.config.parallel_layout import layout_of
+from sluice.config.schema.actor import ActorFsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.select import select_device
 from tests.support.layer_parity import TEMPERATURE, parity_rows, weighed
@@ -50,28 +54,37 @@ class Pass(msgspec.Struct):
 
 
 class GradientsAsked(msgspec.Struct):
-    """Keys of `ActorFsdpConfig`, and what to do with them."""
+    """Keys of `ActorFsdpConfig`, what to do with them, and keys of `TransformerOverrides`."""
 
     layout: dict[str, int]
     passes: list[Pass]
+    cut: dict[str, int] = {}
 
 
 class PassFound(msgspec.Struct):
-    """The norm of all gradients, and the model's elements that this rank holds."""
+    """The norm of all gradients, the model's elements that this rank holds, and whether a pass
+    without gradients gave the same bits.
+    """
 
     norm: float
     held: int
+    is_equal: bool
 
 
 def _micro_batches(parallel: DataParallel) -> list[MicroBatch]:
     takers = max(1, parallel.data_size - 1)
     rows = [row for row in parity_rows() if row.group % takers == parallel.data_rank]
     plans = plan_micro_batches([row.size for row in rows], range(len(rows)), rows_per_micro=3)
-    built = [build_micro_batch(rows, plan, _CPU, share=parallel.share) for plan in plans]
+    built = [
+        build_micro_batch(rows, plan, _CPU, share=parallel.share, pad_to=parallel.token_multiple)
+        for plan in plans
+    ]
     return [one for one in built if one is not None]
 
 
-def run(one: Pass, sharding: ActorFsdpConfig, parallel: TorchDistributed) -> PassFound:
+def run(
+    one: Pass, sharding: ActorFsdpConfig, cut: TransformerOverrides, parallel: TorchDistributed
+) -> PassFound:
     settings = ModelConfig(
         path=one.model,
         enable_gradient_checkpointing=one.recomputes,
@@ -80,33 +93,41 @@ def run(one: Pass, sharding: ActorFsdpConfig, parallel: TorchDistributed) -> Pas
     loaded = load_policy(settings, sharding, MOST_TOKENS, is_sharded=True)
     if adapts(settings):
         add_adapters(loaded.model, settings, torch.float32)
+    stage = own_stage(loaded.model, sharding, cut, parallel)
+    loaded = keep_stage(loaded, stage)
     shards = share_model(loaded, sharding, parallel, key=ACTOR_SHARDING, device=_CPU)
     assert shards is not None
     begin_expert_adapters(loaded.model)
 
-    def forward(micro_batch: MicroBatch) -> Tensor:
-        found = token_outputs(
-            loaded.model, micro_batch, temperature=TEMPERATURE, entropy=EntropyUse.BONUS
-        )
-        return weighed(found.logprobs, micro_batch, found.entropy)
-
-    passes = EvenPasses(shards, parallel, forward, _CPU)
     micro_batches = _micro_batches(parallel)
-    passes.begin(len(micro_batches))
-    for micro_batch in micro_batches:
-        loss = forward(micro_batch)
-        passes.before_backward()
-        loss.backward()
-    passes.end_step()
+    asked = [TokenPass(one, TEMPERATURE, EntropyUse.BONUS) for one in micro_batches]
+    passes = TokenPasses(loaded.model, shards, parallel, _CPU, stage)
+    alone: dict[int, Tensor] = {}
+    is_equal: list[bool] = []
+
+    def read(number: int, outputs: TokenStatistics) -> None:
+        alone[number] = outputs.logprobs
+
+    def loss(number: int, outputs: TokenStatistics) -> Tensor:
+        is_equal.append(torch.equal(outputs.logprobs, alone[number]))
+        return weighed(outputs.logprobs, micro_batches[number], outputs.entropy)
+
+    passes.begin(len(asked))
+    passes.forward(asked, read)
+    passes.begin(len(asked))
+    passes.train(asked, loss)
     trained = {name: p for name, p in shards.parameters.items() if p.requires_grad}
-    norm = ShardedGradients(list(trained.values()), parallel).norm()
+    tied = tied_weight(loaded.model, trained, stage)
+    summed = ShardedGradients(list(trained.values()), parallel, tied)
+    summed.complete()
+    norm = summed.norm()
     gradients = {name: parameter.grad for name, parameter in trained.items()}
     whole = {n: g.full_tensor() for n, g in gradients.items() if isinstance(g, DTensor)}
     assert whole.keys() == gradients.keys()
-    if parallel.rank == 0:
-        save_file(whole, Path(one.file))
+    if parallel.rank % parallel.stage_size == 0:
+        save_file(whole, Path(f"{one.file}-{parallel.rank // parallel.stage_size}"))
     held = sum(p.to_local().numel() for p in shards.parameters.values() if isinstance(p, DTensor))
-    return PassFound(norm, held)
+    return PassFound(norm, held, all(is_equal))
 
 
 def main() -> int:
@@ -116,10 +137,10 @@ def main() -> int:
     asked = msgspec.json.decode(sys.argv[1], type=GradientsAsked)
     parallel = TorchDistributed(select_device("cpu"), TIMEOUT_S)
     sharding = msgspec.convert({"dtype": "float32", **asked.layout}, ActorFsdpConfig)
-    parallel.share_sequences(sharding.ulysses_sequence_parallel_size)
-    parallel.experts = sharding.expert_parallel_size
+    parallel.divide(layout_of(sharding, parallel.world_size))
+    cut = msgspec.convert(asked.cut, TransformerOverrides)
     for one in asked.passes:
-        found = run(one, sharding, parallel)
+        found = run(one, sharding, cut, parallel)
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         sys.stdout.flush()
     parallel.close()

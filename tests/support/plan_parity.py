@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
+from services.trainer.dry_run.measure import most_of
 from sluice.config.run import RunConfig
+from sluice.plan.dry_run import PassBytes
 from tests.support.preloaded import PreloadedProcess
 from tests.support.trainer_ranks import ranks_of
 
@@ -35,7 +37,7 @@ EXPERTS: dict[str, Any] = {
 def counted_and_planned(
     model: dict[str, Any], ranks: int, *, recompute: bool = False, **sharding: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`PassBytes` of rank 0 as counted there, and as planned; `sharding` are keys of FSDP's."""
+    """`PassBytes` as counted on real ranks, and as planned; `sharding` are keys of FSDP's."""
     tree = {
         "data": {"max_prompt_length": 32, "max_response_length": 200},
         "actor_rollout_ref": {
@@ -48,8 +50,10 @@ def counted_and_planned(
     alone = PreloadedProcess(_MODULE, [json.dumps(asked), "fake"], {})
     try:
         with ranks_of(_MODULE, ranks, asked) as processes:
-            (real,), *_ = [process.answer() for process in processes]
+            answers = [msgspec.convert(one.answer(), list[PassBytes]) for one in processes]
         (planned,) = json.loads(alone.stdout.readline())
     finally:
         alone.close()
-    return real, planned
+    # Stages hold different layers; a plan has the most of the first and the last one.
+    ends = [answers[0][0], answers[-1][0]] if sharding.get("pipeline_parallel_size") else answers[0]
+    return msgspec.to_builtins(most_of(ends)), planned

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors.torch import load_file
 
 from tests.support.gradient_peer import GradientsAsked, Pass, PassFound
@@ -57,6 +58,7 @@ def compare(
     layout: dict[str, int],
     passes: Sequence[tuple[Subject, bool]],
     scratch: Path,
+    cut: dict[str, int] | None = None,
 ) -> list[Compared]:
     """Make passes in one group of real ranks.
 
@@ -64,6 +66,7 @@ def compare(
         layout: keys of FSDP's section.
         passes: the subject, and whether its layers are recomputed.
         scratch: for the gradients' files.
+        cut: keys that cut stages.
     """
     files = [scratch / f"gradients-{number}" for number in range(len(passes))]
     asked = GradientsAsked(
@@ -72,12 +75,23 @@ def compare(
             Pass(str(one.folder), str(file), recomputes, one.adapter and str(one.adapter))
             for (one, recomputes), file in zip(passes, files, strict=True)
         ],
+        cut or {},
     )
     arguments = msgspec.to_builtins(asked)
     with ranks_of("tests.support.gradient_peer", world_size, arguments) as ranks:
         answers = [[msgspec.convert(r.answer(), PassFound) for r in ranks] for _ in passes]
     errors = [
-        worst_error(load_file(file), one.expected)
+        worst_error(_of_stages(file), one.expected)
         for (one, _), file in zip(passes, files, strict=True)
     ]
     return [Compared(*found) for found in zip(errors, answers, strict=True)]
+
+
+def _of_stages(file: Path) -> Gradients:
+    """What the stages wrote; what two of them hold is equal."""
+    found: Gradients = {}
+    for one in sorted(file.parent.glob(f"{file.name}-*")):
+        for name, gradient in load_file(one).items():
+            assert name not in found or torch.equal(found[name], gradient), name
+            found[name] = gradient
+    return found

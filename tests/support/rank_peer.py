@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
-from services.trainer.learner import sequence_share, sharded_state
+from services.trainer.learner import sequence_share, sharded_state, tensor_share
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks
 from services.trainer.learner.learner import Learner
@@ -246,16 +246,22 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
     return "done"
 
 
-def dying(calls: int) -> Callable[..., torch.Tensor]:
-    """An exchange of rows that kills this process instead of its call of this number."""
-    exchange, counts = sequence_share._exchanged, count(1)
+def dying(exchange: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """An exchange that kills this process instead of its call of this number."""
+    counts = count(1)
 
-    def exchanged(*arguments: Any) -> torch.Tensor:
+    def exchanged(*arguments: Any) -> Any:
         if next(counts) == calls:
             os.kill(os.getpid(), signal.SIGKILL)
         return exchange(*arguments)
 
     return exchanged
+
+
+def die_in_exchanges(call: int) -> None:
+    """Let this rank die in this call of an exchange of parts of a layer."""
+    for owner, name in ((sequence_share, "_exchanged"), (tensor_share, "_gathered")):
+        mock.patch.object(owner, name, dying(getattr(owner, name), call)).start()
 
 
 def fail_to_send(phase: str, call: int, number: int) -> None:
@@ -304,6 +310,7 @@ def run(
     recomputes: bool = False,
     adapters: dict[str, object] | None = None,
     dies_in_exchange: int = 0,
+    dies_between_stages: tuple[int, int] | None = None,
     holds: str | None = None,
     refuses: tuple[int, str] | None = None,
     sends_within_s: float = TIMEOUT_S,
@@ -326,7 +333,10 @@ def run(
     if recomputes:
         config = recomputing(config)
     if dies_in_exchange and parallel.rank == parallel.world_size - 1:
-        mock.patch.object(sequence_share, "_exchanged", dying(dies_in_exchange)).start()
+        die_in_exchanges(dies_in_exchange)
+    elif dies_between_stages and parallel.rank == dies_between_stages[0]:
+        exchange = dying(TorchDistributed.exchange, dies_between_stages[1])
+        mock.patch.object(TorchDistributed, "exchange", exchange).start()
     if fails_to_send is not None and parallel.rank == parallel.world_size - 1:
         fail_to_send(*fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)

@@ -38,11 +38,12 @@ def dry_run(asked: DryRunAsked) -> list[PassBytes]:
         # It takes no memory, and torch before 2.12 cannot pretend to make it.
         token_statistics._add_product = lambda total, left, right: None
     parallel = FakeRanks(asked.ranks)
+    stages = config.actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size
     torch.compile = lambda function: function  # type: ignore[assignment]  # not of fake tensors
     try:
         with fake_tensors():
             return [
-                counted(config, with_layers(asked.model, layers), parallel)
+                counted(config, with_layers(asked.model, layers * stages), parallel)
                 for layers in asked.layers
             ]
     finally:
@@ -54,7 +55,7 @@ def with_layers(model: Mapping[str, object], layers: int) -> dict[str, object]:
     changed = {**model, "num_hidden_layers": layers}
     kinds = model.get("layer_types")
     if isinstance(kinds, list):
-        changed["layer_types"] = kinds[:layers]
+        changed["layer_types"] = (kinds * layers)[:layers]
     return changed
 
 

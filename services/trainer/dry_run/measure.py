@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,19 +27,21 @@ from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
-from services.trainer.learner.model.forward import EntropyUse, token_outputs
+from services.trainer.learner.model.forward import EntropyUse, hidden_states, token_outputs
 from services.trainer.learner.model.loading import LoadedModel, build_policy
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.sharding import Shards
+from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
-from services.trainer.learner.ranks import RankPlace, TorchDistributed
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.rank_rendezvous import RankPlace
+from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.update.settings import update_settings
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.config.derived import max_row_tokens
-from sluice.config.parallel_layout import trainer_layout
+from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig
+from sluice.config.schema.actor import TransformerOverrides
 from sluice.device.select import select_device
 from sluice.plan.dry_run import PassBytes
 
@@ -67,9 +71,9 @@ class FakeRanks(TorchDistributed):
         """Return this rank's numbers for every rank."""
         return [list(values)] * self.world_size
 
-    def share_sequences(self, size: int) -> None:
+    def divide(self, layout: ParallelLayout) -> None:
         with unset_fake_temporarily():  # groups are made of numbers
-            super().share_sequences(size)
+            super().divide(layout)
 
     def shard_mesh(self, size: int) -> DeviceMesh:
         with unset_fake_temporarily():
@@ -116,12 +120,29 @@ def counted(
         parallel: all ranks.
     """
     layout = trainer_layout(config, parallel.world_size)
-    parallel.share_sequences(layout.sequence)
-    parallel.experts = layout.experts
-    with LiveBytes() as count:
-        found = _Rank(config, model, parallel, count).run()
-    gc.collect()
-    return found
+    parallel.divide(layout)
+    if parallel.stages is not None:  # else the first stage that is counted would make them
+        parallel.shard_mesh(layout.shard)
+        parallel.expert_mesh(layout.shard)
+    stages = [parallel.stages]
+    if parallel.stages is not None and isinstance(parallel, FakeRanks):
+        # Stage 0 has the most micro-batches in flight, the last one has the head.
+        stages.append(replace(parallel.stages, stage=parallel.num_stages - 1))
+    found: list[PassBytes] = []
+    for parallel.stages in stages:
+        with LiveBytes() as count:
+            found.append(_Rank(config, model, parallel, count).run())
+        gc.collect()
+    return most_of(found)
+
+
+def most_of(found: Sequence[PassBytes]) -> PassBytes:
+    """Return the most bytes of each kind."""
+    names = [name for name in PassBytes.__struct_fields__ if name != "moved"]
+    sizes = {name: max(getattr(one, name) for one in found) for name in names}
+    kinds = {kind for one in found for kind in one.moved}
+    moved = {kind: max(one.moved.get(kind, 0) for one in found) for kind in kinds}
+    return PassBytes(**sizes, moved=moved)
 
 
 class _Rank:
@@ -138,15 +159,24 @@ class _Rank:
         self._model = build_policy(
             kind, config.actor_rollout_ref.model, actor.fsdp_config, max_row_tokens(config.data)
         )
-        prepare_policy(self._model, config.actor_rollout_ref)
+        # Layers are those of a stage, times the stages.
+        stage = own_stage(self._model, actor.fsdp_config, TransformerOverrides(), parallel)
+        prepare_policy(self._model, config.actor_rollout_ref, stage.layers.start if stage else 0)
+        keep_stage(LoadedModel(self._model, total=0.0), stage)
+        gc.collect()
+        self._stage, self._tensor = stage, parallel.tensor
         if isinstance(parallel, FakeRanks):
             plan_routing(self._model)
         # It is there already, and torch cannot move a fake parameter.
         self._model.to = lambda *_: self._model  # type: ignore[assignment]
         self._shards: Shards | None = share_model(
-            LoadedModel(self._model), actor.fsdp_config, parallel, key=ACTOR_SHARDING, device=_CPU
+            LoadedModel(self._model, stage=stage),
+            actor.fsdp_config,
+            parallel,
+            key=ACTOR_SHARDING,
+            device=_CPU,
         )
-        self._micro_batch = largest_micro_batch(config, parallel.share)
+        self._micro_batch = largest_micro_batch(config, parallel)
         named = dict(self._model.named_parameters())
         trained = {name: one for name, one in named.items() if one.requires_grad}
         self._before = count.live
@@ -197,28 +227,42 @@ class _Rank:
         count.forget_peak()
         if self._shards is not None:
             self._shards.sum_gradients(wanted=True)
-        logprobs = self._outputs()
+        outputs = self._outputs()
         forward, kept = count.peak, count.live - before
         count.forget_peak()
-        logprobs.sum().backward()
+        stage = self._stage
+        if stage is None or stage.after is None:
+            outputs.sum().backward()
+        else:  # the gradient comes from the next stage
+            torch.autograd.backward(outputs, torch.ones_like(outputs))
+        others = 0 if stage is None else kept * (stage.count - 1 - stage.number)  # in flight
         return (
-            forward,
-            kept,
-            count.peak,
+            forward + others,
+            kept + others,
+            count.peak + others,
             {kind: size - moved.get(kind, 0) for kind, size in count.moved.items()},
         )
 
     def _outputs(self) -> Tensor:
+        stage, tokens = self._stage, self._micro_batch.input_ids.shape[1]
+        routing, entering = balanced_routing(self._model, tokens), None
+        if stage is not None and stage.before is not None:
+            each = tokens // (self._tensor.size if self._tensor else 1)
+            entering = torch.empty((1, each, stage.width), dtype=stage.dtype)
+            entering.requires_grad_(torch.is_grad_enabled())
+        if stage is not None and stage.after is not None:
+            return hidden_states(self._model, self._micro_batch, entering, routing)
         return token_outputs(
             self._model,
             self._micro_batch,
             temperature=self._config.actor_rollout_ref.rollout.temperature,
             entropy=self._entropy,
-            routing=balanced_routing(self._model, self._micro_batch.input_ids.shape[1]),
+            routing=routing,
+            entering=entering,
         ).logprobs
 
 
-def largest_micro_batch(config: RunConfig, share: SequenceShare | None) -> MicroBatch:
+def largest_micro_batch(config: RunConfig, parallel: DataParallel) -> MicroBatch:
     """Return the micro-batch of most tokens that the run can make: rows of the longest length."""
     cut = update_settings(config, vocab_size=1).cut
     data, longest = config.data, max_row_tokens(config.data)
@@ -235,7 +279,8 @@ def largest_micro_batch(config: RunConfig, share: SequenceShare | None) -> Micro
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )
-    found = build_micro_batch(rows, plan, _CPU, share=share, pad_to=cut.pad_to)
+    pad_to = math.lcm(cut.pad_to, parallel.token_multiple)
+    found = build_micro_batch(rows, plan, _CPU, share=parallel.share, pad_to=pad_to)
     assert found is not None
     return found
 
@@ -253,17 +298,18 @@ def _row(number: int, group: int, tokens: int, longest_prompt: int) -> TrainingR
 
 
 def balanced_routing(model: PreTrainedModel, tokens: int) -> Routing | None:
-    """Return choices for a pass over so many tokens of this rank that load all experts alike.
+    """Return choices for a pass over a line of so many tokens that load all experts alike.
 
     Choices and counts are real tensors also among fake ones: the host reads them.
     """
-    blocks = list(expert_blocks(model))
-    if not blocks:
+    blocks, tape = list(expert_blocks(model)), routing_tape(model)
+    if tape is None or not blocks:
         return None
+    tokens //= tape.tensor.size if tape.tensor else 1
     with unset_fake_temporarily():
         number = torch.arange(tokens * blocks[0].num_chosen) % blocks[0].num_experts
         experts = number.view(tokens, -1).to(torch.int16)
-    return Routing(dict.fromkeys(range(len(blocks)), experts))
+    return Routing(dict.fromkeys((block.layer for block in blocks), experts))
 
 
 def plan_routing(model: PreTrainedModel) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.places import Directory, is_held
-from services.trainer.learner.ranks import DataParallel, rank_place
+from services.trainer.learner.rank_rendezvous import rank_place
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
 from sluice.config.run import RunConfig
 from sluice.device.protocol import Device

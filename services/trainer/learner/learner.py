@@ -14,11 +14,13 @@ from torch import Tensor
 from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.memory_peaks import MemoryPeaks
-from services.trainer.learner.model.experts import check_own_experts, expert_blocks
+from services.trainer.learner.model.experts import check_own_experts, routing_tape
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import on_the_wire
 from services.trainer.learner.model.preparation import prepare_policy
+from services.trainer.learner.model.stages import keep_stage, own_stage
+from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import (
     ACTOR_SHARDING,
     CRITIC_SHARDING,
@@ -41,7 +43,12 @@ from services.trainer.learner.update.reference import (
 )
 from services.trainer.learner.update.settings import update_settings
 from sluice.config.derived import adapts, max_row_tokens, uses_critic
-from sluice.config.parallel_layout import trainer_layout
+from sluice.config.parallel_layout import (
+    PIPELINE_KEY,
+    TENSOR_KEY,
+    ParallelLayout,
+    trainer_layout,
+)
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.device.protocol import Device
@@ -76,6 +83,24 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
         raise ConfigError(
             f"{' and '.join(found)}: {device.name} does not compute with bfloat16; set {remedy}, "
             "or train on another device"
+        )
+
+
+def _refuse_cuts(layout: ParallelLayout, precision: FsdpConfig, *, has_critic: bool) -> None:
+    """Refuse what is not built.
+
+    Raises:
+        ConfigError: names key, value and remedy.
+    """
+    if layout.pipeline > 1 and has_critic:
+        raise ConfigError(
+            f"{PIPELINE_KEY}={layout.pipeline}: a critic is not cut into stages; set it to 1, or "
+            "algorithm.adv_estimator to one without a critic"
+        )
+    if layout.tensor > 1 and precision.use_torch_compile:
+        raise ConfigError(
+            f"{TENSOR_KEY}={layout.tensor} with {ACTOR_SHARDING}.use_torch_compile=true: layers "
+            "that ranks cut are not compiled; set one of the two to its default"
         )
 
 
@@ -114,8 +139,8 @@ class Learner:
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
         layout = trainer_layout(config, parallel.world_size)
-        parallel.share_sequences(layout.sequence)
-        parallel.experts = layout.experts
+        _refuse_cuts(layout, precision, has_critic=uses_critic(config))
+        parallel.divide(layout)
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
@@ -123,13 +148,7 @@ class Learner:
         self._model = self._policy.model
         self._optimizer = self._policy.optimizer
         settings = update_settings(config, self._model.config.get_text_config().vocab_size)
-        check_packing(
-            self._model,
-            DTYPES[precision.dtype],
-            parallel.naming_failures("trying the model on packed tokens"),
-            parallel.share,
-        )
-        self._reshard()  # the check ran without a backward pass
+        self._check_packing()
         if uses_critic(config):
             self._critic = Critic(config, parallel, self._device, total_steps)
         self._update = PolicyUpdate(
@@ -154,7 +173,20 @@ class Learner:
         if adapts(model):
             return AdapterReference(self._policy, self._device, parallel)
         max_tokens = max_row_tokens(config.data)
-        return ReferencePolicy(model, precision, self._device, max_tokens, parallel)
+        cut = config.actor_rollout_ref.actor.megatron.override_transformer_config
+        return ReferencePolicy(model, precision, self._device, max_tokens, parallel, cut)
+
+    def _check_packing(self) -> None:
+        """Try the model on packed tokens. A stage has own layers, which tests compare."""
+        if self._policy.stage is not None:
+            return
+        check_packing(
+            self._model,
+            DTYPES[self._config.actor_rollout_ref.actor.fsdp_config.dtype],
+            self._parallel.naming_failures("trying the model on packed tokens"),
+            self._parallel.share,
+        )
+        self._reshard()  # the check ran without a backward pass
 
     def _load_policy(self, total_steps: int) -> TrainedModel:
         """Load the policy, check that the run's settings suit it, and share it. Collective."""
@@ -162,13 +194,21 @@ class Learner:
         precision, parallel = actor.fsdp_config, self._parallel
         max_tokens = max_row_tokens(self._config.data)
         policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
-        check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
+        check_cuttable(policy.model, precision.tensor_parallel_size)
+        check_shareable(
+            precision.ulysses_sequence_parallel_size,
+            policy.model.config,
+            precision.tensor_parallel_size,
+        )
         if (mode := actor.router_replay.mode) != "disabled":
             setting = f"actor_rollout_ref.actor.router_replay.mode={mode}"
             check_own_experts(policy.model, setting, "disabled")
-        prepare_policy(policy.model, self._config.actor_rollout_ref)
+        overrides = actor.megatron.override_transformer_config
+        stage = own_stage(policy.model, precision, overrides, parallel)
+        first_layer = 0 if stage is None else stage.layers.start
+        prepare_policy(policy.model, self._config.actor_rollout_ref, first_layer)
         return trained_model(
-            policy,
+            keep_stage(policy, stage),
             precision,
             actor.optim,
             parallel,
@@ -180,10 +220,11 @@ class Learner:
     @property
     def routing_shape(self) -> RoutingShape | None:
         """Return the policy's sizes that `check_routing` compares; ``None`` without own experts."""
-        blocks = list(expert_blocks(self._model))
-        if not blocks:
+        tape = routing_tape(self._model)
+        if tape is None:
             return None
-        return RoutingShape(len(blocks), blocks[0].num_experts, blocks[0].num_chosen)
+        model = self._model.config.get_text_config()
+        return RoutingShape(tape.num_layers, model.num_experts, model.num_experts_per_tok)
 
     @property
     def places(self) -> Directory:
@@ -224,15 +265,16 @@ class Learner:
     def named_weights(self) -> NamedTensors:
         """Yield the policy's weights by parameter name, tied ones once, without copying.
 
-        A sharded policy's tensors are DTensors with the shapes of the whole tensors.
+        A sharded policy's tensors are DTensors with the shapes of the whole tensors. Those of other
+        stages of a pipeline have no memory.
         """
-        for name, parameter in self._policy.parameters.items():
-            yield name, parameter.detach()
+        for name, outlined in self._policy.outline.items():
+            yield name, self._policy.parameters.get(name, outlined).detach()
 
     @property
     def frozen_names(self) -> frozenset[str]:
         """Return the names of the policy's weights that are not trained."""
-        return frozenset(n for n, one in self._policy.parameters.items() if not one.requires_grad)
+        return frozenset(n for n, one in self._policy.outline.items() if not one.requires_grad)
 
     def parts(
         self, names: Iterable[str] | None = None, *, left_out: frozenset[str] = frozenset()

@@ -101,12 +101,18 @@ def region(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def exchange_places(tensors: Mapping[str, Tensor], parallel: DataParallel) -> Directory:
+def exchange_places(
+    tensors: Mapping[str, Tensor],
+    parallel: DataParallel,
+    outline: Mapping[str, Tensor] | None = None,
+) -> Directory:
     """Exchange between all ranks which parts each one holds. Collective.
 
     Args:
-        tensors: the same names in the same order on every rank.
+        tensors: those that this rank has a part of.
         parallel: all ranks.
+        outline: the tensors of all ranks, without memory, the same names in the same order on every
+            rank; by default `tensors`.
 
     Raises:
         ConfigError: the parts of a tensor do not make it.
@@ -116,11 +122,12 @@ def exchange_places(tensors: Mapping[str, Tensor], parallel: DataParallel) -> Di
     for device in sorted(devices, key=str):
         # NCCL connects the ranks of a group in a collective of all of them; sends are not.
         parallel.all_reduce_sum([torch.zeros(1, device=device)], phase)
-    own = [float(n) for t in tensors.values() for part in place(t) for n in part]
+    whole = tensors if outline is None else outline
+    own = [float(n) for name in whole for part in _own_place(name, tensors, whole) for n in part]
     every = parallel.all_gather(own, phase)
     found: dict[str, Placed] = {}
     start = 0
-    for name, tensor in tensors.items():
+    for name, tensor in whole.items():
         shape = lined(tensor.shape)
         middle, start = start + len(shape), start + 2 * len(shape)
         if not tensor.numel():
@@ -147,6 +154,16 @@ def exchange_places(tensors: Mapping[str, Tensor], parallel: DataParallel) -> Di
     return found
 
 
+def _own_place(
+    name: str, tensors: Mapping[str, Tensor], outline: Mapping[str, Tensor]
+) -> tuple[Sizes, Sizes]:
+    """Return `place` of a tensor; of one that this rank lacks, a part without elements."""
+    if name in tensors:
+        return place(tensors[name])
+    nothing = (0,) * len(lined(outline[name].shape))
+    return nothing, nothing
+
+
 def _whole(numbers: Sequence[float]) -> Sizes:
     return tuple(map(int, numbers))
 
@@ -163,6 +180,12 @@ def held_by_all(tensor: Tensor, world_size: int) -> Placed:
     return Placed(shape, tensor.dtype, (whole,), is_scalar=not tensor.ndim)
 
 
-def with_dtype(placed: Placed, dtype: torch.dtype) -> Placed:
-    """Return the same places of a tensor in another dtype."""
-    return replace(placed, dtype=dtype)
+def places_of_moment(placed: Placed, moment: Tensor) -> Placed:
+    """Return the places of what an optimizer keeps of a parameter.
+
+    That is a tensor of its shape, or a number on each rank that has a part of it.
+    """
+    if moment.ndim:
+        return replace(placed, dtype=moment.dtype)
+    holders = sorted({rank for piece in placed.pieces for rank in piece.holders})
+    return Placed((1,), moment.dtype, (TensorPiece((0,), (1,), tuple(holders)),), is_scalar=True)

@@ -1,8 +1,4 @@
-"""The trainer's ranks: the store where they meet, and their collectives, each with a deadline.
-
-Torch's own store (``env://``) looks up the name of each address that connects; a lost answer of
-the name server costs 5 s. The store of the weight transfers does no such look-up. Rank 0 opens it
-at MASTER_ADDR:MASTER_PORT, for one epoch, until the ranks end.
+"""The trainer's ranks: their groups, and their collectives, each with a deadline.
 
 Gradients are summed on their device. Commands and metrics always travel between CPUs over Gloo, so
 that they never queue behind kernels. A failed collective is never repeated: the group is broken,
@@ -32,33 +28,33 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from services.trainer.learner.rank_rendezvous import (
+    FORMING,
+    LATE_REMEDY,
+    RankPlace,
+    RankRendezvous,
+    rank_place,
+)
 from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.tensor_share import TensorShare
 from sluice.concurrency.process import START_FIELD, ProcessMark, stat_fields
 from sluice.concurrency.waits import waiting_for
-from sluice.config.addresses import join_host_port, split_host_port
 from sluice.config.parallel_layout import ParallelLayout
 from sluice.device.protocol import Device, rank_backends
-from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
-from sluice.types import TransferGroupSpec
-from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
+from sluice.errors import DeadlineError, PeerError, WeightSyncError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-FORMING = "forming the trainer ranks' process group"
-LATE_REMEDY = (
-    "see the other ranks' logs; raise sluice.trainer.command_timeout_s if one of them was only slow"
-)
-SHARD_DIM, COPY_DIM = "shard", "copy"
-"""Dimensions of the mesh that shards a model."""
+SHARD_DIM, COPY_DIM, TENSOR_DIM = "shard", "copy", "tensor"
+"""Dimensions of the mesh that shards a model, and cuts its layers."""
 EXPERT_DIM, EXPERT_SHARD_DIM = "expert", "expert_shard"
 """Dimensions of the mesh that divides its experts, and shards each of them."""
 
 # Texts in the errors of torch's backends.
 _GLOO = "gloo"
 _LATE = "timed out"
-_EPOCH = 0
 _RETRY_S = 0.1
 _ENDING_S = 1.0
 _NOT_ALIVE = frozenset({"gone", "a zombie", "stopped by a signal"})
@@ -66,128 +62,16 @@ _PROCESSES = Path("/proc/self/ns/pid")
 """The processes that this one sees, on Linux."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """This process's rank, and the address of rank 0's store."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StageRanks:
+    """The ranks that train the same rows with the layers of different stages.
 
-    rank: int
-    world_size: int
-    host: str
-    port: int
-
-    @property
-    def store_name(self) -> str:
-        """Return the store's name for errors."""
-        return f"trainer rank 0 at {join_host_port(self.host, self.port)}"
-
-
-class RankRendezvous:
-    """A store that all ranks have reached. Keep it as long as their group exists.
-
-    Args:
-        place: this rank's.
-        timeout_s: seconds until all ranks have arrived; also for each later wait of torch.
-
-    Raises:
-        ConfigError: rank 0 cannot listen at its address.
-        DeadlineError: rank 0 or other ranks did not arrive; names them.
-        PeerError: the store refused a request, or its connection was lost.
+    `ranks` are their numbers among all, in order of stage, one a stage; `stage` is this rank's.
     """
 
-    def __init__(self, place: RankPlace, timeout_s: float) -> None:
-        self._server = RendezvousStore(place.host, place.port) if place.rank == 0 else None
-        try:
-            if self._server is not None:
-                self._server.begin(_EPOCH)
-            self.store = _joined(place, timeout_s)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close rank 0's store; the group must have ended."""
-        if self._server is not None:
-            self._server.close()
-
-
-def rank_place(environment: Mapping[str, str]) -> RankPlace:
-    """Return the place from torchrun's variables.
-
-    Raises:
-        ConfigError: a variable is missing or invalid; names it.
-    """
-    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    if rank >= world_size:
-        raise _no_place(f"RANK = {rank} is not below WORLD_SIZE = {world_size}")
-    port = _number(environment, "MASTER_PORT")
-    if not 0 < port <= 65535:
-        raise _no_place(f"MASTER_PORT = {port} is not in 1..65535")
-    host = split_host_port(_given(environment, "MASTER_ADDR"))[0]
-    return RankPlace(rank, world_size, host, port)
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = _given(environment, name)
-    if not (text.isascii() and text.isdigit()):
-        raise _no_place(f"{name} = {text!r} is not a number")
-    return int(text)
-
-
-def _given(environment: Mapping[str, str], name: str) -> str:
-    if not environment.get(name):
-        raise _no_place(f"{name} is not set")
-    return environment[name]
-
-
-def _no_place(why: str) -> ConfigError:
-    return ConfigError(
-        f"several trainer ranks need torchrun's environment, and {why}; start them with torchrun "
-        "or sluice up"
-    )
-
-
-def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
-    """Reach the store and wait there for all ranks."""
-    spec = TransferGroupSpec(
-        epoch=_EPOCH,
-        host=place.host,
-        port=place.port,
-        rank=place.rank,
-        world_size=place.world_size,
-        backend="",
-        bucket_bytes=0,
-        timeout_s=timeout_s,
-        tensors=(),
-        plan_digest="",
-    )
-    store = _reached(spec, place)
-    try:
-        gather(store, spec, {rank: f"trainer rank {rank}" for rank in range(place.world_size)})
-    except DeadlineError as error:
-        raise DeadlineError(error.peer, FORMING, timeout_s, LATE_REMEDY) from error
-    except WeightSyncError as error:
-        raise PeerError(place.store_name, FORMING, error.detail) from error
-    return store
-
-
-def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
-    """Ask again until the store answers: rank 0 may start later than the others.
-
-    Torch needs the store before this process has an event loop, so `sluice.rpc.retries` cannot wait
-    here.
-    """
-    ends_s = time.monotonic() + spec.timeout_s
-    while True:
-        try:
-            store = EpochStore(spec, FORMING, "another trainer rank", lambda: None)
-            store.present(())
-        except (DeadlineError, WeightSyncError) as error:
-            if time.monotonic() > ends_s:
-                why = f"{error}; {LATE_REMEDY}"
-                raise DeadlineError(place.store_name, FORMING, spec.timeout_s, why) from error
-        else:
-            return store
-        time.sleep(_RETRY_S)
+    group: ProcessGroup
+    ranks: tuple[int, ...]
+    stage: int
 
 
 class DataParallel:
@@ -211,6 +95,10 @@ class DataParallel:
     """Deadline of every collective, seconds."""
     share: SequenceShare | None = None
     """This rank's part of every packed sequence; None: all of it."""
+    tensor: TensorShare | None = None
+    """This rank's part of every layer; None: all of it."""
+    stages: StageRanks | None = None
+    """The stages of the pipeline; None: this rank has all layers."""
     experts: int = 1
     """Neighboring ranks that divide the experts of each layer among them."""
     _mesh: DeviceMesh | None = None
@@ -219,30 +107,54 @@ class DataParallel:
         self.device_type = device_type
 
     @property
+    def num_stages(self) -> int:
+        """Return the number of stages of the pipeline."""
+        return len(self.stages.ranks) if self.stages else 1
+
+    @property
+    def stage_size(self) -> int:
+        """Return the number of ranks of a stage."""
+        return self.world_size // self.num_stages
+
+    @property
+    def peers(self) -> int:
+        """Return the number of ranks of this stage and tensor index, which hold the same layers."""
+        return self.stage_size // (self.tensor.size if self.tensor else 1)
+
+    @property
+    def row_ranks(self) -> int:
+        """Return the number of neighboring ranks of a stage that train the same rows."""
+        return (self.share.size if self.share else 1) * (self.tensor.size if self.tensor else 1)
+
+    @property
     def data_size(self) -> int:
         """Return the number of shares, which train different rows."""
-        return self.world_size // (self.share.size if self.share else 1)
+        return self.stage_size // self.row_ranks
 
     @property
     def data_rank(self) -> int:
-        """Return the number of this rank's share: neighboring ranks share a sequence."""
-        return self.rank // (self.share.size if self.share else 1)
+        """Return the number of this rank's share: ranks of a sequence or a tensor have the same."""
+        return self.rank % self.stage_size // self.row_ranks
 
-    def share_sequences(self, size: int) -> None:
-        """Make `size` neighboring ranks share every packed sequence from now on.
+    @property
+    def token_multiple(self) -> int:
+        """Return what the number of a packed line's tokens is a multiple of."""
+        return self.row_ranks if self.tensor else 1
 
-        Raises:
-            ConfigError: the size does not divide the number of ranks.
-        """
-        ParallelLayout(self.world_size, self.world_size, sequence=size)
+    def divide(self, layout: ParallelLayout) -> None:
+        """Form the groups of a layout of these ranks, once."""
+        self.experts = layout.experts
 
     def gather_rows(self, values: Sequence[float], phase: str) -> list[list[float]]:
-        """Return the numbers of each share, as `all_gather`; its ranks have the same."""
-        return self.all_gather(values, phase)[:: self.share.size if self.share else 1]
+        """Return the numbers of each share, as `all_gather`; of several stages, the last one's."""
+        return self.all_gather(values, phase)[-self.stage_size :: self.row_ranks]
 
     def sum_rows(self, values: Tensor, phase: str) -> None:
-        """Sum in place over shares, whose ranks have the same values."""
-        if self.share is not None and self.share.rank:
+        """Sum in place over shares, whose ranks have the same values; of several stages the last
+        one's count.
+        """
+        is_last = self.stages is None or self.stages.stage == self.num_stages - 1
+        if not is_last or self.rank % self.row_ranks:
             values.zero_()
         self.all_reduce_sum([values], phase)
 
@@ -259,14 +171,15 @@ class DataParallel:
         return payload
 
     def shard_mesh(self, size: int) -> DeviceMesh | None:
-        """Return groups of `size` neighboring ranks that share one model.
+        """Return groups of `size` ranks that share one model, or this stage's part of one.
 
         Args:
-            size: a divisor of the number of ranks.
+            size: a divisor of the number of ranks of one stage and tensor index.
 
         Returns:
-            dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` if these ranks
-            cannot share, so that each holds the whole model.
+            dimensions ``copy`` (if there are several groups), ``shard`` and, where ranks cut
+            layers, ``tensor``; ``None`` if these ranks cannot share, so that each holds the whole
+            model.
         """
         if self._mesh is None:
             if not dist.is_initialized():
@@ -279,7 +192,13 @@ class DataParallel:
         return self._mesh
 
     def expert_mesh(self, size: int) -> DeviceMesh | None:
-        """Return how the `size` ranks of a copy divide its experts; ``None``: they do not.
+        """Return how the ranks of a copy divide its experts; ``None``: they shard whole layers.
+
+        Where ranks cut layers, each sends tokens of its own to experts. So those are sharded over
+        all ranks of a copy, also if `experts` is 1.
+
+        Args:
+            size: as of `shard_mesh`; a copy has `size` ranks for each tensor index.
 
         Returns:
             dimensions ``copy`` (if there are several), ``expert_shard``, over which each expert is
@@ -288,7 +207,14 @@ class DataParallel:
         Raises:
             ConfigError: they cannot divide evenly.
         """
-        ParallelLayout(self.world_size, size, experts=self.experts)
+        tensor = self.tensor.size if self.tensor else 1
+        ParallelLayout(
+            self.world_size,
+            size,
+            experts=self.experts,
+            tensor=tensor,
+            pipeline=self.num_stages,
+        )
         return None
 
     def exchange(
@@ -399,22 +325,30 @@ class TorchDistributed(DataParallel):
 
     def expert_mesh(self, size: int) -> DeviceMesh | None:
         super().expert_mesh(size)
-        if self.experts > 1 and size not in self._expert_meshes:
-            grid = torch.arange(self.world_size).view(-1, size // self.experts, self.experts)
+        if self.experts == 1 and self.tensor is None:
+            return None
+        if size not in self._expert_meshes:
+            of_copy = size * (self.tensor.size if self.tensor else 1)
+            grid = self._by_stage().unflatten(1, (-1, of_copy // self.experts, self.experts))
             names = (COPY_DIM, EXPERT_SHARD_DIM, EXPERT_DIM)
             with self.naming_failures(f"forming groups of {self.experts} ranks with experts"):
                 self._expert_meshes[size] = self._grid_mesh(grid, names)
-        return self._expert_meshes.get(size)
+        return self._expert_meshes[size]
 
-    def share_sequences(self, size: int) -> None:
-        super().share_sequences(size)
-        if size == 1:
-            return
-        with self.naming_failures(f"forming groups of {size} ranks that share sequences"):
-            blocks = torch.arange(self.world_size).view(-1, size)
-            groups = [self._new_group(block) for block in blocks]
-        own = self.rank // size
-        self.share = SequenceShare(groups[own], self.rank % size, size)
+    def divide(self, layout: ParallelLayout) -> None:
+        super().divide(layout)
+        sizes = (layout.pipeline, layout.data_ranks, layout.sequence, layout.tensor)
+        grid = torch.arange(self.world_size).view(sizes)
+        with self.naming_failures("forming groups of the ranks that train the same rows"):
+            if layout.pipeline > 1:
+                group, ranks = self._own_group(grid, 0)
+                self.stages = StageRanks(group, tuple(ranks), ranks.index(self.rank))
+            if layout.sequence > 1:
+                group, ranks = self._own_group(grid, 2)
+                self.share = SequenceShare(group, ranks.index(self.rank), len(ranks))
+            if layout.tensor > 1:
+                group, ranks = self._own_group(grid, 3)
+                self.tensor = TensorShare(group, ranks.index(self.rank), len(ranks))
 
     def exchange(
         self,
@@ -427,10 +361,12 @@ class TorchDistributed(DataParallel):
         operations += [dist.P2POp(dist.irecv, one, rank, self._group) for one, rank in receives]
         if not operations:
             return
-        with self.naming_failures(phase):
+        others = sorted({rank for _, rank in (*sends, *receives)})
+        peer = "trainer rank " + ", ".join(map(str, others))
+        with self.naming_failures(phase, peer):
             works = dist.batch_isend_irecv(operations)
         for work in works:
-            self._run(partial(_itself, work), phase)
+            self._run(partial(_itself, work), phase, peer)
 
     def beside(self) -> DataParallel:
         other = copy(self)
@@ -440,15 +376,18 @@ class TorchDistributed(DataParallel):
         return other
 
     @contextmanager
-    def naming_failures(self, phase: str) -> Iterator[None]:
-        """Name a backend's errors, recognized by type or, for Gloo, by text; pass on others."""
+    def naming_failures(self, phase: str, peer: str = "a trainer rank") -> Iterator[None]:
+        """Name a backend's errors, recognized by type or, for Gloo, by text; pass on others.
+
+        `peer` is named if no rank has ended.
+        """
         try:
             yield
         except RuntimeError as error:
             text = str(error)
             if not (isinstance(error, dist.DistError) or _GLOO in text):
                 raise
-            self._fail(error, phase, is_late=_LATE in text.lower())
+            self._fail(error, phase, peer, is_late=_LATE in text.lower())
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -473,7 +412,9 @@ class TorchDistributed(DataParallel):
         if self._rendezvous is not None:
             self._rendezvous.close()
 
-    def _run(self, start: Callable[[], dist.Work | None], phase: str) -> None:
+    def _run(
+        self, start: Callable[[], dist.Work | None], phase: str, peer: str = "a trainer rank"
+    ) -> None:
         began_s = time.monotonic()
         try:
             work = start()
@@ -484,14 +425,14 @@ class TorchDistributed(DataParallel):
             # Gloo's text is the only difference between a deadline and a lost connection, and it
             # is not reliable. The clock is.
             is_late = time.monotonic() - began_s >= 0.9 * self.timeout_s
-            self._fail(error, phase, is_late=is_late)
+            self._fail(error, phase, peer, is_late=is_late)
 
-    def _fail(self, error: RuntimeError, phase: str, *, is_late: bool) -> NoReturn:
-        ended = self._ended(0.0 if is_late else _ENDING_S) or "a trainer rank"
-        peer = f"{ended}, seen from rank {self.rank} of {self.world_size}"
+    def _fail(self, error: RuntimeError, phase: str, peer: str, *, is_late: bool) -> NoReturn:
+        ended = self._ended(0.0 if is_late else _ENDING_S) or peer
+        seen = f"{ended}, seen from rank {self.rank} of {self.world_size}"
         if is_late:
-            raise DeadlineError(peer, phase, self.timeout_s, LATE_REMEDY) from error
-        raise PeerError(peer, phase, str(error)) from error
+            raise DeadlineError(seen, phase, self.timeout_s, LATE_REMEDY) from error
+        raise PeerError(seen, phase, str(error)) from error
 
     def _meet(self) -> list[ProcessMark]:
         """Return the ranks' processes; those on other machines are out of sight. Collective."""
@@ -523,29 +464,46 @@ class TorchDistributed(DataParallel):
 
     def _make_mesh(self, size: int) -> DeviceMesh:
         """Make the groups here: those that DeviceMesh makes do not get the deadline."""
+        tensor = self.tensor.size if self.tensor else 1
         if size == self.world_size:
             world = dist.group.WORLD
             assert world is not None
             return DeviceMesh.from_group(world, self.device_type, mesh_dim_names=(SHARD_DIM,))
         # Neighboring ranks share a copy: they are likely on one machine, with fast links.
-        return self._grid_mesh(torch.arange(self.world_size).view(-1, size), (COPY_DIM, SHARD_DIM))
+        grid = self._by_stage().unflatten(1, (-1, size, tensor))
+        if tensor > 1:
+            return self._grid_mesh(grid, (COPY_DIM, SHARD_DIM, TENSOR_DIM))
+        return self._grid_mesh(grid.squeeze(-1), (COPY_DIM, SHARD_DIM))
+
+    def _by_stage(self) -> Tensor:
+        """Return the numbers of all ranks, [stages, ranks of a stage]."""
+        return torch.arange(self.world_size).view(self.num_stages, -1)
 
     def _grid_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        """Make a mesh of all ranks, whose first dimension is left out if its size is 1."""
-        if grid.shape[0] == 1 and grid.ndim > 1:
-            grid, names = grid[0], names[1:]
-        own = []
-        for dim, size in enumerate(grid.shape):
-            for ranks in grid.movedim(dim, -1).reshape(-1, size):
-                group = self._new_group(ranks)
-                if self.rank in ranks:
-                    own.append(group)
-        return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=names)
+        """Make a mesh of this rank's stage, the first dimension; the second is left out if it is 1.
 
-    def _new_group(self, ranks: Tensor) -> ProcessGroup:
+        Every stage has one of its own.
+        """
+        if grid.shape[1] == 1:
+            grid, names = grid[:, 0], names[1:]
+        own = [self._own_group(grid, dim)[0] for dim in range(1, grid.ndim)]
+        stage = grid[self.stages.stage if self.stages else 0].clone()
+        return DeviceMesh.from_group(own, self.device_type, mesh=stage, mesh_dim_names=names)
+
+    def _own_group(self, grid: Tensor, dim: int) -> tuple[ProcessGroup, list[int]]:
+        """Make the groups along one dimension of all ranks; return this rank's, and its ranks."""
+        size, found = grid.shape[dim], None
+        for ranks in grid.movedim(dim, -1).reshape(-1, size).tolist():
+            group = self._new_group(ranks)
+            if self.rank in ranks:
+                found = group, ranks
+        assert found is not None
+        return found
+
+    def _new_group(self, ranks: list[int]) -> ProcessGroup:
         """Make a group. All ranks make every group; ranks outside it get a placeholder."""
         deadline = timedelta(seconds=self.timeout_s)
-        group: ProcessGroup = dist.new_group(ranks.tolist(), timeout=deadline)
+        group: ProcessGroup = dist.new_group(ranks, timeout=deadline)
         return group
 
 

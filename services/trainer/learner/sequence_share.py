@@ -106,8 +106,11 @@ class SequenceShare:
         return states.reshape(self.size, -1, tokens, width).transpose(1, 2)
 
 
-def check_shareable(size: int, config: PreTrainedConfig) -> None:
+def check_shareable(size: int, config: PreTrainedConfig, tensor: int = 1) -> None:
     """Refuse a model whose sequences, or whose attention heads, so many ranks cannot share.
+
+    Args:
+        tensor: ranks that divide the heads first, evenly.
 
     Raises:
         ConfigError: names the heads, and the sizes that are possible.
@@ -122,7 +125,8 @@ def check_shareable(size: int, config: PreTrainedConfig) -> None:
             "on the length of a sequence, and each rank would see a part of it; leave the key at 1"
         )
     heads: int = text.num_attention_heads
-    kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
+    kv_heads: int = (getattr(text, "num_key_value_heads", None) or heads) // tensor
+    heads //= tensor
     if not shares_heads(size, heads, kv_heads):
         sizes = ", ".join(map(str, sequence_sizes(heads, kv_heads)))
         raise ConfigError(

@@ -71,7 +71,7 @@ def exchange_rows(
 
     Args:
         wanted: receiving rank and rows; the same on every rank.
-        parts: this rank's `local_part` of every tensor.
+        parts: this rank's `local_part` of every tensor that it holds one of.
         directory: of all ranks.
         parallel: all ranks.
         phase: named in errors.
@@ -99,7 +99,7 @@ class _BucketExchange:
 
     Args:
         rank: this one.
-        parts: this rank's part of every tensor.
+        parts: as in `exchange_rows`.
     """
 
     def __init__(self, rank: int, parts: Mapping[str, Tensor]) -> None:
@@ -108,24 +108,29 @@ class _BucketExchange:
         self.scattered: list[tuple[Tensor, Tensor]] = []
         self._rank = rank
         self._parts = parts
+        self._device = next((one.device for one in parts.values()), torch.device("cpu"))
 
     def take(self, receiver: int, rows: Rows, placed: Placed) -> Tensor | None:
         """Return the rows on their receiver, to be filled by the exchange; None on the others."""
-        part = self._parts[rows.name]
+        part = self._parts.get(rows.name)  # a rank of another stage has none
         pieces = [piece for piece in placed.pieces if _common(piece, rows) is not None]
         is_here = len(pieces) == 1 and receiver in pieces[0].holders
         if receiver != self._rank:
             for piece in pieces if not is_here else ():
                 if _source(piece, receiver) == self._rank:
+                    assert part is not None
                     own, _ = _within(piece, rows)
                     self.sends.append((part[own].contiguous(), receiver))
             return None
         if is_here:
+            assert part is not None
             return part[_within(pieces[0], rows)[0]]
-        whole = part.new_empty((rows.stop - rows.start, *placed.shape[1:]), dtype=placed.dtype)
+        shape = (rows.stop - rows.start, *placed.shape[1:])
+        whole = torch.empty(shape, dtype=placed.dtype, device=self._device)
         for piece in pieces:
             own, target = _within(piece, rows)
             if (source := _source(piece, receiver)) == receiver:
+                assert part is not None
                 whole[target].copy_(part[own])
             else:
                 self._receive(whole[target], source)

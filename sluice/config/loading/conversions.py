@@ -62,6 +62,11 @@ SAME_SIZES = {
         f"{_ACTOR}.megatron.expert_model_parallel_size",
         f"{_ACTOR}.veomni.expert_parallel_size",
     ),
+    f"{_SHARDING}.tensor_parallel_size": (
+        f"{_ACTOR}.megatron.tensor_model_parallel_size",
+        f"{_ACTOR}.torchtitan.tensor_parallel_size",
+    ),
+    f"{_SHARDING}.pipeline_parallel_size": (f"{_ACTOR}.megatron.pipeline_model_parallel_size",),
     f"{_SHARDING}.fsdp_size": (f"{_ACTOR}.veomni.fsdp_size",),
 }
 """Sizes of the trainer's layout, and their names in other backends of verl."""

@@ -11,12 +11,14 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def training_layout(config: RunConfig) -> TrainingLayout:
-    """Return the trainer: ``fsdp_size`` ranks share."""
+    """Return the trainer: ``fsdp_size`` ranks of each tensor index share."""
     world, sharding = world_size(config), config.actor_rollout_ref.actor.fsdp_config
     model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
     recompute = megatron.override_transformer_config
     granularity, is_block = recompute.recompute_granularity, recompute.recompute_method == "block"
-    shard = sharding.fsdp_size if 0 < sharding.fsdp_size < world else world
+    tensor = sharding.tensor_parallel_size
+    peers = max(1, world // (tensor * sharding.pipeline_parallel_size))
+    shard = tensor * (sharding.fsdp_size if 0 < sharding.fsdp_size < peers else peers)
     whole = is_whole(sharding, shard)
     return TrainingLayout(
         world=world,
@@ -24,6 +26,8 @@ def training_layout(config: RunConfig) -> TrainingLayout:
         gathers=not whole,
         reshard_after_forward=sharding.reshard_after_forward,
         whole_gradients=sharding.use_no_sync_for_gradient_accumulation,
+        tensor=tensor,
+        pipeline=sharding.pipeline_parallel_size,
         ep=sharding.expert_parallel_size,
         micro_tokens=_micro_tokens(config, ranks=sharding.ulysses_sequence_parallel_size),
         master_bytes=_BYTES[sharding.model_dtype],

@@ -27,6 +27,8 @@ class TrainingLayout:
         shard: ranks that divide one copy of weights, gradients and optimizer; 1: each has a copy.
         gathers: passes gather a layer's weights in the compute dtype (FSDP2, also on one rank).
         micro_tokens: tokens of a training micro-batch on one device, after sequence parallelism.
+        tensor: those of `shard` that cut each matrix among them.
+        pipeline: stages; each has a part of the layers and of the ranks.
         ep: ranks that divide the experts.
         master_bytes: bytes of a stored parameter (4 for float32).
         compute_bytes: bytes of a parameter and an activation in a forward pass (2 for bfloat16).
@@ -43,6 +45,8 @@ class TrainingLayout:
     micro_tokens: int
     shard: int = 1
     gathers: bool = True
+    tensor: int = 1
+    pipeline: int = 1
     ep: int = 1
     master_bytes: int = 4
     compute_bytes: int = 2
@@ -85,7 +89,7 @@ class Guess:
 
 def guessed_memory(shape: ModelShape, layout: TrainingLayout) -> Guess:
     """Guess the memory of the device that holds most."""
-    head = 0 if layout.adapter_rank else _HEAD_BYTES * shape.embedding_parameters
+    head = 0.0 if layout.adapter_rank else _HEAD_BYTES * shape.embedding_parameters / layout.tensor
     return Guess(
         _state(shape, layout), _gathered(shape, layout) + _activations(shape, layout) + head
     )
@@ -93,16 +97,24 @@ def guessed_memory(shape: ModelShape, layout: TrainingLayout) -> Guess:
 
 def _state(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return the bytes of parameters, gradients and moments on one device."""
-    ranks = layout.shard
-    others = shape.total_parameters - shape.expert_parameters
-    weights = others / ranks + shape.expert_parameters * _expert_share(shape, layout)
+    ranks, experts = layout.shard, shape.expert_parameters * _expert_share(shape, layout)
+    weights = _dense_parameters(shape, layout) / ranks + experts / layout.pipeline
     held = trained = weights * layout.master_bytes
     if layout.adapter_rank:
         adapters = shape.adapter_parameters(layout.adapter_rank, experts=layout.adapts_experts)
-        trained = adapters / ranks * layout.master_bytes
+        trained = adapters / (ranks * layout.pipeline) * layout.master_bytes
         held = weights * layout.compute_bytes + trained
-    gradients = trained * ranks if layout.whole_gradients else trained
+    gradients = trained * ranks / layout.tensor if layout.whole_gradients else trained
     return held + gradients + 2 * trained * layout.moments_on_device
+
+
+def _dense_parameters(shape: ModelShape, layout: TrainingLayout) -> float:
+    """Return a stage's parameters that are no experts'; it has one matrix of the vocabulary."""
+    others = shape.total_parameters - shape.expert_parameters
+    if layout.pipeline == 1:
+        return others
+    layers = (others - shape.vocabulary_parameters) / layout.pipeline
+    return layers + shape.embedding_parameters
 
 
 def _expert_share(shape: ModelShape, layout: TrainingLayout) -> float:
@@ -116,7 +128,7 @@ def _expert_share(shape: ModelShape, layout: TrainingLayout) -> float:
     each, over = shape.experts // layout.ep, max(layout.shard // layout.ep, 1)
     share = 0.0
     for part, rows in ((2 / 3, 2 * shape.expert_intermediate), (1 / 3, shape.hidden)):
-        is_even = layout.ep > 1 and rows % over == 0
+        is_even = layout.ep * layout.tensor > 1 and rows % over == 0
         share += part * (1 / layout.shard if is_even else math.ceil(each / over) / shape.experts)
     return share
 
@@ -126,13 +138,17 @@ def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
     if not layout.gathers:
         return 0.0
     if not layout.reshard_after_forward:
-        return float(shape.total_parameters * layout.compute_bytes)
+        experts = shape.expert_parameters / (layout.ep * layout.pipeline)
+        held = _dense_parameters(shape, layout) / layout.tensor + experts
+        return held * layout.compute_bytes
     # The root unit (vocabulary matrices) stays whole; one layer works while the next arrives.
     # Experts that ranks divide are gathered among those that hold the same ones.
     experts = shape.expert_parameters / shape.layers
-    layer = shape.layer_parameters - experts + experts / layout.ep
-    units = shape.vocabulary_parameters + 2 * layer
-    return float(units * layout.compute_bytes)
+    layer = (shape.layer_parameters - experts) / layout.tensor + experts / layout.ep
+    is_whole = layout.pipeline == 1
+    vocabulary = shape.vocabulary_parameters if is_whole else shape.embedding_parameters
+    units = vocabulary / layout.tensor + 2 * layer
+    return units * layout.compute_bytes
 
 
 def activation_values(shape: ModelShape) -> int:
@@ -154,8 +170,11 @@ def activation_values(shape: ModelShape) -> int:
 
 def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return the bytes that all layers keep, and the bytes of the layer at work."""
-    layer = activation_values(shape) * layout.micro_tokens * layout.compute_bytes
-    inputs = shape.hidden * layout.micro_tokens * layout.compute_bytes
+    # Ranks that cut a layer divide what it keeps, but for two inputs, which they gather whole.
+    part = 1 / layout.tensor
+    values = activation_values(shape) * part + 2 * shape.hidden * (1 - part)
+    layer = values * layout.micro_tokens * layout.compute_bytes
+    inputs = part * shape.hidden * layout.micro_tokens * layout.compute_bytes
     if layout.activation_offload:
         # The layer at work and the inputs that are on their way to and from the host.
         return layer + 2 * inputs

@@ -31,6 +31,7 @@ from sluice.config.rules.model import (
     repeat_problems,
     routing_problems,
     shape_problems,
+    stage_problems,
 )
 from sluice.config.rules.sampling import (
     straggler_problems,
@@ -119,6 +120,7 @@ def _rule_problems(
         found += named("context", context_problems(config, shape))
         found += named("repeated-samples", repeat_problems(config, shape))
         found += named("routing", routing_problems(config, shape))
+        found += named("stages", stage_problems(config, shape))
     for check in _CHECKS:
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
     found += named("algorithm", algorithm_problems(config))
@@ -147,9 +149,11 @@ def _idle_ranks(config: RunConfig) -> Iterator[Problem]:
 def _parallel_layout(config: RunConfig) -> Iterator[Problem]:
     ranks = derived.world_size(config)
     sharding = config.actor_rollout_ref.actor.fsdp_config
-    shard = sharding.fsdp_size if 0 < sharding.fsdp_size < ranks else ranks
+    tensor, pipeline = sharding.tensor_parallel_size, sharding.pipeline_parallel_size
+    peers = ranks // (tensor * pipeline)
+    shard = sharding.fsdp_size if 0 < sharding.fsdp_size < peers else peers
     sizes = sharding.ulysses_sequence_parallel_size, sharding.expert_parallel_size
-    for key, size, number, things in divisions(ranks, shard, *sizes):
+    for key, size, number, things in divisions(ranks, shard, *sizes, tensor, pipeline):
         if number % size:
             yield Problem(
                 key,

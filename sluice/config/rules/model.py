@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
-from sluice.config.parallel_layout import EXPERT_KEY, shares_heads
-from sluice.config.problems import Problem, verl_problem
+from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads
+from sluice.config.pipeline_stages import stage_layers
+from sluice.config.problems import Problem, of_error, verl_problem
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import (
     ACTOR,
@@ -17,6 +19,7 @@ from sluice.config.verl_sizes import (
     expert_tensor_parallel,
     largest_divisor,
 )
+from sluice.errors import ConfigError
 
 REPLAY_KEY = "actor_rollout_ref.actor.router_replay.mode"
 _SHARED_ENGINES = ("vllm", "sglang")
@@ -35,7 +38,8 @@ def shape_problems(config: RunConfig, sizes: VerlSizes, shape: ModelShape) -> li
         if sizes.batch.split.megatron
         else _experts(config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size, shape)
     )
-    return [*_sequence_heads(sizes, shape), *_tensor_heads(sizes, shape), *experts]
+    cuts = _tensor_cuts(config.actor_rollout_ref.actor.fsdp_config.tensor_parallel_size, shape)
+    return [*_sequence_heads(sizes, shape), *_tensor_heads(sizes, shape), *cuts, *experts]
 
 
 def context_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -93,6 +97,16 @@ def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
                 f"with {key} = R3: a sample of {tokens} tokens has up to {needed} MiB of experts",
                 overrides=(f"sluice.max_message_mb={needed}",),
             )
+
+
+def stage_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Yield stages of the trainer that the model's layers do not make."""
+    actor = config.actor_rollout_ref.actor
+    size = actor.fsdp_config.pipeline_parallel_size
+    try:
+        stage_layers(shape.layers, size, actor.megatron.override_transformer_config)
+    except ConfigError as error:
+        yield of_error(error)
 
 
 def _engine(sizes: VerlSizes) -> Iterator[Problem]:
@@ -167,14 +181,24 @@ def _sequence_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _tensor_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
-    degrees = [(f"{ROLLOUT}.tensor_model_parallel_size", sizes.rollout.tensor_model_parallel_size)]
-    if sizes.batch.split.megatron:
-        degrees.append((f"{MEGATRON}.tensor_model_parallel_size", sizes.batch.split.tp))
-    for key, tp in degrees:
-        if shape.heads % tp:
-            cannot = f"cannot cut {shape.heads} attention heads evenly"
-            possible = largest_divisor(shape.heads, tp)
-            yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}")
+    key, tp = f"{ROLLOUT}.tensor_model_parallel_size", sizes.rollout.tensor_model_parallel_size
+    if shape.heads % tp:
+        cannot = f"cannot cut {shape.heads} attention heads evenly"
+        possible = largest_divisor(shape.heads, tp)
+        yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}")
+
+
+def _tensor_cuts(size: int, shape: ModelShape) -> Iterator[Problem]:
+    numbers = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+    if not shape.experts or shape.dense_layers:
+        numbers["columns of the multilayer perceptron"] = shape.intermediate
+    for things, number in numbers.items():
+        if number % size:
+            possible = largest_divisor(math.gcd(*numbers.values()), size)
+            change = f"{TENSOR_KEY}={possible}"
+            cannot = f"does not divide the {number} {things}"
+            yield verl_problem("tp-heads", TENSOR_KEY, size, cannot, change, here=True)
+            return
 
 
 def _experts(size: int, shape: ModelShape) -> Iterator[Problem]:

@@ -230,8 +230,16 @@ class ActorFsdpConfig(FsdpConfig, frozen=True):
 
     expert_parallel_size: PositiveInt = 1
     """Neighboring trainer ranks that divide the experts of each layer; it divides the experts and
-    the ranks of fsdp_size.
+    the ranks of a copy: fsdp_size times tensor_parallel_size.
     """
+
+    tensor_parallel_size: PositiveInt = 1
+    """Neighboring trainer ranks that cut the matrices of each layer among them, and the tokens
+    between matrices; it divides attention heads, key-value heads and the width of the layers.
+    """
+
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages of the trainer, each with a part of the layers; neighboring ranks form a stage."""
 
 
 class RouterReplayConfig(Section, frozen=True):
@@ -251,7 +259,7 @@ class CheckpointConfig(Section, frozen=True):
 
 
 class TransformerOverrides(Section, frozen=True):
-    """What the backward pass recomputes, in Megatron's words."""
+    """What the backward pass recomputes, and where stages are cut, in Megatron's words."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """full: whole layers; selective: recompute_modules of each layer; none: as
@@ -259,13 +267,26 @@ class TransformerOverrides(Section, frozen=True):
     """
 
     recompute_method: Literal["uniform", "block"] | None = None
-    """full: block recomputes the first recompute_num_layers layers, all else every layer."""
+    """full: block recomputes the first recompute_num_layers layers of a stage, all else every
+    layer."""
 
     recompute_num_layers: PositiveInt | None = None
     """block: number of layers."""
 
     recompute_modules: list[str] = msgspec.field(default_factory=lambda: ["core_attn"])
     """selective: some of core_attn, layernorm, mlp and moe. Of core_attn nothing is kept anyway."""
+
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first of fsdp_config.pipeline_parallel_size stages; others share the rest."""
+
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last stage."""
+
+    account_for_embedding_in_pipeline_split: bool | None = None
+    """true: count the embedding as a layer of the first stage, and cut stages of equal numbers."""
+
+    account_for_loss_in_pipeline_split: bool | None = None
+    """true: count the head and the loss as a layer of the last stage, in the same way."""
 
 
 class MegatronConfig(Section, frozen=True):

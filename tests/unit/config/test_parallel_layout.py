@@ -16,6 +16,7 @@ from sluice.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
 FSDP, MEGATRON, VEOMNI = f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron", f"{ACTOR}.veomni"
+TORCHTITAN = f"{ACTOR}.torchtitan"
 
 
 def layout(*overrides: str, ranks: int = 16) -> ParallelLayout:
@@ -40,6 +41,9 @@ def test_ranks_that_share_sequences_train_the_same_rows() -> None:
         (f"{VEOMNI}.ulysses_parallel_size", f"{FSDP}.ulysses_sequence_parallel_size"),
         (f"{MEGATRON}.expert_model_parallel_size", f"{FSDP}.expert_parallel_size"),
         (f"{VEOMNI}.expert_parallel_size", f"{FSDP}.expert_parallel_size"),
+        (f"{MEGATRON}.tensor_model_parallel_size", f"{FSDP}.tensor_parallel_size"),
+        (f"{TORCHTITAN}.tensor_parallel_size", f"{FSDP}.tensor_parallel_size"),
+        (f"{MEGATRON}.pipeline_model_parallel_size", f"{FSDP}.pipeline_parallel_size"),
         (f"{VEOMNI}.fsdp_size", f"{FSDP}.fsdp_size"),
     ],
 )
@@ -56,9 +60,11 @@ def test_two_words_for_one_size_must_agree() -> None:
     assert layout(pair[0], f"{FSDP}.ulysses_sequence_parallel_size=2").sequence == 2
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_layers_are_not_cut_and_their_ranks_shard_the_model_instead(kind: str) -> None:
-    assert layout(f"{MEGATRON}.{kind}_model_parallel_size=4") == layout()
+def test_a_stage_and_a_tensor_index_leave_the_ranks_that_share_a_copy() -> None:
+    found = layout(f"{FSDP}.tensor_parallel_size=2", f"{FSDP}.pipeline_parallel_size=4")
+    assert (found.peers, found.shard, found.data_ranks) == (2, 2, 2)
+    cut = ParallelLayout(ranks=16, shard=4, sequence=2, experts=8, tensor=2, pipeline=2)
+    assert (cut.peers, cut.data_ranks) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +73,23 @@ def test_layers_are_not_cut_and_their_ranks_shard_the_model_instead(kind: str) -
         (f"{FSDP}.fsdp_size=3", "fsdp_size=3 does not divide the 16 trainer ranks .*; give 2 or 4"),
         (f"{ACTOR}.ulysses_sequence_parallel_size=5", "=5 does not divide the 16 .*; give 4 or 8"),
         (f"{FSDP}.expert_parallel_size=32", "=32 does not divide the 16 ranks .*; give 16"),
+        (f"{FSDP}.tensor_parallel_size=3", "=3 does not divide the 16 trainer .*; give 2 or 4"),
+        (f"{FSDP}.pipeline_parallel_size=32", "=32 does not divide the 16 trainer .*; give 16"),
     ],
 )
 def test_a_size_that_does_not_divide_names_the_nearest_that_do(override: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         layout(override)
+
+
+def test_sizes_divide_what_tensor_and_pipeline_sizes_leave() -> None:
+    cuts = f"{FSDP}.tensor_parallel_size=4", f"{FSDP}.pipeline_parallel_size=2"
+    left = "=4 does not divide the 2 trainer ranks that tensor and pipeline sizes leave; give 2"
+    with pytest.raises(ConfigError, match=left):
+        layout(*cuts, f"{FSDP}.ulysses_sequence_parallel_size=4")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 does .* the 2 .* of a stage"):
+        layout(f"{FSDP}.tensor_parallel_size=4", f"{FSDP}.pipeline_parallel_size=8")
+    assert layout(*cuts, f"{FSDP}.expert_parallel_size=8").experts == 8
 
 
 def test_experts_divide_within_one_copy() -> None:

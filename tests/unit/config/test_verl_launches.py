@@ -99,11 +99,8 @@ def test_adpo_is_asked_for_by_its_own_keys() -> None:
 def test_notices_name_what_has_no_effect_and_what_was_turned_into_something_else() -> None:
     found = reported("dapo-qwen3-235b-megatron")
     parallel = found["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
-    assert parallel.rule == KeyStatus.NOT_APPLICABLE
-    assert (
-        "= 4 has no effect: a later version cuts layers; here these ranks shard every layer"
-        in parallel.text
-    )
+    assert parallel.rule == KeyStatus.MAPPED
+    assert parallel.text.endswith("= 4 is read as fsdp_config.tensor_parallel_size")
     old = found["reward_model.overlong_buffer.len"]
     assert old.rule == KeyStatus.MAPPED
     assert old.text.endswith("is read as reward.reward_kwargs.overlong_buffer_cfg.len")

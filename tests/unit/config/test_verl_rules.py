@@ -311,8 +311,9 @@ def test_rules_of_the_critic_hold_only_where_there_is_one() -> None:
 
 def test_sizes_decide_for_megatron_only_without_a_strategy() -> None:
     pipeline = f"{MEGATRON}.pipeline_model_parallel_size=3"
-    assert [one.rule for one in broken(pipeline)] == ["world-divides"]
-    assert broken(pipeline, f"{ACTOR}.strategy=fsdp2") == []
+    assert [one.rule for one in broken(pipeline)] == ["world-divides", "parallel-layout"]
+    fsdp = broken(pipeline, f"{ACTOR}.strategy=fsdp2")
+    assert [one.rule for one in fsdp] == ["parallel-layout"]
 
 
 @settings(max_examples=200)

@@ -13,7 +13,7 @@ from services.rollout.engines.sglang.client import engine_environment
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.errors import MissingPackageError
+from sluice.errors import ConfigError, MissingPackageError
 from tests.support.causal_lms import save_config
 
 _ROLLOUT = "actor_rollout_ref.rollout"

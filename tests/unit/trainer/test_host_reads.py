@@ -12,9 +12,10 @@ import pytest
 from torch import Tensor
 
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.model import pipeline
 from services.trainer.learner.model.experts import routing_tape
+from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.update import policy_update
 from sluice.types import TrainBatch
 from tests.support.host_reads import HostReads
 from tests.support.tiny_policy import make_batch, make_config, recomputing, save_model
@@ -77,8 +78,8 @@ def watched_step(
         return run
 
     for owner, name, begins in (
-        (policy_update, "token_outputs", True),
-        (learner._update._passes, "end_forward_only", False),
+        (pipeline, "token_outputs", True),
+        (EvenPasses, "end_forward_only", False),
         (learner._optimizer, "step", False),
     ):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name), begins=begins))

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import optimizer as optimizer_module
+from services.trainer.learner.model.pipeline import TokenPasses
 from services.trainer.learner.model.recompute import (
     keep_inputs_on_host,
     recompute_as_configured,
@@ -324,7 +325,7 @@ def test_a_critics_weights_are_on_the_device_only_while_it_computes(
     for kind, method in (
         (Critic, "_forward"),
         (ReferencePolicy, "logprobs"),
-        (PolicyUpdate, "_forward"),
+        (TokenPasses, "train"),
         (PolicyUpdate, "_optimizer_step"),
     ):
         noting(kind, method)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.trainer.learner.ranks import RankPlace, RankRendezvous, rank_place
+from services.trainer.learner.rank_rendezvous import RankPlace, RankRendezvous, rank_place
 from sluice.errors import ConfigError, DeadlineError
 from tests.support.loopback import needs_ipv6
 

@@ -6,6 +6,7 @@ tables collect the results of all ranks' passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -354,8 +355,9 @@ def _mini_batch(
         )
     ]
     images = _images(groups, rows, [planned for _, planned in plans], image_prompts)
+    pad_to = math.lcm(cut.pad_to, parallel.token_multiple)
     micro_batches = (
-        build_micro_batch(rows, planned, device, images, parallel.share, cut.pad_to, source)
+        build_micro_batch(rows, planned, device, images, parallel.share, pad_to, source)
         for source, planned in plans
     )
     # Counts of all rows: the loss must not depend on which rank computes or skips a row.

@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learner.model.attention import packed_attention
+from services.trainer.learner.model.parts import FloatRmsNorm, own_linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from services.trainer.learner.batch.micro_batch import PackedLayout
+    from services.trainer.learner.tensor_share import TensorShare
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         return self.self_attn.heads(self.input_layernorm(hidden), cos, sin)
 
     def _after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn.o_proj(attended.flatten(2))
+        hidden = hidden + self.self_attn.output(attended)
         found: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return found
 
@@ -150,6 +151,9 @@ class Attention(nn.Module):
 
     Args:
         theirs: the attention of transformers.
+
+    Attributes:
+        tensor: the ranks that divide the heads among them.
     """
 
     def __init__(self, theirs: Any) -> None:  # noqa: ANN401
@@ -157,22 +161,25 @@ class Attention(nn.Module):
         self.head_dim: int = theirs.head_dim
         self.scaling: float = theirs.scaling
         self.sliding_window: int | None = getattr(theirs, "sliding_window", None)
-        self.q_proj: nn.Linear = theirs.q_proj
-        self.k_proj: nn.Linear = theirs.k_proj
-        self.v_proj: nn.Linear = theirs.v_proj
-        self.o_proj: nn.Linear = theirs.o_proj
+        self.tensor: TensorShare | None = None
+        self.q_proj = own_linear(theirs.q_proj)
+        self.k_proj = own_linear(theirs.k_proj)
+        self.v_proj = own_linear(theirs.v_proj)
+        self.o_proj = own_linear(theirs.o_proj)
         self.q_norm = self.k_norm = None
         if hasattr(theirs, "q_norm"):
             self.q_norm, self.k_norm = FloatRmsNorm(theirs.q_norm), FloatRmsNorm(theirs.k_norm)
 
     def heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, [1, heads, T, head dim] each.
+        """Return queries, keys and values of this rank's heads, [1, heads, T, head dim] each.
 
         Args:
-            hidden: [1, T, width].
+            hidden: [1, T, width]; where ranks divide the heads, this rank's part of the tokens.
             cos: [1, T, head dim]; equal halves.
             sin: the same.
         """
+        if self.tensor is not None:
+            hidden = self.tensor.gather(hidden)
         query, key, value = (
             project(hidden).unflatten(-1, (-1, self.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -206,28 +213,15 @@ class Attention(nn.Module):
         )
         return attended
 
+    def output(self, attended: Tensor) -> Tensor:
+        """Return what attention adds to this rank's tokens [1, t, width], of [1, T, heads, dim]."""
+        found: Tensor = self.o_proj(attended.flatten(2))
+        return found if self.tensor is None else self.tensor.scatter(found)
+
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [1, T, heads, head dim] by position (Su et al. 2021, halves as in Llama)."""
     return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * sin
-
-
-class FloatRmsNorm(nn.Module):
-    """Divide by the root mean square, computed in float32, and weigh (Zhang and Sennrich 2019).
-
-    Args:
-        theirs: the norm of transformers.
-    """
-
-    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
-        super().__init__()
-        self.weight: nn.Parameter = theirs.weight
-        self.eps: float = theirs.variance_epsilon
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return [..., width] like `hidden`."""
-        # vLLM and transformers round before they weigh; SGLang weighs first by default.
-        return rms_norm(hidden, self.weight.shape, eps=self.eps) * self.weight
 
 
 class GatedMlp(nn.Module):
@@ -235,20 +229,26 @@ class GatedMlp(nn.Module):
 
     Args:
         theirs: the one of transformers.
+
+    Attributes:
+        tensor: the ranks that divide its inner width among them.
     """
 
     def __init__(self, theirs: Any) -> None:  # noqa: ANN401
         super().__init__()
-        self.gate_proj: nn.Linear = theirs.gate_proj
-        self.up_proj: nn.Linear = theirs.up_proj
-        self.down_proj: nn.Linear = theirs.down_proj
+        self.tensor: TensorShare | None = None
+        self.gate_proj = own_linear(theirs.gate_proj)
+        self.up_proj = own_linear(theirs.up_proj)
+        self.down_proj = own_linear(theirs.down_proj)
         self.act_fn: nn.Module = theirs.act_fn
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [1, T, width] like `hidden`."""
+        if self.tensor is not None:
+            hidden = self.tensor.gather(hidden)
         gated = self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)
         found: Tensor = self.down_proj(gated)
-        return found
+        return found if self.tensor is None else self.tensor.scatter(found)
 
 
 def _mlp(theirs: nn.Module) -> nn.Module:

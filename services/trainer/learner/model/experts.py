@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.activations import ACT2FN
 
 from services.trainer.learner.batch.micro_batch import PackedRouting
+from services.trainer.learner.model.parts import own_part
 from services.trainer.learner.sequence_share import all_to_all
 from sluice.algorithm.token_statistics import F, compiled_once
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from services.trainer.learner.tensor_share import TensorShare
 
 _BLOCKS = frozenset({"Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"})
 _TAPE = "sluice_routing"
@@ -94,9 +97,11 @@ class RoutingTape:
     def __init__(self, num_experts: int) -> None:
         self.current = Routing()
         self.num_layers = 0
-        """The number of layers with experts."""
+        """The number of layers with experts, those of other stages of a pipeline too."""
         self.group: ProcessGroup | None = None
         """The ranks that divide the experts; None: each rank has all."""
+        self.tensor: TensorShare | None = None
+        """The ranks that divide the tokens of a line between layers; None: each has all."""
         self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
         """Exchanges counts [ranks, ...] by receiver for those by sender; a plan has another."""
         self._num_experts = num_experts
@@ -127,7 +132,7 @@ class RoutingTape:
         Args:
             routings: one for each pass, in order; equally many on all ranks.
         """
-        found = [(one, layer) for one in routings for layer in range(self.num_layers)]
+        found = [(one, layer) for one in routings for layer in sorted(one.experts)]
         if not found:
             return
         counts = torch.stack([self._counted(one.experts[layer]) for one, layer in found])
@@ -151,8 +156,9 @@ class RoutingTape:
         if given is None:
             return chosen
         if self._of_pass is None:  # all layers at once
-            device = chosen.device
-            self._of_pass = PackedRouting(given.experts.to(device), given.known.to(device))
+            tokens = slice(None) if self.tensor is None else self.tensor.own(given.known.numel())
+            experts, known = given.experts[:, tokens], given.known[tokens]
+            self._of_pass = PackedRouting(experts.to(chosen.device), known.to(chosen.device))
         experts, known = self._of_pass.experts[layer].long(), self._of_pass.known[:, None]
         same = (experts[:, :, None] == chosen[:, None, :]).any(-1)
         agreed = torch.stack(((same & known).sum(), known.sum() * chosen.shape[1]))
@@ -203,7 +209,7 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return probabilities, float32 [tokens, experts], of tokens [tokens, hidden]."""
-        logits = nn.functional.linear(tokens.float(), self.weight.float())
+        logits = nn.functional.linear(tokens.float(), own_part(self.weight).float())
         return logits.softmax(-1)
 
 
@@ -242,7 +248,7 @@ class ExpertAdapter(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return what is added to the output [n, out] of rows [n, in]; `ends` as in `_products`."""
-        a, b = _local(self.lora_A.weight), _local(self.lora_B.weight)
+        a, b = own_part(self.lora_A.weight), own_part(self.lora_B.weight)
         # Grouped products take matrices whose rows are multiples of so many bytes.
         missing = -self.rank % (_ROW_BYTES // a.itemsize)
         if missing:
@@ -283,11 +289,11 @@ class Experts(nn.Module):
             counts: int64 [experts of this rank], their rows.
         """
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = _products(rows, _local(self.gate_up_proj), ends).chunk(2, dim=-1)
+        gate, up = _products(rows, own_part(self.gate_up_proj), ends).chunk(2, dim=-1)
         gate = self._adapted("gate_proj", gate, rows, ends)
         gated = compiled_once(_gated) if self._is_compiled else _gated
         inner = gated(self.activation, gate, self._adapted("up_proj", up, rows, ends))
-        down = _products(inner, _local(self.down_proj), ends)
+        down = _products(inner, own_part(self.down_proj), ends)
         return self._adapted("down_proj", down, inner, ends)
 
     def _adapted(self, projection: str, found: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
@@ -303,7 +309,7 @@ class SparseExperts(nn.Module):
     Args:
         config: with transformers' names: ``num_experts``, ``num_experts_per_tok``,
             ``moe_intermediate_size``, ``norm_topk_prob`` (true where it is missing).
-        layer: its place among the blocks of the model.
+        layer: its place among the blocks of the whole model.
         tape: shared by all of them.
         is_compiled: compile what is not a product of matrices; layers share the code.
     """
@@ -322,7 +328,7 @@ class SparseExperts(nn.Module):
         self.num_experts: int = config.num_experts
         self.num_chosen: int = config.num_experts_per_tok
         self._normalizes: bool = getattr(config, "norm_topk_prob", True)
-        self._layer, self._tape = layer, tape
+        self.layer, self._tape = layer, tape
         self._is_compiled = is_compiled
 
     def divide(self, mesh: DeviceMesh) -> None:
@@ -356,11 +362,11 @@ class SparseExperts(nn.Module):
     @torch.no_grad()
     def _routed(self, probabilities: Tensor) -> tuple[Tensor, _ExpertRows]:
         """Return the experts of each token, int64 [tokens, k], and where its rows go."""
-        if self._layer not in self._tape.current.rows:
+        if self.layer not in self._tape.current.rows:
             best = probabilities.topk(self.num_chosen, dim=-1).indices
-            self._tape.note(self._layer, best)
+            self._tape.note(self.layer, best)
         routing = self._tape.current
-        return routing.experts[self._layer].long(), routing.rows[self._layer]
+        return routing.experts[self.layer].long(), routing.rows[self.layer]
 
     def _computed(self, spread: Tensor, rows: _ExpertRows) -> Tensor:
         """Return the output of every row of this rank's tokens, [tokens * k, hidden]."""
@@ -444,12 +450,13 @@ def expert_blocks(module: nn.Module) -> Iterator[SparseExperts]:
 
 def idle_routing(model: nn.Module, tokens: int) -> Routing | None:
     """Return choices for a pass over made-up tokens, beside ranks whose passes have theirs."""
-    blocks = list(expert_blocks(model))
-    if not blocks:
+    blocks, tape = list(expert_blocks(model)), routing_tape(model)
+    if tape is None or not blocks:
         return None
+    tokens //= tape.tensor.size if tape.tensor else 1
     device = blocks[0].gate.weight.device
     first = torch.arange(blocks[0].num_chosen, device=device).expand(tokens, -1)
-    return Routing(dict.fromkeys(range(len(blocks)), first))
+    return Routing(dict.fromkeys((block.layer for block in blocks), first))
 
 
 def routing_tape(model: nn.Module) -> RoutingTape | None:
@@ -489,10 +496,6 @@ def _received(parts: Tensor, group: ProcessGroup) -> Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

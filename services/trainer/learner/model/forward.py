@@ -24,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import PackedImages, TrainingRow
 from services.trainer.learner.model.experts import Routing, routing_tape
+from services.trainer.learner.model.parts import own_part
+from services.trainer.learner.model.tensor_cut import CutHead, tensor_share
 from services.trainer.learner.sequence_share import SequenceShare, all_to_all
 from sluice.algorithm import token_statistics as head_statistics
 from sluice.algorithm.packing import plan_micro_batches
@@ -66,6 +68,7 @@ def token_outputs(
     entropy: EntropyUse = EntropyUse.NONE,
     with_sum_pi_squared: bool = False,
     routing: Routing | None = None,
+    entering: Tensor | None = None,
 ) -> TokenStatistics:
     """Run the model once over the packed tokens; return statistics of the response tokens, [N].
 
@@ -76,19 +79,42 @@ def token_outputs(
         entropy: whether to compute entropies, and whether with a gradient.
         with_sum_pi_squared: whether to compute squared probabilities, without a gradient.
         routing: to follow if it is complete, else to complete; see `Routing`.
+        entering: of a pipeline's last stage: what the stage before has computed.
     """
-    advance()
-    if (tape := routing_tape(model)) is not None:
-        tape.follow(routing)
-    compute: Any = getattr(model, _GATHERING_PASS, None) or partial(_token_pass, model)
-    found: tuple[Tensor | None, ...] = compute(
+    found: tuple[Tensor | None, ...] = _begin(model, routing)(
         micro_batch,
+        entering,
         temperature=temperature,
         with_entropy=entropy is not EntropyUse.NONE,
         entropy_gradient=entropy is EntropyUse.BONUS,
         with_sum_pi_squared=with_sum_pi_squared,
     )
     return _of_all_ranks(found, micro_batch)
+
+
+def hidden_states(
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    entering: Tensor | None,
+    routing: Routing | None = None,
+) -> Tensor:
+    """Run a pipeline's stage, but not the last one; return the hidden states of this rank's tokens.
+
+    Args:
+        model, micro_batch, routing: as in `token_outputs`.
+        entering: hidden states [1, t, width]; ``None``: it is the first stage.
+    """
+    (found,) = _begin(model, routing)(micro_batch, entering, is_last=False)
+    hidden: Tensor = found
+    return hidden
+
+
+def _begin(model: PreTrainedModel, routing: Routing | None) -> Any:  # noqa: ANN401 - as FSDP's
+    """Return `_token_pass` of a model that is about to make a pass."""
+    advance()
+    if (tape := routing_tape(model)) is not None:
+        tape.follow(routing)
+    return getattr(model, _GATHERING_PASS, None) or partial(_token_pass, model)
 
 
 def gather_in_passes(model: PreTrainedModel, num_ranks: int) -> None:
@@ -115,10 +141,23 @@ def use_compiled_head(model: PreTrainedModel) -> None:
 
 
 def _token_pass(
-    model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float, **wanted: bool
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    entering: Tensor | None = None,
+    *,
+    is_last: bool = True,
+    temperature: float = 1.0,
+    **wanted: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Return the fields of `TokenStatistics`: FSDP finds tensors in tuples in every release."""
-    hidden = _last_hidden(model, micro_batch)
+    """Return the fields of `TokenStatistics`: FSDP finds tensors in tuples in every release.
+
+    Return hidden states, if another stage comes after this one.
+    """
+    hidden = _last_hidden(model, micro_batch, entering)
+    if not is_last:
+        return (hidden,)
+    if (tensor := tensor_share(model)) is not None:
+        hidden = tensor.gather(hidden)
     own, labels = micro_batch.own, micro_batch.labels
     head = _head(model)
     found = token_statistics(
@@ -143,8 +182,10 @@ def _of_all_ranks(found: Sequence[Tensor | None], micro_batch: MicroBatch) -> To
     return TokenStatistics(**present)
 
 
-def _last_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    """Return the hidden states [1, T, hidden] that the head reads."""
+def _last_hidden(
+    model: PreTrainedModel, micro_batch: MicroBatch, entering: Tensor | None
+) -> Tensor:
+    """Return the hidden states [1, T, hidden] that the head reads, or the next stage."""
     images = micro_batch.images or _image_for_all_ranks(model, micro_batch.input_ids)
     if images is not None:
         return forward_with_images(
@@ -157,7 +198,8 @@ def _last_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         )
     base: Any = model.base_model
     outputs = base(
-        input_ids=micro_batch.input_ids,
+        input_ids=micro_batch.input_ids if entering is None else None,
+        inputs_embeds=entering,
         position_ids=micro_batch.position_ids,
         use_cache=False,
         packed_layout=micro_batch.layout.for_one_pass(),
@@ -190,12 +232,14 @@ def _head(model: PreTrainedModel) -> LinearHead:
     # Names of Cohere and of Granite. What other families do is found by `check_packing`.
     scale = getattr(settings, "logit_scale", None) or 1.0
     scale /= getattr(settings, "logits_scaling", None) or 1.0
-    weight, bias = linear.weight, getattr(linear, "bias", None)
+    bias = getattr(linear, "bias", None)
+    weight, bias = own_part(linear.weight), None if bias is None else own_part(bias)
+    part = linear.part() if isinstance(linear, CutHead) else None
     in_float32 = getattr(model, _FLOAT32_HEAD, False)
     is_wide = in_float32 and head_statistics.widens(weight)
     if in_float32 and not is_wide:
         weight, bias = weight.float(), None if bias is None else bias.float()
-    return LinearHead(weight, bias, scale, is_wide, getattr(model, _COMPILED_HEAD, False))
+    return LinearHead(weight, bias, scale, is_wide, getattr(model, _COMPILED_HEAD, False), part)
 
 
 def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedImages | None:
@@ -227,6 +271,8 @@ def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         packed_layout=micro_batch.layout.for_one_pass(),
     )
     logits: Tensor = outputs.logits[0, :, 0].float()
+    if (tensor := tensor_share(model)) is not None:
+        logits = tensor.whole(logits)
     values = logits.index_select(0, micro_batch.predecessors)
     share, own = micro_batch.layout.share, micro_batch.own
     if share is None or own is None:
@@ -296,7 +342,10 @@ def _packed(
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )
-    micro_batch = build_micro_batch(rows, plan, model.device, share=share)
+    multiple = 1
+    if (tensor := tensor_share(model)) is not None:
+        multiple = tensor.size * (share.size if share else 1)
+    micro_batch = build_micro_batch(rows, plan, model.device, share=share, pad_to=multiple)
     assert micro_batch is not None
     return micro_batch
 

@@ -6,6 +6,7 @@ attention of transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
 from sluice.vision.torch_inputs import text_attention
 from sluice.vision.vision_shape import FAMILIES, read_vision_shape
+from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -43,16 +45,46 @@ if TYPE_CHECKING:
 _LANGUAGE_HEAD = ("lm_head.weight",)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """This rank's stage of a pipeline.
+
+    Attributes:
+        number: from 0.
+        count: of stages.
+        layers: numbers of the model's layers that it holds.
+        before: the rank that its inputs come from; None: it is the first stage.
+        after: the rank that its outputs go to; None: it is the last stage.
+        twin: the rank of the other stage that holds the same part of the embedding.
+        width: of hidden states.
+        dtype: of hidden states.
+    """
+
+    number: int
+    count: int
+    layers: range
+    before: int | None
+    after: int | None
+    twin: int | None
+    width: int
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model on the CPU.
 
     With `files` its weights are not read yet: their memory is reserved, but not used. Sharding
-    reads what a rank keeps.
+    reads what a rank keeps. With a `stage` it has only the layers of that stage; then `outline` has
+    the parameters of the whole model, without memory, and `total` is `weight_sum` of those that
+    were read.
     """
 
     model: PreTrainedModel
     files: WeightFiles | None = None
+    stage: Stage | None = None
+    outline: Mapping[str, torch.nn.Parameter] | None = None
+    total: float | None = None
 
 
 def load_policy(
@@ -262,6 +294,12 @@ def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) ->
         attn_implementation=text_attention(kind, FAMILIES, PACKED_ATTENTION),
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def weight_sum(model: torch.nn.Module) -> float:
+    """Return the sum of a whole model's weights without adapters, to compare ranks by it."""
+    weights = [one.detach() for name, one in model.named_parameters() if not is_adapter(name)]
+    return sum(float(one.double().sum()) for one in weights)
 
 
 def _is_value_head(name: str) -> bool:

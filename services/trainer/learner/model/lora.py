@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from services.trainer.learner.model.experts import ExpertAdapter, Experts
 from services.trainer.learner.model.export import Published
+from services.trainer.learner.model.parts import Linear
 from services.trainer.learner.model.sharding import assign
 from services.trainer.learner.places import Placed, local_part, place, region
 from sluice.checkpoint.adapter_files import ADAPTER_PREFIX, read_adapter, write_adapter_config
@@ -51,7 +52,7 @@ _EXPERT_NAMES = {*PROJECTIONS, "gate_up_proj"}
 _SAVED = "sluice_saved_adapters"
 
 
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(Linear):
     """A linear layer with an adapter. It shares the weight of the layer that it replaces.
 
     Args:
@@ -66,8 +67,8 @@ class AdaptedLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         device = linear.weight.device
-        self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=device, dtype=dtype)
-        self.lora_B = nn.Linear(rank, self.out_features, bias=False, device=device, dtype=dtype)
+        self.lora_A = Linear(self.in_features, rank, bias=False, device=device, dtype=dtype)
+        self.lora_B = Linear(rank, self.out_features, bias=False, device=device, dtype=dtype)
         nn.init.zeros_(self.lora_B.weight)
         self.rank, self.scale = rank, scale
         self.is_on = True
@@ -197,7 +198,12 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear | ExpertAdapter]
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return A and B of every adapted layer, whole or sharded, by name."""
-    return {name: one for name, one in model.named_parameters() if is_adapter(name)}
+    return of_adapters(dict(model.named_parameters()))
+
+
+def of_adapters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return those of the parameters that are A and B of an adapted layer."""
+    return {name: one for name, one in parameters.items() if is_adapter(name)}
 
 
 def on_the_wire(model: nn.Module, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -358,18 +364,20 @@ def _no_layer(
     )
 
 
-def write_config(folder: Path, model: nn.Module, model_path: str) -> None:
+def write_config(
+    folder: Path, model: nn.Module, parameters: Mapping[str, Tensor], model_path: str
+) -> None:
     """Write the configuration of a model's adapters as peft does.
 
     Args:
         folder: exists.
         model: with adapters.
+        parameters: A and B of all adapted layers, those of other stages too.
         model_path: of the model that is adapted.
 
     Raises:
         OSError: the disk is full or cannot be written.
     """
-    parameters = adapter_parameters(model)
     layers = {one for n, p in parameters.items() for one in names_in_files(_layer(n), p.shape[0])}
     first = next(iter(adapted_layers(model).values()))
     base = str(Path(model_path).absolute())
@@ -377,12 +385,13 @@ def write_config(folder: Path, model: nn.Module, model_path: str) -> None:
 
 
 @torch.no_grad()
-def load_adapters(folder: Path, model: nn.Module) -> float:
+def load_adapters(folder: Path, model: nn.Module, outline: Mapping[str, nn.Parameter]) -> float:
     """Replace the adapters in place; in shards this rank's part.
 
     Args:
         folder: of a checkpoint.
         model: with the same adapters.
+        outline: the parameters of all stages.
 
     Returns:
         the sum of all their elements, to compare ranks by one number.
@@ -391,7 +400,7 @@ def load_adapters(folder: Path, model: nn.Module) -> float:
         CheckpointError: the folder holds no adapter, or those of other layers.
     """
     saved, parameters = read_adapter(folder), adapter_parameters(model)
-    problems = _differences(parameters, saved.tensors)
+    problems = _differences(of_adapters(outline), saved.tensors)
     scale = next(iter(adapted_layers(model).values())).scale
     if not problems and not math.isclose(saved.scale, scale):
         problems = [f"its scale is {saved.scale:g} instead of {scale:g}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
@@ -67,21 +67,42 @@ class FlatGradients:
 
 
 class ShardedGradients:
-    """Gradients of sharded parameters. `norm` is collective.
+    """Gradients of sharded parameters. `complete` and `norm` are collective.
 
     FSDP2 makes a gradient per shard in the last backward pass of a step and sums it over ranks.
+
+    Args:
+        parameters: this rank's shards.
+        parallel: all ranks.
+        tied: one of them that another stage of a pipeline holds too, and the rank that has the same
+            shard there.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], parallel: DataParallel) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        parallel: DataParallel,
+        tied: tuple[nn.Parameter, int] | None = None,
+    ) -> None:
         self._parameters = list(parameters)
         self._parallel = parallel
+        self._tied = tied
         self.buffers: tuple[Tensor, ...] = ()  # FSDP2 has summed them
 
     def complete(self) -> None:
-        """Set 0 for parameters that no backward pass reached."""
+        """Set 0 for parameters that no backward pass reached; sum over stages what they share."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if self._tied is not None:
+            parameter, twin = self._tied
+            assert parameter.grad is not None
+            own = local_part(parameter.grad)
+            other = torch.empty_like(own)
+            phase = "summing the gradient of the embedding over the first and the last stage"
+            if own.numel():
+                self._parallel.exchange([(own.contiguous(), twin)], [(other, twin)], phase)
+                own.add_(other)  # the same bits on both
 
     def zero(self) -> None:
         """Drop the gradients; the next backward pass makes new ones."""
@@ -104,7 +125,7 @@ class ShardedGradients:
             gradient.mul_(factor)
 
     def _holders(self, parameter: nn.Parameter) -> int:
-        """Return how many ranks hold each of a parameter's elements."""
+        """Return how many ranks hold each of a parameter's elements; a mesh has all of a stage."""
         if not isinstance(parameter, DTensor):
             return self._parallel.world_size
         mesh = parameter.device_mesh
@@ -113,7 +134,8 @@ class ShardedGradients:
             for n, one in zip(mesh.shape, parameter.placements, strict=True)
             if not one.is_replicate()
         ]
-        return self._parallel.world_size // math.prod(cuts)
+        copies = mesh.size() // math.prod(cuts)
+        return 2 * copies if self._tied is not None and parameter is self._tied[0] else copies
 
     def _local(self) -> list[Tensor]:
         gradients = (parameter.grad for parameter in self._parameters)
@@ -244,13 +266,18 @@ class ModelOptimizer:
             if parameter in self._adamw.state
         }
 
-    def load_state(self, state: StateFiles) -> None:
+    def load_state(self, state: StateFiles, elsewhere: Collection[str] = ()) -> None:
         """Load this rank's part of the tensors of `state_tensors`.
+
+        Args:
+            state: of all ranks.
+            elsewhere: names of parameters that only other ranks train.
 
         Raises:
             CheckpointError: a parameter's state is missing, of another shape or unknown.
         """
-        expected = {f"{name}.{moment}" for name in self._named for moment in MOMENTS}
+        names = {*self._named, *elsewhere}
+        expected = {f"{name}.{moment}" for name in names for moment in MOMENTS}
         if state.names and (wrong := expected.symmetric_difference(state.names)):
             raise CheckpointError(
                 f"optimizer state of another model: {len(wrong)} names differ, first "

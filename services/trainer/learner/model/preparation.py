@@ -15,14 +15,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def prepare_policy(model: PreTrainedModel, config: ActorRolloutRefConfig) -> None:
+def prepare_policy(
+    model: PreTrainedModel, config: ActorRolloutRefConfig, first_layer: int = 0
+) -> None:
     """Add adapters, freeze what is not trained, and choose what backward passes recompute.
+
+    Args:
+        model: not cut into stages yet.
+        config: of the policy.
+        first_layer: of this rank's stage.
 
     Raises:
         ConfigError: the model has nothing that a setting names.
     """
     actor = config.actor
-    recompute_as_configured(model, actor.megatron.override_transformer_config)
+    recompute_as_configured(model, actor.megatron.override_transformer_config, first_layer)
     if config.model.enable_activation_offload:
         keep_inputs_on_host(model)
     if adapts(config.model):

@@ -31,7 +31,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def recompute_layers(model: PreTrainedModel, count: int | None = None) -> None:
+def recompute_layers(model: PreTrainedModel, count: int | None = None, first: int = 0) -> None:
     """Recompute decoder layers in the backward pass.
 
     transformers does this only for layers in training mode. So the flag is set on the layers, but
@@ -39,7 +39,8 @@ def recompute_layers(model: PreTrainedModel, count: int | None = None) -> None:
 
     Args:
         model: in evaluation mode.
-        count: how many layers, from the first; all if ``None``, with those of a vision tower.
+        count: how many layers; all if ``None``, with those of a vision tower.
+        first: number of the first one.
 
     Raises:
         ConfigError: the model's family cannot.
@@ -52,11 +53,18 @@ def recompute_layers(model: PreTrainedModel, count: int | None = None) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = _layers(model) if count is None else _layers(model.get_decoder())
     for number, layer in enumerate(layers):
-        layer.training = count is None or number < count
+        layer.training = count is None or first <= number < first + count
 
 
-def recompute_as_configured(model: PreTrainedModel, overrides: TransformerOverrides) -> None:
+def recompute_as_configured(
+    model: PreTrainedModel, overrides: TransformerOverrides, first_layer: int = 0
+) -> None:
     """Apply Megatron's keys, which override `enable_gradient_checkpointing`.
+
+    Args:
+        model: in evaluation mode.
+        overrides: the keys.
+        first_layer: of a pipeline's stage, whose layers ``block`` counts.
 
     Raises:
         ConfigError: a value is missing or names no module; names key, value and remedy.
@@ -76,7 +84,7 @@ def recompute_as_configured(model: PreTrainedModel, overrides: TransformerOverri
                 f"{_KEY}.recompute_method=block needs recompute_num_layers: the number of layers, "
                 "from the first, that the backward pass recomputes; set it, or uniform for all"
             )
-    recompute_layers(model, count)
+    recompute_layers(model, count, first_layer)
 
 
 def keep_inputs_on_host(model: PreTrainedModel) -> None:

@@ -18,10 +18,17 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_b
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import SparseExperts, expert_blocks
 from services.trainer.learner.model.forward import gather_in_passes
+from services.trainer.learner.model.tensor_cut import cut_weights
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import local_part, place, region
-from services.trainer.learner.ranks import COPY_DIM, EXPERT_DIM, EXPERT_SHARD_DIM, DataParallel
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.ranks import (
+    COPY_DIM,
+    EXPERT_DIM,
+    EXPERT_SHARD_DIM,
+    SHARD_DIM,
+    TENSOR_DIM,
+    DataParallel,
+)
 from sluice.algorithm.packing import plan_micro_batches
 
 if TYPE_CHECKING:
@@ -77,8 +84,8 @@ def shard_model(
     more unit, whole from forward to backward.
 
     Args:
-        model: on any device; moves to the mesh's device layer by layer.
-        mesh: dimensions ``copy`` (if there are several copies) and ``shard``.
+        model: moves to the mesh's device layer by layer; for a mesh with ``tensor`` cut already.
+        mesh: see `DataParallel.shard_mesh`.
         files: the weights, if they are not read yet: each rank reads the rows of its shards.
         dtype: of gathered weights and activations; gradients are summed in float32.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
@@ -86,8 +93,7 @@ def shard_model(
         expert_mesh: see `DataParallel.expert_mesh`.
         prefetches: start to gather the next layer when a layer's forward pass begins.
     """
-    # Casting inputs would round what a model computes in float32 (rotations of image positions),
-    # and copy the layout for each layer, with its masks.
+    # Casting inputs would round positions of images, and copy the layout and masks for each layer.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -96,13 +102,18 @@ def shard_model(
     layers = set(model._no_split_modules or ())
     shard = partial(fully_shard, reshard_after_forward=kept_whole, mp_policy=precision)
     units = [m for m in model.modules() if type(m).__name__ in layers]
+    over, cutting = _by_use(mesh)
     for module in units:
         if expert_mesh is not None:
             for block in expert_blocks(module):
                 _shard_experts(block, expert_mesh, shard)
-        shard(module, mesh=mesh)
+        if cutting is not None:
+            cut_weights(module, cutting)
+        shard(module, mesh=over)
     # After its layers: the outer unit takes the parameters that are left.
-    shard(model, mesh=mesh)
+    if cutting is not None:
+        cut_weights(model, cutting)
+    shard(model, mesh=over)
     for unit, following in pairwise(units) if prefetches else ():
         assert isinstance(unit, FSDPModule)
         unit.set_modules_to_forward_prefetch(_sharded_modules(following))
@@ -117,9 +128,18 @@ def shard_model(
     return Shards(model, mesh, parameters, sums_once)
 
 
+def _by_use(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the ranks that share the same part of each weight, and those that cut it, if any."""
+    if TENSOR_DIM not in (mesh.mesh_dim_names or ()):
+        return mesh, None
+    sharing = mesh[SHARD_DIM] if mesh.ndim == 2 else mesh[COPY_DIM, SHARD_DIM]
+    return sharing, mesh[TENSOR_DIM]
+
+
 def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., object]) -> None:
     """Divide a layer's experts over ranks, and shard each rank's over those with the same ones."""
-    block.divide(mesh[EXPERT_DIM])
+    if mesh.size(mesh.ndim - 1) > 1:
+        block.divide(mesh[EXPERT_DIM])
     over = mesh[EXPERT_SHARD_DIM] if mesh.ndim == 2 else mesh[COPY_DIM, EXPERT_SHARD_DIM]
     ranks = mesh.size(mesh.ndim - 2)
 
@@ -197,7 +217,7 @@ class EvenPasses:
         if self._shards is None:
             return
         for _ in range(self.num_idle):
-            self._idle_pass(idle_micro_batch(self._device, self._parallel.share))
+            self._idle_pass(idle_micro_batch(self._device, self._parallel))
         self._shards.reshard()
 
     def before_backward(self) -> None:
@@ -211,7 +231,7 @@ class EvenPasses:
         """Add passes, after those of a step, up to the busiest rank's number."""
         while self._left > 0:
             # Times 0: the pass takes part in the sum over ranks and adds nothing to it.
-            idle = self._idle_pass(idle_micro_batch(self._device, self._parallel.share)).sum() * 0.0
+            idle = self._idle_pass(idle_micro_batch(self._device, self._parallel)).sum() * 0.0
             self.before_backward()
             idle.backward()
 
@@ -220,11 +240,14 @@ class EvenPasses:
         return int(max(count for (count,) in gathered))
 
 
-def idle_micro_batch(device: torch.device, share: SequenceShare | None = None) -> MicroBatch:
+def idle_micro_batch(device: torch.device, parallel: DataParallel | None = None) -> MicroBatch:
     """Return a micro-batch of one row: a prompt of one token and a response of one token."""
     token = np.zeros(1, np.uint32)
     row = TrainingRow(0, 0, token, token, np.zeros(1, np.float32))
     (plan,) = plan_micro_batches([row.size], range(1), rows_per_micro=1)
-    micro_batch = build_micro_batch([row], plan, device, share=share)
+    alone = parallel or DataParallel()
+    micro_batch = build_micro_batch(
+        [row], plan, device, share=alone.share, pad_to=alone.token_multiple
+    )
     assert micro_batch is not None
     return micro_batch

@@ -29,29 +29,32 @@ from services.trainer.learner.model.experts import check_dividable
 from services.trainer.learner.model.export import share_files, write_files, write_model
 from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.host_memory import HostMemory
-from services.trainer.learner.model.loading import LoadedModel
+from services.trainer.learner.model.loading import LoadedModel, Stage, weight_sum
 from services.trainer.learner.model.lora import (
     adapted_layers,
     adapter_parameters,
     adapter_tensors,
     begin_expert_adapters,
     load_adapters,
+    of_adapters,
     write_config,
 )
-from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
+from services.trainer.learner.model.optimizer import MOMENTS, ModelOptimizer, ShardedGradients
 from services.trainer.learner.model.sharding import (
     Shards,
     assign,
     fill_shards,
     shard_model,
 )
+from services.trainer.learner.model.stages import tied_weight
+from services.trainer.learner.model.tensor_cut import cut_modules
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import (
     Directory,
     exchange_places,
     held_by_all,
     local_part,
-    with_dtype,
+    places_of_moment,
 )
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles, file_name, write_state
@@ -60,7 +63,6 @@ from sluice.config.derived import is_whole
 from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
-from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,10 +121,11 @@ def _from_hex(state: str) -> Tensor:
 class TrainedModel:
     """A model of this rank and its optimizer.
 
-    `parameters` are all of the model's, whole or sharded, tied ones once; the optimizer has those
-    that are trained. `shards` is ``None`` for a whole model. `initial_sum` is `weight_sum` of the
-    loaded weights. `places` says which rank holds which part of each parameter. `host` has the
-    values of parameters that are away from their device.
+    `parameters` are all of the model's, or of this rank's `stage` of it, whole or sharded, tied
+    ones once; the optimizer has those that are trained. `shards` is ``None`` for a whole model.
+    `initial_sum` is `weight_sum` of the loaded weights. `places` says which rank holds which part
+    of each parameter. `outline` has the parameters of all stages; those of others have no memory.
+    `host` has the values of parameters that are away from their device.
     """
 
     model: PreTrainedModel
@@ -131,6 +134,8 @@ class TrainedModel:
     shards: Shards | None
     initial_sum: float
     places: Directory
+    outline: Mapping[str, nn.Parameter]
+    stage: Stage | None = None
     host: HostMemory = field(default_factory=HostMemory)
 
 
@@ -158,14 +163,10 @@ class PolicyState:
         buffers = {n: t for n, t in _buffers(trained.model).items() if n not in ignored}
         self._places = {**trained.places} | {n: held_by_all(t, ranks) for n, t in buffers.items()}
         moments = trained.optimizer.state_tensors()
-        self._moment_places = {
-            name: with_dtype(trained.places[name.rpartition(".")[0]], moment.dtype)
-            if moment.ndim
-            else held_by_all(moment, ranks)
-            for name, moment in moments.items()
-        }
-        self._adapters = adapter_parameters(trained.model)
-        weights: Mapping[str, Tensor] = self._adapters or {**trained.parameters, **buffers}
+        self._moment_places = _moment_places(trained, moments)
+        own = adapter_parameters(trained.model)
+        self._adapters = of_adapters(trained.outline)
+        weights: Mapping[str, Tensor] = own or {**trained.parameters, **buffers}
         self._weights = _parts(weights, trained.host, copies=copies)
         self._moments = _parts(moments, trained.host, copies=copies)
         self._extra = {
@@ -187,9 +188,9 @@ class PolicyState:
         if not parallel.rank:
             self._model.save_pretrained(folder, state_dict={})  # configuration, custom code
             target.mkdir()
-            write_config(target, self._model, self._model_path)
+            write_config(target, self._model, self._adapters, self._model_path)
         yield
-        places = {name: self._places[name] for name in self._weights}
+        places = {name: self._places[name] for name in self._adapters}
         files = share_files(places, adapter_tensors(places), 1)
         yield from write_files(target, ADAPTER_STEM, files, self._weights, places, parallel)
 
@@ -242,7 +243,7 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
                 "(actor_rollout_ref.model.lora_rank); resume without it, or start from the folder "
                 f"{directory / HUGGINGFACE_FOLDER} as actor_rollout_ref.model.path"
             )
-        total = load_adapters(directory / ADAPTER_FOLDER, trained.model)
+        total = load_adapters(directory / ADAPTER_FOLDER, trained.model, trained.outline)
     elif (directory / ADAPTER_FOLDER).is_dir():
         raise CheckpointError(
             f"{directory} holds adapters and the run trains all weights; resume with the "
@@ -250,9 +251,10 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
         )
     else:
         with trained.host.present(list(trained.parameters.values())):
-            total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
+            total = _load_weights(directory / HUGGINGFACE_FOLDER, trained)
     try:
-        trained.optimizer.load_state(StateFiles(directory, OPTIMIZER_STEM))
+        elsewhere = {n for n, one in trained.outline.items() if one.requires_grad}
+        trained.optimizer.load_state(StateFiles(directory, OPTIMIZER_STEM), elsewhere)
     except (*_UNREADABLE, SafetensorError) as error:
         raise CheckpointError(
             f"{_damaged_file(directory) or directory / OPTIMIZER_INDEX} cannot be read ({error}); "
@@ -270,10 +272,19 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
     return total
 
 
-def weight_sum(model: nn.Module) -> float:
-    """Return the sum of a whole model's weights without adapters, to compare ranks by it."""
-    weights = [one.detach() for name, one in model.named_parameters() if not is_adapter(name)]
-    return sum(float(one.double().sum()) for one in weights)
+def _moment_places(trained: TrainedModel, moments: Mapping[str, Tensor]) -> Directory:
+    """Return the places of all ranks' moments; none before the first step."""
+    if not moments:
+        return {}
+    # Every parameter has been in the same steps, so one that is here stands for those elsewhere.
+    kinds = {name.rpartition(".")[2]: moment for name, moment in moments.items()}
+    return {
+        key: places_of_moment(trained.places[name], moments.get(key, kinds[moment]))
+        for name, one in trained.outline.items()
+        if one.requires_grad
+        for moment in MOMENTS
+        for key in (f"{name}.{moment}",)
+    }
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -291,16 +302,15 @@ def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     return {n: t.detach().cpu() for n, t in model.state_dict().items() if n not in parameters}
 
 
-def _load_weights(
-    folder: Path, model: PreTrainedModel, trained: Mapping[str, nn.Parameter]
-) -> float:
+def _load_weights(folder: Path, trained: TrainedModel) -> float:
     """Read this rank's rows, or load through transformers, which handles renamed weights."""
+    model, parameters, outline = trained.model, trained.parameters, trained.outline
     _refuse_another_family(folder, model)
     try:
-        if any(isinstance(one, DTensor) for one in trained.values()):
+        if any(isinstance(one, DTensor) for one in parameters.values()):
             files = WeightFiles(folder)
-            if files.match(trained):
-                fill_shards(trained, files)
+            if files.match(outline):
+                fill_shards(parameters, files)
                 return files.probe()
         loading: object = plain_class(model).from_pretrained(
             folder,
@@ -316,16 +326,16 @@ def _load_weights(
         ) from error
     saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
     loaded = dict(saved.named_parameters())
-    differing = sorted(set(trained).symmetric_difference(loaded) | set(report["missing_keys"]))
+    differing = sorted(set(outline).symmetric_difference(loaded) | set(report["missing_keys"]))
     # The folder has its own config.json: a model of another size has the same names.
-    differing += [n for n in trained if n in loaded and trained[n].shape != loaded[n].shape]
+    differing += [n for n in outline if n in loaded and outline[n].shape != loaded[n].shape]
     if differing:
         raise CheckpointError(
             f"{folder}: {len(differing)} weights do not fit the model at "
             f"actor_rollout_ref.model.path, first {differing[0]}; resume with the model that was "
             "trained"
         )
-    for name, parameter in trained.items():
+    for name, parameter in parameters.items():
         assign(parameter, loaded[name])
     return weight_sum(saved)
 
@@ -384,18 +394,22 @@ def trained_model(
     """
     model = loaded.model
     # Before sharding, which leaves a part of each weight.
-    total = weight_sum(model) if loaded.files is None else loaded.files.probe()
+    total = loaded.total
+    if total is None:
+        total = weight_sum(model) if loaded.files is None else loaded.files.probe()
     shards = share_model(loaded, sharding, parallel, key=key, device=device)
     begin_expert_adapters(model)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     gradients = None
     if shards is not None:
-        gradients = ShardedGradients(list(trained.values()), parallel)
+        tied = tied_weight(model, trained, loaded.stage)
+        gradients = ShardedGradients(list(trained.values()), parallel, tied)
     share = sharding.optimizer_offload_fraction if sharding.optimizer_offload else 0.0
     optimizer = ModelOptimizer(trained, optim, total_steps, gradients, host_share=share)
-    places = exchange_places(parameters, parallel)
-    return TrainedModel(model, parameters, optimizer, shards, total, places)
+    outline = loaded.outline or parameters
+    places = exchange_places(parameters, parallel, outline)
+    return TrainedModel(model, parameters, optimizer, shards, total, places, outline, loaded.stage)
 
 
 def share_model(
@@ -414,22 +428,27 @@ def share_model(
     Raises:
         ConfigError: the number of ranks is not divisible by the shard size.
     """
-    size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
+    size = shard_size(sharding.fsdp_size, parallel.peers, f"{key}.fsdp_size")
     check_dividable(loaded.model, parallel.experts)
     expert_mesh = parallel.expert_mesh(size)
-    mesh = None if is_whole(sharding, size) else parallel.shard_mesh(size)
+    # The gradients of a part are not summed over all ranks, as those of a whole model are.
+    is_cut = parallel.tensor is not None or loaded.stage is not None
+    mesh = None if is_whole(sharding, size) and not is_cut else parallel.shard_mesh(size)
     if mesh is None:
         if loaded.files is not None:
             fill_shards(dict(loaded.model.named_parameters()), loaded.files)
         loaded.model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
         return None
+    if parallel.tensor is not None:
+        cut_modules(loaded.model, parallel.tensor)
     return shard_model(
         loaded.model,
         mesh,
         loaded.files,
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
-        sums_once=sharding.use_no_sync_for_gradient_accumulation,
+        # Ranks of a stage would wait for one another after each micro-batch, all stages for them.
+        sums_once=sharding.use_no_sync_for_gradient_accumulation or loaded.stage is not None,
         expert_mesh=expert_mesh,
         prefetches=sharding.forward_prefetch,
     )

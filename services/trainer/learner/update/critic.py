@@ -24,6 +24,7 @@ from services.trainer.learner.batch.train_batch import (
 from services.trainer.learner.model.forward import response_values
 from services.trainer.learner.model.loading import load_critic
 from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sequence_share import check_shareable
@@ -94,7 +95,10 @@ class Critic:
             max_row_tokens(config.data),
             is_sharded=parallel.world_size > 1,
         )
-        check_shareable(actor.fsdp_config.ulysses_sequence_parallel_size, loaded.model.config)
+        sizes = actor.fsdp_config
+        tensor = sizes.tensor_parallel_size
+        check_cuttable(loaded.model, tensor)
+        check_shareable(sizes.ulysses_sequence_parallel_size, loaded.model.config, tensor)
         self.trained = trained_model(
             loaded,
             critic.fsdp,

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.batch.train_batch import (
@@ -38,11 +37,9 @@ from services.trainer.learner.model.experts import (
     idle_routing,
     routing_tape,
 )
-from services.trainer.learner.model.forward import (
-    EntropyUse,
-    token_outputs,
-)
-from services.trainer.learner.model.sharding import EvenPasses, idle_micro_batch
+from services.trainer.learner.model.forward import EntropyUse
+from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
+from services.trainer.learner.model.sharding import idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.advantages import (
@@ -84,6 +81,9 @@ from sluice.config.memory.shape import find_shape
 from sluice.device.protocol import Device
 from sluice.types import TrainBatch
 from sluice.vision.image_prompts import ImagePromptReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SEEDS_PER_BATCH = 1_000_003  # a prime: micro-batches of different batches have different seeds
 
@@ -163,7 +163,6 @@ class PolicyUpdate:
         self._source_means = of_sources if settings.sources else {}
         # The correction is the same in all sources.
         self._no_corrections = next(iter(self._terms.values())).no_corrections()
-        self._idle_routings: Iterator[Routing] = iter(())  # where other ranks' passes follow one
         control = settings.config.algorithm.kl_ctrl
         self.kl_controller = KlController(
             type=control.type,
@@ -171,7 +170,9 @@ class PolicyUpdate:
             target_kl=control.target_kl,
             horizon=control.horizon,
         )
-        self._passes = EvenPasses(policy.shards, parallel, self._idle_pass, device.torch_device)
+        self._passes = TokenPasses(
+            policy.model, policy.shards, parallel, device.torch_device, policy.stage
+        )
 
     def own_rows(self, batch: TrainBatch, step: int) -> list[int]:
         """Return the numbers of the batch's samples that this rank's passes read. Collective."""
@@ -281,21 +282,23 @@ class PolicyUpdate:
         squares: list[tuple[MicroBatch, Tensor]] = []
         to_pass = _micro_batches(mini_batches[first:])
         self._passes.begin(len(to_pass))
-        self._idle_routings = iter(())
         for mini_batch in mini_batches[first:]:
             mini_batch.is_routed = self._settings.replays_routing
-        for prepared in to_pass:
-            with torch.no_grad():
-                outputs = self._forward(
-                    prepared.micro_batch,
-                    EntropyUse.METRIC,
-                    with_sum_pi_squared=self._settings.needs_sum_pi_squared,
-                    routing=prepared.routing,
-                )
+
+        def read(number: int, outputs: TokenStatistics) -> None:
+            prepared = to_pass[number]
             if outputs.sum_pi_squared is not None:  # kept apart: only the estimator reads them
                 squares.append((prepared.micro_batch, outputs.sum_pi_squared))
             self._note_old_policy(prepared, outputs, sums)
-        self._passes.end_forward_only()
+
+        with_squares = self._settings.needs_sum_pi_squared
+        self._passes.forward(
+            [
+                self._pass(one, EntropyUse.METRIC, with_sum_pi_squared=with_squares)
+                for one in to_pass
+            ],
+            read,
+        )
         if self._settings.correction.rollout_is_batch_normalize:
             self._normalize_weights(mini_batches, sums)
         if not self._settings.needs_sum_pi_squared:
@@ -455,23 +458,36 @@ class PolicyUpdate:
     ) -> float:
         """Accumulate gradients over the mini-batch, sum them over ranks, step; return the norm."""
         self._passes.begin(len(mini_batch.micro_batches))
-        self._idle_routings = iter(self._exchange(mini_batch) if mini_batch.is_routed else ())
+        if mini_batch.is_routed:
+            self._passes.follow_idle(self._exchange(mini_batch))
         mini_batch.is_routed = self._settings.replays_routing
-        for number, prepared in enumerate(mini_batch.micro_batches):
-            # No weight has changed yet, so this pass also yields the old logprobs.
-            is_old_policy = prepared.old_logprobs is None
-            # Where the behavior logprobs are the old ones, the first epoch's passes come before any
-            # update of their rows, so they stand for the old policy in the entropy metric.
-            bypassed = first_pass and self._settings.old_is_behavior
-            shows_entropy = (
-                is_old_policy
+        self._accumulate(mini_batch, sums, seed, first_pass=first_pass)
+        # Empty for a sharded model, whose last backward pass has summed its gradients.
+        self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")
+        self._peaks.end_phase("update_actor")
+        norm = self._optimizer.step()
+        self._peaks.end_phase("optimizer_step")
+        sums.end_step()
+        return norm
+
+    def _accumulate(
+        self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
+    ) -> None:
+        # Where the behavior logprobs are the old ones, the first epoch's passes come before any
+        # update of their rows, so they stand for the old policy in the entropy metric.
+        bypassed = first_pass and self._settings.old_is_behavior
+
+        def shows_entropy(prepared: PreparedMicroBatch) -> bool:
+            return (
+                prepared.old_logprobs is None
                 or (bypassed and not self._settings.needs_sum_pi_squared)
                 or self._actor.calculate_entropy
             )
-            outputs = self._forward(
-                prepared.micro_batch, self._entropy_use(shows_entropy), routing=prepared.routing
-            )
-            if is_old_policy:
+
+        def loss(number: int, outputs: TokenStatistics) -> Tensor:
+            prepared = mini_batch.micro_batches[number]
+            if prepared.old_logprobs is None:
+                # No weight has changed yet, so this pass also yields the old logprobs.
                 self._note_old_policy(prepared, outputs, sums)
             elif bypassed and outputs.entropy is not None:
                 sums.add_entropy(outputs.entropy, prepared.micro_batch.source)
@@ -481,38 +497,29 @@ class PolicyUpdate:
                 mini_batch.counts,
                 seed=(seed * _SEEDS_PER_BATCH + number) % 2**62,
             )
-            self._passes.before_backward()
-            total.total.backward()  # adds to the gradients of earlier micro-batches
             sums.add_loss(total, objective.metrics, prepared.micro_batch.source)
-        self._passes.end_step()
-        # Empty for a sharded model, whose last backward pass has summed its gradients.
-        self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")
-        self._peaks.end_phase("update_actor")
-        norm = self._optimizer.step()
-        self._peaks.end_phase("optimizer_step")
-        sums.end_step()
-        return norm
+            return total.total
 
-    def _forward(
+        passes = [
+            self._pass(one, self._entropy_use(shows_entropy(one)))
+            for one in mini_batch.micro_batches
+        ]
+        self._passes.train(passes, loss)
+
+    def _pass(
         self,
-        micro_batch: MicroBatch,
+        prepared: PreparedMicroBatch,
         entropy: EntropyUse,
         *,
         with_sum_pi_squared: bool = False,
-        routing: Routing | None = None,
-    ) -> TokenStatistics:
-        return token_outputs(
-            self._model,
-            micro_batch,
-            temperature=self._settings.temperature,
-            entropy=entropy,
-            with_sum_pi_squared=with_sum_pi_squared,
-            routing=routing,
+    ) -> TokenPass:
+        return TokenPass(
+            prepared.micro_batch,
+            self._settings.temperature,
+            entropy,
+            with_sum_pi_squared,
+            prepared.routing,
         )
-
-    def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
-        routing = next(self._idle_routings, None)
-        return self._forward(micro_batch, EntropyUse.NONE, routing=routing).logprobs
 
     def _exchange(self, mini_batch: PreparedMiniBatch) -> list[Routing]:
         """Exchange the expert counts of all passes of this step that replay a routing. Collective.
@@ -521,7 +528,7 @@ class PolicyUpdate:
         """
         tape, idle = routing_tape(self._model), []
         if tape is not None:
-            row = idle_micro_batch(self._device.torch_device, self._parallel.share)
+            row = idle_micro_batch(self._device.torch_device, self._parallel)
             tokens, number = row.input_ids.numel(), self._passes.num_idle
             idle = [idle_routing(self._model, tokens) for _ in range(number)]
             own = [prepared.routing for prepared in mini_batch.micro_batches]

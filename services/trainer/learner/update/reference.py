@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import without_adapters
-from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
+from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, TrainedModel, share_model
 from services.trainer.learner.ranks import DataParallel
-from sluice.config.schema.actor import FsdpConfig
+from sluice.algorithm.token_statistics import TokenStatistics
+from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.protocol import Device
 
@@ -26,7 +27,7 @@ class ReferencePolicy:
     """The model at step 0 of the run; a resumed run loads the same files.
 
     As in verl, its weights are on the device only during `logprobs`, else in host memory. They are
-    sharded like the policy's.
+    sharded, and cut into stages, like the policy's.
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -39,36 +40,35 @@ class ReferencePolicy:
         device: Device,
         max_tokens: int,
         parallel: DataParallel,
+        cut: TransformerOverrides | None = None,
     ) -> None:
         loaded = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
+        loaded.model.requires_grad_(requires_grad=False)
+        stage = own_stage(loaded.model, precision, cut or TransformerOverrides(), parallel)
+        loaded = keep_stage(loaded, stage)
         self._model = loaded.model
-        self._model.requires_grad_(requires_grad=False)
         self._device = device
         shards = share_model(
             loaded, precision, parallel, key=ACTOR_SHARDING, device=device.torch_device
         )
-        self._passes = EvenPasses(shards, parallel, self._idle_pass, device.torch_device)
+        self._passes = TokenPasses(self._model, shards, parallel, device.torch_device, stage)
         self._model.to(CPU)  # type: ignore[arg-type]  # transformers narrows the overloads
 
-    @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """Return logprobs [N] of each micro-batch's tokens at `temperature`. Collective."""
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> list[Tensor | None]:
+        """Return logprobs [N] of each micro-batch's tokens at `temperature`. Collective.
+
+        ``None``: they are on the last stage of the pipeline.
+        """
         device = self._device.torch_device
         self._passes.begin(len(micro_batches))
         self._model.to(device)  # type: ignore[arg-type]  # transformers narrows the overloads
         try:
-            found = [self._one(micro_batch, temperature) for micro_batch in micro_batches]
-            self._passes.end_forward_only()
-            return found
+            return _logprobs(self._passes, micro_batches, temperature)
         finally:
             self._model.to(CPU)  # type: ignore[arg-type]
             self._device.empty_cache()  # the update needs blocks of other sizes
-
-    def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
-        return self._one(micro_batch, 1.0)
-
-    def _one(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
-        return token_outputs(self._model, micro_batch, temperature=temperature).logprobs
 
 
 class AdapterReference:
@@ -76,22 +76,29 @@ class AdapterReference:
 
     def __init__(self, policy: TrainedModel, device: Device, parallel: DataParallel) -> None:
         self._model = policy.model
-        self._passes = EvenPasses(policy.shards, parallel, self._idle_pass, device.torch_device)
+        self._passes = TokenPasses(
+            policy.model, policy.shards, parallel, device.torch_device, policy.stage
+        )
 
-    @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """Return logprobs [N] of each micro-batch's tokens at `temperature`. Collective."""
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> list[Tensor | None]:
+        """Return logprobs as `ReferencePolicy.logprobs` does. Collective."""
         self._passes.begin(len(micro_batches))
         with without_adapters(self._model):
-            found = [self._one(micro_batch, temperature) for micro_batch in micro_batches]
-            self._passes.end_forward_only()
-        return found
+            return _logprobs(self._passes, micro_batches, temperature)
 
-    def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
-        return self._one(micro_batch, 1.0)
 
-    def _one(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
-        return token_outputs(self._model, micro_batch, temperature=temperature).logprobs
+def _logprobs(
+    passes: TokenPasses, micro_batches: Sequence[MicroBatch], temperature: float
+) -> list[Tensor | None]:
+    found: list[Tensor | None] = [None] * len(micro_batches)
+
+    def read(number: int, outputs: TokenStatistics) -> None:
+        found[number] = outputs.logprobs
+
+    passes.forward([TokenPass(one, temperature) for one in micro_batches], read)
+    return found
 
 
 Reference: TypeAlias = ReferencePolicy | AdapterReference

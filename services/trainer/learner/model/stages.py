@@ -1,0 +1,139 @@
+"""The part of a model that one stage of a pipeline holds.
+
+Every rank builds the whole model, whose memory is only reserved, and drops what other stages hold
+before any weight is read. What stays keeps its name: ``model.layers.7`` is the model's layer 7 on
+whichever stage it is. The first stage has the embedding, the last one the last norm and the head.
+Where both are one weight, both stages hold it, and sum its gradient (`ShardedGradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from services.trainer.learner.model.decoder import DecoderLayer
+from services.trainer.learner.model.forward import DTYPES
+from services.trainer.learner.model.loading import LoadedModel, Stage, weight_sum
+from services.trainer.learner.ranks import DataParallel
+from sluice.config.parallel_layout import PIPELINE_KEY
+from sluice.config.pipeline_stages import stage_layers
+from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
+from sluice.errors import ConfigError
+from sluice.vision.vision_shape import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def own_stage(
+    model: PreTrainedModel,
+    precision: FsdpConfig,
+    cut: TransformerOverrides,
+    parallel: DataParallel,
+) -> Stage | None:
+    """Return the stage that this rank holds; ``None``: there is no pipeline.
+
+    Args:
+        model: whole, weights read or not.
+        precision: dtype of its passes.
+        cut: which layers make a stage.
+        parallel: all ranks.
+
+    Raises:
+        ConfigError: the model cannot be cut, or its layers do not divide.
+    """
+    ranks = parallel.stages
+    if ranks is None:
+        return None
+    count, number = len(ranks.ranks), ranks.stage
+    layers = getattr(model.base_model, "layers", None)
+    if (
+        model.config.model_type in FAMILIES
+        or not isinstance(layers, nn.ModuleList)
+        or not all(isinstance(layer, DecoderLayer) for layer in layers)
+    ):
+        raise ConfigError(
+            f"{PIPELINE_KEY}={count}: the trainer cuts its own layers of llama, qwen2, qwen3 and "
+            f"qwen3_moe into stages, and not those of a {model.config.model_type} model; leave the "
+            "key at 1"
+        )
+    twins = {0: ranks.ranks[-1], count - 1: ranks.ranks[0]}
+    return Stage(
+        number,
+        count,
+        stage_layers(len(layers), count, cut)[number],
+        ranks.ranks[number - 1] if number else None,
+        ranks.ranks[number + 1] if number + 1 < count else None,
+        twins.get(number) if _is_tied(model) else None,
+        model.config.get_text_config().hidden_size,
+        DTYPES[precision.dtype],
+    )
+
+
+def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
+    """Drop what other stages hold; the model is changed in place.
+
+    Args:
+        loaded: with its adapters, not sharded yet; what is frozen is known.
+        stage: this rank's; ``None``: nothing is dropped.
+
+    Raises:
+        ConfigError: a stage would train nothing.
+    """
+    if stage is None:
+        return loaded
+    model = loaded.model
+    outline = _outline(model)
+    total = loaded.total
+    if loaded.files is None and total is None:
+        total = weight_sum(model)
+    base: Any = model.base_model
+    for number in range(len(base.layers)):
+        if number not in stage.layers:
+            delattr(base.layers, str(number))
+    # Of the last stage the embedding is only the head's weight.
+    if stage.before is not None and stage.twin is None:
+        model.set_input_embeddings(nn.Identity())
+    if stage.after is not None:
+        base.norm = nn.Identity()
+        model.set_output_embeddings(nn.Identity())
+    trained = any(one.requires_grad for one in outline.values())
+    if trained and not any(one.requires_grad for one in model.parameters()):
+        raise ConfigError(
+            f"{PIPELINE_KEY}={stage.count}: stage {stage.number + 1} has nothing to train; adapt "
+            "some of its layers too (actor_rollout_ref.model.target_modules), or use fewer stages"
+        )
+    return replace(loaded, stage=stage, outline=outline, total=total)
+
+
+def _outline(model: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Return the parameters by name, tied ones once, without memory."""
+    return {
+        name: nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=one.requires_grad)
+        for name, one in model.named_parameters()
+    }
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return embedding.weight is head.weight
+
+
+def tied_weight(
+    model: PreTrainedModel, trained: Mapping[str, nn.Parameter], stage: Stage | None
+) -> tuple[nn.Parameter, int] | None:
+    """Return the embedding, if another stage trains it too, and the rank with the same part of it.
+
+    Args:
+        model: what this rank holds of it.
+        trained: this rank's parameters that are trained.
+        stage: this rank's.
+    """
+    if stage is None or stage.twin is None:
+        return None
+    embedding: Any = model.get_input_embeddings()
+    return next(((one, stage.twin) for one in trained.values() if one is embedding.weight), None)

@@ -1,0 +1,209 @@
+"""Cut a model's layers over ranks: heads, inner widths and the vocabulary (`TensorShare`)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import embedding, linear, pad
+
+from services.trainer.learner.model.decoder import Attention, DecoderLayer, GatedMlp
+from services.trainer.learner.model.experts import routing_tape
+from services.trainer.learner.model.parts import FloatRmsNorm, Linear, own_linear, own_part
+from services.trainer.learner.tensor_share import TensorShare
+from sluice.algorithm.token_statistics import VocabularyPart
+from sluice.config.parallel_layout import TENSOR_KEY, nearest_divisors
+from sluice.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+_SHARE = "sluice_tensor_share"
+_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_INPUTS = ("o_proj", "down_proj")
+_VALUE_HEADS = ("score", "classifier")
+
+
+def tensor_share(model: nn.Module) -> TensorShare | None:
+    """Return this rank's part of a model whose layers are cut."""
+    share: TensorShare | None = getattr(model, _SHARE, None)
+    return share
+
+
+def check_cuttable(model: PreTrainedModel, size: int) -> None:
+    """Refuse a model whose layers so many ranks cannot cut.
+
+    Raises:
+        ConfigError: names family, numbers and remedy.
+    """
+    if size == 1:
+        return
+    family, layers = model.config.model_type, getattr(model.base_model, "layers", ())
+    if not layers or not all(isinstance(layer, DecoderLayer) for layer in layers):
+        raise ConfigError(
+            f"{TENSOR_KEY}={size}: the trainer cuts the layers of Llama, Qwen2, Qwen3 and "
+            f"Qwen3-MoE models, and none of a {family} model; set it to 1"
+        )
+    config = model.config.get_text_config()
+    heads: int = config.num_attention_heads
+    numbers = {
+        "attention heads": heads,
+        "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
+        "columns of the multilayer perceptron": config.intermediate_size,
+    }
+    if not any(isinstance(layer.mlp, GatedMlp) for layer in layers):
+        del numbers["columns of the multilayer perceptron"]
+    for things, number in numbers.items():
+        if number % size:
+            possible = nearest_divisors(size, math.gcd(*numbers.values()))
+            raise ConfigError(
+                f"{TENSOR_KEY}={size} does not divide the {number} {things} of the {family} model; "
+                f"give {possible}"
+            )
+
+
+def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
+    """Let a model's modules compute with parts of their weights; `cut_weights` makes those.
+
+    Args:
+        model: `check_cuttable`, not sharded yet.
+        share: this rank's.
+    """
+    base: Any = model.base_model
+    for block in (one for layer in base.layers for one in (layer.self_attn, layer.mlp)):
+        if isinstance(block, Attention | GatedMlp):
+            block.tensor = share
+            _cut_layers(block)
+    if isinstance(base.embed_tokens, nn.Embedding):  # a stage may lack it, and norm and head
+        base.embed_tokens = CutEmbedding(base.embed_tokens, share)
+    if hasattr(base.norm, "variance_epsilon"):
+        base.norm = FloatRmsNorm(base.norm)
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        model.set_output_embeddings(CutHead(head, share))
+    for name, child in list(model.named_children()):
+        if name in _VALUE_HEADS and isinstance(child, nn.Linear):
+            model.register_module(name, own_linear(child))
+    if (tape := routing_tape(model)) is not None:
+        tape.tensor = share
+    setattr(model, _SHARE, share)
+
+
+def cut_weights(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep only this rank's parts of a module's weights, on the mesh's device.
+
+    Args:
+        module: its weights that are DTensors already stay as they are.
+        mesh: of the ranks that cut, one dimension.
+    """
+    cut: dict[nn.Parameter, nn.Parameter] = {}  # tied ones are one
+    for owner in module.modules():
+        for name, whole in list(owner.named_parameters(recurse=False)):
+            if isinstance(whole, DTensor):
+                continue
+            if whole not in cut:
+                cut[whole] = _part(whole, getattr(owner, "cut", None), mesh)
+            owner.register_parameter(name, cut[whole])
+
+
+def _part(whole: nn.Parameter, dimension: int | None, mesh: DeviceMesh) -> nn.Parameter:
+    own, is_cut = whole.detach(), dimension is not None and dimension < whole.ndim
+    if is_cut:
+        own = own.chunk(mesh.size(), dimension or 0)[mesh.get_local_rank()]
+    placement = Shard(dimension or 0) if is_cut else Replicate()
+    # Cut by columns it would keep its rows' distance.
+    own = own.to(mesh.device_type).contiguous()
+    # The last rank may have fewer rows of the vocabulary than the others.
+    part = DTensor.from_local(
+        own, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return nn.Parameter(part, whole.requires_grad)
+
+
+def _cut_layers(block: nn.Module) -> None:
+    for names, dimension in ((_BY_OUTPUTS, 0), (_BY_INPUTS, 1)):
+        for name in names:
+            _cut(getattr(block, name, None), dimension)
+
+
+def _cut(layer: nn.Module | None, dimension: int) -> None:
+    """Let ranks cut a linear layer's weight, and that half of its adapter that follows it."""
+    if isinstance(layer, Linear):
+        layer.cut = dimension
+    half = getattr(layer, "lora_A" if dimension else "lora_B", None)
+    if isinstance(half, Linear):
+        half.cut = dimension
+
+
+class CutEmbedding(nn.Module):
+    """The embeddings of a part of the vocabulary.
+
+    Args:
+        theirs: of all of it.
+        share: this rank's.
+    """
+
+    cut = 0
+
+    def __init__(self, theirs: nn.Embedding, share: TensorShare) -> None:
+        super().__init__()
+        self.weight = cast("nn.Parameter", theirs.weight)
+        self._padding, self._share = theirs.padding_idx, share
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return embeddings of this rank's tokens, [1, T / size, width], from ids [1, T]."""
+        weight = own_part(self.weight)
+        rows, first = weight.shape[0], self._share.rank * _most_rows(self.weight, self._share)
+        own = token_ids - first
+        is_own = (own >= 0) & (own < rows)
+        padding = None if self._padding is None else self._padding - first
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        found = embedding(own.clamp(0, rows - 1), weight, padding)
+        return self._share.scatter(found * is_own.unsqueeze(-1))
+
+
+class CutHead(nn.Module):
+    """The head of a part of the vocabulary. Passes compute with its weight, and not with it.
+
+    Args:
+        theirs: of all of it.
+        share: this rank's.
+    """
+
+    cut = 0
+
+    def __init__(self, theirs: nn.Linear, share: TensorShare) -> None:
+        super().__init__()
+        self.weight, self._share = theirs.weight, share
+        self.bias: nn.Parameter | None = theirs.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return all logits of all tokens, [1, T, vocabulary], without a gradient."""
+        tokens = self._share.gather(hidden).squeeze(0)
+        bias = None if self.bias is None else own_part(self.bias)
+        own = linear(tokens, own_part(self.weight), bias).detach()
+        # [T, vocabulary / size] -> [vocabulary, T]; equally many rows travel from each rank.
+        rows = pad(own, (0, _most_rows(self.weight, self._share) - own.shape[1])).t()
+        whole = self._share.gather(rows.unsqueeze(0)).squeeze(0)
+        return whole[: self.weight.shape[0]].t().unsqueeze(0)
+
+    def part(self) -> VocabularyPart:
+        """Return what statistics over the whole vocabulary need from other ranks."""
+        most = _most_rows(self.weight, self._share)
+        return VocabularyPart(self._share.rank * most, most, self._maximum, self._total)
+
+    def _maximum(self, values: Tensor) -> None:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._share.group)
+
+    def _total(self, values: Tensor) -> None:
+        dist.all_reduce(values, group=self._share.group)
+
+
+def _most_rows(weight: Tensor, share: TensorShare) -> int:
+    """Return the rows of the vocabulary on each rank; the last may have fewer."""
+    return -(-weight.shape[0] // share.size)

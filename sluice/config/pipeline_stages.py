@@ -1,0 +1,95 @@
+"""Which decoder layers each stage of a pipeline holds, by Megatron's keys.
+
+A stage has an equal number of layers, among which the embedding and the loss may count as one each;
+or first and last stage have as many as given, and those between share the rest.
+"""
+
+from __future__ import annotations
+
+from sluice.config.parallel_layout import PIPELINE_KEY, nearest_divisors
+from sluice.config.schema.actor import TransformerOverrides
+from sluice.errors import ConfigError
+
+_CUTS = "actor_rollout_ref.actor.megatron.override_transformer_config"
+FIRST_KEY = f"{_CUTS}.num_layers_in_first_pipeline_stage"
+LAST_KEY = f"{_CUTS}.num_layers_in_last_pipeline_stage"
+
+
+def stage_layers(num_layers: int, stages: int, cut: TransformerOverrides) -> list[range]:
+    """Return the numbers of each stage's layers, at least one each.
+
+    Args:
+        num_layers: of the model.
+        stages: of the pipeline.
+        cut: ``num_layers_in_*`` and ``account_for_*``.
+
+    Raises:
+        ConfigError: the layers do not divide; names the numbers and the nearest that work.
+    """
+    if num_layers < stages:
+        raise ConfigError(
+            f"{PIPELINE_KEY}={stages}: the model has {num_layers} layers, and a stage needs at "
+            f"least one; give at most {num_layers}"
+        )
+    first, last = cut.num_layers_in_first_pipeline_stage, cut.num_layers_in_last_pipeline_stage
+    embedding = bool(cut.account_for_embedding_in_pipeline_split)
+    loss = bool(cut.account_for_loss_in_pipeline_split)
+    if stages == 1:
+        sizes = [num_layers]
+    elif (first, last) != (None, None):
+        if embedding or loss:
+            raise ConfigError(
+                f"{FIRST_KEY} and {LAST_KEY} set the layers of a stage, which account_for_embedding"
+                "_in_pipeline_split and account_for_loss_in_pipeline_split derive; give one of both"
+            )
+        sizes = _with_given(num_layers, stages, first, last)
+    else:
+        sizes = _even(num_layers, stages, embedding=embedding, loss=loss)
+    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _even(num_layers: int, stages: int, *, embedding: bool, loss: bool) -> list[int]:
+    number = num_layers + embedding + loss
+    if number % stages:
+        counted = " and ".join(["layers", *["embedding"] * embedding, *["loss"] * loss])
+        raise ConfigError(
+            f"{PIPELINE_KEY}={stages} does not divide {number} {counted} of the model; give "
+            f"{nearest_divisors(stages, number)}, or {_given_cut(num_layers, stages)}"
+        )
+    sizes = [number // stages] * stages
+    sizes[0] -= embedding
+    sizes[-1] -= loss
+    if min(sizes) < 1:
+        raise ConfigError(
+            f"{PIPELINE_KEY}={stages}: with embedding and loss counted as layers a stage has none "
+            f"of the model's {num_layers}; give {_given_cut(num_layers, stages)}"
+        )
+    return sizes
+
+
+def _with_given(num_layers: int, stages: int, first: int | None, last: int | None) -> list[int]:
+    left = num_layers - (first or 0) - (last or 0)
+    between = stages - (first is not None) - (last is not None)
+    fits = left == 0 if between == 0 else left >= between and left % between == 0
+    if not fits:
+        given = [f"{FIRST_KEY}={first}"] * (first is not None)
+        given += [f"{LAST_KEY}={last}"] * (last is not None)
+        rest = f"{left} of {num_layers} layers for the other {between} stages"
+        raise ConfigError(
+            f"{' and '.join(given)} with {PIPELINE_KEY}={stages}: this leaves {rest}, which they "
+            f"cannot share evenly; give {_given_cut(num_layers, stages)}"
+        )
+    sizes = [left // max(between, 1)] * stages
+    sizes[0] = first or sizes[0]
+    sizes[-1] = last or sizes[-1]
+    return sizes
+
+
+def _given_cut(num_layers: int, stages: int) -> str:
+    """Return values of the keys that cut so many layers almost evenly."""
+    each = -(-num_layers // stages)
+    if num_layers - each * (stages - 2) < 2:
+        each -= 1
+    ends = num_layers - each * (stages - 2)
+    return f"{FIRST_KEY}={-(-ends // 2)} with {LAST_KEY}={ends // 2}"

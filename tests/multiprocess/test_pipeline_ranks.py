@@ -1,0 +1,172 @@
+"""Ranks that hold stages of a model train, save, resume and publish like one that holds all."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.ranks import DataParallel
+from sluice.errors import ConfigError
+from tests.multiprocess.test_sharded_trainer import assert_like, copies, step, wire_digest
+from tests.support.layer_parity import MOST_ERROR
+from tests.support.rank_parity import compare, make_subject
+from tests.support.rank_peer import NUM_GROUPS
+from tests.support.saved_states import model_tensors, optimizer_tensors
+from tests.support.tiny_policy import adapting, make_config, save_model, with_critic
+from tests.support.trainer_ranks import ANSWER_S, trainer
+
+FOUR: dict[str, Any] = {"num_hidden_layers": 4}
+SIX: dict[str, Any] = {"num_hidden_layers": 6}
+ADAPTED: dict[str, Any] = {**FOUR, "adapts": True}
+ENDS = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
+ACTOR: dict[str, Any] = {
+    "ppo_micro_batch_size_per_gpu": 3,
+    "ppo_mini_batch_size": 2,
+    "use_kl_loss": True,
+    "entropy_coeff": 0.01,
+}
+
+
+def stages(count: int, **layout: int) -> dict[str, int]:
+    return {"pipeline_parallel_size": count, **layout}
+
+
+# The embeddings of qwen3 are tied. The last of several shares of rows has none.
+@pytest.mark.parametrize(
+    ("world_size", "layout", "cut", "passes"),
+    [
+        (2, stages(2), {}, [("qwen3", FOUR, False), ("qwen3_moe", FOUR, True)]),
+        (4, stages(4), ENDS, [("qwen3", SIX, True)]),
+        (
+            4,
+            stages(2),
+            {},
+            [("qwen2", FOUR, False), ("qwen3", ADAPTED, True)],
+        ),
+        (
+            4,
+            stages(2, expert_parallel_size=2, fsdp_size=2),
+            {},
+            [("qwen3_moe", FOUR, True)],
+        ),
+        (4, stages(2, ulysses_sequence_parallel_size=2), {}, [("qwen3", FOUR, True)]),
+        (4, stages(2, fsdp_size=1), {}, [("qwen3", FOUR, False)]),
+        (
+            4,
+            stages(2, tensor_parallel_size=2),
+            {},
+            [("qwen3", FOUR, True), ("qwen3_moe", FOUR, False)],
+        ),
+    ],
+)
+def test_gradients_are_those_of_transformers_on_one_rank(
+    world_size: int,
+    layout: dict[str, int],
+    cut: dict[str, int],
+    passes: list[tuple[str, dict[str, Any], bool]],
+    tmp_path: Path,
+) -> None:
+    subjects = [
+        (make_subject(tmp_path / str(number), family, **changes), recomputes)
+        for number, (family, changes, recomputes) in enumerate(passes)
+    ]
+    found = compare(world_size, layout, subjects, tmp_path, cut)
+    for one, (subject, _), (family, _, _) in zip(found, subjects, passes, strict=True):
+        assert one.error <= MOST_ERROR, family
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in subject.expected.values()))
+        for rank in one.ranks:
+            assert rank.norm == pytest.approx(norm, rel=1e-5)
+            assert rank.is_equal
+
+
+def test_a_rank_holds_its_stage_only(tmp_path: Path) -> None:
+    subject = make_subject(tmp_path, "llama", **FOUR)
+    (found,) = compare(2, stages(2), [(subject, False)], tmp_path)
+    sizes = {name: one.numel() for name, one in subject.expected.items()}
+    first = sum(
+        size
+        for name, size in sizes.items()
+        if name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))
+    )
+    assert [rank.held for rank in found.ranks] == [first, sum(sizes.values()) - first]
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [("qwen3", 2, stages(2)), ("llama", 4, stages(2, ulysses_sequence_parallel_size=1))],
+)
+def test_they_train_save_and_publish_like_one(
+    family: str, world_size: int, layout: dict[str, int], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", family, **FOUR)
+    settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
+    single = Learner(make_config(folder, NUM_GROUPS, **settings), DataParallel(), total_steps=10)
+    staged, whole = tmp_path / "a" / "actor", tmp_path / "b" / "actor"
+    with trainer(
+        folder, world_size, **settings | {"fsdp_config": {"dtype": "float32", **layout}}
+    ) as ranks:
+        for number in (1, 2):
+            assert_like(ranks[0].command(f"train {number}"), step(single, number))
+        ranks[0].command(f"save {staged}")
+        expected = copies(single)
+        for name, weight in model_tensors(staged).items():
+            torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5, msg=name)
+        single.load(staged)
+        single.save(whole)
+        for read in (model_tensors, optimizer_tensors):
+            ours, theirs = read(staged), read(whole)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        published = ranks[0].command("publish 1")
+        assert published["digest"] == wire_digest(single)
+        after = ranks[0].command("train 3")
+        assert_like(step(single, 3), after)
+        ranks[0].command(f"load {whole}")
+        assert ranks[0].command("train 3")["actor/grad_norm"] == after["actor/grad_norm"]
+        assert [rank.finish() for rank in ranks] == [0] * world_size
+
+
+def test_adapters_of_stages_go_on_in_one_rank(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "qwen3", **FOUR)
+    keys: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8}
+    layout = {"fsdp_config": {"dtype": "float32", **stages(2)}}
+    config = adapting(make_config(folder, NUM_GROUPS, **ACTOR), **keys)
+    single = Learner(config, DataParallel(), total_steps=10)
+    saved = tmp_path / "saved" / "actor"
+    with trainer(folder, 2, adapters=keys, **ACTOR | layout) as ranks:
+        assert_like(ranks[0].command("train 1"), step(single, 1))
+        ranks[0].command(f"save {saved}")
+        after = ranks[0].command("train 2")
+        ranks[0].command(f"load {saved}")
+        assert ranks[0].command("train 2")["actor/grad_norm"] == after["actor/grad_norm"]
+    single.load(saved)
+    assert_like(step(single, 2), after)
+    assert load_file(saved / "lora_adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_all_end_where_a_stage_dies(rank: int, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "llama", num_hidden_layers=3)
+    layout: dict[str, Any] = {"fsdp_config": {"dtype": "float32", **stages(3)}}
+    with trainer(folder, 3, dies_between_stages=(rank, 4), **layout) as ranks:
+        ranks[0].tell("train 1")
+        for one in ranks[:rank] + ranks[rank + 1 :]:
+            error = one.answer()
+            assert error.startswith("PeerError: "), error
+            assert f"trainer rank {rank} (" in error, "others may have ended since"
+            assert one.process.wait(ANSWER_S) == 3
+
+
+def test_a_critic_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    keys = {"fsdp_config": {"dtype": "float32", **stages(2)}}
+    ranks = DataParallel()
+    ranks.world_size = 2
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2: a critic is not cut into"):
+        Learner(with_critic(make_config(folder, NUM_GROUPS, **keys)), ranks, total_steps=10)

@@ -1,0 +1,69 @@
+"""Which layers each stage of a pipeline gets, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.config.pipeline_stages import stage_layers
+from sluice.config.schema.actor import TransformerOverrides
+from sluice.errors import ConfigError
+
+
+def words(cut: dict[str, object]) -> dict[str, object]:
+    names = {
+        "first": "num_layers_in_first_pipeline_stage",
+        "last": "num_layers_in_last_pipeline_stage",
+        "embedding": "account_for_embedding_in_pipeline_split",
+        "loss": "account_for_loss_in_pipeline_split",
+    }
+    return {names[name]: value for name, value in cut.items()}
+
+
+def sizes(layers: int, stages: int, **cut: object) -> list[int]:
+    found = stage_layers(layers, stages, TransformerOverrides(**cut))
+    assert [one for stage in found for one in stage] == list(range(layers))
+    return [len(one) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "cut", "expected"),
+    [
+        (8, 1, {}, [8]),
+        (8, 4, {}, [2, 2, 2, 2]),
+        (94, 8, {"first": 11, "last": 11}, [11, 12, 12, 12, 12, 12, 12, 11]),
+        (7, 2, {"first": 3}, [3, 4]),
+        (7, 3, {"last": 1}, [3, 3, 1]),
+        (30, 4, {"embedding": True, "loss": True}, [7, 8, 8, 7]),
+        (31, 4, {"loss": True}, [8, 8, 8, 7]),
+        (2, 2, {"embedding": True, "loss": True}, [1, 1]),
+    ],
+)
+def test_stages_get_their_layers_in_order(
+    layers: int, stages: int, cut: dict[str, object], expected: list[int]
+) -> None:
+    assert sizes(layers, stages, **words(cut)) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "cut", "error"),
+    [
+        (3, 4, {}, "=4: the model has 3 layers, .* give at most 3"),
+        (
+            94,
+            8,
+            {},
+            "=8 does not divide 94 layers of the model; give 2 or 47, or .*first.*=11 .*=11",
+        ),
+        (7, 4, {}, r"give 1 or 7, or .*first\w*=2 with .*last\w*=1$"),
+        (30, 4, {"loss": True}, "=4 does not divide 31 layers and loss of the model"),
+        (94, 8, {"first": 11}, "=8: this leaves 83 of 94 layers for the other 7 stages"),
+        (8, 2, {"first": 3, "last": 3}, "this leaves 2 of 8 layers for the other 0 stages"),
+        (8, 2, {"first": 8}, "this leaves 0 of 8 layers for the other 1 stages"),
+        (8, 2, {"first": 3, "loss": True}, "give one of both"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_numbers(
+    layers: int, stages: int, cut: dict[str, object], error: str
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        sizes(layers, stages, **words(cut))
