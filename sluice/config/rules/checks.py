@@ -8,6 +8,7 @@ training; batch and parallel sizes are in `batch`, estimators and losses in `alg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 from msgspec import UNSET
@@ -17,7 +18,7 @@ from sluice.config import derived
 from sluice.config.addresses import bare_host, split_host_port
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.shape import ModelShape
-from sluice.config.parallel_layout import divisions
+from sluice.config.parallel_layout import divisions, trainer_layout
 from sluice.config.problems import Problem, errors, named, raise_problems
 from sluice.config.rules.algorithm import algorithm_problems, correction_problems
 from sluice.config.rules.batch import verl_problems
@@ -136,12 +137,17 @@ def _rule_problems(
 def _idle_ranks(config: RunConfig) -> Iterator[Problem]:
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     ranks, mini_rows = derived.world_size(config), actor.ppo_mini_batch_size * n
-    if mini_rows < ranks:
+    workers, things = ranks, "trainer ranks"
+    with suppress(ConfigError):  # `_parallel_layout` says which size does not divide
+        workers = trainer_layout(config, ranks).data_ranks
+    if workers < ranks:
+        things = f"groups of {ranks // workers} trainer ranks"
+    if mini_rows < workers:
         yield Problem(
             f"{ACTOR}.ppo_mini_batch_size",
             actor.ppo_mini_batch_size,
-            f"with {ROLLOUT}.n = {n}: a mini-batch of {mini_rows} rows leaves some of {ranks} "
-            "trainer ranks without work",
+            f"with {ROLLOUT}.n = {n}: a mini-batch of {mini_rows} rows leaves some of {workers} "
+            f"{things} without work",
             "raise it or use fewer ranks",
         )
 

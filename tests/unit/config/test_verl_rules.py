@@ -17,7 +17,7 @@ from sluice.config.verl_sizes import VerlSizes, verl_sizes
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF, MODEL = "actor_rollout_ref.ref", "actor_rollout_ref.model"
-MEGATRON = f"{ACTOR}.megatron"
+MEGATRON, FSDP = f"{ACTOR}.megatron", f"{ACTOR}.fsdp_config"
 DENSE, MIXED = published_shape("Qwen3-32B"), published_shape("Qwen3-30B-A3B")
 
 # 512 rows; 8 ranks; 64 rows of a train batch and 32 of a mini-batch on each.
@@ -253,6 +253,16 @@ def test_a_broken_rule_is_named_and_its_remedy_mends_it(
     assert all(text in " ".join(one.text for one in found) for text in remedies)
     mended = broken(*overrides, *remedies, shape=DENSE)
     assert rule not in {one.rule for one in mended}
+
+
+def test_rows_must_reach_groups_of_ranks_and_not_each_rank() -> None:
+    few = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=1", f"{ROLLOUT}.n=2")
+    cuts = [f"{FSDP}.tensor_parallel_size=2", f"{FSDP}.pipeline_parallel_size=2"]
+    assert not [one for one in broken(*few, *cuts) if one.rule == "idle-ranks"]
+    (one,) = [one for one in broken(*few, cuts[0]) if one.rule == "idle-ranks"]
+    assert "of 2 rows leaves some of 4 groups of 2 trainer ranks without work" in one.text
+    (all_ranks,) = [one for one in broken(*few) if one.rule == "idle-ranks"]
+    assert "of 2 rows leaves some of 8 trainer ranks without work" in all_ranks.text
 
 
 def test_experts_must_divide_by_their_parallel_size() -> None:
