@@ -12,13 +12,12 @@ from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import assert_like, copies, step, wire_digest
 from tests.support.layer_parity import MOST_ERROR
 from tests.support.rank_parity import compare, make_subject
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.saved_states import model_tensors, optimizer_tensors
-from tests.support.tiny_policy import adapting, make_config, save_model, with_critic
+from tests.support.tiny_policy import adapting, make_config, save_model
 from tests.support.trainer_ranks import ANSWER_S, trainer
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
@@ -161,12 +160,3 @@ def test_all_end_where_a_stage_dies(rank: int, tmp_path: Path) -> None:
             assert error.startswith("PeerError: "), error
             assert f"trainer rank {rank} (" in error, "others may have ended since"
             assert one.process.wait(ANSWER_S) == 3
-
-
-def test_a_critic_is_refused(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model")
-    keys = {"fsdp_config": {"dtype": "float32", **stages(2)}}
-    ranks = DataParallel()
-    ranks.world_size = 2
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2: a critic is not cut into"):
-        Learner(with_critic(make_config(folder, NUM_GROUPS, **keys)), ranks, total_steps=10)

@@ -44,9 +44,6 @@ from services.trainer.learner.update.reference import (
 from services.trainer.learner.update.settings import update_settings
 from sluice.config.derived import adapts, max_row_tokens, uses_critic
 from sluice.config.parallel_layout import (
-    PIPELINE_KEY,
-    TENSOR_KEY,
-    ParallelLayout,
     trainer_layout,
 )
 from sluice.config.run import RunConfig
@@ -86,24 +83,6 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
         )
 
 
-def _refuse_cuts(layout: ParallelLayout, precision: FsdpConfig, *, has_critic: bool) -> None:
-    """Refuse what is not built.
-
-    Raises:
-        ConfigError: names key, value and remedy.
-    """
-    if layout.pipeline > 1 and has_critic:
-        raise ConfigError(
-            f"{PIPELINE_KEY}={layout.pipeline}: a critic is not cut into stages; set it to 1, or "
-            "algorithm.adv_estimator to one without a critic"
-        )
-    if layout.tensor > 1 and precision.use_torch_compile:
-        raise ConfigError(
-            f"{TENSOR_KEY}={layout.tensor} with {ACTOR_SHARDING}.use_torch_compile=true: layers "
-            "that ranks cut are not compiled; set one of the two to its default"
-        )
-
-
 class Learner:
     """The models that one rank trains. Calls block; one thread at a time.
 
@@ -138,9 +117,7 @@ class Learner:
         torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
-        layout = trainer_layout(config, parallel.world_size)
-        _refuse_cuts(layout, precision, has_critic=uses_critic(config))
-        parallel.divide(layout)
+        parallel.divide(trainer_layout(config, parallel.world_size))
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)

@@ -28,6 +28,7 @@ from sluice.config.rules.guards import guard_problems
 from sluice.config.rules.model import (
     REPLAY_KEY,
     context_problems,
+    cut_problems,
     engine_problems,
     repeat_problems,
     routing_problems,
@@ -124,6 +125,7 @@ def _rule_problems(
         found += named("stages", stage_problems(config, shape))
     for check in _CHECKS:
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
+    found += named("cuts", cut_problems(config))
     found += named("algorithm", algorithm_problems(config))
     found += named("environment", environment_problems(config))
     found += named("guards", guard_problems(config))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
-from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads
+from sluice.config.parallel_layout import EXPERT_KEY, PIPELINE_KEY, TENSOR_KEY, shares_heads
 from sluice.config.pipeline_stages import stage_layers
 from sluice.config.problems import Problem, of_error, verl_problem
 from sluice.config.run import RunConfig
@@ -107,6 +107,27 @@ def stage_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
         stage_layers(shape.layers, size, actor.megatron.override_transformer_config)
     except ConfigError as error:
         yield of_error(error)
+
+
+def cut_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what sluice does not cut over tensor and pipeline ranks, whatever the model."""
+    sizes, critic = config.actor_rollout_ref.actor.fsdp_config, config.critic.fsdp
+    has_critic = derived.uses_critic(config)
+    if has_critic and (stages := sizes.pipeline_parallel_size) > 1:
+        yield Problem(
+            PIPELINE_KEY,
+            stages,
+            f"with algorithm.adv_estimator = {config.algorithm.adv_estimator}: a critic is not cut "
+            "into stages",
+            "set it to 1, or take an estimator without a critic",
+        )
+    compiled = {f"{ACTOR}.fsdp_config": sizes.use_torch_compile}
+    compiled["critic.fsdp"] = has_critic and critic.use_torch_compile
+    for section, is_compiled in compiled.items():
+        if is_compiled and (ranks := sizes.tensor_parallel_size) > 1:
+            key = f"{section}.use_torch_compile"
+            no_layers = f"with {TENSOR_KEY} = {ranks}: layers that ranks cut are not compiled"
+            yield Problem(key, True, no_layers, overrides=(f"{key}=false",))
 
 
 def _engine(sizes: VerlSizes) -> Iterator[Problem]:
