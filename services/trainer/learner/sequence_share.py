@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from sluice.config.parallel_layout import SEQUENCE_KEY, sequence_sizes, shares_heads
+from sluice.config.parallel_layout import SEQUENCE_KEY, TENSOR_KEY, sequence_sizes, shares_heads
 from sluice.errors import ConfigError
 
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
@@ -129,9 +129,10 @@ def check_shareable(size: int, config: PreTrainedConfig, tensor: int = 1) -> Non
     heads //= tensor
     if not shares_heads(size, heads, kv_heads):
         sizes = ", ".join(map(str, sequence_sizes(heads, kv_heads)))
+        left = f" that {TENSOR_KEY}={tensor} leaves" if tensor > 1 else ""
         raise ConfigError(
             f"{SEQUENCE_KEY}={size}: so many ranks cannot share {heads} attention heads and "
-            f"{kv_heads} key-value heads evenly; give one of {sizes}"
+            f"{kv_heads} key-value heads{left} evenly; give one of {sizes}"
         )
 
 

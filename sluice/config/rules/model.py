@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
@@ -182,21 +183,22 @@ def _one_engine(sizes: VerlSizes) -> Iterator[Problem]:
 
 
 def _sequence_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
-    degrees = [(ACTOR, sizes.batch.split.sp)]
-    degrees += [(one.section, one.sp) for one in sizes.log_prob_passes if one.section != ROLLOUT]
-    if sizes.batch.split.megatron:
-        return
-    for section, sp in degrees:
-        if shares_heads(sp, shape.heads, shape.kv_heads):
+    own = sizes.actor.fsdp_config
+    degrees = [(ACTOR, own.ulysses_sequence_parallel_size, own.tensor_parallel_size)]
+    if not sizes.batch.split.megatron:
+        passes = [one for one in sizes.log_prob_passes if one.section != ROLLOUT]
+        degrees += [(one.section, one.sp, 1) for one in passes]
+    for section, sp, tensor in degrees:
+        if shape.heads % tensor or shape.kv_heads % tensor:
+            continue  # `_tensor_cuts` says so
+        heads, kv_heads = shape.heads // tensor, shape.kv_heads // tensor
+        can_share = partial(shares_heads, heads=heads, kv_heads=kv_heads)
+        if can_share(sp):
             continue
+        possible = _largest(sp, sizes.batch.split.world, can_share)
         key = f"{section}.ulysses_sequence_parallel_size"
-        possible = _largest(
-            sp,
-            sizes.batch.split.world,
-            lambda size: shares_heads(size, shape.heads, shape.kv_heads),
-        )
-        heads = f"{shape.heads} attention heads and {shape.kv_heads} key-value heads"
-        cannot = f"cannot cut {heads} evenly"
+        left = f" that {TENSOR_KEY} = {tensor} leaves" if tensor > 1 else ""
+        cannot = f"cannot cut {heads} attention heads and {kv_heads} key-value heads{left} evenly"
         here = section == ACTOR
         yield verl_problem("sp-heads", key, sp, cannot, f"{key}={possible}", here=here)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -278,6 +281,16 @@ def test_what_tensor_and_pipeline_ranks_do_not_cut_is_refused_before_the_start()
         (f"{FSDP}.use_torch_compile=false",),
         ("critic.fsdp.use_torch_compile=false",),
     ]
+
+
+@pytest.mark.parametrize("key", [f"{FSDP}.tensor_parallel_size", CUT[1].partition("=")[0]])
+def test_ranks_share_the_heads_that_a_cut_of_layers_leaves(key: str) -> None:
+    shape = replace(DENSE, heads=28, kv_heads=4)
+    two = f"{FSDP}.ulysses_sequence_parallel_size=2"
+    assert not errors(broken(two, f"{key}=2", shape=shape))
+    (one,) = errors(broken(two, f"{key}=4", shape=shape))
+    left = r"cannot cut 7 attention heads and 1 key-value heads that \S*tensor_parallel_size = 4 "
+    assert re.search(left, one.text)
 
 
 def test_experts_must_divide_by_their_parallel_size() -> None:
