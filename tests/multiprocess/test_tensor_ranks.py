@@ -91,6 +91,12 @@ def test_they_train_publish_save_and_resume_like_one(
     [
         ("llama", {}, 4, "=4 does not divide the 2 key-value heads of the llama model; give 2"),
         ("qwen3", {"intermediate_size": 45}, 2, "=2 does not divide the 45 columns .*; give 1"),
+        (
+            "llama",
+            {"vocab_size": 9, "num_attention_heads": 4, "num_key_value_heads": 4},
+            4,
+            "=4: 9 rows of the vocabulary .* leave none for the last rank; give 3",
+        ),
         ("gpt_neox", {}, 2, "=2: the trainer cuts .* none of a gpt_neox model; set it to 1"),
     ],
 )

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from services.trainer.learner.ranks import DataParallel
 from sluice.errors import ConfigError
@@ -85,10 +85,19 @@ def place(tensor: Tensor) -> tuple[Sizes, Sizes]:
     if not isinstance(tensor, DTensor):
         shape = lined(tensor.shape)
         return (0,) * len(shape), shape
-    local, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(offset), tuple(local)
+    mesh, shape = tensor.device_mesh, list(tensor.shape)
+    offset, own_index = [0] * len(shape), mesh.get_coordinate()
+    assert own_index is not None, "a rank has no part of a tensor on others' mesh"
+    # FSDP cuts the part that tensor ranks leave, though its dimension of the mesh comes before.
+    # Torch's own formula assumes that all parts are equal.
+    cuts = zip(tensor.placements, mesh.shape, own_index, strict=True)
+    for placement, size, index in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
+        if isinstance(placement, Shard | _StridedShard):
+            whole = shape[placement.dim]
+            start = min(-(-whole // size) * index, whole)
+            shape[placement.dim] = min(-(-whole // size), whole - start)
+            offset[placement.dim] += start
+    return tuple(offset), tuple(shape)
 
 
 def lined(shape: Sequence[int]) -> Sizes:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from services.trainer.learner.places import exchange_places, local_part, place, region
@@ -45,6 +47,27 @@ def test_the_ranks_places_are_where_torch_cut_the_tensor(
         with _mesh(rank, (2, 2)) as mesh:
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             assert torch.equal(local_part(tensor), whole[region(*place(tensor))])
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(61, (3, 2)), (7, (3, 2)), (17, (4, 2)), (8, (2, 2))])
+def test_a_shard_of_uneven_rows_of_the_vocabulary_lies_where_both_cuts_put_it(
+    rows: int, shape: tuple[int, int]
+) -> None:
+    whole = torch.arange(2.0 * rows).view(rows, 2)
+    for rank in range(math.prod(shape)):
+        with _mesh(rank, shape) as mesh:
+            shard, cut = mesh.get_coordinate() or (0, 0)
+            # FSDP cuts what the tensor ranks leave.
+            own = _chunk_with_empty(whole.chunk(shape[1])[cut], shape[0], 0)[shard].view(-1, 2)
+            weight = DTensor.from_local(
+                own,
+                mesh,
+                (_StridedShard(0, split_factor=shape[1]), Shard(0)),
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+            assert torch.equal(own, whole[region(*place(weight))])
 
 
 class Peer(DataParallel):

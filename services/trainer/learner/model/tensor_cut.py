@@ -64,6 +64,13 @@ def check_cuttable(model: PreTrainedModel, size: int) -> None:
                 f"{TENSOR_KEY}={size} does not divide the {number} {things} of the {family} model; "
                 f"give {possible}"
             )
+    rows: int = model.get_input_embeddings().weight.shape[0]
+    if -(-rows // size) * (size - 1) >= rows:
+        possible_sizes = [one for one in range(1, size) if -(-rows // one) * (one - 1) < rows]
+        raise ConfigError(
+            f"{TENSOR_KEY}={size}: {rows} rows of the vocabulary of the {family} model leave none "
+            f"for the last rank; give {max(possible_sizes)}"
+        )
 
 
 def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
