@@ -159,9 +159,9 @@ def check_experts(experts: int, num_experts: int, family: str) -> None:
     _check_divides(EXPERT_KEY, experts, num_experts, f"experts of a layer of the {family} model")
 
 
-def nearest_divisors(wanted: int, number: int) -> str:
-    """Return the divisors of `number` next to `wanted`, as words: ``4 or 8``."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
+def nearest_divisors(wanted: int, number: int, most: int | None = None) -> str:
+    """Return the divisors of `number` next to `wanted`, up to `most`, as words: ``4 or 8``."""
+    divisors = [size for size in range(1, (most or number) + 1) if number % size == 0]
     below = [size for size in divisors if size <= wanted][-1:]
     above = [size for size in divisors if size > wanted][:1]
     return " or ".join(map(str, below + above))

@@ -13,6 +13,8 @@ from sluice.errors import ConfigError
 _CUTS = "actor_rollout_ref.actor.megatron.override_transformer_config"
 FIRST_KEY = f"{_CUTS}.num_layers_in_first_pipeline_stage"
 LAST_KEY = f"{_CUTS}.num_layers_in_last_pipeline_stage"
+EMBEDDING_KEY = f"{_CUTS}.account_for_embedding_in_pipeline_split"
+LOSS_KEY = f"{_CUTS}.account_for_loss_in_pipeline_split"
 
 
 def stage_layers(num_layers: int, stages: int, cut: TransformerOverrides) -> list[range]:
@@ -51,20 +53,18 @@ def stage_layers(num_layers: int, stages: int, cut: TransformerOverrides) -> lis
 
 def _even(num_layers: int, stages: int, *, embedding: bool, loss: bool) -> list[int]:
     number = num_layers + embedding + loss
+    # Given layers and these keys exclude each other.
+    not_counted = f" and {EMBEDDING_KEY}=false" * embedding + f" and {LOSS_KEY}=false" * loss
     if number % stages:
         counted = " and ".join(["layers", *["embedding"] * embedding, *["loss"] * loss])
         raise ConfigError(
             f"{PIPELINE_KEY}={stages} does not divide {number} {counted} of the model; give "
-            f"{nearest_divisors(stages, number)}, or {_given_cut(num_layers, stages)}"
+            f"{nearest_divisors(stages, number, most=num_layers)}, or "
+            f"{_given_cut(num_layers, stages)}{not_counted}"
         )
-    sizes = [number // stages] * stages
+    sizes = [number // stages] * stages  # 2 at least with embedding or loss among them
     sizes[0] -= embedding
     sizes[-1] -= loss
-    if min(sizes) < 1:
-        raise ConfigError(
-            f"{PIPELINE_KEY}={stages}: with embedding and loss counted as layers a stage has none "
-            f"of the model's {num_layers}; give {_given_cut(num_layers, stages)}"
-        )
     return sizes
 
 
@@ -75,10 +75,15 @@ def _with_given(num_layers: int, stages: int, first: int | None, last: int | Non
     if not fits:
         given = [f"{FIRST_KEY}={first}"] * (first is not None)
         given += [f"{LAST_KEY}={last}"] * (last is not None)
-        rest = f"{left} of {num_layers} layers for the other {between} stages"
+        fault = (
+            f"this leaves {left} of {num_layers} layers for the other {between} stages, which they "
+            "cannot share evenly"
+            if between
+            else f"their sum is not the model's {num_layers} layers"
+        )
         raise ConfigError(
-            f"{' and '.join(given)} with {PIPELINE_KEY}={stages}: this leaves {rest}, which they "
-            f"cannot share evenly; give {_given_cut(num_layers, stages)}"
+            f"{' and '.join(given)} with {PIPELINE_KEY}={stages}: {fault}; "
+            f"give {_given_cut(num_layers, stages)}"
         )
     sizes = [left // max(between, 1)] * stages
     sizes[0] = first or sizes[0]

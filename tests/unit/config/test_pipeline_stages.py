@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from sluice.config.pipeline_stages import stage_layers
@@ -57,7 +60,7 @@ def test_stages_get_their_layers_in_order(
         (7, 4, {}, r"give 1 or 7, or .*first\w*=2 with .*last\w*=1$"),
         (30, 4, {"loss": True}, "=4 does not divide 31 layers and loss of the model"),
         (94, 8, {"first": 11}, "=8: this leaves 83 of 94 layers for the other 7 stages"),
-        (8, 2, {"first": 3, "last": 3}, "this leaves 2 of 8 layers for the other 0 stages"),
+        (8, 2, {"first": 3, "last": 3}, "=2: their sum is not the model's 8 layers; give "),
         (8, 2, {"first": 8}, "this leaves 0 of 8 layers for the other 1 stages"),
         (8, 2, {"first": 3, "loss": True}, "give one of both"),
     ],
@@ -67,3 +70,17 @@ def test_what_does_not_divide_is_refused_with_numbers(
 ) -> None:
     with pytest.raises(ConfigError, match=error):
         sizes(layers, stages, **words(cut))
+
+
+@pytest.mark.parametrize("layers", [2, 4, 7, 30, 61])
+@pytest.mark.parametrize("cut", [{}, {"loss": True}, {"embedding": True, "loss": True}], ids=str)
+def test_what_is_proposed_instead_is_accepted(layers: int, cut: dict[str, object]) -> None:
+    for stages in range(2, layers + 1):
+        try:
+            sizes(layers, stages, **words(cut))
+        except ConfigError as error:
+            numbers, _, keys = str(error).partition("; give ")[2].partition(", or ")
+            for number in numbers.split(" or "):
+                sizes(layers, int(number), **words(cut))
+            given = {key: json.loads(value) for key, value in re.findall(r"(\w+)=(\w+)", keys)}
+            sizes(layers, stages, **(words(cut) | given))
