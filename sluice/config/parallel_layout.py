@@ -27,6 +27,8 @@ def divisions(
 ) -> Iterator[Division]:
     """Yield what each size of a layout must divide; see `ParallelLayout`."""
     yield PIPELINE_KEY, pipeline, ranks, _RANKS
+    if ranks % pipeline:
+        return  # there are no stages to cut
     of_stage = _RANKS if pipeline == 1 else "trainer ranks of a stage"
     yield TENSOR_KEY, tensor, ranks // pipeline, of_stage
     if ranks % (tensor * pipeline):

@@ -293,6 +293,12 @@ def test_ranks_share_the_heads_that_a_cut_of_layers_leaves(key: str) -> None:
     assert re.search(left, one.text)
 
 
+def test_stages_that_ranks_do_not_make_are_the_only_size_named() -> None:
+    both = f"{FSDP}.pipeline_parallel_size=3", f"{FSDP}.tensor_parallel_size=4"
+    (one,) = [one for one in broken(*both) if one.rule == "parallel-layout"]
+    assert "pipeline_parallel_size = 3 does not divide the 8 trainer ranks" in one.text
+
+
 def test_experts_must_divide_by_their_parallel_size() -> None:
     sizes = [*CUT, f"{MEGATRON}.expert_tensor_parallel_size=1"]
     sizes.append("sluice.rollout.batch_invariant=false")
