@@ -33,8 +33,8 @@ def divisions(
     yield TENSOR_KEY, tensor, ranks // pipeline, of_stage
     if ranks % (tensor * pipeline):
         return  # the other sizes divide what these leave
-    left, cuts = ranks // (tensor * pipeline), tensor * pipeline > 1
-    of_left = "trainer ranks that tensor and pipeline sizes leave" if cuts else _RANKS
+    left = ranks // (tensor * pipeline)
+    of_left = _left(ranks, left)
     yield SHARD_KEY, shard, left, of_left
     yield SEQUENCE_KEY, sequence, left, of_left
     of_copy = f"{SHARD_KEY} * tensor_parallel_size" if tensor > 1 else SHARD_KEY
@@ -111,25 +111,26 @@ def layout_of(sharding: ActorFsdpConfig, ranks: int) -> ParallelLayout:
     )
     return replace(
         outer,
-        shard=shard_size(sharding.fsdp_size, outer.peers, SHARD_KEY),
+        shard=shard_size(sharding.fsdp_size, outer.peers, ranks, SHARD_KEY),
         sequence=sharding.ulysses_sequence_parallel_size,
         experts=sharding.expert_parallel_size,
     )
 
 
-def shard_size(fsdp_size: int, ranks: int, key: str) -> int:
+def shard_size(fsdp_size: int, peers: int, ranks: int, key: str) -> int:
     """Return how many ranks share one copy of a model: all for a size below 1 or too large.
 
     Args:
-        ranks: those of one stage and tensor index.
+        peers: trainer ranks of one stage and tensor index.
+        ranks: trainer ranks.
         key: of `fsdp_size`, for the error.
 
     Raises:
         ConfigError: the size does not divide the number of ranks.
     """
-    if not 0 < fsdp_size < ranks:
-        return ranks
-    _check_divides(key, fsdp_size, ranks, _RANKS)
+    if not 0 < fsdp_size < peers:
+        return peers
+    _check_divides(key, fsdp_size, peers, _left(ranks, peers))
     return fsdp_size
 
 
@@ -167,6 +168,10 @@ def nearest_divisors(wanted: int, number: int, most: int | None = None) -> str:
     below = [size for size in divisors if size <= wanted][-1:]
     above = [size for size in divisors if size > wanted][:1]
     return " or ".join(map(str, below + above))
+
+
+def _left(ranks: int, peers: int) -> str:
+    return _RANKS if peers == ranks else "trainer ranks that tensor and pipeline sizes leave"
 
 
 def _check_divides(key: str, size: int, number: int, things: str) -> None:

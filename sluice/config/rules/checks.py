@@ -18,8 +18,8 @@ from sluice.config import derived
 from sluice.config.addresses import bare_host, split_host_port
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.shape import ModelShape
-from sluice.config.parallel_layout import divisions, trainer_layout
-from sluice.config.problems import Problem, errors, named, raise_problems
+from sluice.config.parallel_layout import divisions, shard_size, trainer_layout
+from sluice.config.problems import Problem, errors, named, of_error, raise_problems
 from sluice.config.rules.algorithm import algorithm_problems, correction_problems
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.environment import environment_problems
@@ -169,6 +169,18 @@ def _parallel_layout(config: RunConfig) -> Iterator[Problem]:
                 f"does not divide the {number} {things}",
                 overrides=(f"{key}={largest_divisor(number, size)}",),
             )
+
+
+def _critic_layout(config: RunConfig) -> Iterator[Problem]:
+    if not derived.uses_critic(config):
+        return
+    ranks, peers = derived.world_size(config), 1
+    with suppress(ConfigError):  # `_parallel_layout` says which size of the policy's is wrong
+        peers = trainer_layout(config, ranks).peers
+    try:
+        shard_size(config.critic.fsdp.fsdp_size, peers, ranks, "critic.fsdp.fsdp_size")
+    except ConfigError as error:
+        yield of_error(error)
 
 
 def _group_size(config: RunConfig) -> Iterator[Problem]:
@@ -493,6 +505,7 @@ def _routing_replay(config: RunConfig) -> Iterator[Problem]:
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _idle_ranks,
     _parallel_layout,
+    _critic_layout,
     _group_size,
     _devices,
     _clip,

@@ -87,6 +87,8 @@ def test_sizes_divide_what_tensor_and_pipeline_sizes_leave() -> None:
     left = "=4 does not divide the 2 trainer ranks that tensor and pipeline sizes leave; give 2"
     with pytest.raises(ConfigError, match=left):
         layout(*cuts, f"{FSDP}.ulysses_sequence_parallel_size=4")
+    with pytest.raises(ConfigError, match=r"fsdp_size=3 does not divide the 4 .* sizes leave"):
+        layout(cuts[0], f"{FSDP}.fsdp_size=3")
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 does .* the 2 .* of a stage"):
         layout(f"{FSDP}.tensor_parallel_size=4", f"{FSDP}.pipeline_parallel_size=8")
     assert layout(*cuts, f"{FSDP}.expert_parallel_size=8").experts == 8
@@ -110,12 +112,12 @@ def test_experts_that_ranks_cannot_divide_are_named() -> None:
     [(-1, 4, 4), (0, 4, 4), (1, 4, 1), (2, 4, 2), (4, 4, 4), (16, 4, 4), (-1, 1, 1)],
 )
 def test_ranks_share_by_fsdp_size(fsdp_size: int, ranks: int, expected: int) -> None:
-    assert shard_size(fsdp_size, ranks, "fsdp_size") == expected
+    assert shard_size(fsdp_size, ranks, ranks, "fsdp_size") == expected
 
 
 def test_a_size_that_does_not_divide_names_its_own_key() -> None:
     with pytest.raises(ConfigError, match=r"critic\.fsdp\.fsdp_size=3 does not divide the 4"):
-        shard_size(3, 4, "critic.fsdp.fsdp_size")
+        shard_size(3, 4, 4, "critic.fsdp.fsdp_size")
 
 
 def test_few_key_value_heads_are_repeated_over_ranks() -> None:

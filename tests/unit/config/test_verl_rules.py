@@ -299,6 +299,14 @@ def test_stages_that_ranks_do_not_make_are_the_only_size_named() -> None:
     assert "pipeline_parallel_size = 3 does not divide the 8 trainer ranks" in one.text
 
 
+def test_the_critics_shards_divide_what_tensor_ranks_leave() -> None:
+    three = "critic.fsdp.fsdp_size=3"
+    assert not errors(broken(three))
+    (one,) = errors(broken(*PPO, three, f"{FSDP}.tensor_parallel_size=2"))
+    left = "fsdp_size=3 does not divide the 4 trainer ranks that tensor and pipeline sizes leave"
+    assert f"critic.fsdp.{left}; give 2 or 4" in one.text
+
+
 def test_experts_must_divide_by_their_parallel_size() -> None:
     sizes = [*CUT, f"{MEGATRON}.expert_tensor_parallel_size=1"]
     sizes.append("sluice.rollout.batch_invariant=false")
