@@ -11,13 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.model.stages import check_stages_train
 from services.trainer.learner.ranks import DataParallel
+from sluice.config.schema.actor import TransformerOverrides
+from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import assert_like, copies, step, wire_digest
 from tests.support.layer_parity import MOST_ERROR
 from tests.support.rank_parity import compare, make_subject
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.saved_states import model_tensors, optimizer_tensors
-from tests.support.tiny_policy import adapting, make_config, save_model
+from tests.support.tiny_policy import adapting, make_config, make_model, save_model
 from tests.support.trainer_ranks import ANSWER_S, trainer
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
@@ -160,3 +163,16 @@ def test_all_end_where_a_stage_dies(rank: int, tmp_path: Path) -> None:
             assert error.startswith("PeerError: "), error
             assert f"trainer rank {rank} (" in error, "others may have ended since"
             assert one.process.wait(ANSWER_S) == 3
+
+
+@pytest.mark.parametrize(("trained", "stage"), [("layers.0", 2), ("layers.3", 1), ("lm_head", 1)])
+def test_every_rank_refuses_a_stage_with_nothing_to_train(trained: str, stage: int) -> None:
+    model, cut = make_model("llama", num_hidden_layers=4), TransformerOverrides()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trained in name)
+    check_stages_train(model, 1, cut)
+    with pytest.raises(ConfigError, match=f"size=2: stage {stage} has nothing to train; adapt"):
+        check_stages_train(model, 2, cut)
+    model.get_parameter("model.layers.1.mlp.up_proj.weight").requires_grad_()
+    model.get_parameter("model.norm.weight").requires_grad_()
+    check_stages_train(model, 2, cut)

@@ -19,7 +19,7 @@ from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import on_the_wire
 from services.trainer.learner.model.preparation import prepare_policy
-from services.trainer.learner.model.stages import keep_stage, own_stage
+from services.trainer.learner.model.stages import check_stages_train, keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import (
     ACTOR_SHARDING,
@@ -184,6 +184,7 @@ class Learner:
         stage = own_stage(policy.model, precision, overrides, parallel)
         first_layer = 0 if stage is None else stage.layers.start
         prepare_policy(policy.model, self._config.actor_rollout_ref, first_layer)
+        check_stages_train(policy.model, precision.pipeline_parallel_size, overrides)
         return trained_model(
             keep_stage(policy, stage),
             precision,

@@ -74,15 +74,39 @@ def own_stage(
     )
 
 
+def check_stages_train(model: PreTrainedModel, stages: int, cut: TransformerOverrides) -> None:
+    """Refuse a stage with nothing to train, whichever it is, on every rank.
+
+    Args:
+        model: whole, with its adapters; what is frozen is known.
+        stages: of the pipeline.
+        cut: which layers make a stage.
+
+    Raises:
+        ConfigError: names the stage and the remedy.
+    """
+    if stages == 1:
+        return
+    base: Any = model.base_model
+    for number, numbers in enumerate(stage_layers(len(base.layers), stages, cut)):
+        parts: list[nn.Module] = [base.layers[one] for one in numbers]
+        if number == 0:
+            parts.append(model.get_input_embeddings())
+        if number == stages - 1:
+            parts += [base.norm, model.get_output_embeddings()]
+        if not any(one.requires_grad for part in parts for one in part.parameters()):
+            raise ConfigError(
+                f"{PIPELINE_KEY}={stages}: stage {number + 1} has nothing to train; adapt some of "
+                "its layers too (actor_rollout_ref.model.target_modules), or use fewer stages"
+            )
+
+
 def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
     """Drop what other stages hold; the model is changed in place.
 
     Args:
         loaded: with its adapters, not sharded yet; what is frozen is known.
         stage: this rank's; ``None``: nothing is dropped.
-
-    Raises:
-        ConfigError: a stage would train nothing.
     """
     if stage is None:
         return loaded
@@ -101,12 +125,6 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
     if stage.after is not None:
         base.norm = nn.Identity()
         model.set_output_embeddings(nn.Identity())
-    trained = any(one.requires_grad for one in outline.values())
-    if trained and not any(one.requires_grad for one in model.parameters()):
-        raise ConfigError(
-            f"{PIPELINE_KEY}={stage.count}: stage {stage.number + 1} has nothing to train; adapt "
-            "some of its layers too (actor_rollout_ref.model.target_modules), or use fewer stages"
-        )
     return replace(loaded, stage=stage, outline=outline, total=total)
 
 
