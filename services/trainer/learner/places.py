@@ -85,19 +85,19 @@ def place(tensor: Tensor) -> tuple[Sizes, Sizes]:
     if not isinstance(tensor, DTensor):
         shape = lined(tensor.shape)
         return (0,) * len(shape), shape
-    mesh, shape = tensor.device_mesh, list(tensor.shape)
-    offset, own_index = [0] * len(shape), mesh.get_coordinate()
+    mesh, part = tensor.device_mesh, list(tensor.shape)
+    offset, own_index = [0] * len(part), mesh.get_coordinate()
     assert own_index is not None, "a rank has no part of a tensor on others' mesh"
     # FSDP cuts the part that tensor ranks leave, though its dimension of the mesh comes before.
     # Torch's own formula assumes that all parts are equal.
     cuts = zip(tensor.placements, mesh.shape, own_index, strict=True)
     for placement, size, index in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
         if isinstance(placement, Shard | _StridedShard):
-            whole = shape[placement.dim]
+            whole = part[placement.dim]
             start = min(-(-whole // size) * index, whole)
-            shape[placement.dim] = min(-(-whole // size), whole - start)
+            part[placement.dim] = min(-(-whole // size), whole - start)
             offset[placement.dim] += start
-    return tuple(offset), tuple(shape)
+    return tuple(offset), tuple(part)
 
 
 def lined(shape: Sequence[int]) -> Sizes:

@@ -64,7 +64,7 @@ def check_cuttable(model: PreTrainedModel, size: int) -> None:
                 f"{TENSOR_KEY}={size} does not divide the {number} {things} of the {family} model; "
                 f"give {possible}"
             )
-    rows: int = model.get_input_embeddings().weight.shape[0]
+    rows = cast("nn.Embedding", model.get_input_embeddings()).weight.shape[0]
     if -(-rows // size) * (size - 1) >= rows:
         possible_sizes = [one for one in range(1, size) if -(-rows // one) * (one - 1) < rows]
         raise ConfigError(
