@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="put table, bubble and picture into docs/parallelism.md",
     )
-    parser.add_argument("--steps", type=int, default=20, help="of each run of the part learning")
+    parser.add_argument("--steps", type=int, default=12, help="of each run of the part learning")
     torch.set_num_threads(1)
     return run_parts(parser.parse_args(arguments), PARTS)
 
