@@ -131,7 +131,7 @@ def _pairs(
     if responses is not None:
         return list(_given(responses, rows, count))
     if not rows:
-        raise ConfigError(f"{TRAIN_KEY} is null: there is no row to try; give --data FILE")
+        raise ConfigError(f"{next(iter(keys))} is null: there is no row to try; give --data FILE")
     return [(row, row.ground_truth if with_truth else made_up_response(row)) for row in rows]
 
 

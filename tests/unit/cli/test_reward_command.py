@@ -168,7 +168,11 @@ def test_the_sources_of_a_run_give_rows_in_turns(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mine.py"], "no row to try; give --data FILE"),
+        (["mine.py"], "data.train_files is null: there is no row to try; give --data FILE"),
+        (
+            ["mine.py", "sluice.sources.a.files=[]", "sluice.sources.a.share=1"],
+            "sluice.sources.a.files is null",
+        ),
         (["mine.py", "--with-truth", "--responses", "a.jsonl"], "leave one out"),
     ],
 )
