@@ -199,8 +199,8 @@ class SglangClient:
             self._requests: Any = importlib.import_module("sglang.srt.managers.io_struct")
         except (ImportError, OSError, RuntimeError) as error:
             # A library that probes a device may raise the last, and a restart may help.
-            kind = ConfigError if isinstance(error, RuntimeError) else MissingPackageError
-            raise kind(
+            is_missing = not isinstance(error, RuntimeError)
+            raise (MissingPackageError if is_missing else ConfigError)(
                 f"actor_rollout_ref.rollout.name is 'sglang', but SGLang cannot be imported "
                 f"({error!r}); install sglang 0.5.23 in an environment of its own"
             ) from error
