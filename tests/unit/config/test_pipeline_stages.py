@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.pipeline_stages import stage_layers
+from sluice.config.pipeline_stages import check_image_layers, stage_layers
 from sluice.config.schema.actor import TransformerOverrides
 from sluice.errors import ConfigError
 
@@ -67,3 +67,12 @@ def test_what_does_not_divide_is_refused_with_numbers(
 ) -> None:
     with pytest.raises(ConfigError, match=error):
         sizes(layers, stages, **words(cut))
+
+
+def test_the_first_stage_needs_all_layers_that_images_add_to() -> None:
+    stages = stage_layers(4, 2, TransformerOverrides())
+    check_image_layers(stages, 2)
+    check_image_layers(stage_layers(2, 1, TransformerOverrides()), 3)
+    why = r"=2: the first stage has 2 of .* 4 layers.* the first 3; set .*first\w*=3 or more"
+    with pytest.raises(ConfigError, match=why):
+        check_image_layers(stages, 3)
