@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,16 @@ def test_recomputing_activations_in_the_backward_pass_changes_nothing(
     ]
     for name, weight in kept.items():
         torch.testing.assert_close(recomputed[name], weight, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_a_step_that_sums_gradients_once_may_begin_without_images(one_family: Path) -> None:
+    sharding = {"dtype": "bfloat16", "use_no_sync_for_gradient_accumulation": True}
+    config = make_config(one_family, fsdp_config=sharding, ppo_micro_batch_size_per_gpu=4)
+    reader = make_reader(one_family)
+    batch = make_image_batch(reader, num_groups=2)
+    groups = tuple(make_image_group(reader, seed, seed) for seed in range(2))
+    found = Learner(config, DataParallel(), 10).train_step(replace(batch, groups=groups), 1)
+    assert math.isfinite(found["actor/grad_norm"])
 
 
 def test_two_ranks_agree_with_one(one_family: Path) -> None:

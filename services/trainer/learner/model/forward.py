@@ -46,7 +46,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHERING_PASS = "sluice_token_pass"
 _FLOAT32_HEAD = "sluice_float32_head"
 _COMPILED_HEAD = "sluice_compiled_head"
-_NUM_RANKS = "sluice_num_ranks"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PROMPT_TOKENS = (5, 8)
 _ROW_TOKENS = (6, 9)
@@ -117,9 +116,8 @@ def _begin(model: PreTrainedModel, routing: Routing | None) -> Any:  # noqa: ANN
     return getattr(model, _GATHERING_PASS, None) or partial(_token_pass, model)
 
 
-def gather_in_passes(model: PreTrainedModel, num_ranks: int) -> None:
+def gather_in_passes(model: PreTrainedModel) -> None:
     """Make `token_outputs` gather the shards of a sharded model, as its own forward does."""
-    setattr(model, _NUM_RANKS, num_ranks)
     setattr(model, _GATHERING_PASS, MethodType(_token_pass, model))
     register_fsdp_forward_method(model, _GATHERING_PASS)
 
@@ -246,9 +244,10 @@ def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedIma
     """Return an image that no token refers to, for a pass without images of a sharded model.
 
     Gathering is collective: if one rank runs the vision tower, all must. Here its gradients are 0
-    instead of missing. ``None``: no other rank has a part of it, or it reads no images.
+    instead of missing, which FSDP2 does not take in a step's first pass. ``None``: the model is
+    whole, or it reads no images.
     """
-    if getattr(model, _NUM_RANKS, 1) == 1 or model.config.model_type not in FAMILIES:
+    if not hasattr(model, _GATHERING_PASS) or model.config.model_type not in FAMILIES:
         return None
     own = token_ids
     if (tensor := tensor_share(model)) is not None:

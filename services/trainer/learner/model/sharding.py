@@ -137,7 +137,7 @@ def shard_model(
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    gather_in_passes(model, meshes.layers.size())
+    gather_in_passes(model)
     parameters = dict(model.named_parameters())
     if files is not None:
         fill_shards(parameters, files)
