@@ -214,7 +214,8 @@ def test_recomputing_activations_in_the_backward_pass_changes_nothing(
 
 def test_a_step_that_sums_gradients_once_may_begin_without_images(one_family: Path) -> None:
     sharding = {"dtype": "bfloat16", "use_no_sync_for_gradient_accumulation": True}
-    config = make_config(one_family, fsdp_config=sharding, ppo_micro_batch_size_per_gpu=4)
+    keys: dict[str, object] = {"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 4}
+    config = make_config(one_family, 2, fsdp_config=sharding, **keys)
     reader = make_reader(one_family)
     batch = make_image_batch(reader, num_groups=2)
     groups = tuple(make_image_group(reader, seed, seed) for seed in range(2))
