@@ -426,9 +426,7 @@ def build_micro_batch(
         behavior_logprobs=torch.from_numpy(
             np.concatenate([path.behavior_logprobs for path in paths])
         ).to(device),
-        images=pack_images(
-            prompt_images, num_tokens, device, image_ranks or ImageRanks(share)
-        ),
+        images=pack_images(prompt_images, num_tokens, device, image_ranks or ImageRanks(share)),
         own=own,
         routing=_pack_routing(pieces, num_tokens, share),
         source=source,
