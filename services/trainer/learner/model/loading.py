@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -39,6 +38,7 @@ from sluice.vision.vision_shape import FAMILIES, read_vision_shape
 from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
