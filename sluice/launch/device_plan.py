@@ -233,8 +233,11 @@ def _remedy(
             one = ("trainer.n_gpus_per_node=1",)
             return one, f"set {one[0]}, with which trainer and replica share the GPU"
         may_share = devices.kind == "GPU" and not devices.are_elsewhere and each == 1
-        least = 1 if may_share else each + 1
-        return (), f"a trainer and a replica of {each} take at least {least}"
+        sharding = config.actor_rollout_ref.actor.fsdp_config
+        ranks = sharding.tensor_parallel_size * sharding.pipeline_parallel_size
+        least = 1 if may_share and ranks == 1 else ranks + each
+        trainer = "a trainer" if ranks == 1 else f"a trainer of {ranks}"
+        return (), f"{trainer} and a replica of {each} take at least {least}"
     enough = split.trainer + split.rollout
     return split.overrides, f"{enough} would do with {' '.join(split.overrides)}"
 

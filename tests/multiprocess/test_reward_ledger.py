@@ -83,6 +83,8 @@ async def quietly(work: Any) -> None:
         await work
     except grpc.aio.AioRpcError as error:
         is_gone = error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+        # A message that is written while the connection breaks: gRPC's own error.
+        is_gone = is_gone or "execute_batch" in error.debug_error_string()
         if not is_gone and EXHAUSTED not in str(error.details()):
             raise
 

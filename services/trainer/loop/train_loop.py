@@ -170,7 +170,7 @@ class TrainLoop:
                 step = self._state.step + 1
                 with StepTrace(step) as trace:
                     await self._step(tasks, step, trace)
-                await self._validate_if_due(tasks, step)
+                    await self._validate_if_due(tasks, step)
             await self._finish(tasks)
             skipping.cancel()
             if watcher is not None:

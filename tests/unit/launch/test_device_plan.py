@@ -230,8 +230,13 @@ def test_too_few_devices_are_an_error_with_what_would_do() -> None:
     assert not planned(4, POOL, VLLM, tp, *plan.remedy).lack
 
 
-@pytest.mark.parametrize("name", ["dapo-qwen3-32b-fsdp2-npu", "dapo-qwen3-235b-megatron"])
-@pytest.mark.parametrize("nodes", [2, 3])
+STAGED = "dapo-qwen3-235b-megatron"  # four tensor ranks in each of eight stages
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [("dapo-qwen3-32b-fsdp2-npu", 2), ("dapo-qwen3-32b-fsdp2-npu", 3), (STAGED, 3)],
+)
 def test_a_cluster_that_is_too_small_is_named_a_split_that_fits_its_nodes(
     name: str, nodes: int
 ) -> None:
@@ -247,6 +252,14 @@ def test_a_cluster_that_is_too_small_is_named_a_split_that_fits_its_nodes(
     assert not mended.lack
     bundles_on_nodes(plans(mended.config, total, extra), free)
     assert all(node[kind] == 0 for node in free)
+
+
+def test_a_cluster_that_is_smaller_than_one_model_is_named_its_ranks() -> None:
+    run = read_run(LAUNCHES / f"{STAGED}.overrides", [])
+    free = [{"CPU": 64.0, "GPU": 16.0} for _ in range(2)]
+    total = {"CPU": 128.0, "GPU": 32.0}
+    plan, _ = on_devices(run.config, RayOptions(keys=run.keys), total, capacities(free))
+    assert "; a trainer of 32 and a replica of 8 take at least 40" in plan.lack
 
 
 @pytest.mark.parametrize(("kind", "variable"), [("cuda", GPUS), ("npu", NPUS)])

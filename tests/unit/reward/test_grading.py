@@ -115,11 +115,6 @@ def test_the_response_limit_is_the_default_of_the_formula() -> None:
     assert overlong_shaping(RewardConfig(), 56) is None
 
 
-def test_a_buffer_longer_than_a_response_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"overlong_buffer\.len"):
-        overlong_shaping(shaping_config(len=80, penalty_factor=1.0), 56)
-
-
 def graded_of(*outcomes: Outcome, num_tokens: int = 5) -> GradedGroup:
     return GradedGroup(group(*(rollout(i, num_tokens) for i in range(len(outcomes)))), outcomes)
 
