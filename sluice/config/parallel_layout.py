@@ -86,6 +86,11 @@ class ParallelLayout:
         return self.shard * self.tensor
 
     @property
+    def row_ranks(self) -> int:
+        """Ranks of a stage that train the same rows."""
+        return self.sequence * self.tensor
+
+    @property
     def data_ranks(self) -> int:
         """Groups of ranks that train different rows."""
         return self.peers // self.sequence

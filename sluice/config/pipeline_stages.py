@@ -6,6 +6,8 @@ or first and last stage have as many as given, and those between share the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sluice.config.parallel_layout import PIPELINE_KEY, nearest_divisors
 from sluice.config.schema.actor import TransformerOverrides
 from sluice.errors import ConfigError
@@ -49,6 +51,25 @@ def stage_layers(num_layers: int, stages: int, cut: TransformerOverrides) -> lis
         sizes = _even(num_layers, stages, embedding=embedding, loss=loss)
     ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def check_image_layers(stages: Sequence[range], added: int) -> None:
+    """Refuse a first stage without all layers that the image encoder adds to: it holds that too.
+
+    Args:
+        stages: of a pipeline, from `stage_layers`.
+        added: how many of the first layers (Qwen3-VL's DeepStack); 0 for other models.
+
+    Raises:
+        ConfigError: names the numbers.
+    """
+    first = len(stages[0])
+    if first < added and len(stages) > 1:
+        raise ConfigError(
+            f"{PIPELINE_KEY}={len(stages)}: the first stage has {first} of the model's "
+            f"{stages[-1].stop} layers, and the image encoder, which it holds too, adds to the "
+            f"first {added}; set {FIRST_KEY}={added} or more, or use fewer stages"
+        )
 
 
 def _even(num_layers: int, stages: int, *, embedding: bool, loss: bool) -> list[int]:

@@ -56,8 +56,9 @@ def encoder_bytes(config: RunConfig, encoder: ImageEncoder | None) -> ModelBytes
     actor, is_adapted = config.actor_rollout_ref.actor, adapts(config.actor_rollout_ref.model)
     sharding = actor.fsdp_config
     dtype = sharding.dtype if is_adapted else sharding.model_dtype
-    shard = trainer_layout(config, world_size(config)).shard
-    weights = encoder.parameters * DTYPE_BYTES[dtype] / shard
+    # Ranks that cut layers share the encoder too.
+    ranks = trainer_layout(config, world_size(config)).copy
+    weights = encoder.parameters * DTYPE_BYTES[dtype] / ranks
     trained = 0.0 if is_adapted or actor.freeze_vision_tower else weights
     return ModelBytes(weights, trained, 2 * trained)
 
@@ -104,7 +105,7 @@ def _pixel_bytes(config: RunConfig, encoder: ImageEncoder | None) -> float:
     data, layout = config.data, trainer_layout(config, world_size(config))
     # A prompt's rows may be on several ranks, and each reads its images.
     prompts = min(data.train_batch_size, -(-rows_per_batch(config) // layout.data_ranks))
-    return prompts * data.max_prompt_length * encoder.pixel_bytes / layout.sequence
+    return prompts * data.max_prompt_length * encoder.pixel_bytes / layout.row_ranks
 
 
 def batch_expert_bytes(config: RunConfig, shape: ModelShape) -> int:

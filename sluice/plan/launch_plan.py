@@ -29,7 +29,7 @@ from sluice.config.memory.rollout import GIB
 from sluice.config.memory.shape import ModelShape, read_model, shape_of
 from sluice.config.memory.training import guessed_memory
 from sluice.config.parallel_layout import trainer_layout
-from sluice.config.pipeline_stages import stage_layers
+from sluice.config.pipeline_stages import check_image_layers, stage_layers
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig, changed
 from sluice.errors import ConfigError
@@ -251,6 +251,8 @@ def _counted(
     actor = config.actor_rollout_ref.actor
     cut = actor.megatron.override_transformer_config
     stages = stage_layers(shape.layers, actor.fsdp_config.pipeline_parallel_size, cut)
+    if model.encoder is not None:
+        check_image_layers(stages, model.encoder.mergers - 1)
     layers = max(map(len, stages))
     counts = layer_counts(config, layers)
     found, _ = answer_of(

@@ -300,7 +300,7 @@ def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | N
     if actor.use_dynamic_bsz:
         longest = max_row_tokens(data)
         prompts = -(-max(actor.ppo_max_token_len_per_gpu * layout.sequence, longest) // longest)
-    tokens = data.max_prompt_length * max(1.0, prompts / layout.sequence)
+    tokens = data.max_prompt_length * max(1.0, prompts / layout.row_ranks)
     trained = 0 if actor.freeze_vision_tower else tokens
     kept = encoder.kept(
         recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,

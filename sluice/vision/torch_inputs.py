@@ -31,6 +31,12 @@ class ImageFeatures:
     added: tuple[Tensor, ...]
 
 
+def vision_tower(model: PreTrainedModel) -> torch.nn.Module | None:
+    """Return the part that encodes images, with its merger; ``None``: it is not here."""
+    tower: object = getattr(model.base_model, "visual", None)
+    return tower if isinstance(tower, torch.nn.Module) else None
+
+
 def encode_images(
     model: PreTrainedModel, pixel_values: Tensor, grid_thw: Tensor
 ) -> list[ImageFeatures]:

@@ -36,6 +36,8 @@ from sluice.config.parallel_layout import layout_of
 from sluice.config.schema.actor import ActorFsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.select import select_device
+from sluice.vision.vision_shape import reads_images
+from tests.support.image_parity import image_rows
 from tests.support.layer_parity import TEMPERATURE, parity_rows, weighed
 
 MOST_TOKENS = 64
@@ -72,12 +74,21 @@ class PassFound(msgspec.Struct):
     is_equal: bool
 
 
-def _micro_batches(parallel: DataParallel) -> list[MicroBatch]:
+def _micro_batches(model: Path, parallel: DataParallel) -> list[MicroBatch]:
     takers = max(1, parallel.data_size - 1)
-    rows = [row for row in parity_rows() if row.group % takers == parallel.data_rank]
+    every, images = image_rows(model) if reads_images(model) else (parity_rows(), {})
+    rows = [row for row in every if row.group % takers == parallel.data_rank]
     plans = plan_micro_batches([row.size for row in rows], range(len(rows)), rows_per_micro=3)
     built = [
-        build_micro_batch(rows, plan, CPU, share=parallel.share, pad_to=parallel.token_multiple)
+        build_micro_batch(
+            rows,
+            plan,
+            CPU,
+            images,
+            parallel.share,
+            parallel.token_multiple,
+            image_ranks=parallel.image_ranks,
+        )
         for plan in plans
     ]
     return [one for one in built if one is not None]
@@ -110,7 +121,7 @@ def run(
     )
     loaded, shards = divided(settings, sharding, cut, parallel)
 
-    micro_batches = _micro_batches(parallel)
+    micro_batches = _micro_batches(Path(one.model), parallel)
     asked = [TokenPass(one, TEMPERATURE, EntropyUse.BONUS) for one in micro_batches]
     passes = TokenPasses(loaded.model, shards, parallel, CPU, loaded.stage)
     alone: dict[int, Tensor] = {}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import load_file
 
+from tests.support import tiny_vision
 from tests.support.gradient_peer import GradientsAsked, Pass, PassFound
+from tests.support.image_parity import plain_with_images
 from tests.support.layer_parity import (
     Gradients,
     plain,
@@ -51,6 +54,13 @@ def make_subject(scratch: Path, family: str, *, adapts: bool = False, **changes:
     adapter = random_adapter(model)
     write_adapter(scratch / "adapter", adapter)
     return Subject(folder, scratch / "adapter", plain_adapters(model, adapter))
+
+
+def make_image_subject(scratch: Path, family: str, **changes: Any) -> Subject:
+    """A tiny vision-language model with random weights; `changes` are of its language model."""
+    folder = scratch / "model"
+    model = tiny_vision.save_model(family, folder, **changes)
+    return Subject(folder, None, plain_with_images(folder, model))
 
 
 def compare(

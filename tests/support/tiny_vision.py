@@ -57,7 +57,6 @@ _VISION: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "out_hidden_size": 32,
         "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
     },
 }
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
@@ -65,10 +64,21 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
 
 
-def save_model(family: str, directory: Path, seed: int = 0, width: int = _WIDTH) -> PreTrainedModel:
+def save_model(
+    family: str,
+    directory: Path,
+    seed: int = 0,
+    width: int = _WIDTH,
+    deepstack: Sequence[int] = (0,),
+    **changes: object,
+) -> PreTrainedModel:
     """Writes a whole model folder, and returns the model; its outputs are far from uniform.
 
     It has two heads, each half as wide as its tokens.
+
+    Args:
+        deepstack: blocks of the vision tower whose states the first layers add; of Qwen3-VL.
+        changes: of the language model's configuration.
     """
     sections = [size * width // _WIDTH for size in _ROPE["mrope_section"]]
     is_third = family.startswith("qwen3_vl")
@@ -80,8 +90,12 @@ def save_model(family: str, directory: Path, seed: int = 0, width: int = _WIDTH)
         family,
         text_config=text
         | ({"head_dim": width // 2} if is_third else {})
-        | (_EXPERTS if family == "qwen3_vl_moe" else {}),
-        vision_config=_VISION[family] | patch | {"num_heads": 2, out: width},
+        | (_EXPERTS if family == "qwen3_vl_moe" else {})
+        | changes,
+        vision_config=_VISION[family]
+        | patch
+        | {"num_heads": 2, out: width}
+        | ({"deepstack_visual_indexes": list(deepstack)} if is_third else {}),
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=VISION_START,

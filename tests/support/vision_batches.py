@@ -49,3 +49,10 @@ def make_image_batch(reader: ImagePromptReader, num_groups: int = 6, seed: int =
         for number in range(num_groups)
     )
     return TrainBatch(f"batch-{seed}", seed, groups, DataProgress(num_groups), {})
+
+
+def without_sampled_images(group: TrainGroup) -> TrainGroup:
+    """transformers' own forward would take a sampled image token for an image's position."""
+    for rollout in group.rollouts:
+        rollout.token_ids[rollout.token_ids == IMAGE] = IMAGE + 1
+    return group

@@ -35,7 +35,7 @@ from services.trainer.learner.rank_rendezvous import (
     RankRendezvous,
     rank_place,
 )
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
 from services.trainer.learner.tensor_share import TensorShare
 from sluice.concurrency.process import START_FIELD, ProcessMark, stat_fields
 from sluice.concurrency.waits import waiting_for
@@ -99,6 +99,8 @@ class DataParallel:
     """This rank's part of every layer; None: all of it."""
     stages: StageRanks | None = None
     """The stages of the pipeline; None: this rank has all layers."""
+    image_ranks: ImageRanks = ImageRanks()
+    """The ranks that divide the images of their rows."""
     experts: int = 1
     """Neighboring ranks that divide the experts of each layer among them."""
     _mesh: DeviceMesh | None = None
@@ -191,6 +193,17 @@ class DataParallel:
             self._mesh = DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(SHARD_DIM,))
         return self._mesh
 
+    def whole_mesh(self, size: int) -> DeviceMesh | None:
+        """Return the ranks that share a copy of what is not cut, those of all tensor indices.
+
+        Args:
+            size: as of `shard_mesh`; a copy has `size` ranks for each tensor index.
+
+        Returns:
+            dimensions ``copy`` (if there are several) and ``shard``.
+        """
+        return self.shard_mesh(size)
+
     def expert_mesh(self, size: int) -> DeviceMesh | None:
         """Return how the ranks of a copy divide its experts; ``None``: they shard whole layers.
 
@@ -274,6 +287,7 @@ class TorchDistributed(DataParallel):
         super().__init__(device.torch_device.type)
         self._meshes: dict[int, DeviceMesh] = {}
         self._expert_meshes: dict[int, DeviceMesh] = {}
+        self._whole_meshes: dict[int, DeviceMesh] = {}
         self._group: ProcessGroup | None = None  # all ranks, as torch forms it
         backend = rank_backends(device.torch_device.type)
         device.set_device()  # before the group exists: its backend binds to the current device
@@ -323,6 +337,14 @@ class TorchDistributed(DataParallel):
                 self._meshes[size] = self._make_mesh(size)
         return self._meshes[size]
 
+    def whole_mesh(self, size: int) -> DeviceMesh:
+        if size not in self._whole_meshes:
+            of_copy = size * (self.tensor.size if self.tensor else 1)
+            grid = self._by_stage().unflatten(1, (-1, of_copy))
+            with self.naming_failures(f"forming groups of {of_copy} ranks that share a tower"):
+                self._whole_meshes[size] = self._grid_mesh(grid, (COPY_DIM, SHARD_DIM))
+        return self._whole_meshes[size]
+
     def expert_mesh(self, size: int) -> DeviceMesh | None:
         super().expert_mesh(size)
         if self.experts == 1 and self.tensor is None:
@@ -349,6 +371,17 @@ class TorchDistributed(DataParallel):
             if layout.tensor > 1:
                 group, ranks = self._own_group(grid, 3)
                 self.tensor = TensorShare(group, ranks.index(self.rank), len(ranks))
+            self.image_ranks = self._image_ranks(grid)
+
+    def _image_ranks(self, grid: Tensor) -> ImageRanks:
+        """Return the ranks of all indices of the last two dimensions, sequence and tensor."""
+        share, tensor = self.share, self.tensor
+        if tensor is not None and share is None:
+            share = SequenceShare(tensor.group, tensor.rank, tensor.size)
+        elif tensor is not None:
+            group, ranks = self._own_group(grid.flatten(2), 2)
+            share = SequenceShare(group, ranks.index(self.rank), len(ranks))
+        return ImageRanks(share, encodes=self.stages is None or self.stages.stage == 0)
 
     def exchange(
         self,

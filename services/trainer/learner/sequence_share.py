@@ -106,6 +106,20 @@ class SequenceShare:
         return states.reshape(self.size, -1, tokens, width).transpose(1, 2)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageRanks:
+    """The ranks of a stage that train the same rows: they divide the images of these rows.
+
+    Attributes:
+        share: their places; between layers each has this part of the tokens. ``None``: this rank
+            has all.
+        encodes: whether this rank's stage has the vision tower.
+    """
+
+    share: SequenceShare | None = None
+    encodes: bool = True
+
+
 def check_shareable(size: int, config: PreTrainedConfig, tensor: int = 1) -> None:
     """Refuse a model whose sequences, or whose attention heads, so many ranks cannot share.
 

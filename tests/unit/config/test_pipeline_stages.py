@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sluice.config.pipeline_stages import stage_layers
+from sluice.config.pipeline_stages import check_image_layers, stage_layers
 from sluice.config.schema.actor import TransformerOverrides
 from sluice.errors import ConfigError
 
@@ -84,3 +84,12 @@ def test_what_is_proposed_instead_is_accepted(layers: int, cut: dict[str, object
                 sizes(layers, int(number), **words(cut))
             given = {key: json.loads(value) for key, value in re.findall(r"(\w+)=(\w+)", keys)}
             sizes(layers, stages, **(words(cut) | given))
+
+
+def test_the_first_stage_needs_all_layers_that_images_add_to() -> None:
+    stages = stage_layers(4, 2, TransformerOverrides())
+    check_image_layers(stages, 2)
+    check_image_layers(stage_layers(2, 1, TransformerOverrides()), 3)
+    why = r"=2: the first stage has 2 of .* 4 layers.* the first 3; set .*first\w*=3 or more"
+    with pytest.raises(ConfigError, match=why):
+        check_image_layers(stages, 3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from services.trainer.learner.model.forward import (
     token_outputs,
 )
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
 from sluice.types import TrainGroup
@@ -30,11 +32,12 @@ from sluice.vision import image_prompts
 from tests.support.threaded_ranks import on_ranks
 from tests.support.tiny_policy import make_batch, make_config
 from tests.support.tiny_policy import save_model as save_text_model
-from tests.support.tiny_vision import FAMILIES, IMAGE, FullForward, save_model
+from tests.support.tiny_vision import FAMILIES, FullForward, save_model
 from tests.support.vision_batches import (
     make_image_batch,
     make_image_group,
     make_reader,
+    without_sampled_images,
 )
 
 WAYS = ("sent", "received")
@@ -57,7 +60,10 @@ def one_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _packed(
-    directory: Path, groups: list[TrainGroup], share: SequenceShare | None = None
+    directory: Path,
+    groups: list[TrainGroup],
+    share: SequenceShare | None = None,
+    ranks: ImageRanks | None = None,
 ) -> tuple[list[TrainingRow], MicroBatch]:
     rows = training_rows(groups, [range(4 * g, 4 * g + 4) for g in range(len(groups))])
     (plan,) = plan_micro_batches(
@@ -69,7 +75,9 @@ def _packed(
         for place, group in enumerate(groups)
         if group.images
     }
-    micro_batch = build_micro_batch(rows, plan, torch.device("cpu"), images, share)
+    micro_batch = build_micro_batch(
+        rows, plan, torch.device("cpu"), images, share, image_ranks=ranks
+    )
     assert micro_batch is not None
     return rows, micro_batch
 
@@ -112,11 +120,15 @@ def test_each_image_is_decoded_on_one_of_the_ranks_that_share_its_tokens(
         assert needed.sum() == images.is_image.sum()
 
 
-def _without_sampled_images(group: TrainGroup) -> TrainGroup:
-    """transformers' own forward would take a sampled image token for an image's position."""
-    for rollout in group.rollouts:
-        rollout.token_ids[rollout.token_ids == IMAGE] = IMAGE + 1
-    return group
+def test_a_stage_without_the_vision_tower_decodes_no_images(
+    one_family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [make_image_group(make_reader(one_family), seed=0, num_images=1)]
+    _, first = _packed(one_family, groups)
+    monkeypatch.setattr(image_prompts, "decode_image", None)
+    _, later = _packed(one_family, groups, ranks=ImageRanks(encodes=False))
+    assert later.images is None
+    assert torch.equal(later.position_ids, first.position_ids)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["transformers' layers", "own layers"])
@@ -125,7 +137,7 @@ def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder, own: bool
     model.requires_grad_(True)
     reader = make_reader(directory)
     groups = [
-        _without_sampled_images(make_image_group(reader, seed, seed % 3)) for seed in range(1, 5)
+        without_sampled_images(make_image_group(reader, seed, seed % 3)) for seed in range(1, 5)
     ]
     rows, micro_batch = _packed(directory, groups)
     full = FullForward(directory, model, differentiable=True)
@@ -198,6 +210,17 @@ def test_recomputing_activations_in_the_backward_pass_changes_nothing(
     ]
     for name, weight in kept.items():
         torch.testing.assert_close(recomputed[name], weight, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_a_step_that_sums_gradients_once_may_begin_without_images(one_family: Path) -> None:
+    sharding = {"dtype": "bfloat16", "use_no_sync_for_gradient_accumulation": True}
+    keys: dict[str, object] = {"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 4}
+    config = make_config(one_family, 2, fsdp_config=sharding, **keys)
+    reader = make_reader(one_family)
+    batch = make_image_batch(reader, num_groups=2)
+    groups = tuple(make_image_group(reader, seed, seed) for seed in range(2))
+    found = Learner(config, DataParallel(), 10).train_step(replace(batch, groups=groups), 1)
+    assert math.isfinite(found["actor/grad_norm"])
 
 
 def test_two_ranks_agree_with_one(one_family: Path) -> None:

@@ -27,7 +27,7 @@ from services.trainer.learner.batch.packed_rows import (
     packed_inputs,
     place,
 )
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
 from sluice.algorithm.packing import MicroBatchPlan
 from sluice.types import RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
@@ -378,6 +378,7 @@ def build_micro_batch(
     share: SequenceShare | None = None,
     pad_to: int = 1,
     source: str = "",
+    image_ranks: ImageRanks | None = None,
 ) -> MicroBatch | None:
     """Pack the plan's rows; ``None`` if none of them holds a token.
 
@@ -389,6 +390,7 @@ def build_micro_batch(
         share: this rank's part of the sequence; None: all of it.
         pad_to: T becomes a multiple of it by tokens 0, whose results nothing reads.
         source: of the plan's rows.
+        image_ranks: divide the images; ``None``: those of `share`.
     """
     # Rows without trained tokens count as rows, but have no tokens to pack.
     pieces = place(rows, plan.pieces)
@@ -424,7 +426,7 @@ def build_micro_batch(
         behavior_logprobs=torch.from_numpy(
             np.concatenate([path.behavior_logprobs for path in paths])
         ).to(device),
-        images=pack_images(prompt_images, num_tokens, device, share),
+        images=pack_images(prompt_images, num_tokens, device, image_ranks or ImageRanks(share)),
         own=own,
         routing=_pack_routing(pieces, num_tokens, share),
         source=source,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
 from sluice.algorithm.episodes import (
     PathTokens,
     follows_prompt,
@@ -233,7 +233,7 @@ class PackedImages:
     """Images in the order of their tokens.
 
     Pixels stay in host memory until the pass: they take far more memory than their tokens. Of ranks
-    that share the sequence, each encodes some of the images, whose tokens may be those of others.
+    that train the same rows, each encodes some of the images, whose tokens may be those of others.
 
     Attributes:
         pixel_values: [patches, numbers per patch] float32, on the CPU; ``None`` if this rank
@@ -241,7 +241,8 @@ class PackedImages:
         grid_thw: [images, 3] int64, on the CPU.
         is_image: [1, T] bool, on the device.
         sent: image tokens that this rank encodes for each rank of the share; ``None``: no share.
-        received: image tokens of this rank's part of the sequence that each rank encodes.
+        received: image tokens of this rank's part of the tokens that each rank encodes.
+        share: the ranks that divide the images.
     """
 
     pixel_values: Tensor | None
@@ -249,24 +250,25 @@ class PackedImages:
     is_image: Tensor
     sent: list[int] | None = None
     received: list[int] | None = None
+    share: SequenceShare | None = None
 
 
 def pack_images(
     prompts: Sequence[tuple[int, ImagePrompt | None]],
     num_tokens: int,
     device: torch.device,
-    share: SequenceShare | None = None,
+    ranks: ImageRanks,
 ) -> PackedImages | None:
-    """Pack the images of all prompts; ``None`` if there are none.
+    """Pack the images of all prompts; ``None`` if there are none, or another stage encodes them.
 
     Args:
         prompts: packed position of each prompt's first token, and its images.
         num_tokens: T.
         device: gets `PackedImages.is_image`.
-        share: the ranks that divide the images; they have the same prompts.
+        ranks: that divide the images; they have the same prompts.
     """
     seen = [(start, image) for start, image in prompts if image is not None]
-    if not seen:
+    if not seen or not ranks.encodes:
         return None
     # `image.places` count from the prompt's start; packed positions count from the first prompt's.
     is_image = np.zeros((1, num_tokens), dtype=np.bool_)
@@ -275,7 +277,7 @@ def pack_images(
     patches = [one for _, image in seen for one in image.patches]
     grid_thw = np.concatenate([image.grid_thw for _, image in seen])
     sent = received = None
-    if share is not None:
+    if (share := ranks.share) is not None:
         sizes = np.concatenate([image.num_tokens for _, image in seen])
         owners = _encoders(sizes, share.size)
         # Both sides count the images' tokens in packed order.
@@ -294,6 +296,7 @@ def pack_images(
         torch.from_numpy(is_image).to(device),
         sent,
         received,
+        share,
     )
 
 

@@ -357,7 +357,9 @@ def _mini_batch(
     images = _images(groups, rows, [planned for _, planned in plans], image_prompts)
     pad_to = math.lcm(cut.pad_to, parallel.token_multiple)
     micro_batches = (
-        build_micro_batch(rows, planned, device, images, parallel.share, pad_to, source)
+        build_micro_batch(
+            rows, planned, device, images, parallel.share, pad_to, source, parallel.image_ranks
+        )
         for source, planned in plans
     )
     # Counts of all rows: the loss must not depend on which rank computes or skips a row.

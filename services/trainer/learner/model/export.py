@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
+from services.trainer.learner.model.forward import plain_class
 from services.trainer.learner.model.weight_files import expert_names
 from services.trainer.learner.places import Directory, Sizes
 from services.trainer.learner.ranks import DataParallel
@@ -117,7 +118,7 @@ def published_names(model: PreTrainedModel, directory: Directory) -> Mapping[str
     """
     meta = _empty(directory)
     storages = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
-    written = revert_weight_conversion(model, dict(meta))
+    written = _published(model, dict(meta))
     renamed = {
         storages[tensor.untyped_storage()._cdata]: (name, tuple(tensor.shape))
         for name, tensor in written.items()
@@ -135,6 +136,18 @@ def published_names(model: PreTrainedModel, directory: Directory) -> Mapping[str
         else:
             return None
     return found if sum(map(len, found.values())) == len(written) else None
+
+
+def _published(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return all tensors of a model, maybe without memory, in the form of transformers' files."""
+    whole = model
+    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    if not tensors.keys() <= own:
+        # transformers looks for modules and shapes that may be on other stages.
+        with torch.device("meta"):
+            whole = plain_class(model)(model.config)
+    published: dict[str, Tensor] = revert_weight_conversion(whole, tensors)
+    return published
 
 
 def _empty(directory: Directory) -> dict[str, Tensor]:
@@ -208,10 +221,10 @@ def _write_converted(
     yield
     if parallel.rank:
         # As many parts as rank 0 makes: the ranks' next exchange must come at the same time.
-        yield from (None for _ in revert_weight_conversion(model, _empty(directory)))
+        yield from (None for _ in _published(model, _empty(directory)))
         return
     state = {name: torch.cat(rows).view(directory[name].own_shape) for name, rows in whole.items()}
-    written = revert_weight_conversion(model, state)
+    written = _published(model, state)
     specs = {name: (tuple(one.shape), one.dtype) for name, one in written.items()}
     with TensorFile(folder / file_name(_STEM, 0, 1), specs) as file:
         for tensor in written.values():

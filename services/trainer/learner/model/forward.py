@@ -46,7 +46,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHERING_PASS = "sluice_token_pass"
 _FLOAT32_HEAD = "sluice_float32_head"
 _COMPILED_HEAD = "sluice_compiled_head"
-_NUM_RANKS = "sluice_num_ranks"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PROMPT_TOKENS = (5, 8)
 _ROW_TOKENS = (6, 9)
@@ -117,9 +116,8 @@ def _begin(model: PreTrainedModel, routing: Routing | None) -> Any:  # noqa: ANN
     return getattr(model, _GATHERING_PASS, None) or partial(_token_pass, model)
 
 
-def gather_in_passes(model: PreTrainedModel, num_ranks: int) -> None:
+def gather_in_passes(model: PreTrainedModel) -> None:
     """Make `token_outputs` gather the shards of a sharded model, as its own forward does."""
-    setattr(model, _NUM_RANKS, num_ranks)
     setattr(model, _GATHERING_PASS, MethodType(_token_pass, model))
     register_fsdp_forward_method(model, _GATHERING_PASS)
 
@@ -186,17 +184,19 @@ def _last_hidden(
     model: PreTrainedModel, micro_batch: MicroBatch, entering: Tensor | None
 ) -> Tensor:
     """Return the hidden states [1, T, hidden] that the head reads, or the next stage."""
-    images = micro_batch.images or _image_for_all_ranks(model, micro_batch.input_ids)
+    images = None
+    if entering is None:  # the first stage has the vision tower
+        images = micro_batch.images or _image_for_all_ranks(model, micro_batch.input_ids)
     if images is not None:
         return forward_with_images(
             model,
             micro_batch.input_ids,
             micro_batch.position_ids,
             images.is_image,
-            _features(model, images, micro_batch.layout.share),
+            _features(model, images),
             packed_layout=micro_batch.layout.for_one_pass(),
         )
-    base: Any = model.base_model
+    base: Any = model.base_model if entering is None else model.get_decoder()
     outputs = base(
         input_ids=micro_batch.input_ids if entering is None else None,
         inputs_embeds=entering,
@@ -208,20 +208,18 @@ def _last_hidden(
     return hidden
 
 
-def _features(
-    model: PreTrainedModel, images: PackedImages, share: SequenceShare | None
-) -> Sequence[ImageFeatures]:
+def _features(model: PreTrainedModel, images: PackedImages) -> Sequence[ImageFeatures]:
     """Return what stands at this rank's tokens of images, encoded here or by another rank."""
     device, pixels, grid = images.is_image.device, images.pixel_values, images.grid_thw
     if pixels is None:
         # Gathering weights, and the gradients' way back to them, are collective.
         pixels, grid = _blank_image(model)
     found = encode_images(model, pixels.to(device), grid.to(device))
-    if share is None or images.sent is None:
+    if images.share is None or images.sent is None:
         return found
     # One exchange for all: what a layer adds is as wide as an embedding.
     rows = torch.cat([torch.cat([one.embeddings, *one.added], dim=-1) for one in found])
-    mine = all_to_all(rows[: sum(images.sent)], share.group, images.sent, images.received)
+    mine = all_to_all(rows[: sum(images.sent)], images.share.group, images.sent, images.received)
     embeddings, *added = mine.chunk(1 + len(found[0].added), dim=-1)
     return [ImageFeatures(embeddings, tuple(added))]
 
@@ -246,11 +244,15 @@ def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedIma
     """Return an image that no token refers to, for a pass without images of a sharded model.
 
     Gathering is collective: if one rank runs the vision tower, all must. Here its gradients are 0
-    instead of missing. ``None``: no other rank has a part of it, or it reads no images.
+    instead of missing, which FSDP2 does not take in a step's first pass. ``None``: the model is
+    whole, or it reads no images.
     """
-    if getattr(model, _NUM_RANKS, 1) == 1 or model.config.model_type not in FAMILIES:
+    if not hasattr(model, _GATHERING_PASS) or model.config.model_type not in FAMILIES:
         return None
-    return PackedImages(*_blank_image(model), torch.zeros_like(token_ids, dtype=torch.bool))
+    own = token_ids
+    if (tensor := tensor_share(model)) is not None:
+        own = token_ids[:, tensor.own(token_ids.shape[1])]
+    return PackedImages(*_blank_image(model), torch.zeros_like(own, dtype=torch.bool))
 
 
 def _blank_image(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

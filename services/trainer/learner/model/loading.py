@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -34,11 +33,12 @@ from sluice.config.derived import adapts
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
-from sluice.vision.torch_inputs import text_attention
+from sluice.vision.torch_inputs import text_attention, vision_tower
 from sluice.vision.vision_shape import FAMILIES, read_vision_shape
 from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -193,8 +193,8 @@ def freeze_vision_tower(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: the model has no vision tower.
     """
-    tower: object = getattr(model.base_model, "visual", None)
-    if not isinstance(tower, torch.nn.Module):
+    tower = vision_tower(model)
+    if tower is None:
         raise ConfigError(
             "actor_rollout_ref.actor.freeze_vision_tower: a "
             f"{model.config.model_type} model reads no images; leave the key out"

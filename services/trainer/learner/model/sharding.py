@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -30,10 +30,26 @@ from services.trainer.learner.ranks import (
     DataParallel,
 )
 from sluice.algorithm.packing import plan_micro_batches
+from sluice.vision.torch_inputs import vision_tower
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Meshes:
+    """The ranks that share the parts of a model.
+
+    Attributes:
+        layers: see `DataParallel.shard_mesh`.
+        experts: see `DataParallel.expert_mesh`.
+        tower: of a vision tower, which is whole where ranks cut layers; ``None``: as `layers`.
+    """
+
+    layers: DeviceMesh
+    experts: DeviceMesh | None = None
+    tower: DeviceMesh | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,13 +84,12 @@ class Shards:
 
 def shard_model(
     model: PreTrainedModel,
-    mesh: DeviceMesh,
+    meshes: Meshes,
     files: WeightFiles | None = None,
     *,
     dtype: torch.dtype,
     reshard_after_forward: bool,
     sums_once: bool,
-    expert_mesh: DeviceMesh | None = None,
     prefetches: bool = False,
 ) -> Shards:
     """Shard a whole model in place; it must be equal on all ranks. Collective.
@@ -84,13 +99,12 @@ def shard_model(
     more unit, whole from forward to backward.
 
     Args:
-        model: moves to the mesh's device layer by layer; for a mesh with ``tensor`` cut already.
-        mesh: see `DataParallel.shard_mesh`.
+        model: moves to the meshes' device layer by layer; for one with ``tensor`` cut already.
+        meshes: of its parts.
         files: the weights, if they are not read yet: each rank reads the rows of its shards.
         dtype: of gathered weights and activations; gradients are summed in float32.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
-        expert_mesh: see `DataParallel.expert_mesh`.
         prefetches: start to gather the next layer when a layer's forward pass begins.
     """
     # Casting inputs would round positions of images, and copy the layout and masks for each layer.
@@ -102,11 +116,13 @@ def shard_model(
     layers = set(model._no_split_modules or ())
     shard = partial(fully_shard, reshard_after_forward=kept_whole, mp_policy=precision)
     units = [m for m in model.modules() if type(m).__name__ in layers]
-    over, cutting = _by_use(mesh)
-    for module in units:
-        if expert_mesh is not None:
+    over, cutting = _by_use(meshes.layers)
+    if meshes.tower is not None and (tower := vision_tower(model)) is not None:
+        _shard_tower(tower, units, partial(shard, mesh=meshes.tower))
+    for module in (one for one in units if not isinstance(one, FSDPModule)):
+        if meshes.experts is not None:
             for block in expert_blocks(module):
-                _shard_experts(block, expert_mesh, shard)
+                _shard_experts(block, meshes.experts, shard)
         if cutting is not None:
             cut_weights(module, cutting)
         shard(module, mesh=over)
@@ -121,11 +137,11 @@ def shard_model(
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    gather_in_passes(model, mesh.size())
+    gather_in_passes(model)
     parameters = dict(model.named_parameters())
     if files is not None:
         fill_shards(parameters, files)
-    return Shards(model, mesh, parameters, sums_once)
+    return Shards(model, meshes.layers, parameters, sums_once)
 
 
 def _by_use(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -134,6 +150,15 @@ def _by_use(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
         return mesh, None
     sharing = mesh[SHARD_DIM] if mesh.ndim == 2 else mesh[COPY_DIM, SHARD_DIM]
     return sharing, mesh[TENSOR_DIM]
+
+
+def _shard_tower(
+    tower: nn.Module, units: Sequence[nn.Module], shard: Callable[..., object]
+) -> None:
+    """Shard a vision tower: its layers and the rest of it."""
+    own = set(tower.modules())
+    for module in (*(one for one in units if one in own), tower):
+        shard(module)
 
 
 def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., object]) -> None:

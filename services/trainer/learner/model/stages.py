@@ -2,7 +2,8 @@
 
 Every rank builds the whole model, whose memory is only reserved, and drops what other stages hold
 before any weight is read. What stays keeps its name: ``model.layers.7`` is the model's layer 7 on
-whichever stage it is. The first stage has the embedding, the last one the last norm and the head.
+whichever stage it is. The first stage has the embedding, and the vision tower with the layers that
+it adds to; the last one the last norm and the head.
 Where both are one weight, both stages hold it, and sum its gradient (`ShardedGradients`).
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -20,10 +21,10 @@ from services.trainer.learner.model.forward import DTYPES
 from services.trainer.learner.model.loading import LoadedModel, Stage, weight_sum
 from services.trainer.learner.ranks import DataParallel
 from sluice.config.parallel_layout import PIPELINE_KEY
-from sluice.config.pipeline_stages import stage_layers
+from sluice.config.pipeline_stages import check_image_layers, stage_layers
 from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
 from sluice.errors import ConfigError
-from sluice.vision.vision_shape import FAMILIES
+from sluice.vision.torch_inputs import vision_tower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,22 +51,22 @@ def own_stage(
     if ranks is None:
         return None
     count, number = len(ranks.ranks), ranks.stage
-    layers = getattr(model.base_model, "layers", None)
-    if (
-        model.config.model_type in FAMILIES
-        or not isinstance(layers, nn.ModuleList)
-        or not all(isinstance(layer, DecoderLayer) for layer in layers)
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not all(
+        isinstance(layer, DecoderLayer) for layer in layers
     ):
         raise ConfigError(
-            f"{PIPELINE_KEY}={count}: the trainer cuts its own layers of llama, qwen2, qwen3 and "
-            f"qwen3_moe into stages, and not those of a {model.config.model_type} model; leave the "
-            "key at 1"
+            f"{PIPELINE_KEY}={count}: the trainer cuts its own layers into stages, those of llama, "
+            "qwen2, qwen3, qwen3_moe and Qwen-VL models, and not those of a "
+            f"{model.config.model_type} model; leave the key at 1"
         )
+    of_stages = stage_layers(len(layers), count, cut)
+    check_image_layers(of_stages, _layers_with_images(model))
     twins = {0: ranks.ranks[-1], count - 1: ranks.ranks[0]}
     return Stage(
         number,
         count,
-        stage_layers(len(layers), count, cut)[number],
+        of_stages[number],
         ranks.ranks[number - 1] if number else None,
         ranks.ranks[number + 1] if number + 1 < count else None,
         twins.get(number) if _is_tied(model) else None,
@@ -115,15 +116,17 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
     total = loaded.total
     if loaded.files is None and total is None:
         total = weight_sum(model)
-    base: Any = model.base_model
-    for number in range(len(base.layers)):
+    base, decoder = cast("Any", model.base_model), cast("Any", model.get_decoder())
+    for number in range(len(decoder.layers)):
         if number not in stage.layers:
-            delattr(base.layers, str(number))
+            delattr(decoder.layers, str(number))
+    if stage.before is not None and vision_tower(model) is not None:
+        base.visual = None
     # Of the last stage the embedding is only the head's weight.
     if stage.before is not None and stage.twin is None:
         model.set_input_embeddings(nn.Identity())
     if stage.after is not None:
-        base.norm = nn.Identity()
+        decoder.norm = nn.Identity()
         model.set_output_embeddings(nn.Identity())
     return replace(loaded, stage=stage, outline=outline, total=total)
 
@@ -134,6 +137,12 @@ def _outline(model: nn.Module) -> Mapping[str, nn.Parameter]:
         name: nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=one.requires_grad)
         for name, one in model.named_parameters()
     }
+
+
+def _layers_with_images(model: PreTrainedModel) -> int:
+    """Return to how many of the first layers Qwen3-VL's vision tower adds (DeepStack)."""
+    vision = getattr(model.config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def _is_tied(model: PreTrainedModel) -> bool:

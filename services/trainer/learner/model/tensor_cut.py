@@ -42,11 +42,11 @@ def check_cuttable(model: PreTrainedModel, size: int) -> None:
     """
     if size == 1:
         return
-    family, layers = model.config.model_type, getattr(model.base_model, "layers", ())
+    family, layers = model.config.model_type, getattr(model.get_decoder(), "layers", ())
     if not layers or not all(isinstance(layer, DecoderLayer) for layer in layers):
         raise ConfigError(
-            f"{TENSOR_KEY}={size}: the trainer cuts the layers of Llama, Qwen2, Qwen3 and "
-            f"Qwen3-MoE models, and none of a {family} model; set it to 1"
+            f"{TENSOR_KEY}={size}: the trainer cuts the layers of Llama, Qwen2, Qwen3, "
+            f"Qwen3-MoE and Qwen-VL models, and none of a {family} model; set it to 1"
         )
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
@@ -80,7 +80,7 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
         model: `check_cuttable`, not sharded yet.
         share: this rank's.
     """
-    base: Any = model.base_model
+    base: Any = model.get_decoder()
     for block in (one for layer in base.layers for one in (layer.self_attn, layer.mlp)):
         if isinstance(block, Attention | GatedMlp):
             block.tensor = share

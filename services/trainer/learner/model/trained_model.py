@@ -41,6 +41,7 @@ from services.trainer.learner.model.lora import (
 )
 from services.trainer.learner.model.optimizer import MOMENTS, ModelOptimizer, ShardedGradients
 from services.trainer.learner.model.sharding import (
+    Meshes,
     Shards,
     assign,
     fill_shards,
@@ -63,6 +64,7 @@ from sluice.config.derived import is_whole
 from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
+from sluice.vision.vision_shape import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -439,16 +441,18 @@ def share_model(
             fill_shards(dict(loaded.model.named_parameters()), loaded.files)
         loaded.model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
         return None
+    tower_mesh = None
     if parallel.tensor is not None:
         cut_modules(loaded.model, parallel.tensor)
+        if loaded.model.config.model_type in FAMILIES:
+            tower_mesh = parallel.whole_mesh(size)  # also on stages without the tower
     return shard_model(
         loaded.model,
-        mesh,
+        Meshes(mesh, expert_mesh, tower_mesh),
         loaded.files,
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
         # Ranks of a stage would wait for one another after each micro-batch, all stages for them.
         sums_once=sharding.use_no_sync_for_gradient_accumulation or loaded.stage is not None,
-        expert_mesh=expert_mesh,
         prefetches=sharding.forward_prefetch,
     )
