@@ -402,6 +402,7 @@ def build_micro_batch(
     owners = [of_row[i] for piece in pieces for i, own in piece.rows.items() for _ in own]
     input_ids, position_ids = (_padded(one, pad_to) for one in packed_inputs(pieces, images))
     predecessors, own = np.concatenate([path.predecessors for path in paths]), None
+    behavior = np.concatenate([path.behavior_logprobs for path in paths])
     num_tokens = input_ids.size
     if share is not None:
         input_ids, position_ids = share.cut(input_ids), share.cut(position_ids)
@@ -423,9 +424,7 @@ def build_micro_batch(
         rows=_tensor(np.repeat(owners, sizes), device),
         batch_rows=_tensor(np.repeat([path.row.number for path in paths], sizes), device),
         columns=_tensor(np.concatenate([path.tokens.columns for path in paths]), device),
-        behavior_logprobs=torch.from_numpy(
-            np.concatenate([path.behavior_logprobs for path in paths])
-        ).to(device),
+        behavior_logprobs=torch.from_numpy(behavior).to(device),
         images=pack_images(prompt_images, num_tokens, device, image_ranks or ImageRanks(share)),
         own=own,
         routing=_pack_routing(pieces, num_tokens, share),

@@ -88,13 +88,14 @@ def check_stages_train(model: PreTrainedModel, stages: int, cut: TransformerOver
     """
     if stages == 1:
         return
-    base: Any = model.base_model
-    for number, numbers in enumerate(stage_layers(len(base.layers), stages, cut)):
-        parts: list[nn.Module] = [base.layers[one] for one in numbers]
+    decoder: Any = model.get_decoder()
+    tower = getattr(model.base_model, "visual", None)
+    for number, numbers in enumerate(stage_layers(len(decoder.layers), stages, cut)):
+        parts: list[nn.Module] = [decoder.layers[one] for one in numbers]
         if number == 0:
-            parts.append(model.get_input_embeddings())
+            parts += [model.get_input_embeddings(), *([] if tower is None else [tower])]
         if number == stages - 1:
-            parts += [base.norm, model.get_output_embeddings()]
+            parts += [decoder.norm, model.get_output_embeddings()]
         if not any(one.requires_grad for part in parts for one in part.parameters()):
             raise ConfigError(
                 f"{PIPELINE_KEY}={stages}: stage {number + 1} has nothing to train; adapt some of "
