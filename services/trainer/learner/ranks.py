@@ -69,7 +69,6 @@ class StageRanks:
     `ranks` are their numbers among all, in order of stage, one a stage; `stage` is this rank's.
     """
 
-    group: ProcessGroup
     ranks: tuple[int, ...]
     stage: int
 
@@ -339,10 +338,11 @@ class TorchDistributed(DataParallel):
         super().divide(layout)
         sizes = (layout.pipeline, layout.data_ranks, layout.sequence, layout.tensor)
         grid = torch.arange(self.world_size).view(sizes)
+        if layout.pipeline > 1:
+            stage, place = divmod(self.rank, self.world_size // layout.pipeline)
+            column = grid.flatten(1)[:, place].tolist()
+            self.stages = StageRanks(tuple(column), stage)
         with self.naming_failures("forming groups of the ranks that train the same rows"):
-            if layout.pipeline > 1:
-                group, ranks = self._own_group(grid, 0)
-                self.stages = StageRanks(group, tuple(ranks), ranks.index(self.rank))
             if layout.sequence > 1:
                 group, ranks = self._own_group(grid, 2)
                 self.share = SequenceShare(group, ranks.index(self.rank), len(ranks))
