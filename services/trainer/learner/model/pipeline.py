@@ -218,12 +218,8 @@ class _Pipeline:
         if self._tape is not None and one.routing is not None:
             # A layer that is recomputed follows the choices of its own pass, not of a later one's.
             self._tape.current = one.routing
-        if one.leaving.requires_grad:  # else the stage trains nothing
-            torch.autograd.backward(one.leaving, gradient)
-        if one.entering is None:
-            return None
-        found = one.entering.grad
-        return torch.zeros_like(one.entering) if found is None else found
+        torch.autograd.backward(one.leaving, gradient)
+        return None if one.entering is None else one.entering.grad
 
     def _received(self, passes: Sequence[TokenPass], number: int) -> Tensor | None:
         return self._swapped_before(passes, None, None, number)
