@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.model.experts import Routing, routing_tape
@@ -55,7 +56,7 @@ class _InFlight:
     """A micro-batch between its forward and its backward pass on this stage."""
 
     entering: Tensor | None
-    leaving: Tensor
+    leaving: GradientEdge  # without the output, whose memory is free when it is sent
     routing: Routing | None
 
 
@@ -185,25 +186,28 @@ class _Pipeline:
         warm = min(stage.count - 1 - stage.number, count)
 
         def forward(number: int, entering: Tensor | None) -> Tensor:
+            """Return the output, which nothing else keeps."""
             if entering is not None:
                 entering.requires_grad_()
             found = self._forward(passes[number], entering)
             leaving = loss(number, found) if isinstance(found, TokenStatistics) else found
             routing = None if self._tape is None else self._tape.current
-            flight.append(_InFlight(entering, leaving, routing))
-            return leaving
+            flight.append(_InFlight(entering, get_gradient_edge(leaving), routing))
+            return leaving.detach()
 
         def backward(gradient: Tensor | None) -> Tensor | None:
             before_backward()
             return self._backward(flight.popleft(), gradient)
 
         for number in range(warm):
-            leaving = forward(number, self._received(passes, number))
-            self._exchange(f"micro-batch {number + 1} of {count}", leaving.detach(), None)
+            self._exchange(
+                f"micro-batch {number + 1} of {count}",
+                forward(number, self._received(passes, number)),
+                None,
+            )
         entering = self._received(passes, warm)
         for number in range(warm, count):
-            leaving = forward(number, entering)
-            gradient = self._swapped_after(passes, leaving.detach(), number, number - warm)
+            gradient = self._swapped_after(passes, forward(number, entering), number, number - warm)
             entering = self._swapped_before(passes, backward(gradient), number - warm, number + 1)
         for number in range(count - warm, count):
             gradient = self._swapped_after(passes, None, None, number)
