@@ -66,11 +66,28 @@ _PROCESSES = Path("/proc/self/ns/pid")
 class StageRanks:
     """The ranks that train the same rows with the layers of different stages.
 
-    `ranks` are their numbers among all, in order of stage, one a stage; `stage` is this rank's.
+    Attributes:
+        ranks: their numbers among all, in order of stage, one a stage.
+        number: of this rank's stage, from 0.
     """
 
     ranks: tuple[int, ...]
-    stage: int
+    number: int
+
+    @property
+    def count(self) -> int:
+        """Return the number of stages."""
+        return len(self.ranks)
+
+    @property
+    def before(self) -> int | None:
+        """Return the rank that inputs come from; None: this is the first stage."""
+        return self.ranks[self.number - 1] if self.number else None
+
+    @property
+    def after(self) -> int | None:
+        """Return the rank that outputs go to; None: this is the last stage."""
+        return self.ranks[self.number + 1] if self.number + 1 < self.count else None
 
 
 class DataParallel:
@@ -108,7 +125,7 @@ class DataParallel:
     @property
     def num_stages(self) -> int:
         """Return the number of stages of the pipeline."""
-        return len(self.stages.ranks) if self.stages else 1
+        return self.stages.count if self.stages else 1
 
     @property
     def stage_size(self) -> int:
@@ -152,7 +169,7 @@ class DataParallel:
         """Sum in place over shares, whose ranks have the same values; of several stages the last
         one's count.
         """
-        is_last = self.stages is None or self.stages.stage == self.num_stages - 1
+        is_last = self.stages is None or self.stages.after is None
         if not is_last or self.rank % self.row_ranks:
             values.zero_()
         self.all_reduce_sum([values], phase)
@@ -487,7 +504,7 @@ class TorchDistributed(DataParallel):
         if grid.shape[1] == 1:
             grid, names = grid[:, 0], names[1:]
         own = [self._own_group(grid, dim)[0] for dim in range(1, grid.ndim)]
-        stage = grid[self.stages.stage if self.stages else 0].clone()
+        stage = grid[self.stages.number if self.stages else 0].clone()
         return DeviceMesh.from_group(own, self.device_type, mesh=stage, mesh_dim_names=names)
 
     def _own_group(self, grid: Tensor, dim: int) -> tuple[ProcessGroup, list[int]]:

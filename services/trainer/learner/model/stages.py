@@ -49,7 +49,7 @@ def own_stage(
     ranks = parallel.stages
     if ranks is None:
         return None
-    count, number = len(ranks.ranks), ranks.stage
+    count, number = ranks.count, ranks.number
     layers = getattr(model.base_model, "layers", None)
     if (
         model.config.model_type in FAMILIES
@@ -63,11 +63,9 @@ def own_stage(
         )
     twins = {0: ranks.ranks[-1], count - 1: ranks.ranks[0]}
     return Stage(
+        ranks.ranks,
         number,
-        count,
         stage_layers(len(layers), count, cut)[number],
-        ranks.ranks[number - 1] if number else None,
-        ranks.ranks[number + 1] if number + 1 < count else None,
         twins.get(number) if _is_tied(model) else None,
         model.config.get_text_config().hidden_size,
         DTYPES[precision.dtype],
