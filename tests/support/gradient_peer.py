@@ -72,7 +72,7 @@ class PassFound(msgspec.Struct):
 
 
 def _micro_batches(parallel: DataParallel) -> list[MicroBatch]:
-    takers = max(1, parallel.data_size - 1)
+    takers = max(1, parallel.layout.data_ranks - 1)
     rows = [row for row in parity_rows() if row.group % takers == parallel.data_rank]
     plans = plan_micro_batches([row.size for row in rows], range(len(rows)), rows_per_micro=3)
     built = [
