@@ -87,7 +87,8 @@ def shard_model(
         model: moves to the mesh's device layer by layer; for a mesh with ``tensor`` cut already.
         mesh: see `DataParallel.shard_mesh`.
         files: the weights, if they are not read yet: each rank reads the rows of its shards.
-        dtype: of gathered weights and activations; gradients are summed in float32.
+        dtype: of gathered weights and activations; gradients are summed in float32, but see
+            `own_part`.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
         expert_mesh: see `DataParallel.expert_mesh`.
