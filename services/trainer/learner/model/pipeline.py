@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.model.experts import Routing, routing_tape
+from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
 from services.trainer.learner.model.forward import EntropyUse, hidden_states, token_outputs
 from services.trainer.learner.model.loading import Stage
 from services.trainer.learner.model.sharding import EvenPasses, Shards, idle_micro_batch
@@ -169,6 +169,8 @@ class _Pipeline:
         self._model, self._stage = model, stage
         self._parallel, self._device = parallel, device
         self._tape = routing_tape(model)
+        if self._tape is not None and (own := [one.layer for one in expert_blocks(model)]):
+            self._tape.own = slice(own[0], own[-1] + 1)
 
     def forward(self, passes: Sequence[TokenPass], read: Read) -> None:
         for number, one in enumerate(passes):
