@@ -17,7 +17,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
 .PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients test-agents test-harness demo-clients lint format structure protos \
-	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-trainer bench-devices bench-episodes bench-recipes bench-eval bench-telemetry \
+	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-layouts bench-trainer bench-devices bench-episodes bench-recipes bench-eval bench-telemetry \
 	gpu-smoke gpu-day1 fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
@@ -115,6 +115,10 @@ SGLANG_PYTHON ?= $(wildcard $(VENV)-sglang/bin/python)
 bench-engine: $(VENV)/.installed-train  ## Measure each engine's tokens/s, against vLLM on the CPU and transformers
 	@$(PY) -m benchmarks.engine $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
 		$(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) $(ARGS)
+
+# The parts of bench-trainer that are about layouts.
+bench-layouts: $(VENV)/.installed-dev  ## Prove every layout of trainer ranks on the CPU: gradients, logprobs, plans, a run, the time line of a pipeline
+	@$(PY) -m benchmarks.trainer --parts parity,plan-error,plans,learning,time-line $(ARGS)
 
 bench-trainer: $(VENV)/.installed-dev  ## Prove the trainer's layouts, plans and states on the CPU, and measure its speed
 	@$(PY) -m benchmarks.trainer $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) $(ARGS)

@@ -16,7 +16,8 @@ class ConfigError(SluiceError):
 
 
 class MissingPackageError(ConfigError):
-    """The configuration needs a package that is not installed; a restart cannot change that."""
+    """The configuration needs a package that is not installed, or whose libraries are not there;
+    a restart cannot change that."""
 
 
 class DataError(SluiceError):

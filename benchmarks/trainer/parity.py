@@ -3,54 +3,52 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.reporting import ROOT, print_line
+from benchmarks.reporting import print_line
+from benchmarks.trainer.layout_page import replace_block
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.loss import LOSSES
-from tests.support.rank_parity import compare, make_subject
+from tests.support.rank_parity import Subject, compare, make_subject
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import (
     adapting,
     make_batch,
     make_config,
     recomputing,
-    save_model,
 )
 from tests.support.trainer_ranks import end, trainer
 
-PAGE = ROOT / "docs" / "parallelism.md"
-_BEGIN, _END = "<!-- parity: begin -->", "<!-- parity: end -->"
 _STEPS = (1, 2, 3)
 _ADAPTERS = {"lora_rank": 3, "lora_alpha": 6.0}
+_OFFLOAD = {"param_offload": True, "optimizer_offload": True}
 _ACTOR: dict[str, Any] = {
     "ppo_micro_batch_size_per_gpu": 3,
     "ppo_mini_batch_size": 2,
     "entropy_coeff": 0.01,
 }
 _DENSE, _MOE = ("qwen3", "qwen2", "llama"), ("qwen3_moe",)
-_ALL = tuple(product((False, True), (False, True)))
-# Adapters, recompute. The other two families differ from Qwen3 within a layer only.
-_VARIANTS = {"qwen3": _ALL, "qwen2": _ALL[1:2], "llama": _ALL[2:3], "qwen3_moe": _ALL}
+# Adapters, recompute: families and layouts take turns.
+_VARIANTS = tuple(product((False, True), (False, True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of a layout; `copy` ranks of each tensor index hold the model once."""
+    """Sizes of a layout; `copy` ranks of each tensor index and stage hold the stage once."""
 
     ranks: int
     copy: int
     sequence: int = 1
     experts: int = 1
     tensor: int = 1
+    stages: int = 1
 
     @property
     def keys(self) -> dict[str, int]:
@@ -60,17 +58,30 @@ class Layout:
             "ulysses_sequence_parallel_size": self.sequence,
             "expert_parallel_size": self.experts,
             "tensor_parallel_size": self.tensor,
+            "pipeline_parallel_size": self.stages,
         }
 
     @property
     def name(self) -> str:
         """Return the layout in words."""
-        copies = self.ranks // (self.copy * self.tensor)
-        shared = f"HSDP, {copies} copies" if copies > 1 else "FSDP2"
-        sequence = f" × sequence {self.sequence}" if self.sequence > 1 else ""
-        tensor = f" × tensor {self.tensor}" if self.tensor > 1 else ""
-        experts = f" × experts {self.experts}" if self.experts > 1 else ""
-        return shared + sequence + tensor + experts
+        copies = self.ranks // (self.copy * self.tensor * self.stages)
+        sizes = {
+            "stages": self.stages,
+            "sequence": self.sequence,
+            "tensor": self.tensor,
+            "experts": self.experts,
+        }
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        if self.copy > 1:
+            parts.insert(0, f"HSDP, {copies} copies" if copies > 1 else "FSDP2")
+        elif copies > 1:
+            parts.insert(0, f"{copies} copies")
+        return " × ".join(parts)
+
+    @property
+    def layers(self) -> int:
+        """Return how many layers the models have."""
+        return 2 if self.stages == 1 else 4
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -84,41 +95,53 @@ LAYOUTS = (
     Layout(4, 4, sequence=2),
     Layout(4, 2, sequence=2),
     Layout(4, 4, sequence=4),
-    Layout(4, 4, experts=2),
     Layout(4, 4, experts=4),
     Layout(4, 2, experts=2),
-    Layout(4, 4, sequence=2, experts=2),
     Layout(4, 4, sequence=2, experts=4),
-    Layout(4, 2, sequence=2, experts=2),
     Layout(4, 4, sequence=4, experts=2),
-    Layout(8, 8),
-    Layout(8, 4, sequence=2),
-    Layout(8, 4, sequence=4),
-    Layout(8, 8, experts=4),
-    Layout(8, 4, sequence=2, experts=2),
-    Layout(8, 8, sequence=2, experts=8),
-    Layout(8, 8, sequence=4, experts=4),
-    Layout(8, 4, sequence=4, experts=4),
     Layout(4, 2, tensor=2),
     Layout(4, 1, tensor=2),
     Layout(4, 2, sequence=2, tensor=2),
-    Layout(4, 2, tensor=2, experts=2),
     Layout(4, 2, tensor=2, experts=4),
     Layout(4, 2, sequence=2, tensor=2, experts=2),
+    Layout(4, 1, stages=4),
+    Layout(4, 2, stages=2),
+    Layout(4, 1, stages=2),
+    Layout(4, 2, sequence=2, stages=2),
+    Layout(4, 1, tensor=2, stages=2),
+    Layout(4, 2, experts=2, stages=2),
+    Layout(4, 2, sequence=2, experts=2, stages=2),
+    Layout(4, 1, tensor=2, experts=2, stages=2),
+    Layout(8, 8),
+    Layout(8, 4, sequence=2),
+    Layout(8, 8, sequence=4, experts=4),
+    Layout(8, 4, sequence=2, experts=2),
     Layout(8, 4, sequence=2, tensor=2),
     Layout(8, 2, sequence=2, tensor=2),
-    Layout(8, 4, sequence=2, tensor=2, experts=4),
     Layout(8, 4, sequence=2, tensor=2, experts=8),
+    Layout(8, 4, stages=2),
+    Layout(8, 2, stages=4),
+    Layout(8, 2, sequence=2, stages=2),
+    Layout(8, 2, tensor=2, stages=2),
+    Layout(8, 2, sequence=2, tensor=2, stages=2),
+    Layout(8, 1, tensor=2, stages=4),
+    Layout(8, 4, sequence=2, experts=4, stages=2),
+    Layout(8, 2, tensor=2, experts=4, stages=2),
+    Layout(8, 2, sequence=2, tensor=2, experts=2, stages=2),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results of a layout: the worst gradient error, and that of the losses of a DAPO run."""
+    """Results of a layout: the worst gradient error, and that of the losses of a DAPO run.
+
+    ``equal`` is whether passes without gradients gave the logprobs of those with.
+    """
 
     layout: Layout
     cases: int
     gradient: float
+    equal: bool
     run: str
     loss: float
 
@@ -126,10 +149,13 @@ class Row:
 def parity() -> dict[str, Any]:
     """Return the figures, and the rows of the table under ``rows``."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = list(_rows(Path(folder)))
+        tiny = _TinyModels(Path(folder))
+        rows = [_row(number, layout, tiny) for number, layout in enumerate(LAYOUTS)]
     return {
         "parity_worst": _worst(row.gradient for row in rows),
         "parity_cases": sum(row.cases for row in rows),
+        "parity_layouts": len(rows),
+        "forward_equal": all(row.equal for row in rows),
         "dapo_loss_worst": _worst(row.loss for row in rows),
         "rows": rows,
     }
@@ -140,78 +166,111 @@ def _worst(errors: Iterable[float]) -> float:
     return float(np.max(list(errors)))
 
 
-def _rows(scratch: Path) -> Iterator[Row]:
-    subjects = {
-        (family, adapts): make_subject(scratch / f"{family}-{adapts}", family, adapts=adapts)
-        for family, adapts in product(_DENSE + _MOE, (False, True))
-    }
-    one = _OneRank({family: save_model(scratch / family, family) for family in _DENSE + _MOE})
-    for number, layout in enumerate(LAYOUTS):
-        passes = [
-            (subjects[family, adapts], recomputes)
-            for family in layout.families
-            for adapts, recomputes in _VARIANTS[family]
-        ]
-        errors = [found.error for found in compare(layout.ranks, layout.keys, passes, scratch)]
-        # Families take turns, and every other run trains adapters.
-        family, adapts = layout.families[number % len(layout.families)], number % 2 == 1
-        loss = one.difference(layout, family, adapts)
-        run = f"{family}{', adapters' if adapts else ''}"
-        worst = _worst(errors)
-        print_line(
-            f"{layout.ranks} ranks, {layout.name}: {len(errors)} gradients within "
-            f"{worst:.1e}; DAPO, {run}: within {loss:.1e}"
-        )
-        yield Row(layout, len(errors), worst, run, loss)
+def _row(number: int, layout: Layout, tiny: _TinyModels) -> Row:
+    # Where only one family is tried, it is tried twice.
+    families = layout.families if len(layout.families) > 1 else layout.families * 2
+    passes = []
+    for place, family in enumerate(families):
+        adapts, recomputes = _VARIANTS[(number + place) % len(_VARIANTS)]
+        passes.append((tiny.subject(family, layout.layers, adapts=adapts), recomputes))
+    scratch = tiny.scratch / f"layout-{number}"
+    scratch.mkdir()
+    found = compare(layout.ranks, layout.keys, passes, scratch)
+    equal = all(rank.is_equal for one in found for rank in one.ranks)
+    run = _Run(
+        layout.families[number % len(layout.families)],
+        layout.layers,
+        adapts=number // 4 % 2 == 1,
+        offloads=number % 3 == 0,
+    )
+    loss = tiny.difference(layout, run)
+    worst = _worst(one.error for one in found)
+    print_line(
+        f"{layout.ranks} ranks, {layout.name}: {len(found)} gradients within {worst:.1e}, "
+        f"logprobs alone {'equal' if equal else 'DIFFER'}; DAPO, {run.name}: within {loss:.1e}"
+    )
+    return Row(layout, len(found), worst, equal, run.name, loss)
 
 
-class _OneRank:
-    """Three steps of DAPO on one rank in this process, and their difference from several."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A DAPO run."""
 
-    def __init__(self, folders: dict[str, Path]) -> None:
-        self._folders = folders
-        self._metrics = cache(self._train)
+    family: str
+    layers: int
+    adapts: bool
+    offloads: bool
 
-    def difference(self, layout: Layout, family: str, adapts: bool) -> float:
+    @property
+    def name(self) -> str:
+        """Return it in words."""
+        return self.family + ", adapters" * self.adapts + ", offload" * self.offloads
+
+
+@dataclass(frozen=True)
+class _TinyModels:
+    """Models, their gradients, and three steps of DAPO on one rank; each is made once."""
+
+    scratch: Path
+    _subjects: dict[tuple[str, int, bool], Subject] = field(default_factory=dict)
+    _metrics: dict[tuple[str, int, bool], list[dict[str, float]]] = field(default_factory=dict)
+
+    def subject(self, family: str, layers: int, *, adapts: bool) -> Subject:
+        """Return a model, or an adapter of it, with the gradients by transformers."""
+        key = (family, layers, adapts)
+        if key not in self._subjects:
+            folder = self.scratch / f"{family}-{layers}-{adapts}"
+            self._subjects[key] = make_subject(
+                folder, family, adapts=adapts, num_hidden_layers=layers
+            )
+        return self._subjects[key]
+
+    def difference(self, layout: Layout, run: _Run) -> float:
         """Return the largest difference of a loss; with layers recomputed on four ranks."""
-        keys = {"dtype": "float32", **layout.keys}
+        keys = {"dtype": "float32", **layout.keys, **(_OFFLOAD if run.offloads else {})}
         with trainer(
-            self._folders[family],
+            self.subject(run.family, run.layers, adapts=False).folder,
             layout.ranks,
             recomputes=layout.ranks == 4,
-            adapters=_ADAPTERS if adapts else None,
+            adapters=_ADAPTERS if run.adapts else None,
             **_ACTOR | {"fsdp_config": keys},
         ) as ranks:
             found = [ranks[0].command(f"train {step}") for step in _STEPS]
             end(ranks)
         return _worst(
             abs(ours[name] - theirs[name])
-            for ours, theirs in zip(found, self._metrics(family, adapts), strict=True)
+            for ours, theirs in zip(found, self._one_rank(run), strict=True)
             for name in LOSSES
             if name in theirs
         )
 
-    def _train(self, family: str, adapts: bool) -> list[dict[str, float]]:
-        config = recomputing(make_config(self._folders[family], NUM_GROUPS, **_ACTOR))
-        if adapts:
-            config = adapting(config, **_ADAPTERS)
-        learner = Learner(config, DataParallel(), total_steps=10)
-        return [learner.train_step(make_batch(NUM_GROUPS, seed=step), step) for step in _STEPS]
+    def _one_rank(self, run: _Run) -> list[dict[str, float]]:
+        key = (run.family, run.layers, run.adapts)
+        if key not in self._metrics:
+            folder = self.subject(run.family, run.layers, adapts=False).folder
+            config = recomputing(make_config(folder, NUM_GROUPS, **_ACTOR))
+            if run.adapts:
+                config = adapting(config, **_ADAPTERS)
+            learner = Learner(config, DataParallel(), total_steps=10)
+            self._metrics[key] = [
+                learner.train_step(make_batch(NUM_GROUPS, seed=step), step) for step in _STEPS
+            ]
+        return self._metrics[key]
 
 
 def write_table(rows: Sequence[Row]) -> None:
     """Replace the table of docs/parallelism.md."""
-    lines = [
-        "| ranks | layout | models | gradients | worst error | DAPO run | worst loss |",
-        "|---|---|---|---|---|---|---|",
-        *(
-            f"| {row.layout.ranks} | {row.layout.name} | {', '.join(row.layout.families)} "
-            f"| {row.cases} | {row.gradient:.1e} | {row.run} | {row.loss:.1e} |"
-            for row in rows
-        ),
-    ]
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(_BEGIN)
-    after = rest.split(_END)[1]
-    table = "\n".join(lines)
-    PAGE.write_text(f"{before}{_BEGIN}\n{table}\n{_END}{after}", encoding="utf-8")
+    replace_block(
+        "parity",
+        [
+            "| ranks | layout | models | gradients | worst error | logprobs alone | DAPO run "
+            "| worst loss |",
+            "|---|---|---|---|---|---|---|---|",
+            *(
+                f"| {row.layout.ranks} | {row.layout.name} | {', '.join(row.layout.families)} "
+                f"| {row.cases} | {row.gradient:.1e} | {'equal' if row.equal else 'differ'} "
+                f"| {row.run} | {row.loss:.1e} |"
+                for row in rows
+            ),
+        ],
+    )

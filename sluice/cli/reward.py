@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from sluice.cli.policy.row_files import read_rows
 from sluice.cli.terminal import print_json
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.config.sources import TRAIN_KEY, prompt_files
+from sluice.config.sources import TRAIN_KEY, VAL_KEY, prompt_files
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.reward import made_up_response, try_responses
 from sluice.doctor.rows import ROWS_LOOKED_AT, opened_rows
@@ -123,14 +124,14 @@ def _pairs(
     config: RunConfig, count: int, responses: Path | None, *, with_truth: bool
 ) -> list[tuple[PromptRow, str]]:
     """Return rows, each with the response to grade."""
-    rows = []
-    key, files = next(iter(prompt_files(config).items()))
-    if files:
-        rows = opened_rows(config, key)[1][:count]
+    keys = {key: files for key, files in prompt_files(config).items() if key != VAL_KEY}
+    of_keys = [opened_rows(config, key)[1] for key, files in keys.items() if files]
+    turns = chain.from_iterable(zip_longest(*of_keys))
+    rows = [row for row in turns if row is not None][:count]
     if responses is not None:
         return list(_given(responses, rows, count))
     if not rows:
-        raise ConfigError(f"{TRAIN_KEY} is null: there is no row to try; give --data FILE")
+        raise ConfigError(f"{next(iter(keys))} is null: there is no row to try; give --data FILE")
     return [(row, row.ground_truth if with_truth else made_up_response(row)) for row in rows]
 
 

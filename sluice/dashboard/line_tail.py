@@ -13,6 +13,7 @@ import msgspec
 UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 
 CHUNK_BYTES = 4 << 20
+MOST_LINE_BYTES = 64 << 20
 _NEWLINE = b"\n"
 
 
@@ -45,11 +46,21 @@ class LineTail:
     Args:
         path: the file; it may not exist yet.
         chunk_bytes: about as many are read at a time; a longer line is read whole.
+        most_line_bytes: a longer line is left out and counted in `num_left_out`.
     """
 
-    def __init__(self, path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        most_line_bytes: int = MOST_LINE_BYTES,
+    ) -> None:
         self._path = path
         self._chunk_bytes = chunk_bytes
+        self._most = most_line_bytes
+        self._is_within_long_line = False
+        self.num_left_out = 0
         self._offset = 0
         self._inode: int | None = None
 
@@ -75,6 +86,7 @@ class LineTail:
         was_read = self._offset > 0
         self._offset = 0
         self._inode = None
+        self._is_within_long_line = False
         return was_read
 
     def _is_other(self, file: BinaryIO) -> bool:
@@ -84,15 +96,20 @@ class LineTail:
         if _inode(file) != self._inode:
             return True
         file.seek(self._offset - 1)
-        return file.read(1) != _NEWLINE
+        last = file.read(1)
+        return not last or (last != _NEWLINE and not self._is_within_long_line)
 
     def _lines(self, file: BinaryIO) -> list[Line]:
         file.seek(self._offset)
-        found = []
-        for text in file.readlines(self._chunk_bytes):
-            if not text.endswith(_NEWLINE):
+        found, end = [], self._offset + self._chunk_bytes
+        while self._offset < end and (text := file.readline(self._most)):
+            is_end = text.endswith(_NEWLINE)
+            if not is_end and len(text) < self._most:
                 break  # it is being written
-            found.append(Line(self._offset, text[:-1]))
+            if is_end and not self._is_within_long_line:
+                found.append(Line(self._offset, text[:-1]))
+            self.num_left_out += not (is_end or self._is_within_long_line)
+            self._is_within_long_line = not is_end
             self._offset += len(text)
         return found
 

@@ -132,8 +132,9 @@ class SampleBrowser:
 
     @property
     def num_unread(self) -> int:
-        """Lines that are not groups."""
-        of_files = (file.reader.num_unread for file in self._files.values())
+        """Lines that are not groups, or are too long."""
+        files = self._files.values()
+        of_files = (file.reader.num_unread + file.tail.num_left_out for file in files)
         return self._num_unread_of_gone + sum(of_files)
 
     @property
@@ -154,6 +155,7 @@ class SampleBrowser:
             for file in [f for f in self._files.values() if f.kind is kind]:
                 if file.path not in present:
                     self._forget(file)
+                    self._num_unread_of_gone += file.tail.num_left_out
                     del self._files[file.path]
             for path, stamp in present.items():
                 if not self._read_file(kind, path, stamp, ends_s):

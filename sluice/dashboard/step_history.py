@@ -15,6 +15,7 @@ from sluice.dashboard.line_tail import UNREADABLE, LineTail
 from sluice.report.run_record import METRICS_NAME, accuracy_of
 from sluice.telemetry import metric_names
 
+_MOST_METRICS = 2000  # more names than a run has; a file with more is not one
 _decode_step = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
 _MOST_STEP = (1 << 31) - 1
@@ -49,7 +50,8 @@ class _StepTable:
             for column in self._columns.values():
                 column.insert(place, _NAN)
         for name in row.keys() - self._columns.keys():
-            self._columns[name] = array("d", [_NAN]) * len(self._steps)
+            if len(self._columns) < _MOST_METRICS:
+                self._columns[name] = array("d", [_NAN]) * len(self._steps)
         for name, column in self._columns.items():
             value = row.get(name)
             column[place] = _NAN if value is None else value
@@ -63,7 +65,6 @@ class StepHistory:
     Attributes:
         accounts: the accounting after the newest step, by the names of `accounts.json`.
         newest: all metrics of the newest line of a step.
-        num_unread: lines that are not a JSON object of numbers.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -75,7 +76,7 @@ class StepHistory:
         self._accuracy: dict[int, float] = {}
         self.accounts: Mapping[str, float] = {}
         self.newest: Mapping[str, float | None] = {}
-        self.num_unread = 0
+        self._num_undecoded = 0
 
     def read(self) -> bool:
         """Read a bounded number of lines; return whether more may be there already.
@@ -89,6 +90,11 @@ class StepHistory:
         for line in taken.lines:
             self._note(line.text)
         return taken.has_more
+
+    @property
+    def num_unread(self) -> int:
+        """Lines that are not a JSON object of numbers, or are too long."""
+        return self._num_undecoded + self._tail.num_left_out
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
@@ -122,10 +128,10 @@ class StepHistory:
             row = _decode_step(text)
             step = int(row["step"] or 0)
         except (*UNREADABLE, KeyError):
-            self.num_unread += bool(text.strip())
+            self._num_undecoded += bool(text.strip())
             return
         if abs(step) > _MOST_STEP:
-            self.num_unread += 1
+            self._num_undecoded += 1
             return
         if metric_names.STEP in row:
             self._trained.note(step, row)

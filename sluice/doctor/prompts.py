@@ -11,7 +11,7 @@ from sluice.config.derived import may_grade_itself
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
-from sluice.config.sources import TRAIN_KEY, VAL_KEY, prompt_files
+from sluice.config.sources import VAL_KEY, prompt_files, source_groups
 from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
@@ -57,14 +57,23 @@ def _row_findings(
         yield from source_findings(key, sources, routes)
         if backend_of(config.sluice.sandbox, reward.sandbox_fusion) is None:
             yield from program_findings(key, sources, routes)
-    if key == TRAIN_KEY and opened.num_rows < batch:
+    if opened.num_rows < (groups := _groups_of_a_batch(config, key)):
         yield warning(
-            f"{key}: {opened.num_rows} rows are fewer than data.train_batch_size = {batch}",
+            f"{key}: {opened.num_rows} rows are fewer than its {groups} groups of a batch "
+            f"(data.train_batch_size = {batch})",
             "an epoch does not fill one batch, and filtering leaves less",
             "lower data.train_batch_size, or raise trainer.total_epochs",
         )
     num_files = len({block.path for block in opened.blocks})
     yield fine(f"{key}: {opened.num_rows} rows in {num_files} file(s); {', '.join(sources)}")
+
+
+def _groups_of_a_batch(config: RunConfig, key: str) -> int:
+    if len(config.sluice.sources) > config.data.train_batch_size:  # the rules refuse that
+        return 0
+    # Both are in the order of the sources; the files of validation come last.
+    groups = dict(zip(prompt_files(config), source_groups(config).values(), strict=False))
+    return groups.get(key, 0)
 
 
 def source_findings(

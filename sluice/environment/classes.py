@@ -19,8 +19,8 @@ from sluice.environment.episodes import (
     CallResult,
     PlayedRow,
     grade_of,
-    made_calls,
     messages_of,
+    results_of_calls,
     text_of,
     with_reward,
 )
@@ -179,7 +179,7 @@ class ClassEpisode:
 
     async def _called(self, answer: Answer) -> Observation:
         methods = self._environment.methods
-        messages, reward = await made_calls(
+        messages, reward = await results_of_calls(
             answer, methods, self._result, unreadable_role=TOOL if methods else USER
         )
         return Observation(messages, done=self._is_done, reward=reward)

@@ -353,7 +353,7 @@ CallResult = tuple[ChatMessage, float | None]
 """What the policy reads after a call, and the call's reward."""
 
 
-async def made_calls(
+async def results_of_calls(
     answer: Answer,
     tools: Mapping[str, CallableTool],
     make: Callable[[ToolCall, Mapping[str, Any]], Awaitable[CallResult]],

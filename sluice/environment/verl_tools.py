@@ -25,8 +25,8 @@ from sluice.environment.episodes import (
     CallResult,
     PlayedRow,
     error_of,
-    made_calls,
     raised,
+    results_of_calls,
     text_of,
     with_reward,
 )
@@ -195,7 +195,7 @@ class VerlEpisode:
         """Make the calls of an answer; text without calls ends the episode."""
         if not answer.tool_calls and not answer.tool_error:
             return Observation(done=finish is not FinishReason.LENGTH)
-        messages, reward = await made_calls(answer, self._tools, self._result)
+        messages, reward = await results_of_calls(answer, self._tools, self._result)
         return Observation(messages, reward=reward)
 
     async def score(self) -> Scored | None:

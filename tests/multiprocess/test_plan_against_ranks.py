@@ -15,7 +15,12 @@ from sluice.config.loading.loader import load_config
 from sluice.config.memory.shape import shape_of
 from sluice.plan import launch_plan
 from sluice.plan.dry_run import DryRunAsked, PassBytes
-from tests.support.plan_parity import DENSE, EXPERTS, counted_and_planned
+from tests.support.plan_parity import (
+    DENSE,
+    EXPERTS,
+    counted_and_planned,
+    trained_and_planned,
+)
 from tests.support.preloaded import PreloadedProcess
 
 
@@ -54,6 +59,21 @@ def test_a_plan_counts_experts_that_ranks_divide(recompute: bool, sharding: dict
     real, planned = counted_and_planned(EXPERTS, 4, recompute=recompute, **sharding)
     assert planned == real
     assert real["moved"]["all_to_all"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "sharding"),
+    [
+        (DENSE, False, {"pipeline_parallel_size": 2}),
+        (EXPERTS, True, {"pipeline_parallel_size": 2, "expert_parallel_size": 2}),
+        (DENSE, True, {"use_no_sync_for_gradient_accumulation": True}),
+    ],
+)
+def test_a_plan_has_the_peak_of_a_real_step_whose_gradients_are_summed_last(
+    model: dict[str, Any], recompute: bool, sharding: dict[str, Any]
+) -> None:
+    real, planned = trained_and_planned(model, 4, recompute=recompute, **sharding)
+    assert planned == pytest.approx(real, rel=0.05)
 
 
 def test_config_check_counts_a_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:

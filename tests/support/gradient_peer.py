@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.model.forward import EntropyUse
-from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.loading import LoadedModel, load_policy
 from services.trainer.learner.model.lora import add_adapters, begin_expert_adapters
 from services.trainer.learner.model.optimizer import ShardedGradients
 from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
+from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.stages import keep_stage, own_stage, tied_weight
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
@@ -39,7 +40,7 @@ from tests.support.layer_parity import TEMPERATURE, parity_rows, weighed
 
 MOST_TOKENS = 64
 TIMEOUT_S = 60.0
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 class Pass(msgspec.Struct):
@@ -76,10 +77,27 @@ def _micro_batches(parallel: DataParallel) -> list[MicroBatch]:
     rows = [row for row in parity_rows() if row.group % takers == parallel.data_rank]
     plans = plan_micro_batches([row.size for row in rows], range(len(rows)), rows_per_micro=3)
     built = [
-        build_micro_batch(rows, plan, _CPU, share=parallel.share, pad_to=parallel.token_multiple)
+        build_micro_batch(rows, plan, CPU, share=parallel.share, pad_to=parallel.token_multiple)
         for plan in plans
     ]
     return [one for one in built if one is not None]
+
+
+def divided(
+    settings: ModelConfig,
+    sharding: ActorFsdpConfig,
+    cut: TransformerOverrides,
+    parallel: TorchDistributed,
+) -> tuple[LoadedModel, Shards]:
+    """This rank's part of a model, in float32, its layout's groups formed."""
+    loaded = load_policy(settings, sharding, MOST_TOKENS, is_sharded=True)
+    if adapts(settings):
+        add_adapters(loaded.model, settings, torch.float32)
+    loaded = keep_stage(loaded, own_stage(loaded.model, sharding, cut, parallel))
+    shards = share_model(loaded, sharding, parallel, key=ACTOR_SHARDING, device=CPU)
+    assert shards is not None
+    begin_expert_adapters(loaded.model)
+    return loaded, shards
 
 
 def run(
@@ -90,18 +108,11 @@ def run(
         enable_gradient_checkpointing=one.recomputes,
         lora_adapter_path=one.adapter,
     )
-    loaded = load_policy(settings, sharding, MOST_TOKENS, is_sharded=True)
-    if adapts(settings):
-        add_adapters(loaded.model, settings, torch.float32)
-    stage = own_stage(loaded.model, sharding, cut, parallel)
-    loaded = keep_stage(loaded, stage)
-    shards = share_model(loaded, sharding, parallel, key=ACTOR_SHARDING, device=_CPU)
-    assert shards is not None
-    begin_expert_adapters(loaded.model)
+    loaded, shards = divided(settings, sharding, cut, parallel)
 
     micro_batches = _micro_batches(parallel)
     asked = [TokenPass(one, TEMPERATURE, EntropyUse.BONUS) for one in micro_batches]
-    passes = TokenPasses(loaded.model, shards, parallel, _CPU, stage)
+    passes = TokenPasses(loaded.model, shards, parallel, CPU, loaded.stage)
     alone: dict[int, Tensor] = {}
     is_equal: list[bool] = []
 
@@ -117,7 +128,7 @@ def run(
     passes.begin(len(asked))
     passes.train(asked, loss)
     trained = {name: p for name, p in shards.parameters.items() if p.requires_grad}
-    tied = tied_weight(loaded.model, trained, stage)
+    tied = tied_weight(loaded.model, trained, loaded.stage)
     summed = ShardedGradients(list(trained.values()), parallel, tied)
     summed.complete()
     norm = summed.norm()

@@ -38,6 +38,28 @@ def counted_and_planned(
     model: dict[str, Any], ranks: int, *, recompute: bool = False, **sharding: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """`PassBytes` as counted on real ranks, and as planned; `sharding` are keys of FSDP's."""
+    asked = _asked(model, ranks, recompute=recompute, **sharding)
+    with ranks_of(_MODULE, ranks, asked) as processes:
+        answers = [msgspec.convert(one.answer(), list[PassBytes]) for one in processes]
+    # Stages hold different layers; a plan has the most of the first and the last one.
+    ends = [answers[0][0], answers[-1][0]] if sharding.get("pipeline_parallel_size") else answers[0]
+    return msgspec.to_builtins(most_of(ends)), _planned(asked)
+
+
+def trained_and_planned(
+    model: dict[str, Any], ranks: int, *, recompute: bool = False, **sharding: Any
+) -> tuple[int, int]:
+    """Most bytes that any rank has in the passes of a real step, and as planned."""
+    asked = _asked(model, ranks, recompute=recompute, **sharding)
+    with ranks_of("tests.support.trained_rank", ranks, asked) as processes:
+        found = [one.answer() for one in processes]
+    plan = _planned(asked)
+    return max(found), max(plan["forward"], plan["backward"])
+
+
+def _asked(
+    model: dict[str, Any], ranks: int, *, recompute: bool, **sharding: Any
+) -> dict[str, Any]:
     tree = {
         "data": {"max_prompt_length": 32, "max_response_length": 200},
         "actor_rollout_ref": {
@@ -46,14 +68,14 @@ def counted_and_planned(
         },
     }
     config = msgspec.to_builtins(msgspec.convert(tree, RunConfig))
-    asked = {"config": config, "model": model, "ranks": ranks, "layers": [_LAYERS]}
+    return {"config": config, "model": model, "ranks": ranks, "layers": [_LAYERS]}
+
+
+def _planned(asked: dict[str, Any]) -> dict[str, Any]:
     alone = PreloadedProcess(_MODULE, [json.dumps(asked), "fake"], {})
     try:
-        with ranks_of(_MODULE, ranks, asked) as processes:
-            answers = [msgspec.convert(one.answer(), list[PassBytes]) for one in processes]
         (planned,) = json.loads(alone.stdout.readline())
     finally:
         alone.close()
-    # Stages hold different layers; a plan has the most of the first and the last one.
-    ends = [answers[0][0], answers[-1][0]] if sharding.get("pipeline_parallel_size") else answers[0]
-    return msgspec.to_builtins(most_of(ends)), planned
+    found: dict[str, Any] = planned
+    return found

@@ -14,7 +14,7 @@ from sluice.algorithm.episodes import response_length
 from sluice.algorithm.groups.filter import OutcomeAction, OutcomePolicy
 from sluice.algorithm.overlong import overlong_penalty
 from sluice.config.schema.reward import RewardConfig
-from sluice.errors import ExhaustedError, InvalidRequestError
+from sluice.errors import ConfigError, ExhaustedError, InvalidRequestError
 from sluice.rpc.auth import ClientQuota
 from sluice.telemetry.tracing import TRACER, Key, SpanName
 from sluice.types import (
@@ -83,11 +83,14 @@ def overlong_shaping(reward: RewardConfig, max_response_length: int) -> Overlong
     if reward.reward_manager.name != "dapo" or not buffer.enable:
         return None
     limit = reward.reward_kwargs.max_resp_len or max_response_length
-    shaping = OverlongShaping(
+    if not 0 < buffer.len <= limit:  # the rules of a launch do not reach `sluice eval regrade`
+        raise ConfigError(
+            f"overlong_buffer.len must lie in 1..{limit} (max_response_length), "
+            f"got {buffer.len}; change it or set overlong_buffer.enable=false"
+        )
+    return OverlongShaping(
         limit, buffer.len, buffer.penalty_factor, buffer.log, max_response_length
     )
-    shaping.penalty(0)  # reports impossible settings at the start of the service
-    return shaping
 
 
 class Grader:

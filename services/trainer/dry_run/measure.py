@@ -199,7 +199,7 @@ class _Rank:
         step = count.peak
         self._optimizer.gradients.complete()
         moments = count.live - parameters - gradients
-        forward, kept, backward, moved = self._pass()
+        forward, kept, backward, moved = self._passes()
         return PassBytes(
             parameters=parameters,
             gradients=gradients,
@@ -220,13 +220,29 @@ class _Rank:
             self._shards.reshard()
         return self._count.peak
 
-    def _pass(self) -> tuple[int, int, int, dict[str, int]]:
-        """Return the forward pass's peak and what it leaves, the backward's peak, bytes moved."""
+    def _passes(self) -> tuple[int, int, int, dict[str, int]]:
+        """Return the forward peak and what it leaves, the backward's peak, bytes moved."""
+        stage, shards = self._stage, self._shards
+        sums = shards is None or not shards.sums_once
+        if not sums:  # gradients are whole until the last micro-batch sums them
+            self._optimizer.gradients.zero()
+            self._pass(sums=False)
+        forward, kept, backward, moved = self._pass(sums=sums)
+        # In flight; the last micro-batch is alone.
+        others = 0 if stage is None else kept * (stage.count - 1 - stage.number)
+        peak = backward + others
+        if not sums:
+            _, _, backward, moved = self._pass(sums=True)
+            peak = max(peak, backward)
+        return forward + others, kept + others, peak, moved
+
+    def _pass(self, *, sums: bool) -> tuple[int, int, int, dict[str, int]]:
+        """Return the same of one micro-batch that sums gradients, or keeps them whole."""
         count = self._count
         before, moved = count.live, dict(count.moved)
         count.forget_peak()
         if self._shards is not None:
-            self._shards.sum_gradients(wanted=True)
+            self._shards.sum_gradients(sums)
         outputs = self._outputs()
         forward, kept = count.peak, count.live - before
         count.forget_peak()
@@ -235,11 +251,10 @@ class _Rank:
             outputs.sum().backward()
         else:  # the gradient comes from the next stage
             torch.autograd.backward(outputs, torch.ones_like(outputs))
-        others = 0 if stage is None else kept * (stage.count - 1 - stage.number)  # in flight
         return (
-            forward + others,
-            kept + others,
-            count.peak + others,
+            forward,
+            kept,
+            count.peak,
             {kind: size - moved.get(kind, 0) for kind, size in count.moved.items()},
         )
 

@@ -25,7 +25,8 @@ def training_layout(config: RunConfig) -> TrainingLayout:
         shard=1 if whole else shard,
         gathers=not whole,
         reshard_after_forward=sharding.reshard_after_forward,
-        whole_gradients=sharding.use_no_sync_for_gradient_accumulation,
+        whole_gradients=sharding.use_no_sync_for_gradient_accumulation
+        or sharding.pipeline_parallel_size > 1,
         tensor=tensor,
         pipeline=sharding.pipeline_parallel_size,
         ep=sharding.expert_parallel_size,

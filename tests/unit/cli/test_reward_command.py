@@ -150,10 +150,29 @@ def test_a_runs_file_names_function_data_and_limits(
     assert scorer.reward.scorer_pool.timeout_s == 3
 
 
+def test_the_sources_of_a_run_give_rows_in_turns(
+    scorer: ScriptedScorer, data: Path, tmp_path: Path
+) -> None:
+    other = write_prompts(tmp_path / "other.parquet", prompt_rows(["one question"]))
+    run = tmp_path / "run.yaml"
+    sources = {"a": {"files": str(data), "share": 1}, "b": {"files": str(other), "share": 1}}
+    run.write_text(json.dumps({"sluice": {"sources": sources}, "data": {"val_files": str(data)}}))
+    assert sluice_try(run, "-n", 3).exit_code == 0
+    assert [row.place for row, _ in scorer.pairs] == [
+        f"{data}, row 0",
+        f"{other}, row 0",
+        f"{data}, row 1",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mine.py"], "no row to try; give --data FILE"),
+        (["mine.py"], "data.train_files is null: there is no row to try; give --data FILE"),
+        (
+            ["mine.py", "sluice.sources.a.files=[]", "sluice.sources.a.share=1"],
+            "sluice.sources.a.files is null",
+        ),
         (["mine.py", "--with-truth", "--responses", "a.jsonl"], "leave one out"),
     ],
 )

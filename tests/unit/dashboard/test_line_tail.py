@@ -83,3 +83,18 @@ def test_a_file_that_is_another_is_read_from_its_beginning(tmp_path: Path, how: 
     assert [line.text for line in one.lines] == (
         file.read_bytes().splitlines() if file.exists() else []
     )
+
+
+def test_a_line_beyond_the_bound_is_left_out_and_counted_and_the_next_is_read(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "lines"
+    tail = LineTail(file, chunk_bytes=8, most_line_bytes=32)
+    append(file, b"short\n" + b"x" * 100)
+    assert taken(tail) == [b"short"]
+    append(file, b"x" * 100 + b"\nlast\n")
+    assert taken(tail) == [b"last"]
+    assert tail.num_left_out == 1
+    file.unlink()
+    append(file, b"of another file\n")
+    assert taken(tail) == [b"of another file"]

@@ -6,8 +6,11 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from sluice.dashboard import step_history
 from sluice.dashboard.curves import curve_points, metric_points
+from sluice.dashboard.line_tail import LineTail
 from sluice.dashboard.step_history import StepHistory
 from tests.support.dashboard_run import add_lines, step_row
 
@@ -56,6 +59,19 @@ def test_lines_that_are_no_metrics_are_counted_and_passed_over(tmp_path: Path) -
     assert history.num_unread == 4
 
 
+def test_a_line_beyond_the_bound_counts_as_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(path: Path) -> LineTail:
+        return LineTail(path, chunk_bytes=64, most_line_bytes=256)
+
+    monkeypatch.setattr(step_history, "LineTail", short)
+    (tmp_path / "metrics.jsonl").write_text("x" * 1000 + "\n", encoding="utf-8")
+    history = StepHistory(tmp_path)
+    read(history)
+    assert history.num_unread == 1
+
+
 def test_validations_are_distinguished_from_steps(tmp_path: Path) -> None:
     rows = [{"step": 0, "val-core/a/acc/mean@2": 0.25, "val-core/b/acc/mean@2": 0.75}, step_row(1)]
     add_lines(tmp_path / "metrics.jsonl", rows)
@@ -95,6 +111,17 @@ def test_the_phases_of_a_step_add_up_to_its_seconds(tmp_path: Path) -> None:
         [0, 0],
         [1.5, 0],
     )
+
+
+def test_a_file_with_ever_new_names_fills_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_history, "_MOST_METRICS", 5)
+    add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{f"name{n}": 1.0}) for n in range(1, 100)])
+    history = StepHistory(tmp_path)
+    read(history)
+    assert len(history.names) <= 5
+    assert history.steps.size == 99
 
 
 def test_a_hundred_thousand_steps_become_few_points_with_their_peak(tmp_path: Path) -> None:

@@ -124,6 +124,25 @@ def test_rows_are_counted_and_their_sources_reported(tmp_path: Path) -> None:
     assert validation.what == "data.val_files is null: no validation"
 
 
+def test_files_with_fewer_rows_than_their_groups_of_a_batch_are_warned_of(tmp_path: Path) -> None:
+    few = write_prompts(tmp_path / "few.parquet", prompt_rows(["a", "b", "c"]))
+    more = write_prompts(tmp_path / "more.parquet", prompt_rows([f"q {i}" for i in range(6)]))
+    rest = ("data.train_batch_size=8", f"data.val_files={few}")
+
+    def warned(*overrides: str) -> list[str]:
+        found = check_data(run_of(*rest, *overrides))
+        return [one.what for one in found if one.severity == "warning"]
+
+    (found,) = warned(f"data.train_files={few}")
+    assert found.startswith("data.train_files: 3 rows are fewer than its 8 groups")
+    key = "sluice.sources"
+    mixed = [f"{key}.math.files={few}", f"{key}.math.share=0.5"]
+    mixed += [f"{key}.code.files={more}", f"{key}.code.share=0.5"]
+    (found,) = warned(*mixed)
+    assert found.startswith(f"{key}.math.files: 3 rows are fewer than its 4 groups")
+    assert not warned(*mixed, "data.train_batch_size=1")
+
+
 @pytest.mark.parametrize(
     ("content", "said"), [(b"", "is empty (0 bytes)"), (b"PAR1 and nothing", "train.parquet")]
 )

@@ -115,6 +115,12 @@ def test_the_response_limit_is_the_default_of_the_formula() -> None:
     assert overlong_shaping(RewardConfig(), 56) is None
 
 
+@pytest.mark.parametrize("length", [0, 80])
+def test_a_buffer_that_no_response_holds_is_refused_at_the_start(length: int) -> None:
+    with pytest.raises(ConfigError, match=r"overlong_buffer\.len"):
+        overlong_shaping(shaping_config(len=length, penalty_factor=1.0), 56)
+
+
 def graded_of(*outcomes: Outcome, num_tokens: int = 5) -> GradedGroup:
     return GradedGroup(group(*(rollout(i, num_tokens) for i in range(len(outcomes)))), outcomes)
 

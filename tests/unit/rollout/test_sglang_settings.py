@@ -121,15 +121,26 @@ def test_batch_invariance_is_sglangs_deterministic_inference() -> None:
     assert "enable_deterministic_inference" not in sglang_settings(RunConfig()).arguments
 
 
+@pytest.mark.parametrize(
+    ("error", "is_missing"),
+    [
+        (OSError("libcudart.so.13: cannot open shared object file"), True),
+        (ImportError("No module named 'libcudart'"), True),
+        (RuntimeError("libcudart: no device answers"), False),  # a restart may help
+    ],
+)
 async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_missing: bool
 ) -> None:
-    def fail(name: str) -> None:
-        raise OSError(f"{name}: libcudart.so.13: cannot open shared object file")
+    def fail(_: str) -> None:
+        raise error
 
     monkeypatch.setattr(client.importlib, "import_module", fail)
-    with pytest.raises(MissingPackageError, match=r"cannot be imported.*libcudart.*install sglang"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported.*libcudart.*install sglang"
+    ) as caught:
         client.SglangClient({})
+    assert isinstance(caught.value, MissingPackageError) is is_missing
 
 
 async def test_an_sglang_without_what_the_engine_calls_is_refused_by_its_name(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import services.rollout.engines.vendor.engine as vendor_engine
 from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.engine import SglangCore, SglangEngine
@@ -96,6 +97,9 @@ class _Client:
             await asyncio.sleep(0.001)
         await self._call("resume")
         self.generating.set()
+
+    async def close(self) -> None:
+        self.called.append("close")
 
     async def call_workers(self, method: str, *_: object, timeout_s: float) -> list[object]:
         if method != "sluice_apply":
@@ -340,6 +344,26 @@ async def test_what_vllm_holds_when_weights_change_is_of_the_old_version(vllm: _
 def _vllm_core(vendor: _Vendor) -> VllmCore:
     assert isinstance(vendor.core, VllmCore)
     return vendor.core
+
+
+async def test_a_sample_that_cannot_be_delivered_at_the_end_keeps_no_other_and_no_process(
+    vllm: _Vendor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def so_far(name: str, known: int) -> None:
+        raise ValueError(f"{name} has fewer logprobs than tokens")
+
+    client: Any = vllm.client
+    client.held = (5, 6)
+    monkeypatch.setattr(vendor_engine, "_CLOSE_TIMEOUT_S", 0.01)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        _, damaged = vllm.begin(tasks, pace=_WHOLE)
+        stream, _ = vllm.begin(tasks, number=1)
+        await _turns()
+        monkeypatch.setattr(client, "so_far", so_far)
+        await vllm.core.close()
+        assert [chunk.finish_reason for chunk in await stream.next()][-1] is FinishReason.ABORTED
+        damaged.cancel()
+    assert client.called == ["close"]
 
 
 async def test_an_engine_that_sleeps_keeps_its_samples_until_it_wakes() -> None:

@@ -188,6 +188,16 @@ async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: ob
     assert client._llm.versions == ["3"]
 
 
+@pytest.mark.parametrize("values", [[-0.5], [-0.5, -9.0]])
+async def test_tokens_with_fewer_logprobs_are_an_error(install: Any, values: list[float]) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({"model": "m"})
+    flat = SimpleNamespace(start_indices=[0], logprobs=values)
+    client._llm.outputs = (_output([6, 7], flat),)
+    with pytest.raises(EngineError, match="2 tokens came with 1 logprobs"):
+        await _sampled(client)
+
+
 async def test_a_last_output_brings_the_experts_of_the_layers_that_have_some(
     install: Any,
 ) -> None:

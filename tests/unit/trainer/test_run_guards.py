@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from sluice.algorithm.guards import GuardRecord, Rollback
 from sluice.config.schema.guards import GuardRuleConfig, GuardsConfig
 from sluice.errors import BatchUnfillableError, PeerError
 from sluice.types import DataProgress
-from tests.support.loop_world import ACCURACY, World, run, until
+from tests.support.loop_world import ACCURACY, World, batch_of, run, until
 
 EVERY_STEP = {"test_freq": 1, "save_freq": 1, "validates": True}
 
@@ -297,12 +298,37 @@ async def test_a_pause_while_a_rollback_awaits_a_transfer_comes_first(world: Wor
         await until(lambda: "evaluated 3 under 3" in world.events)
         world.holds.pop("train 4").set()
         await until(lambda: "publish 4" in world.events and world.state.phase == "publishing")
-        world.state.pause(holder="sluice eval")
-        world.holds.pop("publish 4").set()
-        await until(lambda: world.state.phase == "paused" or "load 2 at rate 0.5" in world.events)
-        assert "load 2 at rate 0.5" not in world.events
-        world.state.resume("sluice eval")
+        await pause_until_the_end_of(world, "publish 4")
     assert "load 2 at rate 0.5" in world.events
+
+
+async def test_a_pause_while_a_rollback_awaits_a_validation_comes_first(world: World) -> None:
+    kept = {3: 0.0}
+    world.batch_of = lambda step: replace(
+        batch_of(step), statistics={"train/groups_kept": kept.get(step, 1.0)}
+    )
+    world.accuracy_of = lambda version: (0.1 * version, 0.01)
+    world.holds |= {event: asyncio.Event() for event in ("train 3", "evaluate 3")}
+    rules = guards("rollback", metric="train/groups_kept", limit=0.5, deviations=None)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop(guards=rules, **EVERY_STEP)))
+        await until(lambda: "train 3" in world.events)
+        world.state.pause(holder="sluice")
+        world.holds.pop("train 3").set()
+        await until(lambda: "evaluate 3" in world.events and world.state.phase == "paused")
+        world.state.resume("sluice")
+        await until(lambda: world.state.phase == "evaluating")
+        await pause_until_the_end_of(world, "evaluate 3")
+    assert "load 2 at rate 0.5" in world.events
+
+
+async def pause_until_the_end_of(world: World, event: str) -> None:
+    """Pause, let an event end that a rollback awaits, and resume; no rollback comes before."""
+    world.state.pause(holder="sluice eval")
+    world.holds.pop(event).set()
+    await until(lambda: world.state.phase == "paused" or "load 2 at rate 0.5" in world.events)
+    assert "load 2 at rate 0.5" not in world.events
+    world.state.resume("sluice eval")
 
 
 async def test_a_trainer_that_starts_at_a_rollback_announces_it(world: World) -> None:

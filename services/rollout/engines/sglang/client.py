@@ -181,8 +181,8 @@ class SglangClient:
         on_death: called in that loop when a process of SGLang ends.
 
     Raises:
-        MissingPackageError: SGLang cannot be imported.
-        ConfigError: it refuses the arguments.
+        MissingPackageError: SGLang, or a library that it needs, is not installed.
+        ConfigError: its import fails otherwise, or it refuses the arguments.
         EngineError: it did not start.
     """
 
@@ -198,7 +198,9 @@ class SglangClient:
             engines: Any = importlib.import_module("sglang.srt.entrypoints.engine")
             self._requests: Any = importlib.import_module("sglang.srt.managers.io_struct")
         except (ImportError, OSError, RuntimeError) as error:
-            raise MissingPackageError(
+            # A library that probes a device may raise the last, and a restart may help.
+            is_missing = not isinstance(error, RuntimeError)
+            raise (MissingPackageError if is_missing else ConfigError)(
                 f"actor_rollout_ref.rollout.name is 'sglang', but SGLang cannot be imported "
                 f"({error!r}); install sglang 0.5.23 in an environment of its own"
             ) from error

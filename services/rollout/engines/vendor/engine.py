@@ -316,9 +316,9 @@ class VendorCore(EngineCore[RequestRun], Vendor):
 
     async def close(self) -> None:
         """End what runs, deliver it, and end the vendor's processes."""
-        for run in self._runs:
-            run.give_up()
         try:
+            for run in self._runs:
+                self._give_up(run)
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 if self._runs:
                     await self._idle.wait()
@@ -327,6 +327,12 @@ class VendorCore(EngineCore[RequestRun], Vendor):
             _log.warning("%s did not end in order: %r", self.name, error)
         finally:
             await self.client.close()
+
+    def _give_up(self, run: RequestRun) -> None:
+        try:
+            run.give_up()
+        except Exception as error:  # noqa: BLE001 - the other runs and the processes end all the same
+            _log.warning("%s: a request could not be delivered at the end: %r", self.name, error)
 
 
 CoreT = TypeVar("CoreT", bound=VendorCore)

@@ -486,7 +486,11 @@ def _prompt_logprobs(reported: Any) -> PromptLogprobs | None:
 
 
 def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int], known: int) -> list[float]:
-    """Return the logprobs of tokens that follow the first `known`."""
+    """Return the logprobs of tokens that follow the first `known`.
+
+    Raises:
+        EngineError: they are not as many as the tokens.
+    """
     if not token_ids:
         return []
     starts = getattr(logprobs, "start_indices", None)
@@ -494,9 +498,11 @@ def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int], known: int) -> li
         rest = logprobs[known:]
         return [float(at[token].logprob) for at, token in zip(rest, token_ids, strict=True)]
     values = logprobs.logprobs
-    if len(values) == len(starts):  # one for each token, that of the sampled one
-        return list(values[known:])
-    return [float(values[start]) for start in starts[known:]]
+    # As many as starts: one for each token, that of the sampled one.
+    own = values if len(values) == len(starts) else [float(values[start]) for start in starts]
+    if len(own) - known != len(token_ids):
+        raise EngineError(f"vLLM: {len(token_ids)} tokens came with {len(own) - known} logprobs")
+    return list(own[known:])
 
 
 def _span(span: Any) -> tuple[str, int, int]:

@@ -1,0 +1,72 @@
+"""One trainer rank that counts the bytes of real steps: all micro-batches, and all stages at once.
+
+The only argument is `DryRunAsked` as JSON, with one number of layers. The answer is the peak of a
+step's passes in bytes, moments not there.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import torch
+from torch import Tensor
+
+from services.trainer.dry_run.__main__ import with_layers
+from services.trainer.dry_run.live_bytes import LiveBytes
+from services.trainer.dry_run.measure import _Rank, balanced_routing
+from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
+from services.trainer.learner.ranks import TorchDistributed
+from sluice.algorithm.token_statistics import TokenStatistics
+from sluice.config.parallel_layout import trainer_layout
+from sluice.config.run import RunConfig
+from sluice.device.select import select_device
+from sluice.plan.dry_run import DryRunAsked
+
+_MEETING_S = 90.0
+
+
+def _loss(_number: int, outputs: TokenStatistics) -> Tensor:
+    return outputs.logprobs.sum()
+
+
+def _peak(asked: DryRunAsked, parallel: TorchDistributed) -> int:
+    config = msgspec.convert(asked.config, RunConfig)
+    layout = trainer_layout(config, parallel.world_size)
+    parallel.divide(layout)
+    (layers,) = asked.layers
+    with LiveBytes() as count:
+        rank = _Rank(config, with_layers(asked.model, layers * layout.pipeline), parallel, count)
+        passes = TokenPasses(rank._model, rank._shards, parallel, torch.device("cpu"), rank._stage)
+        tokens = rank._micro_batch.input_ids.shape[1]
+        number = 2 * layout.pipeline + 1
+        for _ in range(2):  # the first one prepares
+            count.forget_peak()
+            passes.begin(number)
+            asked_passes = [
+                TokenPass(
+                    rank._micro_batch,
+                    config.actor_rollout_ref.rollout.temperature,
+                    rank._entropy,
+                    routing=balanced_routing(rank._model, tokens),
+                )
+                for _ in range(number)
+            ]
+            passes.train(asked_passes, _loss)
+            peak = count.peak
+            rank._optimizer.gradients.zero()
+    return peak
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    asked = msgspec.json.decode(sys.argv[1], type=DryRunAsked)
+    parallel = TorchDistributed(select_device("cpu"), _MEETING_S)
+    peak = _peak(asked, parallel)
+    parallel.close()
+    sys.stdout.write(f"{peak}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
