@@ -174,11 +174,22 @@ def test_skipped_samples_change_nothing_even_where_a_step_has_no_others(
         torch.testing.assert_close(skipped[name], weight, atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(("family", "experts"), [("qwen3", 1), ("qwen3_moe", 1), ("qwen3_moe", 2)])
-def test_two_ranks_in_bfloat16_train_like_one(family: str, experts: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"expert_parallel_size": 2}),
+        ("qwen3", {"tensor_parallel_size": 2}),
+        ("qwen3", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_two_ranks_in_bfloat16_train_like_one(
+    family: str, layout: dict[str, int], tmp_path: Path
+) -> None:
     folder = save_model(tmp_path / "model", family)
     mixed: dict[str, Any] = {"fsdp_config": {"dtype": "bfloat16"}, "ppo_mini_batch_size": 2}
-    divided = mixed | {"fsdp_config": {"dtype": "bfloat16", "expert_parallel_size": experts}}
+    divided = mixed | {"fsdp_config": {"dtype": "bfloat16", **layout}}
     single = Learner(make_config(folder, NUM_GROUPS, **mixed), DataParallel(), total_steps=10)
     before = copies(single)
     expected = step(single, 1)

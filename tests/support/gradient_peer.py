@@ -75,7 +75,7 @@ class PassFound(msgspec.Struct):
 
 
 def _micro_batches(model: Path, parallel: DataParallel) -> list[MicroBatch]:
-    takers = max(1, parallel.data_size - 1)
+    takers = max(1, parallel.layout.data_ranks - 1)
     every, images = image_rows(model) if reads_images(model) else (parity_rows(), {})
     rows = [row for row in every if row.group % takers == parallel.data_rank]
     plans = plan_micro_batches([row.size for row in rows], range(len(rows)), rows_per_micro=3)

@@ -127,7 +127,7 @@ def counted(
     stages = [parallel.stages]
     if parallel.stages is not None and isinstance(parallel, FakeRanks):
         # Stage 0 has the most micro-batches in flight, the last one has the head.
-        stages.append(replace(parallel.stages, stage=parallel.num_stages - 1))
+        stages.append(replace(parallel.stages, number=layout.pipeline - 1))
     found: list[PassBytes] = []
     for parallel.stages in stages:
         with LiveBytes() as count:

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -66,12 +66,28 @@ _PROCESSES = Path("/proc/self/ns/pid")
 class StageRanks:
     """The ranks that train the same rows with the layers of different stages.
 
-    `ranks` are their numbers among all, in order of stage, one a stage; `stage` is this rank's.
+    Attributes:
+        ranks: their numbers among all, in order of stage, one a stage.
+        number: of this rank's stage, from 0.
     """
 
-    group: ProcessGroup
     ranks: tuple[int, ...]
-    stage: int
+    number: int
+
+    @property
+    def count(self) -> int:
+        """Return the number of stages."""
+        return len(self.ranks)
+
+    @property
+    def before(self) -> int | None:
+        """Return the rank that inputs come from; None: this is the first stage."""
+        return self.ranks[self.number - 1] if self.number else None
+
+    @property
+    def after(self) -> int | None:
+        """Return the rank that outputs go to; None: this is the last stage."""
+        return self.ranks[self.number + 1] if self.number + 1 < self.count else None
 
 
 class DataParallel:
@@ -101,37 +117,26 @@ class DataParallel:
     """The stages of the pipeline; None: this rank has all layers."""
     image_ranks: ImageRanks = ImageRanks()
     """The ranks that divide the images of their rows."""
-    experts: int = 1
-    """Neighboring ranks that divide the experts of each layer among them."""
+    _layout: ParallelLayout | None = None
     _mesh: DeviceMesh | None = None
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
 
     @property
-    def num_stages(self) -> int:
-        """Return the number of stages of the pipeline."""
-        return len(self.stages.ranks) if self.stages else 1
+    def layout(self) -> ParallelLayout:
+        """Return how these ranks divide their work."""
+        return self._layout or ParallelLayout(self.world_size)
 
     @property
     def stage_size(self) -> int:
         """Return the number of ranks of a stage."""
-        return self.world_size // self.num_stages
-
-    @property
-    def peers(self) -> int:
-        """Return the number of ranks of this stage and tensor index, which hold the same layers."""
-        return self.stage_size // (self.tensor.size if self.tensor else 1)
+        return self.world_size // self.layout.pipeline
 
     @property
     def row_ranks(self) -> int:
         """Return the number of neighboring ranks of a stage that train the same rows."""
-        return (self.share.size if self.share else 1) * (self.tensor.size if self.tensor else 1)
-
-    @property
-    def data_size(self) -> int:
-        """Return the number of shares, which train different rows."""
-        return self.stage_size // self.row_ranks
+        return self.layout.sequence * self.layout.tensor
 
     @property
     def data_rank(self) -> int:
@@ -145,7 +150,7 @@ class DataParallel:
 
     def divide(self, layout: ParallelLayout) -> None:
         """Form the groups of a layout of these ranks, once."""
-        self.experts = layout.experts
+        self._layout = layout
 
     def gather_rows(self, values: Sequence[float], phase: str) -> list[list[float]]:
         """Return the numbers of each share, as `all_gather`; of several stages, the last one's."""
@@ -155,7 +160,7 @@ class DataParallel:
         """Sum in place over shares, whose ranks have the same values; of several stages the last
         one's count.
         """
-        is_last = self.stages is None or self.stages.stage == self.num_stages - 1
+        is_last = self.stages is None or self.stages.after is None
         if not is_last or self.rank % self.row_ranks:
             values.zero_()
         self.all_reduce_sum([values], phase)
@@ -208,26 +213,19 @@ class DataParallel:
         """Return how the ranks of a copy divide its experts; ``None``: they shard whole layers.
 
         Where ranks cut layers, each sends tokens of its own to experts. So those are sharded over
-        all ranks of a copy, also if `experts` is 1.
+        all ranks of a copy, also if each has all experts.
 
         Args:
             size: as of `shard_mesh`; a copy has `size` ranks for each tensor index.
 
         Returns:
             dimensions ``copy`` (if there are several), ``expert_shard``, over which each expert is
-            sharded, and ``expert``, of `experts` neighboring ranks.
+            sharded, and ``expert``, of neighboring ranks that divide them.
 
         Raises:
             ConfigError: they cannot divide evenly.
         """
-        tensor = self.tensor.size if self.tensor else 1
-        ParallelLayout(
-            self.world_size,
-            size,
-            experts=self.experts,
-            tensor=tensor,
-            pipeline=self.num_stages,
-        )
+        replace(self.layout, shard=size)
         return None
 
     def exchange(
@@ -347,13 +345,13 @@ class TorchDistributed(DataParallel):
 
     def expert_mesh(self, size: int) -> DeviceMesh | None:
         super().expert_mesh(size)
-        if self.experts == 1 and self.tensor is None:
+        experts, tensor = self.layout.experts, self.layout.tensor
+        if experts == tensor == 1:
             return None
         if size not in self._expert_meshes:
-            of_copy = size * (self.tensor.size if self.tensor else 1)
-            grid = self._by_stage().unflatten(1, (-1, of_copy // self.experts, self.experts))
+            grid = self._by_stage().unflatten(1, (-1, size * tensor // experts, experts))
             names = (COPY_DIM, EXPERT_SHARD_DIM, EXPERT_DIM)
-            with self.naming_failures(f"forming groups of {self.experts} ranks with experts"):
+            with self.naming_failures(f"forming groups of {experts} ranks with experts"):
                 self._expert_meshes[size] = self._grid_mesh(grid, names)
         return self._expert_meshes[size]
 
@@ -361,10 +359,11 @@ class TorchDistributed(DataParallel):
         super().divide(layout)
         sizes = (layout.pipeline, layout.data_ranks, layout.sequence, layout.tensor)
         grid = torch.arange(self.world_size).view(sizes)
+        if layout.pipeline > 1:
+            stage, place = divmod(self.rank, self.world_size // layout.pipeline)
+            column = grid.flatten(1)[:, place].tolist()
+            self.stages = StageRanks(tuple(column), stage)
         with self.naming_failures("forming groups of the ranks that train the same rows"):
-            if layout.pipeline > 1:
-                group, ranks = self._own_group(grid, 0)
-                self.stages = StageRanks(group, tuple(ranks), ranks.index(self.rank))
             if layout.sequence > 1:
                 group, ranks = self._own_group(grid, 2)
                 self.share = SequenceShare(group, ranks.index(self.rank), len(ranks))
@@ -381,7 +380,7 @@ class TorchDistributed(DataParallel):
         elif tensor is not None:
             group, ranks = self._own_group(grid.flatten(2), 2)
             share = SequenceShare(group, ranks.index(self.rank), len(ranks))
-        return ImageRanks(share, encodes=self.stages is None or self.stages.stage == 0)
+        return ImageRanks(share, encodes=self.stages is None or self.stages.number == 0)
 
     def exchange(
         self,
@@ -497,7 +496,7 @@ class TorchDistributed(DataParallel):
 
     def _make_mesh(self, size: int) -> DeviceMesh:
         """Make the groups here: those that DeviceMesh makes do not get the deadline."""
-        tensor = self.tensor.size if self.tensor else 1
+        tensor = self.layout.tensor
         if size == self.world_size:
             world = dist.group.WORLD
             assert world is not None
@@ -510,7 +509,7 @@ class TorchDistributed(DataParallel):
 
     def _by_stage(self) -> Tensor:
         """Return the numbers of all ranks, [stages, ranks of a stage]."""
-        return torch.arange(self.world_size).view(self.num_stages, -1)
+        return torch.arange(self.world_size).view(self.layout.pipeline, -1)
 
     def _grid_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh:
         """Make a mesh of this rank's stage, the first dimension; the second is left out if it is 1.
@@ -520,7 +519,7 @@ class TorchDistributed(DataParallel):
         if grid.shape[1] == 1:
             grid, names = grid[:, 0], names[1:]
         own = [self._own_group(grid, dim)[0] for dim in range(1, grid.ndim)]
-        stage = grid[self.stages.stage if self.stages else 0].clone()
+        stage = grid[self.stages.number if self.stages else 0].clone()
         return DeviceMesh.from_group(own, self.device_type, mesh=stage, mesh_dim_names=names)
 
     def _own_group(self, grid: Tensor, dim: int) -> tuple[ProcessGroup, list[int]]:

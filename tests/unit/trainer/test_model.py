@@ -16,7 +16,7 @@ from services.trainer.learner.model.optimizer import ModelOptimizer
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.reference import ReferencePolicy
 from sluice.config.loading.loader import load_config
-from sluice.config.schema.actor import FsdpConfig
+from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError
@@ -125,6 +125,7 @@ def test_the_references_memory_goes_back_once_its_weights_have_left(
         device,
         64,
         DataParallel(),
+        TransformerOverrides(),
     )
     to = type(reference._model).to
     monkeypatch.setattr(

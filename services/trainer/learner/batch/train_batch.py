@@ -319,7 +319,7 @@ def _divided(
         all_rows = training_rows(own, [numbers[order[i]] for i in members])
         rows = [row for row in all_rows if row.number not in skipped]
         of_ranks = assign_rows_to_ranks(
-            [row.size for row in rows], parallel.data_size, keeps_groups=cut.whole_groups
+            [row.size for row in rows], parallel.layout.data_ranks, keeps_groups=cut.whole_groups
         )
         yield _Shares(own, all_rows, rows, of_ranks)
 

@@ -98,6 +98,7 @@ class RoutingTape:
         self.current = Routing()
         self.num_layers = 0
         """The number of layers with experts, those of other stages of a pipeline too."""
+        self.own = slice(None)  # those of them that this stage has
         self.group: ProcessGroup | None = None
         """The ranks that divide the experts; None: each rank has all."""
         self.tensor: TensorShare | None = None
@@ -107,8 +108,7 @@ class RoutingTape:
         self._num_experts = num_experts
         self._next: Routing | None = None
         self._load: dict[int, Tensor] = {}
-        self._of_pass: PackedRouting | None = None
-        """The engine's experts of the pass, on its device."""
+        self._of_pass: PackedRouting | None = None  # the engine's experts, on the pass's device
         self._agreed: Tensor | None = None
 
     def follow(self, routing: Routing | None) -> None:
@@ -155,11 +155,12 @@ class RoutingTape:
         given = self.current.given
         if given is None:
             return chosen
-        if self._of_pass is None:  # all layers at once
+        if self._of_pass is None:  # all layers of this stage at once
             tokens = slice(None) if self.tensor is None else self.tensor.own(given.known.numel())
-            experts, known = given.experts[:, tokens], given.known[tokens]
+            experts, known = given.experts[self.own, tokens], given.known[tokens]
             self._of_pass = PackedRouting(experts.to(chosen.device), known.to(chosen.device))
-        experts, known = self._of_pass.experts[layer].long(), self._of_pass.known[:, None]
+        number = layer - (self.own.start or 0)
+        experts, known = self._of_pass.experts[number].long(), self._of_pass.known[:, None]
         same = (experts[:, :, None] == chosen[:, None, :]).any(-1)
         agreed = torch.stack(((same & known).sum(), known.sum() * chosen.shape[1]))
         self._agreed = agreed if self._agreed is None else self._agreed + agreed
@@ -270,7 +271,6 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
         self.activation = ACT2FN[config.hidden_act]
-
         self.each = nn.ModuleDict()  # adapters, named by `EACH`
 
     def adapt(self, projection: str, rank: int, scale: float, dtype: torch.dtype) -> ExpertAdapter:

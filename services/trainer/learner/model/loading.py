@@ -28,6 +28,7 @@ from services.trainer.learner.model.experts import use_own_experts
 from services.trainer.learner.model.forward import DTYPES, use_compiled_head, use_float32_head
 from services.trainer.learner.model.recompute import recompute_layers
 from services.trainer.learner.model.weight_files import WeightFiles
+from services.trainer.learner.ranks import StageRanks
 from sluice.checkpoint.pretrained import read_pretrained
 from sluice.config.derived import adapts
 from sluice.config.schema.actor import FsdpConfig
@@ -45,26 +46,18 @@ if TYPE_CHECKING:
 _LANGUAGE_HEAD = ("lm_head.weight",)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage(StageRanks):
     """This rank's stage of a pipeline.
 
     Attributes:
-        number: from 0.
-        count: of stages.
         layers: numbers of the model's layers that it holds.
-        before: the rank that its inputs come from; None: it is the first stage.
-        after: the rank that its outputs go to; None: it is the last stage.
         twin: the rank of the other stage that holds the same part of the embedding.
         width: of hidden states.
         dtype: of hidden states.
     """
 
-    number: int
-    count: int
     layers: range
-    before: int | None
-    after: int | None
     twin: int | None
     width: int
     dtype: torch.dtype

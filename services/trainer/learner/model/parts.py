@@ -17,7 +17,8 @@ def own_part(weight: Tensor) -> Tensor:
     """Return what this rank computes with: its part of a weight, or all of one that is not cut.
 
     Ranks that cut a layer use a weight that is not cut for other tokens, or for other parts of a
-    sum. So its gradient is the sum of theirs.
+    sum. So its gradient is the sum of theirs: in the dtype of the pass if the step has only this
+    one, else in float32, as passes add up.
     """
     if not isinstance(weight, DTensor):
         return weight

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.model.experts import Routing, routing_tape
+from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
 from services.trainer.learner.model.forward import EntropyUse, hidden_states, token_outputs
 from services.trainer.learner.model.loading import Stage
 from services.trainer.learner.model.sharding import EvenPasses, Shards, idle_micro_batch
@@ -55,7 +56,7 @@ class _InFlight:
     """A micro-batch between its forward and its backward pass on this stage."""
 
     entering: Tensor | None
-    leaving: Tensor
+    leaving: GradientEdge  # without the output, whose memory is free when it is sent
     routing: Routing | None
 
 
@@ -168,6 +169,8 @@ class _Pipeline:
         self._model, self._stage = model, stage
         self._parallel, self._device = parallel, device
         self._tape = routing_tape(model)
+        if self._tape is not None and (own := [one.layer for one in expert_blocks(model)]):
+            self._tape.own = slice(own[0], own[-1] + 1)
 
     def forward(self, passes: Sequence[TokenPass], read: Read) -> None:
         for number, one in enumerate(passes):
@@ -185,25 +188,28 @@ class _Pipeline:
         warm = min(stage.count - 1 - stage.number, count)
 
         def forward(number: int, entering: Tensor | None) -> Tensor:
+            """Return the output, which nothing else keeps."""
             if entering is not None:
                 entering.requires_grad_()
             found = self._forward(passes[number], entering)
             leaving = loss(number, found) if isinstance(found, TokenStatistics) else found
             routing = None if self._tape is None else self._tape.current
-            flight.append(_InFlight(entering, leaving, routing))
-            return leaving
+            flight.append(_InFlight(entering, get_gradient_edge(leaving), routing))
+            return leaving.detach()
 
         def backward(gradient: Tensor | None) -> Tensor | None:
             before_backward()
             return self._backward(flight.popleft(), gradient)
 
         for number in range(warm):
-            leaving = forward(number, self._received(passes, number))
-            self._exchange(f"micro-batch {number + 1} of {count}", leaving.detach(), None)
+            self._exchange(
+                f"micro-batch {number + 1} of {count}",
+                forward(number, self._received(passes, number)),
+                None,
+            )
         entering = self._received(passes, warm)
         for number in range(warm, count):
-            leaving = forward(number, entering)
-            gradient = self._swapped_after(passes, leaving.detach(), number, number - warm)
+            gradient = self._swapped_after(passes, forward(number, entering), number, number - warm)
             entering = self._swapped_before(passes, backward(gradient), number - warm, number + 1)
         for number in range(count - warm, count):
             gradient = self._swapped_after(passes, None, None, number)
@@ -218,12 +224,8 @@ class _Pipeline:
         if self._tape is not None and one.routing is not None:
             # A layer that is recomputed follows the choices of its own pass, not of a later one's.
             self._tape.current = one.routing
-        if one.leaving.requires_grad:  # else the stage trains nothing
-            torch.autograd.backward(one.leaving, gradient)
-        if one.entering is None:
-            return None
-        found = one.entering.grad
-        return torch.zeros_like(one.entering) if found is None else found
+        torch.autograd.backward(one.leaving, gradient)
+        return None if one.entering is None else one.entering.grad
 
     def _received(self, passes: Sequence[TokenPass], number: int) -> Tensor | None:
         return self._swapped_before(passes, None, None, number)

@@ -50,7 +50,7 @@ def own_stage(
     ranks = parallel.stages
     if ranks is None:
         return None
-    count, number = len(ranks.ranks), ranks.stage
+    count, number = ranks.count, ranks.number
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not all(
         isinstance(layer, DecoderLayer) for layer in layers
@@ -64,11 +64,9 @@ def own_stage(
     check_image_layers(of_stages, _layers_with_images(model))
     twins = {0: ranks.ranks[-1], count - 1: ranks.ranks[0]}
     return Stage(
+        ranks.ranks,
         number,
-        count,
         of_stages[number],
-        ranks.ranks[number - 1] if number else None,
-        ranks.ranks[number + 1] if number + 1 < count else None,
         twins.get(number) if _is_tied(model) else None,
         model.config.get_text_config().hidden_size,
         DTYPES[precision.dtype],

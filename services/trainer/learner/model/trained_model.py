@@ -430,8 +430,9 @@ def share_model(
     Raises:
         ConfigError: the number of ranks is not divisible by the shard size.
     """
-    size = shard_size(sharding.fsdp_size, parallel.peers, parallel.world_size, f"{key}.fsdp_size")
-    check_dividable(loaded.model, parallel.experts)
+    peers = parallel.layout.peers
+    size = shard_size(sharding.fsdp_size, peers, parallel.world_size, f"{key}.fsdp_size")
+    check_dividable(loaded.model, parallel.layout.experts)
     expert_mesh = parallel.expert_mesh(size)
     # The gradients of a part are not summed over all ranks, as those of a whole model are.
     is_cut = parallel.tensor is not None or loaded.stage is not None

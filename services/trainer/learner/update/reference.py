@@ -40,11 +40,11 @@ class ReferencePolicy:
         device: Device,
         max_tokens: int,
         parallel: DataParallel,
-        cut: TransformerOverrides | None = None,
+        cut: TransformerOverrides,
     ) -> None:
         loaded = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
         loaded.model.requires_grad_(requires_grad=False)
-        stage = own_stage(loaded.model, precision, cut or TransformerOverrides(), parallel)
+        stage = own_stage(loaded.model, precision, cut, parallel)
         loaded = keep_stage(loaded, stage)
         self._model = loaded.model
         self._device = device
