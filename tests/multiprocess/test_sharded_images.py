@@ -139,9 +139,8 @@ def test_they_train_and_publish_like_one_whatever_images_a_ranks_rows_have(
 def test_a_first_stage_without_the_layers_that_images_add_to_is_refused(tmp_path: Path) -> None:
     save_model(EXPERTS, tmp_path, **FORM)
     loaded = load_policy(ModelConfig(path=str(tmp_path)), ActorFsdpConfig(), 64)
-    group: Any = None  # nothing is sent
     ranks = DataParallel()
-    ranks.stages = StageRanks(group, (0, 1), 0)
+    ranks.stages = StageRanks((0, 1), 0)
     cut = TransformerOverrides(num_layers_in_first_pipeline_stage=1)
     with pytest.raises(ConfigError, match=r"the first stage has 1 of .* 4 layers.* the first 2;"):
         own_stage(loaded.model, ActorFsdpConfig(), cut, ranks)

@@ -41,7 +41,7 @@ class TensorShare:
 
         Each rank's gradient is a part of the sum.
         """
-        found: Tensor = _Gathered.apply(hidden.squeeze(0), self)  # type: ignore[no-untyped-call]
+        found: Tensor = _AllGathered.apply(hidden.squeeze(0), self)  # type: ignore[no-untyped-call]
         return found.unsqueeze(0)
 
     def scatter(self, parts: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class _CutContext(FunctionCtx):
     share: TensorShare
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _CutContext, tokens: Tensor, share: TensorShare) -> Tensor:
         ctx.share = share

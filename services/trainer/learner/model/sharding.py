@@ -114,9 +114,8 @@ def shard_model(
     )
     # None is FSDP2's default: reshard all units but the outermost.
     kept_whole: bool | None = None if reshard_after_forward else False
-    layers = set(model._no_split_modules or ())
     shard = partial(fully_shard, reshard_after_forward=kept_whole, mp_policy=precision)
-    units = [m for m in model.modules() if type(m).__name__ in layers]
+    units = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     over, cutting = _by_use(meshes.layers)
     if meshes.tower is not None and (tower := vision_tower(model)) is not None:
         _shard_tower(tower, units, partial(shard, mesh=meshes.tower))
