@@ -26,6 +26,7 @@ _CONTEXT.set_forkserver_preload(
         *("tests.support.rank_peer", "tests.support.replica_process", "tests.support.causal_lms"),
         *("services.trainer.__main__", "services.trainer.leader", "services.rollout.__main__"),
         *("services.reward.__main__", "services.evaluation.__main__", "tests.support.weight_peer"),
+        "tests.support.late_imports",
     ]
 )
 _SERVICES = ("services.trainer", "services.rollout", "services.reward", "services.evaluation")
