@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
@@ -19,9 +20,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A shell without job control has its background jobs ignore SIGINT, and so all that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Until all tests are collected: none of it is garbage, and looking for some takes a third of the time.
-gc.disable()
 
 TESTS = Path(__file__).parent
 # An example that a busy machine slows down is no failure.
@@ -60,9 +58,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIME_LIMIT_S.get(tier, DEFAULT_TIME_LIMIT_S)))
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage in what is imported and collected: it would take a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _module(item: pytest.Item) -> str:

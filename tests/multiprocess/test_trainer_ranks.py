@@ -100,11 +100,9 @@ def test_a_killed_rank_ends_the_next_step_with_an_error(model: Path) -> None:
         ranks[1].process.kill()
         ranks[1].process.wait(ANSWER_S)
         error = ranks[0].command("train 2")
-        # A connection that breaks while rank 0 writes to it fails what waits to be received, not what
-        # waits to be sent: then Gloo ends the wait at its deadline.
-        assert error.startswith(("PeerError: trainer rank", "DeadlineError: trainer rank 1 (")), (
-            error
-        )
+        # Where the connection breaks while rank 0 writes to it, Gloo fails what it waits to receive
+        # but not what it waits to send, which ends at its deadline.
+        assert error.startswith(("PeerError: trainer rank", "DeadlineError: trainer rank")), error
         assert "trainer rank 1 (" in error
         assert "seen from rank 0 of 2" in error
         assert ranks[0].process.wait(ANSWER_S) == 3
