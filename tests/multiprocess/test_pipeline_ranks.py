@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.stages import check_stages_train
 from services.trainer.learner.ranks import DataParallel
@@ -19,8 +20,15 @@ from tests.multiprocess.test_sharded_trainer import assert_like, copies, step, w
 from tests.support.layer_parity import MOST_ERROR
 from tests.support.rank_parity import compare, make_subject
 from tests.support.rank_peer import NUM_GROUPS
-from tests.support.saved_states import model_tensors, optimizer_tensors
-from tests.support.tiny_policy import adapting, make_config, make_model, save_model
+from tests.support.saved_states import are_equal, model_tensors, optimizer_tensors
+from tests.support.tiny_policy import (
+    adapting,
+    freezing,
+    make_config,
+    make_model,
+    save_model,
+    with_critic,
+)
 from tests.support.trainer_ranks import ANSWER_S, trainer
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
@@ -131,6 +139,50 @@ def test_they_train_save_and_publish_like_one(
         assert_like(step(single, 3), after)
         ranks[0].command(f"load {whole}")
         assert ranks[0].command("train 3")["actor/grad_norm"] == after["actor/grad_norm"]
+        assert [rank.finish() for rank in ranks] == [0] * world_size
+
+
+# The policy's embedding is tied in qwen3 alone; a critic's is not.
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [
+        ("qwen3", 2, stages(2)),
+        ("llama", 4, stages(2, tensor_parallel_size=2)),
+        ("qwen3_moe", 4, stages(2, ulysses_sequence_parallel_size=2, expert_parallel_size=2)),
+    ],
+)
+def test_a_critic_trains_saves_and_resumes_like_one_of_one_rank(
+    family: str, world_size: int, layout: dict[str, int], tmp_path: Path
+) -> None:
+    folder, frozen = save_model(tmp_path / "model", family, **FOUR), "model.norm.weight"
+    settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
+    config = with_critic(make_config(folder, NUM_GROUPS, **settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner_module, "load_policy", freezing(frozen))
+        single = Learner(config, DataParallel(), total_steps=10)
+    cut = settings | {"fsdp_config": {"dtype": "float32", **layout}}
+    staged, one, whole = (tmp_path / name / "actor" for name in ("staged", "one", "whole"))
+    critics = [folder.parent / "critic" for folder in (staged, one, whole)]
+    with trainer(folder, world_size, frozen=frozen, **cut) as ranks:
+        for number in (1, 2):
+            assert_like(ranks[0].command(f"train {number}"), step(single, number))
+        ranks[0].command(f"save {staged}")
+        single.save(one)
+        for read in (model_tensors, optimizer_tensors):  # first moments are means of gradients
+            found, expected = read(critics[0]), read(critics[1])
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                scale = max(float(tensor.abs().max()), 1e-8)
+                torch.testing.assert_close(
+                    found[name] / scale, tensor / scale, atol=1e-4, rtol=0, msg=name
+                )
+        single.load(staged)
+        single.save(whole)
+        assert are_equal(critics[0], critics[2])
+        after = ranks[0].command("train 3")
+        assert_like(after, step(single, 3))
+        ranks[0].command(f"load {whole}")
+        assert ranks[0].command("train 3")["critic/grad_norm"] == after["critic/grad_norm"]
         assert [rank.finish() for rank in ranks] == [0] * world_size
 
 

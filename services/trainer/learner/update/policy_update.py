@@ -38,8 +38,7 @@ from services.trainer.learner.model.experts import (
     routing_tape,
 )
 from services.trainer.learner.model.forward import EntropyUse
-from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
-from services.trainer.learner.model.sharding import idle_micro_batch
+from services.trainer.learner.model.pipeline import TokenPass, TokenPasses, idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.advantages import (
@@ -407,7 +406,7 @@ class PolicyUpdate:
             return {}
         return {
             **value_metrics(values, estimate.returns, estimate.mask),
-            **self._critic.update(estimate.returns, estimate.mask, step),
+            **self._critic.update(values, estimate.returns, estimate.mask, step),
         }
 
     def _policy_steps(
