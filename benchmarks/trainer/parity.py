@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.support.tiny_policy import (
     make_batch,
     make_config,
     recomputing,
+    with_critic,
 )
 from tests.support.trainer_ranks import end, trainer
 
@@ -182,6 +183,7 @@ def _row(number: int, layout: Layout, tiny: _TinyModels) -> Row:
         layout.layers,
         adapts=number // 4 % 2 == 1,
         offloads=number % 3 == 0,
+        critic=number % 4 == 2,
     )
     loss = tiny.difference(layout, run)
     worst = _worst(one.error for one in found)
@@ -194,17 +196,19 @@ def _row(number: int, layout: Layout, tiny: _TinyModels) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A DAPO run."""
+    """A DAPO run; with a critic one of PPO."""
 
     family: str
     layers: int
     adapts: bool
     offloads: bool
+    critic: bool
 
     @property
     def name(self) -> str:
         """Return it in words."""
-        return self.family + ", adapters" * self.adapts + ", offload" * self.offloads
+        parts = {"critic": self.critic, "adapters": self.adapts, "offload": self.offloads}
+        return ", ".join([self.family, *(name for name, is_there in parts.items() if is_there)])
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,7 @@ class _TinyModels:
 
     scratch: Path
     _subjects: dict[tuple[str, int, bool], Subject] = field(default_factory=dict)
-    _metrics: dict[tuple[str, int, bool], list[dict[str, float]]] = field(default_factory=dict)
+    _metrics: dict[_Run, list[dict[str, float]]] = field(default_factory=dict)
 
     def subject(self, family: str, layers: int, *, adapts: bool) -> Subject:
         """Return a model, or an adapter of it, with the gradients by transformers."""
@@ -231,6 +235,7 @@ class _TinyModels:
         with trainer(
             self.subject(run.family, run.layers, adapts=False).folder,
             layout.ranks,
+            critic=run.critic,
             recomputes=layout.ranks == 4,
             adapters=_ADAPTERS if run.adapts else None,
             **_ACTOR | {"fsdp_config": keys},
@@ -240,17 +245,19 @@ class _TinyModels:
         return _worst(
             abs(ours[name] - theirs[name])
             for ours, theirs in zip(found, self._one_rank(run), strict=True)
-            for name in LOSSES
+            for name in (*LOSSES, "critic/vf_loss")
             if name in theirs
         )
 
     def _one_rank(self, run: _Run) -> list[dict[str, float]]:
-        key = (run.family, run.layers, run.adapts)
+        key = replace(run, offloads=False)
         if key not in self._metrics:
             folder = self.subject(run.family, run.layers, adapts=False).folder
             config = recomputing(make_config(folder, NUM_GROUPS, **_ACTOR))
             if run.adapts:
                 config = adapting(config, **_ADAPTERS)
+            if run.critic:
+                config = with_critic(config)
             learner = Learner(config, DataParallel(), total_steps=10)
             self._metrics[key] = [
                 learner.train_step(make_batch(NUM_GROUPS, seed=step), step) for step in _STEPS

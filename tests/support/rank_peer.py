@@ -306,6 +306,7 @@ def run(
     frozen: str | None = None,
     *,
     device: str = "cpu",
+    critic: bool = False,
     skips: bool = False,
     recomputes: bool = False,
     adapters: dict[str, object] | None = None,
@@ -327,8 +328,9 @@ def run(
     mock.patch.object(trained_model, "write_model", small).start()
     config = on_device(make_config(model, NUM_GROUPS, **actor), device)
     config = adapting(config, **(adapters or {}))
-    if frozen is not None:
+    if critic or frozen is not None:
         config = with_critic(config)
+    if frozen is not None:
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
     if recomputes:
         config = recomputing(config)

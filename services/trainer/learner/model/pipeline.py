@@ -162,9 +162,9 @@ class Passes(ABC, Generic[Found]):
             # Times 0: an idle pass takes part in the sums over ranks and adds nothing to them.
             return (found if isinstance(found, Tensor) else found.logprobs).sum() * 0.0
 
-        self._one_by_one([*passes, *self._idle()], loss_or_zero)
+        self._in_turn([*passes, *self._idle()], loss_or_zero)
 
-    def _one_by_one(self, passes: Sequence[TokenPass], loss: Loss[Found]) -> None:
+    def _in_turn(self, passes: Sequence[TokenPass], loss: Loss[Found]) -> None:
         """Run all passes; see the time line above."""
         stage, count = self._stage, len(passes)
         flight: deque[_InFlight] = deque()
