@@ -328,8 +328,7 @@ def run(
     mock.patch.object(trained_model, "write_model", small).start()
     config = on_device(make_config(model, NUM_GROUPS, **actor), device)
     config = adapting(config, **(adapters or {}))
-    if critic or frozen is not None:
-        config = with_critic(config)
+    config = with_critic(config) if critic or frozen is not None else config
     if frozen is not None:
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
     if recomputes:
