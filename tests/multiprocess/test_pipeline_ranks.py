@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.stages import check_stages_train
+from services.trainer.learner.model.loading import Stage, load_critic
+from services.trainer.learner.model.stages import check_stages_train, keep_stage
 from services.trainer.learner.ranks import DataParallel
-from sluice.config.schema.actor import TransformerOverrides
+from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
+from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import assert_like, copies, step, wire_digest
 from tests.support.layer_parity import MOST_ERROR
@@ -140,6 +142,20 @@ def test_they_train_save_and_publish_like_one(
         ranks[0].command(f"load {whole}")
         assert ranks[0].command("train 3")["actor/grad_norm"] == after["actor/grad_norm"]
         assert [rank.finish() for rank in ranks] == [0] * world_size
+
+
+def test_each_weight_of_a_critic_is_on_one_stage_and_its_head_on_the_last(tmp_path: Path) -> None:
+    settings = ModelConfig(path=str(save_model(tmp_path, "qwen3", **FOUR)))
+    found: list[set[str]] = []
+    for number in range(2):
+        loaded = load_critic(settings, FsdpConfig(dtype="float32"), 28)
+        whole = {name for name, _ in loaded.model.named_parameters()}
+        layers = range(2 * number, 2 * number + 2)
+        keep_stage(loaded, Stage((0, 1), number, layers, None, 48, torch.float32))
+        found.append({name for name, _ in loaded.model.named_parameters()})
+    assert sorted([*found[0], *found[1]]) == sorted(whole)
+    assert "model.embed_tokens.weight" in found[0]
+    assert {"model.norm.weight", "score.weight", "score.bias"} <= found[1]
 
 
 # The policy's embedding is tied in qwen3 alone; a critic's is not.

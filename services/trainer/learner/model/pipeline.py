@@ -157,10 +157,7 @@ class Passes(ABC, Generic[Found]):
         """
 
         def loss_or_zero(number: int, found: Found) -> Tensor:
-            if number < len(passes):
-                return loss(number, found)
-            # Times 0: an idle pass takes part in the sums over ranks and adds nothing to them.
-            return (found if isinstance(found, Tensor) else found.logprobs).sum() * 0.0
+            return loss(number, found) if number < len(passes) else _zero_loss(found)
 
         self._in_turn([*passes, *self._idle()], loss_or_zero)
 
@@ -319,6 +316,11 @@ def idle_micro_batch(device: torch.device, parallel: DataParallel | None = None)
     )
     assert micro_batch is not None
     return micro_batch
+
+
+def _zero_loss(found: TokenStatistics | Tensor) -> Tensor:
+    # Times 0: an idle pass takes part in the sums over ranks and adds nothing to them.
+    return (found if isinstance(found, Tensor) else found.logprobs).sum() * 0.0
 
 
 def _named(count: int, *, gradient_of: int | None, micro_batch: int | None) -> str:
