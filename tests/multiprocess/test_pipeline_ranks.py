@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import assert_like, copies, step, wire_digest
 from tests.support.layer_parity import MOST_ERROR
 from tests.support.rank_parity import compare, make_subject
-from tests.support.rank_peer import NUM_GROUPS
+from tests.support.rank_peer import NUM_GROUPS, made_batch
 from tests.support.saved_states import are_equal, model_tensors, optimizer_tensors
 from tests.support.tiny_policy import (
     adapting,
@@ -30,6 +31,7 @@ from tests.support.tiny_policy import (
     make_model,
     save_model,
     with_critic,
+    with_sources,
 )
 from tests.support.trainer_ranks import ANSWER_S, trainer
 
@@ -42,6 +44,11 @@ ACTOR: dict[str, Any] = {
     "ppo_mini_batch_size": 2,
     "use_kl_loss": True,
     "entropy_coeff": 0.01,
+}
+# One source has neither the loss of the other nor its divergence from the reference.
+SOURCES: dict[str, Any] = {
+    "math": {"loss_mode": "gspo"},
+    "code": {"adv_estimator": "rloo", "use_kl_loss": False},
 }
 
 
@@ -110,21 +117,35 @@ def test_a_rank_holds_its_stage_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "world_size", "layout"),
-    [("qwen3", 2, stages(2)), ("llama", 4, stages(2, ulysses_sequence_parallel_size=1))],
+    ("family", "world_size", "layout", "sources"),
+    [
+        ("qwen3", 2, stages(2, param_offload=True, optimizer_offload=True), None),
+        ("llama", 4, stages(2, ulysses_sequence_parallel_size=1), SOURCES),
+    ],
 )
-def test_they_train_save_and_publish_like_one(
-    family: str, world_size: int, layout: dict[str, int], tmp_path: Path
+def test_they_train_skip_save_and_publish_like_one(
+    family: str,
+    world_size: int,
+    layout: dict[str, int],
+    sources: dict[str, Any] | None,
+    tmp_path: Path,
 ) -> None:
     folder = save_model(tmp_path / "model", family, **FOUR)
     settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
-    single = Learner(make_config(folder, NUM_GROUPS, **settings), DataParallel(), total_steps=10)
+    config = make_config(folder, NUM_GROUPS, **settings)
+    command = "train"
+    if sources is not None:
+        config, command = with_sources(config, sources), "sources"
+    single = Learner(config, DataParallel(), total_steps=10)
+
+    def alone(number: int) -> dict[str, float]:
+        return single.train_step(made_batch(folder, f"{command}-{number}"), number)
+
     staged, whole = tmp_path / "a" / "actor", tmp_path / "b" / "actor"
-    with trainer(
-        folder, world_size, **settings | {"fsdp_config": {"dtype": "float32", **layout}}
-    ) as ranks:
+    divided = settings | {"fsdp_config": {"dtype": "float32", **layout}}
+    with trainer(folder, world_size, sources=sources, **divided) as ranks:
         for number in (1, 2):
-            assert_like(ranks[0].command(f"train {number}"), step(single, number))
+            assert_like(ranks[0].command(f"{command} {number}"), alone(number))
         ranks[0].command(f"save {staged}")
         expected = copies(single)
         for name, weight in model_tensors(staged).items():
@@ -137,10 +158,16 @@ def test_they_train_save_and_publish_like_one(
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         published = ranks[0].command("publish 1")
         assert published["digest"] == wire_digest(single)
-        after = ranks[0].command("train 3")
-        assert_like(step(single, 3), after)
+        # Of an infinite gradient on the first stage the others know only by the norm.
+        ranks[0].command("spoil 2")
+        skipped = ranks[0].command(f"{command} 3")
+        assert skipped["actor/skipped_updates"] == 2.0
+        assert "actor/grad_norm" not in skipped
+        after = ranks[0].command(f"{command} 3")
+        assert_like(alone(3), after)
         ranks[0].command(f"load {whole}")
-        assert ranks[0].command("train 3")["actor/grad_norm"] == after["actor/grad_norm"]
+        # Equal to the bit: no stage has changed its weights or moments in the steps skipped.
+        assert ranks[0].command(f"{command} 3")["actor/grad_norm"] == after["actor/grad_norm"]
         assert [rank.finish() for rank in ranks] == [0] * world_size
 
 
@@ -220,17 +247,18 @@ def test_adapters_of_stages_go_on_in_one_rank(tmp_path: Path) -> None:
     assert load_file(saved / "lora_adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_all_end_where_a_stage_dies(rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "raises"), [(0, True), (1, False), (2, True)])
+def test_all_end_where_a_stage_dies_or_raises(rank: int, raises: bool, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "llama", num_hidden_layers=3)
     layout: dict[str, Any] = {"fsdp_config": {"dtype": "float32", **stages(3)}}
-    with trainer(folder, 3, dies_between_stages=(rank, 4), **layout) as ranks:
+    with trainer(folder, 3, fails_between_stages=(rank, 4, raises), **layout) as ranks:
         ranks[0].tell("train 1")
         for one in ranks[:rank] + ranks[rank + 1 :]:
             error = one.answer()
             assert error.startswith("PeerError: "), error
             assert f"trainer rank {rank} (" in error, "others may have ended since"
             assert one.process.wait(ANSWER_S) == 3
+        assert ranks[rank].process.wait(ANSWER_S) == (1 if raises else -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("trained", "stage"), [("layers.0", 2), ("layers.3", 1), ("lm_head", 1)])

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -252,9 +253,12 @@ class PolicyUpdate:
         return estimate, zero_advantage_rows(estimate.advantages, self._parallel)
 
     def _cut(self, batch: TrainBatch, step: int, skipped: Container[int]) -> list[MiniBatch]:
+        cut, tape = self._settings.cut, routing_tape(self._model)
+        if tape is not None:
+            cut = replace(cut, routed_layers=tape.own)
         return split_batch(
             batch.groups,
-            self._settings.cut,
+            cut,
             self._parallel,
             step=step,
             device=self._device.torch_device,
