@@ -103,8 +103,9 @@ class Passes(ABC, Generic[Found]):
         self._own = self._left = 0
         self._idle_routings: Iterator[Routing] = iter(())  # where other ranks' passes follow one
         self._tape = routing_tape(model)
-        if self._tape is not None and (own := [one.layer for one in expert_blocks(model)]):
-            self._tape.own = slice(own[0], own[-1] + 1)
+        if self._tape is not None:
+            own = [one.layer for one in expert_blocks(model)]  # none: all its layers are dense
+            self._tape.own = slice(own[0], own[-1] + 1) if own else slice(0)
 
     @abstractmethod
     def _found(self, one: TokenPass, entering: Tensor | None) -> Found:
