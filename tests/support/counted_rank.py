@@ -31,7 +31,11 @@ def main() -> int:
     else:
         parallel = TorchDistributed(select_device("cpu"), _MEETING_S)
         config = msgspec.convert(asked.config, RunConfig)
-        parallel.divide(trainer_layout(config, parallel.world_size))
+        layout = trainer_layout(config, parallel.world_size)
+        parallel.divide(layout)
+        # Meshes hold numbers of ranks; a plan has made them before it counts.
+        parallel.shard_mesh(layout.shard)
+        parallel.expert_mesh(layout.shard)
         found = msgspec.json.encode(counted(config, asked.model, parallel))
         parallel.close()
     sys.stdout.write(found.decode() + "\n")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ def dry_run(asked: DryRunAsked) -> list[PassBytes]:
         token_statistics._add_product = lambda total, left, right: None
     parallel = FakeRanks(asked.ranks)
     torch.compile = lambda function: function  # type: ignore[assignment]  # not of fake tensors
+    gc.freeze()  # what is imported is no garbage
     try:
         with fake_tensors():
             parallel.divide(trainer_layout(config, asked.ranks))

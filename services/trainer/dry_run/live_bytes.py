@@ -6,7 +6,7 @@ It counts the same for real tensors and for fake ones, so that a plan can be com
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -34,23 +34,24 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live: bytes alive now.
-        peak: most bytes alive at once since `forget_peak`.
-        moved: bytes of collectives' results on this rank, by kind.
+        peak: most bytes alive at once since `forget`.
+        moved: bytes of collectives' results on this rank since then, by kind.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
-        self.moved: dict[str, int] = defaultdict(int)
+        self.moved: Counter[str] = Counter()
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
         self._seen = 0
         self._resize: Any = None
 
-    def forget_peak(self) -> None:
-        """Let the peak count from now on."""
+    def forget(self) -> None:
+        """Let the peak and what is moved count from now on."""
         self.peak = self.live
+        self.moved.clear()
 
     def __torch_dispatch__(
         self,
@@ -60,6 +61,8 @@ class LiveBytes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
         found = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # half of all calls ask fake tensors for their device
+            return found
         if func.namespace == "c10d":
             self._count_moved(func, args)
         for one in tree_leaves(found):

@@ -9,6 +9,7 @@ import copy
 import gc
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,9 +75,9 @@ class FakeRanks(TorchDistributed):
     def divide(self, layout: ParallelLayout) -> None:
         with unset_fake_temporarily():  # groups are made of numbers
             super().divide(layout)
-        if self.stages is not None:  # rank 0 has no place in the meshes of another stage
-            self.shard_mesh(layout.shard)
-            self.expert_mesh(layout.shard)
+        # Now, because rank 0 has no place in the meshes of another stage.
+        self.shard_mesh(layout.shard)
+        self.expert_mesh(layout.shard)
 
     def move_to(self, stage: int) -> None:
         """Take the same place in another stage, if there are any."""
@@ -183,7 +184,7 @@ class _Rank:
         log_prob = self._log_prob()
         self._optimizer.gradients.complete()
         gradients = count.live - parameters
-        count.forget_peak()
+        count.forget()
         self._optimizer.step()
         step = count.peak
         self._optimizer.gradients.complete()
@@ -202,7 +203,7 @@ class _Rank:
         )
 
     def _log_prob(self) -> int:
-        self._count.forget_peak()
+        self._count.forget()
         with torch.no_grad():
             self._outputs()
         if self._shards is not None:
@@ -212,41 +213,34 @@ class _Rank:
     def _passes(self) -> tuple[int, int, int, dict[str, int]]:
         """Return the forward peak and what it leaves, the backward's peak, bytes moved."""
         stage, shards = self._stage, self._shards
+        # Micro-batches between their forward and their backward pass.
         flight = 1 if stage is None else stage.count - stage.number
-        if shards is None or not shards.sums_once:
-            return self._pass(flight, sums=True)
-        # Gradients are whole until the last micro-batch, which is alone, sums them.
-        self._optimizer.gradients.zero()
-        self._pass(1, sums=False)
-        forward, kept, backward, _ = self._pass(flight, sums=False)
-        _, _, last, moved = self._pass(1, sums=True)
-        return forward, kept, max(backward, last), moved
-
-    def _pass(self, flight: int, *, sums: bool) -> tuple[int, int, int, dict[str, int]]:
-        """Return the same of one micro-batch that sums gradients, or keeps them whole.
-
-        Args:
-            flight: micro-batches between their forward and their backward pass, with this one.
-        """
         count = self._count
+        if shards is not None and shards.sums_once:
+            # Gradients are whole until the last micro-batch, which is alone, sums them.
+            self._optimizer.gradients.zero()
+            shards.sum_gradients(False)
+            torch.autograd.backward(*self._forward())
         before = count.live
-        if self._shards is not None:
-            self._shards.sum_gradients(sums)
         waiting = self._forward()[0] if flight > 1 else None
-        one, moved = count.live, dict(count.moved)
-        count.forget_peak()
+        one = count.live
+        count.forget()
         leaving, gradient = self._forward()
+        moved = Counter(count.moved)
         more = count.live - gradient.nbytes
         # Any further one leaves what the second did: gathered weights are there once.
         others = max(0, flight - 2) * (more - one)
         forward, kept = count.peak + others, more - before + others
-        count.forget_peak()
-        torch.autograd.backward(leaving if waiting is None else waiting, gradient)
-        backward = count.peak + others
-        moved = {kind: size - moved.get(kind, 0) for kind, size in count.moved.items()}
+        count.forget()
         if waiting is not None:
-            torch.autograd.backward(leaving, gradient)
-        return forward, kept, backward, moved
+            torch.autograd.backward(waiting, gradient)
+        backward = count.peak + others
+        count.forget()
+        if shards is not None:
+            shards.sum_gradients(True)
+        torch.autograd.backward(leaving, gradient)
+        moved.update(count.moved)
+        return forward, kept, max(backward, count.peak), dict(moved)
 
     def _forward(self) -> tuple[Tensor | GradientEdge, Tensor]:
         """Return what a backward pass begins at, and its gradient."""
