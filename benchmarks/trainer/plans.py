@@ -84,7 +84,7 @@ def plans() -> dict[str, Any]:
 
 
 # Model, ranks, recompute, FSDP's keys.
-_AGAINST_RANKS: tuple[tuple[dict[str, Any], int, bool, dict[str, int]], ...] = (
+_AGAINST_RANKS: tuple[tuple[dict[str, Any], int, bool, dict[str, Any]], ...] = (
     (DENSE, 4, False, {}),
     (DENSE, 8, True, {"fsdp_size": 4}),
     (DENSE, 8, False, {"ulysses_sequence_parallel_size": 4}),
