@@ -190,6 +190,7 @@ class Passes(ABC, Generic[Found]):
         for number in range(warm, count):
             gradient = self._swapped_after(passes, forward(number, entering), number, number - warm)
             entering = self._swapped_before(passes, backward(gradient), number - warm, number + 1)
+            del gradient  # the next forward pass needs the memory
         for number in range(count - warm, count):
             gradient = self._swapped_after(passes, None, None, number)
             self._swapped_before(passes, backward(gradient), number, None)

@@ -36,7 +36,7 @@ _HEADS = ("lm_head", *VALUE_HEADS)
 def own_stage(
     model: PreTrainedModel,
     precision: FsdpConfig,
-    cut: TransformerOverrides,
+    cut: TransformerOverrides | None,
     parallel: DataParallel,
 ) -> Stage | None:
     """Return the stage that this rank holds; ``None``: there is no pipeline.
@@ -44,7 +44,7 @@ def own_stage(
     Args:
         model: whole, weights read or not.
         precision: dtype of its passes.
-        cut: which layers make a stage.
+        cut: which layers make a stage; ``None``: the model has only those of this stage.
         parallel: all ranks.
 
     Raises:
@@ -63,13 +63,16 @@ def own_stage(
             "qwen2, qwen3, qwen3_moe and Qwen-VL models, and not those of a "
             f"{model.config.model_type} model; leave the key at 1"
         )
-    of_stages = stage_layers(len(layers), count, cut)
-    check_image_layers(of_stages, _layers_with_images(model))
+    own = range(len(layers))
+    if cut is not None:
+        of_stages = stage_layers(len(layers), count, cut)
+        check_image_layers(of_stages, _layers_with_images(model))
+        own = of_stages[number]
     twins = {0: ranks.ranks[-1], count - 1: ranks.ranks[0]}
     return Stage(
         ranks.ranks,
         number,
-        of_stages[number],
+        own,
         twins.get(number) if _is_tied(model) else None,
         model.config.get_text_config().hidden_size,
         DTYPES[precision.dtype],
