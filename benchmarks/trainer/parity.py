@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.support.tiny_policy import (
     make_batch,
     make_config,
     recomputing,
+    with_critic,
 )
 from tests.support.trainer_ranks import end, trainer
 
@@ -37,6 +38,19 @@ _ACTOR: dict[str, Any] = {
 _DENSE, _MOE = ("qwen3", "qwen2", "llama"), ("qwen3_moe",)
 # Adapters, recompute: families and layouts take turns.
 _VARIANTS = tuple(product((False, True), (False, True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model that layouts divide: its layers, and its heads for keys."""
+
+    layers: int
+    kv_heads: int
+
+    @property
+    def changes(self) -> dict[str, int]:
+        """Return the keys of its config.json."""
+        return {"num_hidden_layers": self.layers, "num_key_value_heads": self.kv_heads}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +93,9 @@ class Layout:
         return " × ".join(parts)
 
     @property
-    def layers(self) -> int:
-        """Return how many layers the models have."""
-        return 2 if self.stages == 1 else 4
+    def shape(self) -> Shape:
+        """Return what the models' sizes have to be."""
+        return Shape(2 if self.stages == 1 else 4, max(2, self.tensor))
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -128,6 +142,9 @@ LAYOUTS = (
     Layout(8, 4, sequence=2, experts=4, stages=2),
     Layout(8, 2, tensor=2, experts=4, stages=2),
     Layout(8, 2, sequence=2, tensor=2, experts=2, stages=2),
+    Layout(8, 2, tensor=4),
+    Layout(8, 1, tensor=4, stages=2),
+    Layout(8, 2, tensor=2, experts=2, stages=2),
 )
 
 
@@ -172,16 +189,17 @@ def _row(number: int, layout: Layout, tiny: _TinyModels) -> Row:
     passes = []
     for place, family in enumerate(families):
         adapts, recomputes = _VARIANTS[(number + place) % len(_VARIANTS)]
-        passes.append((tiny.subject(family, layout.layers, adapts=adapts), recomputes))
+        passes.append((tiny.subject(family, layout.shape, adapts=adapts), recomputes))
     scratch = tiny.scratch / f"layout-{number}"
     scratch.mkdir()
     found = compare(layout.ranks, layout.keys, passes, scratch)
     equal = all(rank.is_equal for one in found for rank in one.ranks)
     run = _Run(
         layout.families[number % len(layout.families)],
-        layout.layers,
+        layout.shape,
         adapts=number // 4 % 2 == 1,
         offloads=number % 3 == 0,
+        critic=number % 4 == 2,
     )
     loss = tiny.difference(layout, run)
     worst = _worst(one.error for one in found)
@@ -194,17 +212,19 @@ def _row(number: int, layout: Layout, tiny: _TinyModels) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A DAPO run."""
+    """A DAPO run; with a critic one of PPO."""
 
     family: str
-    layers: int
+    shape: Shape
     adapts: bool
     offloads: bool
+    critic: bool
 
     @property
     def name(self) -> str:
         """Return it in words."""
-        return self.family + ", adapters" * self.adapts + ", offload" * self.offloads
+        parts = {"critic": self.critic, "adapters": self.adapts, "offload": self.offloads}
+        return ", ".join([self.family, *(name for name, is_there in parts.items() if is_there)])
 
 
 @dataclass(frozen=True)
@@ -212,25 +232,24 @@ class _TinyModels:
     """Models, their gradients, and three steps of DAPO on one rank; each is made once."""
 
     scratch: Path
-    _subjects: dict[tuple[str, int, bool], Subject] = field(default_factory=dict)
-    _metrics: dict[tuple[str, int, bool], list[dict[str, float]]] = field(default_factory=dict)
+    _subjects: dict[tuple[str, Shape, bool], Subject] = field(default_factory=dict)
+    _metrics: dict[_Run, list[dict[str, float]]] = field(default_factory=dict)
 
-    def subject(self, family: str, layers: int, *, adapts: bool) -> Subject:
+    def subject(self, family: str, shape: Shape, *, adapts: bool) -> Subject:
         """Return a model, or an adapter of it, with the gradients by transformers."""
-        key = (family, layers, adapts)
+        key = (family, shape, adapts)
         if key not in self._subjects:
-            folder = self.scratch / f"{family}-{layers}-{adapts}"
-            self._subjects[key] = make_subject(
-                folder, family, adapts=adapts, num_hidden_layers=layers
-            )
+            folder = self.scratch / f"{family}-{shape.layers}-{shape.kv_heads}-{adapts}"
+            self._subjects[key] = make_subject(folder, family, adapts=adapts, **shape.changes)
         return self._subjects[key]
 
     def difference(self, layout: Layout, run: _Run) -> float:
         """Return the largest difference of a loss; with layers recomputed on four ranks."""
         keys = {"dtype": "float32", **layout.keys, **(_OFFLOAD if run.offloads else {})}
         with trainer(
-            self.subject(run.family, run.layers, adapts=False).folder,
+            self.subject(run.family, run.shape, adapts=False).folder,
             layout.ranks,
+            critic=run.critic,
             recomputes=layout.ranks == 4,
             adapters=_ADAPTERS if run.adapts else None,
             **_ACTOR | {"fsdp_config": keys},
@@ -240,17 +259,19 @@ class _TinyModels:
         return _worst(
             abs(ours[name] - theirs[name])
             for ours, theirs in zip(found, self._one_rank(run), strict=True)
-            for name in LOSSES
+            for name in (*LOSSES, "critic/vf_loss")
             if name in theirs
         )
 
     def _one_rank(self, run: _Run) -> list[dict[str, float]]:
-        key = (run.family, run.layers, run.adapts)
+        key = replace(run, offloads=False)
         if key not in self._metrics:
-            folder = self.subject(run.family, run.layers, adapts=False).folder
+            folder = self.subject(run.family, run.shape, adapts=False).folder
             config = recomputing(make_config(folder, NUM_GROUPS, **_ACTOR))
             if run.adapts:
                 config = adapting(config, **_ADAPTERS)
+            if run.critic:
+                config = with_critic(config)
             learner = Learner(config, DataParallel(), total_steps=10)
             self._metrics[key] = [
                 learner.train_step(make_batch(NUM_GROUPS, seed=step), step) for step in _STEPS

@@ -6,7 +6,7 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.reporting import ROOT, print_line
@@ -84,7 +84,7 @@ def plans() -> dict[str, Any]:
 
 
 # Model, ranks, recompute, FSDP's keys.
-_AGAINST_RANKS: tuple[tuple[dict[str, Any], int, bool, dict[str, int]], ...] = (
+_AGAINST_RANKS: tuple[tuple[dict[str, Any], int, bool, dict[str, Any]], ...] = (
     (DENSE, 4, False, {}),
     (DENSE, 8, True, {"fsdp_size": 4}),
     (DENSE, 8, False, {"ulysses_sequence_parallel_size": 4}),
@@ -120,18 +120,19 @@ _AGAINST_RANKS: tuple[tuple[dict[str, Any], int, bool, dict[str, int]], ...] = (
 def plan_errors() -> dict[str, Any]:
     """Return the largest relative error of a plan's bytes: state, peaks, kept, moved.
 
-    A pipeline's peak is that of a real step too, with as many micro-batches in flight as it has.
+    Each stage that differs is compared. A pipeline's peak is that of a real step too, with as many
+    micro-batches in flight as it has.
     """
     worst = 0.0
     for model, ranks, recompute, keys in _AGAINST_RANKS:
-        real, plan = counted_and_planned(model, ranks, recompute=recompute, **keys)
-        ours, theirs = ({**one, **one["moved"], "moved": 0} for one in (plan, real))
+        found = counted_and_planned(model, ranks, recompute=recompute, **keys)
+        theirs, ours = map(_figures, found)
         if ours.keys() != theirs.keys():
             raise SystemExit(f"the plan counts {sorted(ours)}, the ranks {sorted(theirs)}")
         if "pipeline_parallel_size" in keys:
-            theirs["a step"], ours["a step"] = trained_and_planned(
-                model, ranks, recompute=recompute, **keys
-            )
+            peaks = trained_and_planned(model, ranks, recompute=recompute, **keys)
+            for figures, of_stages in zip((theirs, ours), peaks, strict=True):
+                figures |= {f"a step of {n}": one for n, one in enumerate(of_stages)}
         errors = {key: abs(ours[key] - size) / max(1, size) for key, size in theirs.items()}
         print_line(
             f"{model['model_type']}, {ranks} ranks, {keys}: plan's errors "
@@ -139,3 +140,13 @@ def plan_errors() -> dict[str, Any]:
         )
         worst = max(worst, *errors.values())
     return {"plan_error_worst": round(worst, 4)}
+
+
+def _figures(stages: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the figures of all stages that differ, by name and the stage's place among them."""
+    return {
+        f"{key} of {number}": size
+        for number, one in enumerate(stages)
+        for key, size in {**one, **one["moved"]}.items()
+        if key != "moved"
+    }

@@ -53,8 +53,8 @@ class _Clock:
     def __init__(self, asked: StageAsked) -> None:
         self.passes: list[TimedPass] = []
         for name, least_s in (("_forward", asked.forward_s), ("_backward", asked.backward_s)):
-            timed = self._timed(getattr(pipeline._Pipeline, name), name == "_backward", least_s)
-            mock.patch.object(pipeline._Pipeline, name, timed).start()
+            timed = self._timed(getattr(pipeline.Passes, name), name == "_backward", least_s)
+            mock.patch.object(pipeline.Passes, name, timed).start()
 
     def _timed(
         self, function: Callable[..., Any], is_backward: bool, least_s: float

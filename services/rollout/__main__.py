@@ -249,4 +249,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main)

@@ -71,4 +71,4 @@ def _lead_traced(config: RunConfig) -> bool:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main)

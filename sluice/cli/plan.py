@@ -91,6 +91,7 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
             "overrides": list(found.split.overrides),
         },
         "peaks": {"trainer": dict(trainer.phases), "rollout": dict(engine.phases)},
+        "stages": {f"{number + 1}": peak for number, peak in trainer.stages.items()},
         "engine": {
             "tensor_parallel": engine.tp,
             "holds_weights": engine.holds_weights,
@@ -134,7 +135,11 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
         f"{layout.sequence} share a sequence, {layout.experts} divide the experts, "
         f"{layout.tensor} cut each layer\n",
     )
-    _print_phases(console, "GiB on a trainer's device, peak by phase", trainer.phases)
+    where = f" of {trainer.stage_name}" if trainer.stage_name else ""
+    _print_phases(console, f"GiB on a trainer's device{where}, peak by phase", trainer.phases)
+    if trainer.stage_name:
+        peaks = ", ".join(f"{number + 1}: {_gib(one)}" for number, one in trainer.stages.items())
+        print_line(console, f"peaks of stages, GiB: {peaks}")
     _print_phases(console, f"GiB on an engine's device, TP {engine.tp}", engine.phases)
     kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in trainer.moved.items() if size)
     print_line(

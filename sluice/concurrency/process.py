@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -287,13 +288,22 @@ def ending_text(code: int) -> str:
         return f"signal {-code}"
 
 
-def leave(code: int) -> NoReturn:
-    """End the process now, without the interpreter's own shutdown.
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Run a service, and end the process without the interpreter's own shutdown.
 
     That shutdown takes seconds with torch and transformers loaded, and frees nothing that the
-    kernel would not free. The caller has already ended everything that matters, in order; handlers
-    of `atexit` do not run.
+    kernel would not free. The service has already ended everything that matters, in order; handlers
+    of `atexit` do not run. After a defect too: peers would look for the ended process, and not find
+    it in time.
+
+    Args:
+        main: returns the exit code; 1 after a defect, whose traceback is printed.
     """
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001 - the process's boundary
+        traceback.print_exc()
+        code = 1
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -53,6 +53,14 @@ def stage_layers(num_layers: int, stages: int, cut: TransformerOverrides) -> lis
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
+def different_stages(stages: int) -> list[int]:
+    """Return the numbers of the stages whose ranks hold different bytes: first, second and last.
+
+    Those between have equally many layers; the second has the most micro-batches in flight.
+    """
+    return sorted({0, min(1, stages - 1), stages - 1})
+
+
 def check_image_layers(stages: Sequence[range], added: int) -> None:
     """Refuse a first stage without all layers that the image encoder adds to: it holds that too.
 

@@ -16,19 +16,17 @@ class DryRunAsked(msgspec.Struct, frozen=True):
         config: of the run, as builtins.
         model: the content of its config.json.
         ranks: trainer ranks.
-        layers: numbers of layers of a stage, one run for each.
+        runs: a stage's number, from 0, and the layers that it has then; one answer for each.
     """
 
     config: Mapping[str, object]
     model: Mapping[str, object]
     ranks: int
-    layers: Sequence[int]
+    runs: Sequence[tuple[int, int]]
 
 
 class PassBytes(msgspec.Struct, frozen=True):
-    """Bytes on rank 0's device, for the largest micro-batch that the run can make.
-
-    Of several stages they are the most of the first and the last one.
+    """Bytes on the device of one of a stage's ranks, for the largest micro-batch of the run.
 
     Attributes:
         parameters: this rank's shards.

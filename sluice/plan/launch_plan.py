@@ -29,7 +29,7 @@ from sluice.config.memory.rollout import GIB
 from sluice.config.memory.shape import ModelShape, read_model, shape_of
 from sluice.config.memory.training import guessed_memory
 from sluice.config.parallel_layout import trainer_layout
-from sluice.config.pipeline_stages import check_image_layers, stage_layers
+from sluice.config.pipeline_stages import check_image_layers, different_stages, stage_layers
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig, changed
 from sluice.errors import ConfigError
@@ -38,9 +38,9 @@ from sluice.plan.pools import (
     EnginePool,
     TrainerPool,
     engine_pool,
-    extrapolated,
+    largest_pool,
     layer_counts,
-    trainer_pool,
+    of_all_layers,
 )
 from sluice.plan.search import (
     engine_change,
@@ -234,7 +234,7 @@ class _Launch:
         return device_split(run.config, run.keys, self.model.shape, self.device)
 
     def trainer(self, config: RunConfig) -> TrainerPool:
-        """Return the trainer's pool, from a dry run of a few layers."""
+        """Return the trainer's pool, from dry runs of a few layers."""
         return _counted(config, self.model, self.device)
 
 
@@ -253,20 +253,21 @@ def _counted(
     stages = stage_layers(shape.layers, actor.fsdp_config.pipeline_parallel_size, cut)
     if model.encoder is not None:
         check_image_layers(stages, model.encoder.mergers - 1)
-    layers = max(map(len, stages))
-    counts = layer_counts(config, layers)
+    layers = {stage: len(stages[stage]) for stage in different_stages(len(stages))}
+    runs = [(stage, few) for stage, own in layers.items() for few in layer_counts(config, own)]
     found, _ = answer_of(
         COMMAND,
-        DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), counts),
+        DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), runs),
         list[PassBytes],
         what="the dry run of the trainer",
         timeout_s=timeout_s,
         remedy="run it while the machine is idle",
     )
-    whole = found[0]
-    if len(found) > 1:
-        whole = extrapolated(found[0], found[1], counts[1] - counts[0], layers, counts[0])
-    return trainer_pool(config, shape, device, whole, model.encoder)
+    counted: dict[int, dict[int, PassBytes]] = {stage: {} for stage in layers}
+    for (stage, few), one in zip(runs, found, strict=True):
+        counted[stage][few] = one
+    whole = {stage: of_all_layers(counted[stage], own) for stage, own in layers.items()}
+    return largest_pool(config, shape, device, whole, model.encoder)
 
 
 def _as_it_is(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
@@ -61,7 +61,8 @@ class TrainerPool:
         micro_batches: of a rank in one step, all passes with gradients.
         compute_s: seconds a step computes at the device's full rate.
         moving_s: seconds a step's collectives take at the full rate of the link.
-        host: bytes on the machine of rank 0.
+        host: bytes on one machine.
+        stages: peaks of the stages that differ, by number from 0; all else is of the largest.
     """
 
     layout: ParallelLayout
@@ -72,19 +73,29 @@ class TrainerPool:
     compute_s: float
     moving_s: float
     host: float
+    stages: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> float:
         """Most bytes on the device."""
         return max(self.phases.values())
 
+    @property
+    def stage_name(self) -> str:
+        """Return which stage this is of several, as ``stage 2 of 8``; empty: it is the only one."""
+        if len(self.stages) < 2:
+            return ""
+        number = max(self.stages, key=lambda one: self.stages[one])
+        return f"stage {number + 1} of {self.layout.pipeline}"
+
     def lack(self, device: DeviceKind) -> str | None:
         """Return why a trainer's device does not hold it; `None`: it does."""
         if self.peak <= device.usable_bytes:
             return None
         phase = max(self.phases, key=lambda name: self.phases[name])
+        where = f" on {self.stage_name}" if self.stage_name else ""
         return (
-            f"{phase} takes {self.peak / GIB:.2f} GiB of the "
+            f"{phase}{where} takes {self.peak / GIB:.2f} GiB of the "
             f"{device.usable_bytes / GIB:.1f} that a plan fills"
         )
 
@@ -138,11 +149,12 @@ class EnginePool:
         return self.lack(device) is None
 
 
-def extrapolated(
-    few: PassBytes, more: PassBytes, step: int, layers: int, few_layers: int
-) -> PassBytes:
-    """Return the bytes of a model of `layers` layers from those of two with `step` between them."""
-    times = (layers - few_layers) / step
+def of_all_layers(counted: Mapping[int, PassBytes], layers: int) -> PassBytes:
+    """Return the bytes of so many layers from those of two numbers of them, or of all."""
+    if layers in counted:
+        return counted[layers]
+    (fewer, few), (most, more) = sorted(counted.items())
+    times = (layers - fewer) / (most - fewer)
 
     def at(first: float, second: float) -> int:
         return round(first + times * (second - first))
@@ -183,6 +195,31 @@ class _Images:
     kept: float = 0.0
 
 
+def largest_pool(
+    config: RunConfig,
+    shape: ModelShape,
+    device: DeviceKind,
+    counted: Mapping[int, PassBytes],
+    encoder: ImageEncoder | None = None,
+) -> TrainerPool:
+    """Return the pool of the stage with the largest peak.
+
+    Args:
+        counted: of all layers of the decoder's stages that differ, by their numbers from 0.
+        encoder: encodes images, on the first stage; the passes were counted without it.
+    """
+    pools = {
+        number: trainer_pool(config, shape, device, one, None if number else encoder)
+        for number, one in counted.items()
+    }
+    largest = max(pools.values(), key=lambda pool: pool.peak)
+    return replace(
+        largest,
+        host=max(pool.host for pool in pools.values()),
+        stages={number: pool.peak for number, pool in pools.items()},
+    )
+
+
 def trainer_pool(
     config: RunConfig,
     shape: ModelShape,
@@ -190,10 +227,10 @@ def trainer_pool(
     counted: PassBytes,
     encoder: ImageEncoder | None = None,
 ) -> TrainerPool:
-    """Return the trainer's pool.
+    """Return the pool of one stage, or of the only one.
 
     Args:
-        counted: of all layers of the decoder.
+        counted: of all its layers of the decoder.
         encoder: encodes images; the passes were counted without it.
     """
     layout = trainer_layout(config, world_size(config))
@@ -223,8 +260,8 @@ def trainer_pool(
     operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
     local = config.trainer.n_gpus_per_node
-    # Each rank of the first copy has snapshots of its shards.
-    sent = min(1.0, local / layout.copy) * _wire_bytes(config, shape)
+    # Each rank of the first copy has snapshots of its shards; each stage has a part of the model.
+    sent = min(1.0, local / (layout.copy * layout.pipeline)) * _wire_bytes(config, shape)
     host = local * rank_host_bytes(config, shape, decoder, encoder)
     return TrainerPool(
         layout,
@@ -301,12 +338,15 @@ def _images(config: RunConfig, layout: ParallelLayout, encoder: ImageEncoder | N
         longest = max_row_tokens(data)
         prompts = -(-max(actor.ppo_max_token_len_per_gpu * layout.sequence, longest) // longest)
     tokens = data.max_prompt_length * max(1.0, prompts / layout.row_ranks)
-    trained = 0 if actor.freeze_vision_tower else tokens
-    kept = encoder.kept(
+    pixels = tokens * encoder.pixel_bytes
+    if actor.freeze_vision_tower:
+        return _Images(pixels)
+    kept = tokens * encoder.kept(
         recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         dtype_bytes=DTYPE_BYTES[actor.fsdp_config.dtype],
     )
-    return _Images(tokens * encoder.pixel_bytes, trained * kept)
+    # The first of several stages has as many micro-batches in flight as there are stages.
+    return _Images(pixels, layout.pipeline * kept + (layout.pipeline - 1) * pixels)
 
 
 def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> EnginePool:

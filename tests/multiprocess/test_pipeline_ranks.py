@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.stages import check_stages_train
+from services.trainer.learner.model.loading import Stage, load_critic
+from services.trainer.learner.model.stages import check_stages_train, keep_stage
 from services.trainer.learner.ranks import DataParallel
-from sluice.config.schema.actor import TransformerOverrides
+from sluice.config.schema.actor import FsdpConfig, TransformerOverrides
+from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import assert_like, copies, step, wire_digest
 from tests.support.layer_parity import MOST_ERROR
 from tests.support.rank_parity import compare, make_subject
-from tests.support.rank_peer import NUM_GROUPS
-from tests.support.saved_states import model_tensors, optimizer_tensors
-from tests.support.tiny_policy import adapting, make_config, make_model, save_model
+from tests.support.rank_peer import NUM_GROUPS, made_batch
+from tests.support.saved_states import are_equal, model_tensors, optimizer_tensors
+from tests.support.tiny_policy import (
+    adapting,
+    freezing,
+    make_config,
+    make_model,
+    save_model,
+    with_critic,
+    with_sources,
+)
 from tests.support.trainer_ranks import ANSWER_S, trainer
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
@@ -32,6 +44,11 @@ ACTOR: dict[str, Any] = {
     "ppo_mini_batch_size": 2,
     "use_kl_loss": True,
     "entropy_coeff": 0.01,
+}
+# One source has neither the loss of the other nor its divergence from the reference.
+SOURCES: dict[str, Any] = {
+    "math": {"loss_mode": "gspo"},
+    "code": {"adv_estimator": "rloo", "use_kl_loss": False},
 }
 
 
@@ -100,21 +117,35 @@ def test_a_rank_holds_its_stage_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "world_size", "layout"),
-    [("qwen3", 2, stages(2)), ("llama", 4, stages(2, ulysses_sequence_parallel_size=1))],
+    ("family", "world_size", "layout", "sources"),
+    [
+        ("qwen3", 2, stages(2, param_offload=True, optimizer_offload=True), None),
+        ("llama", 4, stages(2, ulysses_sequence_parallel_size=1), SOURCES),
+    ],
 )
-def test_they_train_save_and_publish_like_one(
-    family: str, world_size: int, layout: dict[str, int], tmp_path: Path
+def test_they_train_skip_save_and_publish_like_one(
+    family: str,
+    world_size: int,
+    layout: dict[str, int],
+    sources: dict[str, Any] | None,
+    tmp_path: Path,
 ) -> None:
     folder = save_model(tmp_path / "model", family, **FOUR)
     settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
-    single = Learner(make_config(folder, NUM_GROUPS, **settings), DataParallel(), total_steps=10)
+    config = make_config(folder, NUM_GROUPS, **settings)
+    command = "train"
+    if sources is not None:
+        config, command = with_sources(config, sources), "sources"
+    single = Learner(config, DataParallel(), total_steps=10)
+
+    def alone(number: int) -> dict[str, float]:
+        return single.train_step(made_batch(folder, f"{command}-{number}"), number)
+
     staged, whole = tmp_path / "a" / "actor", tmp_path / "b" / "actor"
-    with trainer(
-        folder, world_size, **settings | {"fsdp_config": {"dtype": "float32", **layout}}
-    ) as ranks:
+    divided = settings | {"fsdp_config": {"dtype": "float32", **layout}}
+    with trainer(folder, world_size, sources=sources, **divided) as ranks:
         for number in (1, 2):
-            assert_like(ranks[0].command(f"train {number}"), step(single, number))
+            assert_like(ranks[0].command(f"{command} {number}"), alone(number))
         ranks[0].command(f"save {staged}")
         expected = copies(single)
         for name, weight in model_tensors(staged).items():
@@ -127,10 +158,74 @@ def test_they_train_save_and_publish_like_one(
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         published = ranks[0].command("publish 1")
         assert published["digest"] == wire_digest(single)
-        after = ranks[0].command("train 3")
-        assert_like(step(single, 3), after)
+        # Of an infinite gradient on the first stage the others know only by the norm.
+        ranks[0].command("spoil 2")
+        skipped = ranks[0].command(f"{command} 3")
+        assert skipped["actor/skipped_updates"] == 2.0
+        assert "actor/grad_norm" not in skipped
+        after = ranks[0].command(f"{command} 3")
+        assert_like(alone(3), after)
         ranks[0].command(f"load {whole}")
-        assert ranks[0].command("train 3")["actor/grad_norm"] == after["actor/grad_norm"]
+        # Equal to the bit: no stage has changed its weights or moments in the steps skipped.
+        assert ranks[0].command(f"{command} 3")["actor/grad_norm"] == after["actor/grad_norm"]
+        assert [rank.finish() for rank in ranks] == [0] * world_size
+
+
+def test_each_weight_of_a_critic_is_on_one_stage_and_its_head_on_the_last(tmp_path: Path) -> None:
+    settings = ModelConfig(path=str(save_model(tmp_path, "qwen3", **FOUR)))
+    found: list[set[str]] = []
+    for number in range(2):
+        loaded = load_critic(settings, FsdpConfig(dtype="float32"), 28)
+        whole = {name for name, _ in loaded.model.named_parameters()}
+        layers = range(2 * number, 2 * number + 2)
+        keep_stage(loaded, Stage((0, 1), number, layers, None, 48, torch.float32))
+        found.append({name for name, _ in loaded.model.named_parameters()})
+    assert sorted([*found[0], *found[1]]) == sorted(whole)
+    assert "model.embed_tokens.weight" in found[0]
+    assert {"model.norm.weight", "score.weight", "score.bias"} <= found[1]
+
+
+# The policy's embedding is tied in qwen3 alone; a critic's is not.
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [
+        ("qwen3", 2, stages(2)),
+        ("llama", 4, stages(2, tensor_parallel_size=2)),
+        ("qwen3_moe", 4, stages(2, ulysses_sequence_parallel_size=2, expert_parallel_size=2)),
+    ],
+)
+def test_a_critic_trains_saves_and_resumes_like_one_of_one_rank(
+    family: str, world_size: int, layout: dict[str, int], tmp_path: Path
+) -> None:
+    folder, frozen = save_model(tmp_path / "model", family, **FOUR), "model.norm.weight"
+    settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
+    config = with_critic(make_config(folder, NUM_GROUPS, **settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner_module, "load_policy", freezing(frozen))
+        single = Learner(config, DataParallel(), total_steps=10)
+    cut = settings | {"fsdp_config": {"dtype": "float32", **layout}}
+    staged, one, whole = (tmp_path / name / "actor" for name in ("staged", "one", "whole"))
+    critics = [folder.parent / "critic" for folder in (staged, one, whole)]
+    with trainer(folder, world_size, frozen=frozen, **cut) as ranks:
+        for number in (1, 2):
+            assert_like(ranks[0].command(f"train {number}"), step(single, number))
+        ranks[0].command(f"save {staged}")
+        single.save(one)
+        for read in (model_tensors, optimizer_tensors):  # first moments are means of gradients
+            found, expected = read(critics[0]), read(critics[1])
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                scale = max(float(tensor.abs().max()), 1e-8)
+                torch.testing.assert_close(
+                    found[name] / scale, tensor / scale, atol=1e-4, rtol=0, msg=name
+                )
+        single.load(staged)
+        single.save(whole)
+        assert are_equal(critics[0], critics[2])
+        after = ranks[0].command("train 3")
+        assert_like(after, step(single, 3))
+        ranks[0].command(f"load {whole}")
+        assert ranks[0].command("train 3")["critic/grad_norm"] == after["critic/grad_norm"]
         assert [rank.finish() for rank in ranks] == [0] * world_size
 
 
@@ -152,17 +247,18 @@ def test_adapters_of_stages_go_on_in_one_rank(tmp_path: Path) -> None:
     assert load_file(saved / "lora_adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_all_end_where_a_stage_dies(rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "raises"), [(0, True), (1, False), (2, True)])
+def test_all_end_where_a_stage_dies_or_raises(rank: int, raises: bool, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "llama", num_hidden_layers=3)
     layout: dict[str, Any] = {"fsdp_config": {"dtype": "float32", **stages(3)}}
-    with trainer(folder, 3, dies_between_stages=(rank, 4), **layout) as ranks:
+    with trainer(folder, 3, fails_between_stages=(rank, 4, raises), **layout) as ranks:
         ranks[0].tell("train 1")
         for one in ranks[:rank] + ranks[rank + 1 :]:
             error = one.answer()
             assert error.startswith("PeerError: "), error
             assert f"trainer rank {rank} (" in error, "others may have ended since"
             assert one.process.wait(ANSWER_S) == 3
+        assert ranks[rank].process.wait(ANSWER_S) == (1 if raises else -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("trained", "stage"), [("layers.0", 2), ("layers.3", 1), ("lm_head", 1)])

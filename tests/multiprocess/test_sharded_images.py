@@ -17,11 +17,13 @@ from services.trainer.learner.ranks import DataParallel, StageRanks
 from sluice.config.schema.actor import ActorFsdpConfig, TransformerOverrides
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
+from tests.multiprocess.test_lora_ranks import ADAPTERS, adapters
 from tests.multiprocess.test_sharded_trainer import assert_like, copies, wire_digest
 from tests.support.layer_parity import MOST_ERROR
 from tests.support.rank_parity import compare, make_image_subject
-from tests.support.rank_peer import NUM_GROUPS, batch_of
-from tests.support.tiny_policy import make_config
+from tests.support.rank_peer import NUM_GROUPS, batch_of, made_batch
+from tests.support.saved_states import optimizer_tensors
+from tests.support.tiny_policy import adapting, make_config
 from tests.support.tiny_vision import save_model
 from tests.support.trainer_ranks import trainer
 
@@ -114,13 +116,16 @@ def test_they_train_and_publish_like_one_whatever_images_a_ranks_rows_have(
 ) -> None:
     model = tmp_path / "model"
     save_model(family, model, **changes)
-    single = Learner(make_config(model, NUM_GROUPS, **ACTOR), DataParallel(), total_steps=10)
+    # Without the engine's experts, passes of one step follow the first; then they follow those.
+    actor = ACTOR | ({"router_replay": {"mode": "R3"}} if family == EXPERTS else {})
+    second = "routed" if family == EXPERTS else "train"
+    single = Learner(make_config(model, NUM_GROUPS, **actor), DataParallel(), total_steps=10)
     before = copies(single)
     divided = ACTOR["fsdp_config"] | layout
-    with trainer(model, world_size, **(ACTOR | {"fsdp_config": divided})) as ranks:
-        for number in (1, 2):
-            expected = single.train_step(batch_of(model, number), number)
-            assert_like(ranks[0].command(f"train {number}"), expected)
+    with trainer(model, world_size, **(actor | {"fsdp_config": divided})) as ranks:
+        for number, command in ((1, "train"), (2, second)):
+            expected = single.train_step(made_batch(model, f"{command}-{number}"), number)
+            assert_like(ranks[0].command(f"{command} {number}"), expected)
         ranks[0].command(f"weights {tmp_path / 'two'}")
         published = ranks[0].command("publish 1")
         assert [rank.finish() for rank in ranks] == [0] * world_size
@@ -134,6 +139,27 @@ def test_they_train_and_publish_like_one_whatever_images_a_ranks_rows_have(
     assert len(names) == len(set(names)) == len(before)
     single.load(saved)
     assert published["digest"] == wire_digest(single)
+
+
+def test_adapters_of_a_model_with_images_train_in_stages_as_on_one_rank(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_model(EXPERTS, model, **FORM)
+    config = adapting(make_config(model, NUM_GROUPS, **ACTOR), **ADAPTERS)
+    single = Learner(config, DataParallel(), total_steps=10)
+    stages = {"fsdp_config": {"dtype": "float32", "pipeline_parallel_size": 2}}
+    with trainer(model, 2, adapters=ADAPTERS, recomputes=True, **(ACTOR | stages)) as ranks:
+        for number in (1, 2):
+            expected = single.train_step(batch_of(model, number), number)
+            assert_like(ranks[0].command(f"train {number}"), expected)
+        ranks[0].command(f"save {tmp_path / 'two' / 'actor'}")
+    single.save(tmp_path / "one" / "actor")
+    for read in (adapters, optimizer_tensors):
+        found, wanted = (read(tmp_path / name / "actor") for name in ("two", "one"))
+        assert found.keys() == wanted.keys()
+        assert any("visual" in name for name in found)
+        assert any("experts" in name for name in found)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_a_first_stage_without_the_layers_that_images_add_to_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def answer_dry_runs(monkeypatch: pytest.MonkeyPatch, counting: Counting) -> list
     def answer_of(_: str, asked: DryRunAsked, *__: object, **___: object) -> tuple[Any, str]:
         config = msgspec.convert(asked.config, RunConfig)
         seen.append(config)
-        models = ({**asked.model, "num_hidden_layers": layers} for layers in asked.layers)
+        models = ({**asked.model, "num_hidden_layers": layers} for _, layers in asked.runs)
         return [counting(config, model) for model in models], ""
 
     monkeypatch.setattr(launch_plan, "answer_of", answer_of)

@@ -7,13 +7,12 @@ from typing import Any
 
 import msgspec
 
-from services.trainer.dry_run.measure import most_of
+from sluice.config.pipeline_stages import different_stages, stage_layers
 from sluice.config.run import RunConfig
-from sluice.plan.dry_run import PassBytes
 from tests.support.preloaded import PreloadedProcess
 from tests.support.trainer_ranks import ranks_of
 
-_MODULE, _LAYERS = "tests.support.counted_rank", 3
+_MODULE, _LAYERS = "tests.support.counted_rank", 3  # of a stage, without a cut
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 512,
@@ -35,47 +34,79 @@ EXPERTS: dict[str, Any] = {
 
 
 def counted_and_planned(
-    model: dict[str, Any], ranks: int, *, recompute: bool = False, **sharding: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`PassBytes` as counted on real ranks, and as planned; `sharding` are keys of FSDP's."""
-    asked = _asked(model, ranks, recompute=recompute, **sharding)
+    model: dict[str, Any],
+    ranks: int,
+    *,
+    recompute: bool = False,
+    cut: dict[str, int] | None = None,
+    **sharding: Any,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """`PassBytes` of each stage that differs, as counted on real ranks, and as planned.
+
+    `cut` are keys of Megatron's that cut layers into stages, `sharding` keys of FSDP's.
+    """
+    asked = _asked(model, ranks, recompute, cut, sharding)
     with ranks_of(_MODULE, ranks, asked) as processes:
-        answers = [msgspec.convert(one.answer(), list[PassBytes]) for one in processes]
-    # Stages hold different layers; a plan has the most of the first and the last one.
-    ends = [answers[0][0], answers[-1][0]] if sharding.get("pipeline_parallel_size") else answers[0]
-    return msgspec.to_builtins(most_of(ends)), _planned(asked)
+        answers = [one.answer() for one in processes]
+    return [answers[one.start] for one in _stage_ranks(asked)], _planned(asked)
 
 
 def trained_and_planned(
-    model: dict[str, Any], ranks: int, *, recompute: bool = False, **sharding: Any
-) -> tuple[int, int]:
-    """Most bytes that any rank has in the passes of a real step, and as planned."""
-    asked = _asked(model, ranks, recompute=recompute, **sharding)
+    model: dict[str, Any],
+    ranks: int,
+    *,
+    recompute: bool = False,
+    cut: dict[str, int] | None = None,
+    **sharding: Any,
+) -> tuple[list[int], list[int]]:
+    """Most bytes that any rank has in the passes of a real step, and as planned, as above."""
+    asked = _asked(model, ranks, recompute, cut, sharding)
     with ranks_of("tests.support.trained_rank", ranks, asked) as processes:
         found = [one.answer() for one in processes]
-    plan = _planned(asked)
-    return max(found), max(plan["forward"], plan["backward"])
+    real = [max(found[one.start : one.stop]) for one in _stage_ranks(asked)]
+    return real, [max(one["forward"], one["backward"]) for one in _planned(asked)]
 
 
 def _asked(
-    model: dict[str, Any], ranks: int, *, recompute: bool, **sharding: Any
+    model: dict[str, Any],
+    ranks: int,
+    recompute: bool,
+    cut: dict[str, int] | None,
+    sharding: dict[str, Any],
 ) -> dict[str, Any]:
     tree = {
         "data": {"max_prompt_length": 32, "max_response_length": 200},
         "actor_rollout_ref": {
             "model": {"path": "unread", "enable_gradient_checkpointing": recompute},
-            "actor": {"ppo_micro_batch_size_per_gpu": 2, "fsdp_config": sharding},
+            "actor": {
+                "ppo_micro_batch_size_per_gpu": 2,
+                "fsdp_config": sharding,
+                "megatron": {"override_transformer_config": cut or {}},
+            },
         },
     }
-    config = msgspec.to_builtins(msgspec.convert(tree, RunConfig))
-    return {"config": config, "model": model, "ranks": ranks, "layers": [_LAYERS]}
+    config = msgspec.convert(tree, RunConfig)
+    number = config.actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size
+    overrides = config.actor_rollout_ref.actor.megatron.override_transformer_config
+    stages = stage_layers(_LAYERS * number, number, overrides)
+    return {
+        "config": msgspec.to_builtins(config),
+        "model": {**model, "num_hidden_layers": _LAYERS * number},
+        "ranks": ranks,
+        "runs": [(stage, len(stages[stage])) for stage in different_stages(number)],
+    }
 
 
-def _planned(asked: dict[str, Any]) -> dict[str, Any]:
+def _stage_ranks(asked: dict[str, Any]) -> list[range]:
+    """The ranks of each stage that differs."""
+    each = asked["ranks"] // (asked["runs"][-1][0] + 1)
+    return [range(stage * each, (stage + 1) * each) for stage, _ in asked["runs"]]
+
+
+def _planned(asked: dict[str, Any]) -> list[dict[str, Any]]:
     alone = PreloadedProcess(_MODULE, [json.dumps(asked), "fake"], {})
     try:
-        (planned,) = json.loads(alone.stdout.readline())
+        planned: list[dict[str, Any]] = json.loads(alone.stdout.readline())
     finally:
         alone.close()
-    found: dict[str, Any] = planned
-    return found
+    return planned

@@ -5,11 +5,12 @@ another one still loads. Rank 0's further lines are ``train STEP`` (answers with
 ``weights FILE``, ``save FOLDER`` (answers with the memory it took, or with the error), ``load
 FOLDER``, ``publish VERSION`` (to a replica in this process; answers with what arrived), ``fail
 READER`` (at its first tensor), ``uniform STEP`` (trains on a batch whose last groups have no
-advantages), ``routed STEP`` (trains on a batch with experts), ``begin FOLDER`` and ``finish
-FOLDER`` (a checkpoint ``global_step_N`` beside other commands), ``resume FOLDER`` (from the latest
-of a run; answers with its step); the end of input stops all ranks, which then answer with the bytes
-that they hold. Every answer is one line of JSON; an error ends the process with its text as the
-last line.
+advantages), ``routed STEP`` (trains on a batch with experts), ``sources STEP`` (whose groups are
+those of `SOURCES` in turn), ``spoil NUMBER`` (of the next optimizer steps, whose gradients are
+infinite on rank 0), ``begin FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside
+other commands), ``resume FOLDER`` (from the latest of a run; answers with its step); the end of
+input stops all ranks, which then answer with the bytes that they hold. Every answer is one line of
+JSON; an error ends the process with its text as the last line.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -42,6 +44,8 @@ from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import trained_model
+from services.trainer.learner.model.optimizer import ShardedGradients
+from services.trainer.learner.places import local_part
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from sluice.concurrency.threads import OwnerThread
@@ -62,12 +66,14 @@ from tests.support.tiny_policy import (
     freezing,
     make_batch,
     make_config,
+    of_sources,
     on_device,
     recomputing,
     routed,
     skipping,
     uniform,
     with_critic,
+    with_sources,
 )
 from tests.support.vision_batches import make_image_batch
 from tests.support.weight_digest import plain_digest
@@ -75,6 +81,7 @@ from tests.support.weight_digest import plain_digest
 NUM_GROUPS = 4
 UNIFORM = (2, 3)
 NUM_EXPERTS = 8
+SOURCES = ("math", "code")
 BUCKET_BYTES = 1 << 12
 """Of gathered shards: with it even a tiny model takes several."""
 
@@ -134,8 +141,16 @@ def made_batch(model: Path, batch_id: str) -> TrainBatch:
     if command == "uniform":
         batch = uniform(batch, UNIFORM)
     if command == "routed":
-        batch = routed(batch, NUM_EXPERTS, without=2)
+        batch = routed(batch, NUM_EXPERTS, without=2, layers=num_layers(model))
+    if command == "sources":
+        batch = of_sources(batch, SOURCES)
     return replace(batch, batch_id=batch_id)
+
+
+def num_layers(model: Path) -> int:
+    """Of the language model in a folder."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return int(config.get("text_config", config)["num_hidden_layers"])
 
 
 def obey(
@@ -217,7 +232,7 @@ def refuse(name: str) -> None:
 
 
 def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> object:
-    if command in {"train", "uniform", "routed"}:
+    if command in {"train", "uniform", "routed", "sources"}:
         outline, step = outline_of(made_batch(model, f"{command}-{argument}")), int(argument)
         lost = leader.take_samples(outline, step)
         return {"lost": lost} if lost else leader.train_step(outline, step)
@@ -232,6 +247,8 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         except OSError as error:
             return {"error": str(error)}
         return {"most": live.most}
+    elif command == "spoil":
+        spoil_gradients(int(argument))
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":
@@ -246,14 +263,30 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
     return "done"
 
 
-def dying(exchange: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """An exchange that kills this process instead of its call of this number."""
+def spoil_gradients(steps: int) -> None:
+    """Let one gradient of this rank be infinite in so many optimizer steps."""
+    complete, counts = ShardedGradients.complete, count(1)
+
+    def completed(gradients: ShardedGradients) -> None:
+        complete(gradients)
+        if next(counts) <= steps:
+            found = gradients._parameters[-1].grad
+            assert found is not None
+            local_part(found).fill_(math.inf)
+
+    mock.patch.object(ShardedGradients, "complete", completed).start()
+
+
+def dying(exchange: Callable[..., Any], calls: int, *, raises: bool = False) -> Callable[..., Any]:
+    """An exchange that kills this process, or raises, instead of its call of this number."""
     counts = count(1)
 
     def exchanged(*arguments: Any) -> Any:
-        if next(counts) == calls:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return exchange(*arguments)
+        if next(counts) != calls:
+            return exchange(*arguments)
+        if raises:
+            raise RuntimeError("no memory left on the device")
+        return os.kill(os.getpid(), signal.SIGKILL)
 
     return exchanged
 
@@ -298,6 +331,24 @@ def held_bytes() -> int:
     return sum(sizes.values())
 
 
+def fail_as_asked(
+    parallel: DataParallel,
+    dies_in_exchange: int,
+    fails_between_stages: tuple[int, int, bool] | None,
+    fails_to_send: tuple[str, int, int] | None,
+) -> None:
+    """Let this rank fail later, if it is the one: the last, if none is named."""
+    is_last = parallel.rank == parallel.world_size - 1
+    if dies_in_exchange and is_last:
+        die_in_exchanges(dies_in_exchange)
+    if fails_between_stages and parallel.rank == fails_between_stages[0]:
+        _, call, raises = fails_between_stages
+        exchange = dying(TorchDistributed.exchange, call, raises=raises)
+        mock.patch.object(TorchDistributed, "exchange", exchange).start()
+    if fails_to_send is not None and is_last:
+        fail_to_send(*fails_to_send)
+
+
 def run(
     model: Path,
     timeout_s: float,
@@ -306,11 +357,13 @@ def run(
     frozen: str | None = None,
     *,
     device: str = "cpu",
+    critic: bool = False,
     skips: bool = False,
     recomputes: bool = False,
     adapters: dict[str, object] | None = None,
+    sources: dict[str, dict[str, object]] | None = None,
     dies_in_exchange: int = 0,
-    dies_between_stages: tuple[int, int] | None = None,
+    fails_between_stages: tuple[int, int, bool] | None = None,
     holds: str | None = None,
     refuses: tuple[int, str] | None = None,
     sends_within_s: float = TIMEOUT_S,
@@ -327,18 +380,14 @@ def run(
     mock.patch.object(trained_model, "write_model", small).start()
     config = on_device(make_config(model, NUM_GROUPS, **actor), device)
     config = adapting(config, **(adapters or {}))
+    config = with_critic(config) if critic or frozen is not None else config
+    if sources is not None:
+        config = with_sources(config, sources)
     if frozen is not None:
-        config = with_critic(config)
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
     if recomputes:
         config = recomputing(config)
-    if dies_in_exchange and parallel.rank == parallel.world_size - 1:
-        die_in_exchanges(dies_in_exchange)
-    elif dies_between_stages and parallel.rank == dies_between_stages[0]:
-        exchange = dying(TorchDistributed.exchange, dies_between_stages[1])
-        mock.patch.object(TorchDistributed, "exchange", exchange).start()
-    if fails_to_send is not None and parallel.rank == parallel.world_size - 1:
-        fail_to_send(*fails_to_send)
+    fail_as_asked(parallel, dies_in_exchange, fails_between_stages, fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     samples = MadeSamples(partial(made_batch, model))
     frozen = FrozenWeights(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
@@ -349,7 +398,12 @@ def run(
         assert sys.stdin.readline() == "go\n"
         if parallel.rank == 0:
             leader = RankLeader(learner, parallel, timeout_s, samples, frozen)
-            obey(leader, frozen, others, model, sends_within_s)
+            try:
+                obey(leader, frozen, others, model, sends_within_s)
+            except RuntimeError:
+                with suppress(SluiceError):  # as the trainer when it ends
+                    leader.stop()
+                raise
         else:
             follow(learner, parallel, samples, frozen)
     answer({"held_bytes": held_bytes()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.loading import LoadedModel, load_policy
 from sluice.config.run import RunConfig
+from sluice.config.schema.sources import SourceConfig
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -145,6 +146,31 @@ def skipping(config: RunConfig) -> RunConfig:
     return structs.replace(config, sluice=structs.replace(config.sluice, trainer=trainer))
 
 
+def with_sources(config: RunConfig, sources: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The same run with these sources, of equal shares, by their settings."""
+    policy = config.actor_rollout_ref
+    given = {
+        name: SourceConfig(files="made-up.parquet", share=1 / len(sources), **settings)
+        for name, settings in sources.items()
+    }
+    return structs.replace(
+        config,
+        actor_rollout_ref=structs.replace(
+            policy, rollout=structs.replace(policy.rollout, n=NUM_SAMPLES)
+        ),
+        sluice=structs.replace(config.sluice, sources=given),
+    )
+
+
+def of_sources(batch: TrainBatch, names: Sequence[str]) -> TrainBatch:
+    """The batch; the names in turn are the sources of its groups."""
+    groups = [
+        replace(group, source=names[number % len(names)])
+        for number, group in enumerate(batch.groups)
+    ]
+    return replace(batch, groups=tuple(groups))
+
+
 def uniform(batch: TrainBatch, numbers: Iterable[int]) -> TrainBatch:
     """The batch, with equal rewards in these groups."""
     groups = list(batch.groups)
@@ -181,12 +207,12 @@ def make_group(seed: int, lengths: tuple[int, ...] | None = None) -> TrainGroup:
     )
 
 
-def made_up_routing(group: TrainGroup, num_experts: int) -> TrainGroup:
-    """The group, with two experts at random for each of a sample's tokens in two layers."""
+def made_up_routing(group: TrainGroup, num_experts: int, layers: int = 2) -> TrainGroup:
+    """The group, with two experts at random for each of a sample's tokens in each layer."""
     random = np.random.default_rng(num_experts)
     prompt, rollouts = group.prompt_token_ids.size, []
     for rollout in group.rollouts:
-        size = (prompt + max(0, rollout.num_tokens - 1), 2, num_experts)
+        size = (prompt + max(0, rollout.num_tokens - 1), layers, num_experts)
         chosen = random.random(size).argsort(-1)[..., :2]
         rollouts.append(rollout.with_routing(chosen.astype(expert_dtype(num_experts))))
     return replace(group, rollouts=tuple(rollouts))
@@ -198,9 +224,9 @@ def make_batch(num_groups: int = 6, seed: int = 0) -> TrainBatch:
     return TrainBatch(f"batch-{seed}", seed, groups, DataProgress(num_groups), {})
 
 
-def routed(batch: TrainBatch, num_experts: int, *, without: int = 0) -> TrainBatch:
+def routed(batch: TrainBatch, num_experts: int, *, without: int = 0, layers: int = 2) -> TrainBatch:
     """The batch, with `made_up_routing` for all but its first `without` groups."""
-    groups = tuple(made_up_routing(group, num_experts) for group in batch.groups[without:])
+    groups = tuple(made_up_routing(one, num_experts, layers) for one in batch.groups[without:])
     return replace(batch, groups=batch.groups[:without] + groups)
 
 

@@ -1,6 +1,6 @@
 """One trainer rank that counts the bytes of real steps: all micro-batches, and all stages at once.
 
-The only argument is `DryRunAsked` as JSON, with one number of layers. The answer is the peak of a
+The only argument is `DryRunAsked` as JSON, with the whole model. The answer is the peak of a
 step's passes in bytes, moments not there.
 """
 
@@ -12,7 +12,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.trainer.dry_run.__main__ import with_layers
 from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.dry_run.measure import _Rank, balanced_routing
 from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
@@ -34,14 +33,13 @@ def _peak(asked: DryRunAsked, parallel: TorchDistributed) -> int:
     config = msgspec.convert(asked.config, RunConfig)
     layout = trainer_layout(config, parallel.world_size)
     parallel.divide(layout)
-    (layers,) = asked.layers
     with LiveBytes() as count:
-        rank = _Rank(config, with_layers(asked.model, layers * layout.pipeline), parallel, count)
+        rank = _Rank(config, asked.model, parallel, count)
         passes = TokenPasses(rank._model, rank._shards, parallel, torch.device("cpu"), rank._stage)
         tokens = rank._micro_batch.input_ids.shape[1]
         number = 2 * layout.pipeline + 1
         for _ in range(2):  # the first one prepares
-            count.forget_peak()
+            count.forget()
             passes.begin(number)
             asked_passes = [
                 TokenPass(

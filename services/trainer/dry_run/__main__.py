@@ -1,11 +1,12 @@
 """Count the bytes of a trainer rank's passes in one process, without devices.
 
 ``python -m services.trainer.dry_run`` reads `DryRunAsked` from standard input and writes a list of
-`PassBytes` to standard output, one for each number of layers.
+`PassBytes` to standard output, one for each run.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from services.trainer.dry_run.measure import FakeRanks, counted, fake_tensors
 from sluice.algorithm import token_statistics
 from sluice.concurrency.answers import answer_asked
 from sluice.concurrency.process import exit_status
+from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.plan.dry_run import DryRunAsked, PassBytes
 
@@ -25,7 +27,7 @@ _BYTES_OF_A_LOGIT = 10
 
 
 def dry_run(asked: DryRunAsked) -> list[PassBytes]:
-    """Return the bytes of each number of layers."""
+    """Return the bytes of each run."""
     torch.set_num_threads(1)
     config = msgspec.convert(asked.config, RunConfig)
     # The head computes as large blocks as on a device, and multiplies as a GPU does.
@@ -38,14 +40,16 @@ def dry_run(asked: DryRunAsked) -> list[PassBytes]:
         # It takes no memory, and torch before 2.12 cannot pretend to make it.
         token_statistics._add_product = lambda total, left, right: None
     parallel = FakeRanks(asked.ranks)
-    stages = config.actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size
     torch.compile = lambda function: function  # type: ignore[assignment]  # not of fake tensors
+    gc.freeze()  # what is imported is no garbage
     try:
         with fake_tensors():
-            return [
-                counted(config, with_layers(asked.model, layers * stages), parallel)
-                for layers in asked.layers
-            ]
+            parallel.divide(trainer_layout(config, asked.ranks))
+            found = []
+            for stage, layers in asked.runs:
+                parallel.move_to(stage)
+                found.append(counted(config, with_layers(asked.model, layers), parallel))
+            return found
     finally:
         parallel.close()
 

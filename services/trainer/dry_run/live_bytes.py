@@ -6,17 +6,19 @@ It counts the same for real tensors and for fake ones, so that a plan can be com
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # What leaves a rank, by the names that reports use.
 _COLLECTIVES = {
@@ -29,28 +31,32 @@ _COLLECTIVES = {
 }
 
 
+_FUNCTIONAL_SUM = torch.ops._c10d_functional.all_reduce.default
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts within its block; storages made before it count from their first use on.
 
     Attributes:
         live: bytes alive now.
-        peak: most bytes alive at once since `forget_peak`.
-        moved: bytes of collectives' results on this rank, by kind.
+        peak: most bytes alive at once since `forget`.
+        moved: bytes of collectives' results on this rank since then, by kind.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
-        self.moved: dict[str, int] = defaultdict(int)
+        self.moved: Counter[str] = Counter()
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
         self._seen = 0
         self._resize: Any = None
 
-    def forget_peak(self) -> None:
-        """Let the peak count from now on."""
+    def forget(self) -> None:
+        """Let the peak and what is moved count from now on."""
         self.peak = self.live
+        self.moved.clear()
 
     def __torch_dispatch__(
         self,
@@ -59,9 +65,14 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
+        kind = _COLLECTIVES.get(func.overloadpacket.__name__) if func.namespace == "c10d" else None
+        if kind is not None:
+            return self._move(kind, func, args)
         found = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            self._count_moved(func, args)
+        if func is _FUNCTIONAL_SUM and not isinstance(found, FakeTensor):  # see `_move`
+            found = torch.ops._c10d_functional.wait_tensor(found).clone()
+        if func.namespace == "prim":  # half of all calls ask fake tensors for their device
+            return found
         for one in tree_leaves(found):
             if isinstance(one, Tensor):
                 self._see(_plain(one).untyped_storage())
@@ -89,11 +100,23 @@ class LiveBytes(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
-    def _count_moved(self, func: Any, args: tuple[Any, ...]) -> None:  # noqa: ANN401
-        kind = _COLLECTIVES.get(func.overloadpacket.__name__)
-        if kind is not None:
-            results = [one for one in tree_leaves(args[0]) if isinstance(one, Tensor)]
-            self.moved[kind] += sum(one.numel() * one.element_size() for one in results)
+    def _move(self, kind: str, func: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
+        """Run a collective, a real one with copies that are not counted.
+
+        A thread of gloo lets go of its tensors some time after its end.
+        """
+        results = [one for one in tree_leaves(args[0]) if isinstance(one, Tensor)]
+        self.moved[kind] += sum(one.numel() * one.element_size() for one in results)
+        if isinstance(results[0], FakeTensor):
+            return func(*args)
+        copies = tree_map_only(Tensor, Tensor.clone, args)
+        found = func(*copies)
+        work = found[-1] if isinstance(found, tuple | list) else found
+        dist.Work.unbox(work).wait()
+        for own, copied in zip(tree_leaves(args), tree_leaves(copies), strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(copied)
+        return found
 
     def _see(self, storage: Any) -> None:  # noqa: ANN401
         if storage not in self._keys:

@@ -9,6 +9,7 @@ import copy
 import gc
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
@@ -28,7 +30,7 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_b
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
 from services.trainer.learner.model.forward import EntropyUse, hidden_states, token_outputs
-from services.trainer.learner.model.loading import LoadedModel, build_policy
+from services.trainer.learner.model.loading import LoadedModel, Stage, build_policy
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
 from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.sharding import Shards
@@ -39,9 +41,8 @@ from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.update.settings import update_settings
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.config.derived import max_row_tokens
-from sluice.config.parallel_layout import ParallelLayout, trainer_layout
+from sluice.config.parallel_layout import ParallelLayout
 from sluice.config.run import RunConfig
-from sluice.config.schema.actor import TransformerOverrides
 from sluice.device.select import select_device
 from sluice.plan.dry_run import PassBytes
 
@@ -55,7 +56,7 @@ _NO_DEADLINE_S = 60.0
 
 
 class FakeRanks(TorchDistributed):
-    """Rank 0 of `world_size`; a process has one such group at a time."""
+    """Rank 0 of `world_size`, or its peer in another stage; a process has one group at a time."""
 
     def __init__(self, world_size: int) -> None:
         os.environ |= {
@@ -74,6 +75,14 @@ class FakeRanks(TorchDistributed):
     def divide(self, layout: ParallelLayout) -> None:
         with unset_fake_temporarily():  # groups are made of numbers
             super().divide(layout)
+        # Now, because rank 0 has no place in the meshes of another stage.
+        self.shard_mesh(layout.shard)
+        self.expert_mesh(layout.shard)
+
+    def move_to(self, stage: int) -> None:
+        """Take the same place in another stage, if there are any."""
+        if self.stages is not None:
+            self.stages = replace(self.stages, number=stage)
 
     def shard_mesh(self, size: int) -> DeviceMesh:
         with unset_fake_temporarily():
@@ -116,33 +125,13 @@ def counted(
 
     Args:
         config: of the run; its model's files are not read.
-        model: the content of the model's config.json.
-        parallel: all ranks.
+        model: the content of its config.json; for `FakeRanks` with the layers of their stage only.
+        parallel: all ranks, divided.
     """
-    layout = trainer_layout(config, parallel.world_size)
-    parallel.divide(layout)
-    if parallel.stages is not None:  # else the first stage that is counted would make them
-        parallel.shard_mesh(layout.shard)
-        parallel.expert_mesh(layout.shard)
-    stages = [parallel.stages]
-    if parallel.stages is not None and isinstance(parallel, FakeRanks):
-        # Stage 0 has the most micro-batches in flight, the last one has the head.
-        stages.append(replace(parallel.stages, number=layout.pipeline - 1))
-    found: list[PassBytes] = []
-    for parallel.stages in stages:
-        with LiveBytes() as count:
-            found.append(_Rank(config, model, parallel, count).run())
-        gc.collect()
-    return most_of(found)
-
-
-def most_of(found: Sequence[PassBytes]) -> PassBytes:
-    """Return the most bytes of each kind."""
-    names = [name for name in PassBytes.__struct_fields__ if name != "moved"]
-    sizes = {name: max(getattr(one, name) for one in found) for name in names}
-    kinds = {kind for one in found for kind in one.moved}
-    moved = {kind: max(one.moved.get(kind, 0) for one in found) for kind in kinds}
-    return PassBytes(**sizes, moved=moved)
+    with LiveBytes() as count:
+        found = _Rank(config, model, parallel, count).run()
+    gc.collect()
+    return found
 
 
 class _Rank:
@@ -159,13 +148,14 @@ class _Rank:
         self._model = build_policy(
             kind, config.actor_rollout_ref.model, actor.fsdp_config, max_row_tokens(config.data)
         )
-        # Layers are those of a stage, times the stages.
-        stage = own_stage(self._model, actor.fsdp_config, TransformerOverrides(), parallel)
+        is_plan = isinstance(parallel, FakeRanks)
+        cut = None if is_plan else actor.megatron.override_transformer_config
+        stage = own_stage(self._model, actor.fsdp_config, cut, parallel)
         prepare_policy(self._model, config.actor_rollout_ref, stage.layers.start if stage else 0)
         keep_stage(LoadedModel(self._model, total=0.0), stage)
         gc.collect()
         self._stage, self._tensor = stage, parallel.tensor
-        if isinstance(parallel, FakeRanks):
+        if is_plan:
             plan_routing(self._model)
         # It is there already, and torch cannot move a fake parameter.
         self._model.to = lambda *_: self._model  # type: ignore[assignment]
@@ -194,7 +184,7 @@ class _Rank:
         log_prob = self._log_prob()
         self._optimizer.gradients.complete()
         gradients = count.live - parameters
-        count.forget_peak()
+        count.forget()
         self._optimizer.step()
         step = count.peak
         self._optimizer.gradients.complete()
@@ -213,7 +203,7 @@ class _Rank:
         )
 
     def _log_prob(self) -> int:
-        self._count.forget_peak()
+        self._count.forget()
         with torch.no_grad():
             self._outputs()
         if self._shards is not None:
@@ -223,48 +213,54 @@ class _Rank:
     def _passes(self) -> tuple[int, int, int, dict[str, int]]:
         """Return the forward peak and what it leaves, the backward's peak, bytes moved."""
         stage, shards = self._stage, self._shards
-        sums = shards is None or not shards.sums_once
-        if not sums:  # gradients are whole until the last micro-batch sums them
-            self._optimizer.gradients.zero()
-            self._pass(sums=False)
-        forward, kept, backward, moved = self._pass(sums=sums)
-        # In flight; the last micro-batch is alone.
-        others = 0 if stage is None else kept * (stage.count - 1 - stage.number)
-        peak = backward + others
-        if not sums:
-            _, _, backward, moved = self._pass(sums=True)
-            peak = max(peak, backward)
-        return forward + others, kept + others, peak, moved
-
-    def _pass(self, *, sums: bool) -> tuple[int, int, int, dict[str, int]]:
-        """Return the same of one micro-batch that sums gradients, or keeps them whole."""
+        # Micro-batches between their forward and their backward pass.
+        flight = 1 if stage is None else stage.count - stage.number
         count = self._count
-        before, moved = count.live, dict(count.moved)
-        count.forget_peak()
-        if self._shards is not None:
-            self._shards.sum_gradients(sums)
-        outputs = self._outputs()
-        forward, kept = count.peak, count.live - before
-        count.forget_peak()
-        stage = self._stage
+        if shards is not None and shards.sums_once:
+            # Gradients are whole until the last micro-batch, which is alone, sums them.
+            self._optimizer.gradients.zero()
+            shards.sum_gradients(False)
+            torch.autograd.backward(*self._forward())
+        before = count.live
+        waiting = self._forward()[0] if flight > 1 else None
+        one = count.live
+        count.forget()
+        leaving, gradient = self._forward()
+        moved = Counter(count.moved)
+        more = count.live - gradient.nbytes
+        # Any further one leaves what the second did: gathered weights are there once.
+        others = max(0, flight - 2) * (more - one)
+        forward, kept = count.peak + others, more - before + others
+        count.forget()
+        if waiting is not None:
+            torch.autograd.backward(waiting, gradient)
+        backward = count.peak + others
+        count.forget()
+        if shards is not None:
+            shards.sum_gradients(True)
+        torch.autograd.backward(leaving, gradient)
+        moved.update(count.moved)
+        return forward, kept, max(backward, count.peak), dict(moved)
+
+    def _forward(self) -> tuple[Tensor | GradientEdge, Tensor]:
+        """Return what a backward pass begins at, and its gradient."""
+        outputs, stage = self._outputs(), self._stage
         if stage is None or stage.after is None:
-            outputs.sum().backward()
-        else:  # the gradient comes from the next stage
-            torch.autograd.backward(outputs, torch.ones_like(outputs))
-        return (
-            forward,
-            kept,
-            count.peak,
-            {kind: size - moved.get(kind, 0) for kind, size in count.moved.items()},
-        )
+            return outputs, torch.ones_like(outputs)
+        # The output is sent, and not kept, while its gradient arrives.
+        return get_gradient_edge(outputs), self._between(stage)
+
+    def _between(self, stage: Stage) -> Tensor:
+        """Return a tensor as they travel between stages."""
+        tokens = self._micro_batch.input_ids.shape[1]
+        tokens //= self._tensor.size if self._tensor else 1
+        return torch.empty((1, tokens, stage.width), dtype=stage.dtype)
 
     def _outputs(self) -> Tensor:
         stage, tokens = self._stage, self._micro_batch.input_ids.shape[1]
         routing, entering = balanced_routing(self._model, tokens), None
         if stage is not None and stage.before is not None:
-            each = tokens // (self._tensor.size if self._tensor else 1)
-            entering = torch.empty((1, each, stage.width), dtype=stage.dtype)
-            entering.requires_grad_(torch.is_grad_enabled())
+            entering = self._between(stage).requires_grad_(torch.is_grad_enabled())
         if stage is not None and stage.after is not None:
             return hidden_states(self._model, self._micro_batch, entering, routing)
         return token_outputs(

@@ -95,7 +95,7 @@ class RankLeader:
         self._samples = RankSamples(learner, parallel, samples)
         self._commanding = threading.Lock()
         self._stopped = threading.Event()
-        self._failure: SluiceError | None = None
+        self._failure: Exception | None = None
         self._interval_s = command_timeout_s / _KEEP_ALIVES_PER_DEADLINE
         self._keep_alives = threading.Thread(
             target=self._keep_alive, name="rank-keep-alive", daemon=True
@@ -114,7 +114,7 @@ class RankLeader:
             DeadlineError, PeerError: a rank failed, now or since the last call, or refused its
                 samples.
         """
-        with self._commanding:
+        with self._together():
             body = outline_to_bytes(outline) if self._parallel.world_size > 1 else b""
             self._send(CommandKind.TAKE, {"step": step}, body)
             return self._samples.take(outline, step)
@@ -129,13 +129,13 @@ class RankLeader:
         Raises:
             DeadlineError, PeerError: a rank failed, now or since the last call.
         """
-        with self._commanding:
+        with self._together():
             self._send(CommandKind.TRAIN, {"step": step, "batch_id": batch.batch_id}, b"")
             return self._learner.train_step(self._samples.taken(batch.batch_id), step)
 
     def load(self, directory: Path, rate_factor: float = 1.0) -> None:
         """Call `Learner.load` on all ranks; every rank reads `directory`."""
-        with self._commanding:
+        with self._together():
             arguments = {"directory": str(directory), "rate_factor": rate_factor}
             self._send(CommandKind.LOAD, arguments, b"")
             self._learner.load(directory, rate_factor)
@@ -198,11 +198,24 @@ class RankLeader:
             self._keep_alives.join()
         self._samples.close()
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Hold back other commands while all ranks work; after an error, all later ones.
+
+        The others may still be in that work, and a command would wait for them until a deadline.
+        """
+        with self._commanding:
+            try:
+                yield
+            except Exception as error:
+                self._failure = self._failure or error
+                raise
+
     def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes) -> None:
-        if self._failure is not None:
-            raise PeerError("trainer ranks", f"sending {kind}", str(self._failure))
         if self._parallel.world_size == 1:
             return
+        if self._failure is not None:
+            raise PeerError("trainer ranks", f"sending {kind}", str(self._failure))
         header = json.dumps({"kind": kind, **arguments}).encode()
         message = len(header).to_bytes(_LENGTH_BYTES, "little") + header + body
         self._parallel.broadcast_bytes(message, f"sending the command {kind}")
@@ -213,7 +226,7 @@ class RankLeader:
             if not self._commanding.acquire(blocking=False):
                 continue
             try:
-                if not self._stopped.is_set():
+                if not self._stopped.is_set() and self._failure is None:
                     self._send(CommandKind.KEEP_ALIVE, {}, b"")
             except SluiceError as error:
                 logger.error("trainer ranks do not answer: %s", error)  # noqa: TRY400 - no bug here
@@ -396,11 +409,9 @@ def share_total_steps(parallel: DataParallel, total_steps: int | None) -> int:
 def run_follower(config: RunConfig) -> None:
     """Follow rank 0 until the run ends."""
     parallel = join_ranks(config)
-    try:
-        learner = Learner(config, parallel, share_total_steps(parallel, None))
-        frozen = frozen_weights(config, learner, parallel)
-        with sending_ranks(config, frozen, parallel):
-            exempt_start_up()
-            follow(learner, parallel, reward_samples(config), frozen)
-    finally:
-        parallel.close()
+    learner = Learner(config, parallel, share_total_steps(parallel, None))
+    frozen = frozen_weights(config, learner, parallel)
+    with sending_ranks(config, frozen, parallel):
+        exempt_start_up()
+        follow(learner, parallel, reward_samples(config), frozen)
+    parallel.close()  # after an error it might wait for what is under way; the process just ends

@@ -8,7 +8,7 @@ from functools import partial
 
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
-from sluice.config.parallel_layout import EXPERT_KEY, PIPELINE_KEY, TENSOR_KEY, shares_heads
+from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads
 from sluice.config.pipeline_stages import stage_layers
 from sluice.config.problems import Problem, of_error, verl_problem
 from sluice.config.run import RunConfig
@@ -111,17 +111,9 @@ def stage_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def cut_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what sluice does not cut over tensor and pipeline ranks, whatever the model."""
+    """Yield what sluice does not cut over tensor ranks, whatever the model."""
     sizes, critic = config.actor_rollout_ref.actor.fsdp_config, config.critic.fsdp
     has_critic = derived.uses_critic(config)
-    if has_critic and (stages := sizes.pipeline_parallel_size) > 1:
-        yield Problem(
-            PIPELINE_KEY,
-            stages,
-            f"with algorithm.adv_estimator = {config.algorithm.adv_estimator}: a critic is not cut "
-            "into stages",
-            "set it to 1, or take an estimator without a critic",
-        )
     compiled = {f"{ACTOR}.fsdp_config": sizes.use_torch_compile}
     compiled["critic.fsdp"] = has_critic and critic.use_torch_compile
     for section, is_compiled in compiled.items():

@@ -43,6 +43,7 @@ def test_programs_get_one_object(dry_run: list[int]) -> None:
     assert code == 0
     assert (found["fits"], found["fits_with"]) == (True, [])
     assert found["peaks"]["trainer"]["backward"] == GIB
+    assert found["stages"] == {"1": GIB}
     assert set(found["peaks"]["rollout"]) == {"start", "generating", "update"}
     assert found["split"]["trainer"] + found["split"]["rollout"] == 8
     assert found["lacks"] == {}
@@ -56,6 +57,14 @@ def test_a_launch_that_does_not_fit_is_an_exit_code_of_1(dry_run: list[int]) -> 
     assert code == 1
     assert "It does not fit" in output
     assert "a trainer's device: backward takes 100.00 GiB of the 72.0" in " ".join(output.split())
+
+
+def test_the_peaks_of_stages_are_printed_and_the_phases_of_the_largest(dry_run: list[int]) -> None:
+    launch = LAUNCH.with_name("grpo-qwen2.5-7b-megatron-kl.overrides")
+    given = ["plan", str(launch), "--device", "80GB", "--model", "Qwen2.5-7B"]
+    output = CliRunner().invoke(commands, given).output
+    assert "GiB on a trainer's device of stage 1 of 2, peak by phase" in output
+    assert "peaks of stages, GiB: 1: 1.00, 2: 1.00" in output
 
 
 def test_a_launch_without_a_model_needs_one(dry_run: list[int]) -> None:

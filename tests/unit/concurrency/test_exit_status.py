@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from sluice.concurrency.process import exit_status
+from sluice.concurrency.process import exit_status, leave
 from sluice.errors import ConfigError, DataError, leaves
 
 
@@ -56,3 +58,24 @@ def test_control_characters_of_an_error_do_not_reach_the_terminal(
 
     assert exit_status("sluice", run) == 1
     assert capsys.readouterr().err == "sluice: ERROR KeyError: '\\x1b[2J\\x1b]0;title\\x07'\n"
+
+
+class Ended(BaseException):
+    """What stands for the end of the process."""
+
+
+@pytest.mark.parametrize(("body", "code"), [(lambda: 5, 5), (lambda: 1 // 0, 1)])
+def test_a_service_ends_at_once_with_its_code_and_after_a_defect_with_its_traceback(
+    body: Callable[[], int],
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(found: int) -> None:
+        raise Ended(found)
+
+    monkeypatch.setattr("sluice.concurrency.process.os._exit", end)
+    monkeypatch.setattr("sluice.concurrency.process.logging.shutdown", lambda: None)
+    with pytest.raises(Ended, match=f"^{code}$"):
+        leave(body)
+    assert ("ZeroDivisionError" in capsys.readouterr().err) == (code == 1)

@@ -197,6 +197,15 @@ def test_layers_of_which_the_first_are_recomputed_are_all_counted(
     assert found.fits_with == (f"{megatron}.recompute_method=uniform",)
 
 
+def test_each_stage_that_differs_is_counted_with_its_own_layers(
+    estimating: Sequence[RunConfig],
+) -> None:
+    found = plan_of("dapo-qwen3-235b-megatron", gib=1000).trainer
+    assert list(found.stages) == [0, 1, 7]  # of 11, 12 and 11 layers
+    assert found.stages[0] == found.stages[7] < found.stages[1] == found.peak
+    assert len(estimating) == 1
+
+
 def test_selective_recompute_becomes_full(estimating: Sequence[RunConfig]) -> None:
     granularity = f"{ACTOR}.megatron.override_transformer_config.recompute_granularity"
     found = separate("Qwen3-8B", f"{granularity}=selective", "data.max_response_length=30000")

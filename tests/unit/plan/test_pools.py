@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 
@@ -11,7 +13,14 @@ from sluice.config.memory.image_encoder import ImageEncoder, image_encoder
 from sluice.config.memory.published import published_encoder, published_shape
 from sluice.config.memory.work import group_flops
 from sluice.plan.dry_run import PassBytes
-from sluice.plan.pools import TrainerPool, engine_pool, extrapolated, layer_counts, trainer_pool
+from sluice.plan.pools import (
+    TrainerPool,
+    engine_pool,
+    largest_pool,
+    layer_counts,
+    of_all_layers,
+    trainer_pool,
+)
 
 ACTOR = "actor_rollout_ref.actor"
 SHAPE, DEVICE = published_shape("Qwen3-8B"), device_kind("80GB")
@@ -45,14 +54,41 @@ def pool(*overrides: str, encoder: ImageEncoder | None = None) -> TrainerPool:
 
 def test_bytes_of_all_layers_follow_from_those_of_a_few() -> None:
     more = msgspec.structs.replace(COUNTED, backward=35, moved={"all_gather": 110})
-    found = extrapolated(COUNTED, more, 1, layers=36, few_layers=3)
+    found = of_all_layers({3: COUNTED, 4: more}, 36)
     assert (found.backward, found.parameters) == (33 + 33 * 2, 10)
     assert found.moved == {"all_gather": 100 + 33 * 10}
+    assert of_all_layers({2: COUNTED}, 2) == COUNTED
 
 
 def test_a_model_of_a_few_layers_is_counted_as_it_is() -> None:
     assert list(layer_counts(load_config(None, []), 2)) == [2]
     assert list(layer_counts(load_config(None, []), 64)) == [3, 4]
+
+
+def test_the_stage_that_takes_most_is_the_pool_and_the_first_one_has_the_encoder() -> None:
+    sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", "trainer.n_gpus_per_node=8"]
+    config = load_config(None, [*sizes, f"{ACTOR}.fsdp_config.pipeline_parallel_size=4"])
+    between = msgspec.structs.replace(COUNTED, backward=COUNTED.backward + 7)
+    stages = {0: COUNTED, 1: between, 3: COUNTED}
+    found = largest_pool(config, SHAPE, DEVICE, stages)
+    assert found.phases == trainer_pool(config, SHAPE, DEVICE, between).phases
+    assert found.stages == {0: found.peak - 7, 1: found.peak, 3: found.peak - 7}
+    assert found.stage_name == "stage 2 of 4"
+    assert "backward on stage 2 of 4 takes" in (
+        found.lack(dataclasses.replace(DEVICE, gib=1e-9)) or ""
+    )
+    seeing = largest_pool(config, SHAPE, DEVICE, stages, ENCODER)
+    assert seeing.stage_name == "stage 1 of 4"
+    assert {number: seeing.stages[number] for number in (1, 3)} == {
+        number: found.stages[number] for number in (1, 3)
+    }
+    # Its micro-batches in flight keep pixels and activations; a pass for logprobs is alone.
+    pixels = config.data.max_prompt_length * ENCODER.pixel_bytes
+    kept = config.data.max_prompt_length * ENCODER.kept(recomputes=False, dtype_bytes=2)
+    state = seeing.phases["logprobs"] - found.phases["logprobs"] - pixels
+    trained = seeing.parts["gradients"] - COUNTED.gradients
+    more = seeing.phases["backward"] - (found.phases["backward"] - 7)
+    assert more == pytest.approx(state + trained + 4 * (pixels + kept))
 
 
 def test_all_layers_are_counted_if_only_the_first_are_recomputed() -> None:

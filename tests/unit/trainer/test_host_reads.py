@@ -14,7 +14,7 @@ from torch import Tensor
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import pipeline
 from services.trainer.learner.model.experts import routing_tape
-from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.model.pipeline import TokenPasses
 from services.trainer.learner.ranks import DataParallel
 from sluice.types import TrainBatch
 from tests.support.host_reads import HostReads
@@ -69,20 +69,23 @@ def watched_step(
     """Train a batch; return what the host read inside micro-batches, and the number of passes."""
     reads, passes = HostReads(), []
 
-    def watched(call: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
-        def run(*arguments: Any, **options: Any) -> Any:
-            reads.is_watching = begins
-            passes.append(begins)
-            return call(*arguments, **options)
+    run = pipeline.token_outputs
+
+    def begun(*arguments: Any, **options: Any) -> Any:
+        reads.is_watching = True
+        passes.append(None)
+        return run(*arguments, **options)
+
+    def ended(call: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            call(*arguments)
+            reads.is_watching = False
 
         return run
 
-    for owner, name, begins in (
-        (pipeline, "token_outputs", True),
-        (EvenPasses, "end_forward_only", False),
-        (learner._optimizer, "step", False),
-    ):
-        monkeypatch.setattr(owner, name, watched(getattr(owner, name), begins=begins))
+    monkeypatch.setattr(pipeline, "token_outputs", begun)
+    for name in ("forward", "train"):
+        monkeypatch.setattr(TokenPasses, name, ended(getattr(TokenPasses, name)))
     with reads:
         learner.train_step(batch or make_batch(), 1)
-    return reads.found, passes.count(True)
+    return reads.found, len(passes)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.micro_batch import MicroBatch, PackedRouting, build_micro_batch
 from services.trainer.learner.batch.packed_rows import training_rows
 from services.trainer.learner.batch.train_batch import (
     BatchCut,
@@ -286,20 +286,23 @@ def test_samples_without_experts_are_as_they_were() -> None:
     assert packed(make_group(1)).routing is None
 
 
-@pytest.mark.parametrize("with_routing", [True, False])
-def test_only_passes_that_follow_experts_pack_them(with_routing: bool) -> None:
+def test_passes_pack_the_experts_of_their_layers_only() -> None:
     cut, cpu = BatchCut(2, None, 4), torch.device("cpu")
     # This rank trains all rows but each group's first, whose experts the prompt has too.
     skipped = {0, 4}
     batch = taken(routed(make_batch(2), EXPERTS), [1, 2, 3, 5, 6, 7])
-    (mini_batch,) = split_batch(
-        batch.groups,
-        cut,
-        DataParallel(),
-        step=1,
-        device=cpu,
-        skipped=skipped,
-        with_routing=with_routing,
-    )
-    assert mini_batch.micro_batches
-    assert all((one.routing is not None) is with_routing for one in mini_batch.micro_batches)
+
+    def packed_with(cut: BatchCut, **options: Any) -> list[PackedRouting | None]:
+        (mini_batch,) = split_batch(
+            batch.groups, cut, DataParallel(), step=1, device=cpu, skipped=skipped, **options
+        )
+        return [one.routing for one in mini_batch.micro_batches]
+
+    every, last = packed_with(cut), packed_with(replace(cut, routed_layers=slice(1, 2)))
+    assert every
+    for whole, part in zip(every, last, strict=True):
+        assert whole is not None
+        assert part is not None
+        assert torch.equal(part.experts, whole.experts[1:])
+        assert torch.equal(part.known, whole.known)
+    assert packed_with(cut, with_routing=False) == [None] * len(every)

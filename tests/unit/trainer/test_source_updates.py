@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,15 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from sluice.config.run import RunConfig
-from sluice.config.schema.sources import SourceConfig
 from sluice.errors import PeerError
 from sluice.types import TrainBatch
+from tests.support import tiny_policy
 from tests.support.metric_rows import without_row
 from tests.support.threaded_ranks import on_ranks
-from tests.support.tiny_policy import make_batch, make_config, save_model, uniform
+from tests.support.tiny_policy import make_batch, make_config, save_model, uniform, with_sources
 
 MATH, CODE = (0, 2, 3, 5), (1, 4)  # groups of a batch: each mini-batch of three has both
+of_sources = partial(tiny_policy.of_sources, names=("math", "code", "math"))
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +35,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configured(model_folder: Path, **sources: dict[str, object]) -> RunConfig:
     """A run whose sources have these settings."""
-    config = make_config(model_folder)
-    policy = config.actor_rollout_ref
-    given = {
-        name: SourceConfig(files="made-up.parquet", share=0.5, **settings)  # type: ignore[arg-type]
-        for name, settings in sources.items()
-    }
-    return structs.replace(
-        config,
-        actor_rollout_ref=structs.replace(policy, rollout=structs.replace(policy.rollout, n=4)),
-        sluice=structs.replace(config.sluice, sources=given),
-    )
-
-
-def of_sources(batch: TrainBatch) -> TrainBatch:
-    groups = list(batch.groups)
-    for name, numbers in (("math", MATH), ("code", CODE)):
-        for number in numbers:
-            groups[number] = replace(groups[number], source=name)
-    return replace(batch, groups=tuple(groups))
+    return with_sources(make_config(model_folder), sources)
 
 
 def trained(

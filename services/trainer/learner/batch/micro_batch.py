@@ -326,6 +326,8 @@ def _mask(block: AttentionBlock, prompt_visible: Tensor) -> Tensor:
 class PackedRouting:
     """The engine's experts of packed tokens, on the CPU: a pass takes them to its device.
 
+    Of a pipeline they are those in the layers of this stage.
+
     Attributes:
         experts: [layers, T, experts per token], uint8 or int16.
         known: bool [T]; where false, the numbers in `experts` mean nothing.

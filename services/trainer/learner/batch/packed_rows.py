@@ -28,6 +28,9 @@ from sluice.vision.image_prompts import ImagePrompt
 
 Positions = npt.NDArray[np.int64]
 
+ALL_LAYERS = slice(None)
+"""Of those that have experts."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
@@ -149,19 +152,21 @@ class PlacedPiece:
 
 
 def training_rows(
-    groups: Sequence[TrainGroup], numbers: Sequence[Sequence[int]]
+    groups: Sequence[TrainGroup],
+    numbers: Sequence[Sequence[int]],
+    routed_layers: slice = ALL_LAYERS,
 ) -> list[TrainingRow]:
     """Return all rows of the groups, in order; `numbers` are their indices in the train batch.
 
+    They have the engine's experts of `routed_layers`, counted among those with experts.
     A prompt has the experts of the group's first sample with any: passes of other samples may have
     chosen others, and rows share a prompt however they are packed.
     """
     rows: list[TrainingRow] = []
     for index, (group, own) in enumerate(zip(groups, numbers, strict=True)):
         prompt = group.prompt_token_ids.size
-        routed = [one.routing[:prompt] for one in group.rollouts if one.routing is not None]
-        if group.prompt_routing is not None:
-            routed = [group.prompt_routing]
+        of_prompt = [group.prompt_routing, *(one.routing for one in group.rollouts)]
+        routed = [one[:prompt, routed_layers] for one in of_prompt if one is not None]
         rows += [
             TrainingRow(
                 number,
@@ -170,7 +175,7 @@ def training_rows(
                 rollout.token_ids,
                 rollout.behavior_logprobs,
                 next(iter(routed), None),
-                None if rollout.routing is None else rollout.routing[prompt:],
+                None if rollout.routing is None else rollout.routing[prompt:, routed_layers],
                 () if rollout.is_plain else rollout.turns,
             )
             for rollout, number in zip(group.rollouts, own, strict=True)

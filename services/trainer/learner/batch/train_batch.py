@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
-from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
+from services.trainer.learner.batch.packed_rows import ALL_LAYERS, TrainingRow, training_rows
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
@@ -227,7 +227,7 @@ class BatchCut:
 
     `whole_groups` keeps all rows of a prompt in one micro-batch, for losses that compare them.
     With a `shuffle_seed`, groups are permuted first. A micro-batch is padded to a multiple of
-    `pad_to` tokens.
+    `pad_to` tokens. The engine's experts come with it for `routed_layers`, of those with experts.
     """
 
     mini_batch_groups: int
@@ -236,6 +236,7 @@ class BatchCut:
     shuffle_seed: int | None = None
     whole_groups: bool = False
     pad_to: int = 1
+    routed_layers: slice = field(default_factory=lambda: ALL_LAYERS)
 
 
 def split_batch(
@@ -316,7 +317,7 @@ def _divided(
     numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
     for members in plan_minibatches(len(groups), cut.mini_batch_groups):
         own = [groups[order[i]] for i in members]
-        all_rows = training_rows(own, [numbers[order[i]] for i in members])
+        all_rows = training_rows(own, [numbers[order[i]] for i in members], cut.routed_layers)
         rows = [row for row in all_rows if row.number not in skipped]
         of_ranks = assign_rows_to_ranks(
             [row.size for row in rows], parallel.layout.data_ranks, keeps_groups=cut.whole_groups

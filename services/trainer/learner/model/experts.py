@@ -78,7 +78,7 @@ class Routing:
 
     Args:
         experts: [tokens, k] each, of a small integer dtype: numbers of experts.
-        given: the engine's experts of these tokens.
+        given: the engine's experts of these tokens, in the layers of this stage.
         is_exchanged: `rows` are those of the next pass already.
     """
 
@@ -157,7 +157,7 @@ class RoutingTape:
             return chosen
         if self._of_pass is None:  # all layers of this stage at once
             tokens = slice(None) if self.tensor is None else self.tensor.own(given.known.numel())
-            experts, known = given.experts[self.own, tokens], given.known[tokens]
+            experts, known = given.experts[:, tokens], given.known[tokens]
             self._of_pass = PackedRouting(experts.to(chosen.device), known.to(chosen.device))
         number = layer - (self.own.start or 0)
         experts, known = self._of_pass.experts[number].long(), self._of_pass.known[:, None]

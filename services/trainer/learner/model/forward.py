@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import PackedImages, TrainingRow
 from services.trainer.learner.model.experts import Routing, routing_tape
-from services.trainer.learner.model.parts import own_part
+from services.trainer.learner.model.parts import own_part, value_head
 from services.trainer.learner.model.tensor_cut import CutHead, tensor_share
 from services.trainer.learner.sequence_share import SequenceShare, all_to_all
 from sluice.algorithm import token_statistics as head_statistics
@@ -149,12 +149,18 @@ def _token_pass(
 ) -> tuple[Tensor | None, ...]:
     """Return the fields of `TokenStatistics`: FSDP finds tensors in tuples in every release.
 
-    Return hidden states, if another stage comes after this one.
+    Return a critic's values; return hidden states, if another stage comes after this one.
     """
     hidden = _last_hidden(model, micro_batch, entering)
     if not is_last:
         return (hidden,)
-    if (tensor := tensor_share(model)) is not None:
+    tensor = tensor_share(model)
+    if (of_critic := value_head(model)) is not None:
+        values: Tensor = of_critic(hidden)[0, :, 0].float()
+        if tensor is not None:
+            values = tensor.whole(values)
+        return (values.index_select(0, micro_batch.predecessors),)
+    if tensor is not None:
         hidden = tensor.gather(hidden)
     own, labels = micro_batch.own, micro_batch.labels
     head = _head(model)
@@ -263,19 +269,16 @@ def _blank_image(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return torch.zeros(side * side, numbers), torch.tensor([[1, side, side]])
 
 
-def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    """Return a critic's values [N], float32, of the state before each response token."""
-    advance()
-    outputs = model(
-        input_ids=micro_batch.input_ids,
-        position_ids=micro_batch.position_ids,
-        use_cache=False,
-        packed_layout=micro_batch.layout.for_one_pass(),
-    )
-    logits: Tensor = outputs.logits[0, :, 0].float()
-    if (tensor := tensor_share(model)) is not None:
-        logits = tensor.whole(logits)
-    values = logits.index_select(0, micro_batch.predecessors)
+def response_values(
+    model: PreTrainedModel, micro_batch: MicroBatch, entering: Tensor | None = None
+) -> Tensor:
+    """Return a critic's values [N], float32, of the state before each response token.
+
+    Args:
+        model, micro_batch, entering: as in `token_outputs`.
+    """
+    found: tuple[Tensor, ...] = _begin(model, None)(micro_batch, entering)
+    (values,) = found
     share, own = micro_batch.layout.share, micro_batch.own
     if share is None or own is None:
         return values

@@ -26,6 +26,7 @@ from services.trainer.learner.model.attention import PACKED_ATTENTION, register_
 from services.trainer.learner.model.decoder import use_own_layers
 from services.trainer.learner.model.experts import use_own_experts
 from services.trainer.learner.model.forward import DTYPES, use_compiled_head, use_float32_head
+from services.trainer.learner.model.parts import VALUE_HEADS
 from services.trainer.learner.model.recompute import recompute_layers
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.ranks import StageRanks
@@ -297,4 +298,4 @@ def weight_sum(model: torch.nn.Module) -> float:
 
 def _is_value_head(name: str) -> bool:
     """Return whether a weight is a value head's, which a language model's files do not have."""
-    return name.split(".", 1)[0] in {"score", "classifier"}
+    return name.split(".", 1)[0] in VALUE_HEADS

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.functional import linear, rms_norm
 
+VALUE_HEADS = ("score", "classifier")
+"""Names of a critic's head, one output a token, in the models of transformers."""
+
 
 def own_part(weight: Tensor) -> Tensor:
     """Return what this rank computes with: its part of a weight, or all of one that is not cut.
@@ -25,6 +28,11 @@ def own_part(weight: Tensor) -> Tensor:
     gradients = [Partial() if one.is_replicate() else one for one in weight.placements]
     found: Tensor = weight.to_local(grad_placements=gradients)
     return found
+
+
+def value_head(model: nn.Module) -> nn.Module | None:
+    """Return a critic's head; ``None``: the model is a policy."""
+    return next((one for name, one in model.named_children() if name in VALUE_HEADS), None)
 
 
 class Linear(nn.Linear):

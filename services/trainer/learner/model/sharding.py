@@ -1,4 +1,4 @@
-"""Shard one model over ranks (FSDP2), and let every rank make the same number of passes."""
+"""Shard one model over ranks (FSDP2)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
-from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import SparseExperts, expert_blocks
 from services.trainer.learner.model.forward import gather_in_passes
 from services.trainer.learner.model.tensor_cut import cut_weights
@@ -27,9 +24,7 @@ from services.trainer.learner.ranks import (
     EXPERT_SHARD_DIM,
     SHARD_DIM,
     TENSOR_DIM,
-    DataParallel,
 )
-from sluice.algorithm.packing import plan_micro_batches
 from sluice.vision.torch_inputs import vision_tower
 
 if TYPE_CHECKING:
@@ -194,85 +189,3 @@ def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-class EvenPasses:
-    """The same number of passes of one sharded model on every rank.
-
-    Each pass gathers the layers' weights from all ranks, so all ranks must make equally many. A
-    rank with fewer micro-batches than the busiest one adds idle passes: over a made-up row, with
-    gradient 0. Does nothing for a model that each rank holds whole.
-
-    Every method but `before_backward` is collective.
-
-    Args:
-        shards: the model; ``None`` if it is not sharded.
-        idle_pass: runs the model forward over a micro-batch; returns a value per token.
-        device: gets the inputs of idle passes.
-    """
-
-    def __init__(
-        self,
-        shards: Shards | None,
-        parallel: DataParallel,
-        idle_pass: Callable[[MicroBatch], Tensor],
-        device: torch.device,
-    ) -> None:
-        self._shards = shards
-        self._parallel = parallel
-        self._device = device
-        self._idle_pass = idle_pass
-        self._own = 0
-        self._left = 0
-
-    def begin(self, own: int) -> None:
-        """Prepare for `own` passes: without gradients, or the passes of one optimizer step."""
-        # `_left` counts down to the pass that sums gradients; the busiest rank sets the number.
-        self._own = own
-        self._left = 0 if self._shards is None else self._most(own)
-
-    @property
-    def num_idle(self) -> int:
-        """Return how many idle passes follow this rank's own ones, before they begin."""
-        return max(0, self._left - self._own)
-
-    @torch.no_grad()
-    def end_forward_only(self) -> None:
-        """Add passes, after those without gradients, up to the busiest rank's number."""
-        if self._shards is None:
-            return
-        for _ in range(self.num_idle):
-            self._idle_pass(idle_micro_batch(self._device, self._parallel))
-        self._shards.reshard()
-
-    def before_backward(self) -> None:
-        """Let only the last backward pass sum gradients over ranks; call before each."""
-        if self._shards is not None:
-            # Earlier passes keep whole gradients: summing once per step saves communication.
-            self._left -= 1
-            self._shards.sum_gradients(self._left == 0)
-
-    def end_step(self) -> None:
-        """Add passes, after those of a step, up to the busiest rank's number."""
-        while self._left > 0:
-            # Times 0: the pass takes part in the sum over ranks and adds nothing to it.
-            idle = self._idle_pass(idle_micro_batch(self._device, self._parallel)).sum() * 0.0
-            self.before_backward()
-            idle.backward()
-
-    def _most(self, own: int) -> int:
-        gathered = self._parallel.all_gather([float(own)], "counting micro-batches")
-        return int(max(count for (count,) in gathered))
-
-
-def idle_micro_batch(device: torch.device, parallel: DataParallel | None = None) -> MicroBatch:
-    """Return a micro-batch of one row: a prompt of one token and a response of one token."""
-    token = np.zeros(1, np.uint32)
-    row = TrainingRow(0, 0, token, token, np.zeros(1, np.float32))
-    (plan,) = plan_micro_batches([row.size], range(1), rows_per_micro=1)
-    alone = parallel or DataParallel()
-    micro_batch = build_micro_batch(
-        [row], plan, device, share=alone.share, pad_to=alone.token_multiple
-    )
-    assert micro_batch is not None
-    return micro_batch

@@ -3,8 +3,8 @@
 Every rank builds the whole model, whose memory is only reserved, and drops what other stages hold
 before any weight is read. What stays keeps its name: ``model.layers.7`` is the model's layer 7 on
 whichever stage it is. The first stage has the embedding, and the vision tower with the layers that
-it adds to; the last one the last norm and the head.
-Where both are one weight, both stages hold it, and sum its gradient (`ShardedGradients`).
+it adds to; the last one the last norm and the head, of a critic its value head. Where embedding and
+head are one weight, both stages hold it, and sum its gradient (`ShardedGradients`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from services.trainer.learner.model.decoder import DecoderLayer
 from services.trainer.learner.model.forward import DTYPES
 from services.trainer.learner.model.loading import LoadedModel, Stage, weight_sum
+from services.trainer.learner.model.parts import VALUE_HEADS
 from services.trainer.learner.ranks import DataParallel
 from sluice.config.parallel_layout import PIPELINE_KEY
 from sluice.config.pipeline_stages import check_image_layers, stage_layers
@@ -29,11 +30,13 @@ from sluice.vision.torch_inputs import vision_tower
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_HEADS = ("lm_head", *VALUE_HEADS)
+
 
 def own_stage(
     model: PreTrainedModel,
     precision: FsdpConfig,
-    cut: TransformerOverrides,
+    cut: TransformerOverrides | None,
     parallel: DataParallel,
 ) -> Stage | None:
     """Return the stage that this rank holds; ``None``: there is no pipeline.
@@ -41,7 +44,7 @@ def own_stage(
     Args:
         model: whole, weights read or not.
         precision: dtype of its passes.
-        cut: which layers make a stage.
+        cut: which layers make a stage; ``None``: the model has only those of this stage.
         parallel: all ranks.
 
     Raises:
@@ -60,13 +63,16 @@ def own_stage(
             "qwen2, qwen3, qwen3_moe and Qwen-VL models, and not those of a "
             f"{model.config.model_type} model; leave the key at 1"
         )
-    of_stages = stage_layers(len(layers), count, cut)
-    check_image_layers(of_stages, _layers_with_images(model))
+    own = range(len(layers))
+    if cut is not None:
+        of_stages = stage_layers(len(layers), count, cut)
+        check_image_layers(of_stages, _layers_with_images(model))
+        own = of_stages[number]
     twins = {0: ranks.ranks[-1], count - 1: ranks.ranks[0]}
     return Stage(
         ranks.ranks,
         number,
-        of_stages[number],
+        own,
         twins.get(number) if _is_tied(model) else None,
         model.config.get_text_config().hidden_size,
         DTYPES[precision.dtype],
@@ -126,7 +132,8 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
         model.set_input_embeddings(nn.Identity())
     if stage.after is not None:
         decoder.norm = nn.Identity()
-        model.set_output_embeddings(nn.Identity())
+        for name in (one for one in _HEADS if hasattr(model, one)):
+            setattr(model, name, nn.Identity())
     return replace(loaded, stage=stage, outline=outline, total=total)
 
 
@@ -146,7 +153,7 @@ def _layers_with_images(model: PreTrainedModel) -> int:
 
 def _is_tied(model: PreTrainedModel) -> bool:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    return embedding.weight is head.weight
+    return head is not None and embedding.weight is head.weight
 
 
 def tied_weight(

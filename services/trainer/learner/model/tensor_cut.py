@@ -12,7 +12,13 @@ from torch.nn.functional import embedding, linear, pad
 
 from services.trainer.learner.model.decoder import Attention, DecoderLayer, GatedMlp
 from services.trainer.learner.model.experts import routing_tape
-from services.trainer.learner.model.parts import FloatRmsNorm, Linear, own_linear, own_part
+from services.trainer.learner.model.parts import (
+    VALUE_HEADS,
+    FloatRmsNorm,
+    Linear,
+    own_linear,
+    own_part,
+)
 from services.trainer.learner.tensor_share import TensorShare
 from sluice.algorithm.token_statistics import VocabularyPart
 from sluice.config.parallel_layout import TENSOR_KEY, nearest_divisors
@@ -25,7 +31,6 @@ if TYPE_CHECKING:
 _SHARE = "sluice_tensor_share"
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUTS = ("o_proj", "down_proj")
-_VALUE_HEADS = ("score", "classifier")
 
 
 def tensor_share(model: nn.Module) -> TensorShare | None:
@@ -93,7 +98,7 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
     if isinstance(head, nn.Linear):
         model.set_output_embeddings(CutHead(head, share))
     for name, child in list(model.named_children()):
-        if name in _VALUE_HEADS and isinstance(child, nn.Linear):
+        if name in VALUE_HEADS and isinstance(child, nn.Linear):
             model.register_module(name, own_linear(child))
     if (tape := routing_tape(model)) is not None:
         tape.tensor = share

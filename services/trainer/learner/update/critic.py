@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,9 +22,9 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
-from services.trainer.learner.model.forward import response_values
 from services.trainer.learner.model.loading import load_critic
-from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.model.pipeline import TokenPass, ValuePasses
+from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
 from services.trainer.learner.ranks import DataParallel
@@ -70,8 +71,8 @@ def _cut(config: RunConfig) -> BatchCut:
 class Critic:
     """A value model with its own optimizer. Collective: every rank runs the same batches.
 
-    A null setting of the critic follows the actor's. With param_offload its weights are on the
-    device only during `values` and `update`, else in host memory.
+    A null setting of the critic follows the actor's, and so do its stages. With param_offload its
+    weights are on the device only during `values` and `update`, else in host memory.
 
     Raises:
         ConfigError: the model cannot be loaded or trained.
@@ -99,8 +100,10 @@ class Critic:
         tensor = sizes.tensor_parallel_size
         check_cuttable(loaded.model, tensor)
         check_shareable(sizes.ulysses_sequence_parallel_size, loaded.model.config, tensor)
+        cut = actor.megatron.override_transformer_config
+        stage = own_stage(loaded.model, critic.fsdp, cut, parallel)
         self.trained = trained_model(
-            loaded,
+            keep_stage(loaded, stage),
             critic.fsdp,
             critic.optim,
             parallel,
@@ -108,22 +111,21 @@ class Critic:
             key=CRITIC_SHARDING,
             device=device.torch_device,
         )
-        self._model = self.trained.model
         self._optimizer = self.trained.optimizer
-        self._passes = EvenPasses(self.trained.shards, parallel, self._forward, device.torch_device)
+        self._passes = ValuePasses(
+            self.trained.model, self.trained.shards, parallel, device.torch_device, stage
+        )
         self._weights = list(self.trained.parameters.values())
         if critic.fsdp.param_offload:
             self.trained.host.move_out(self._weights)
         self._mini_batches: list[MiniBatch] = []
-        self._old_values: list[list[Tensor]] = []
 
     def own_rows(self, batch: TrainBatch, step: int) -> set[int]:
         """Return the numbers of the batch's samples that this rank's passes read."""
         return own_rows(batch.groups, self._cut, self._parallel, step=step)
 
-    @torch.no_grad()
     def values(self, batch: TrainBatch, table: BatchTable, step: int) -> Tensor:
-        """Return values [rows, W] before the update; keep the passes' results for `update`."""
+        """Return values [rows, W] before the update, on all ranks; keep the batch for `update`."""
         self._mini_batches = split_batch(
             batch.groups,
             self._cut,
@@ -132,25 +134,22 @@ class Critic:
             device=self._device.torch_device,
             with_routing=False,
         )
-        # `update` runs over the same micro-batches, so old values stay in their order.
+        passed = [one for mini_batch in self._mini_batches for one in mini_batch.micro_batches]
+        found: list[tuple[MicroBatch, Tensor]] = []  # of a pipeline on the last stage only
+
+        def read(number: int, values: Tensor) -> None:
+            found.append((passed[number], values))
+
         with self.trained.host.present(self._weights):
-            self._passes.begin(sum(len(one.micro_batches) for one in self._mini_batches))
-            self._old_values = [
-                [self._forward(micro_batch) for micro_batch in mini_batch.micro_batches]
-                for mini_batch in self._mini_batches
-            ]
-            self._passes.end_forward_only()
-        found = (
-            pair
-            for mini_batch, old in zip(self._mini_batches, self._old_values, strict=True)
-            for pair in zip(mini_batch.micro_batches, old, strict=True)
-        )
+            self._passes.begin(len(passed))
+            self._passes.forward([TokenPass(one) for one in passed], read)
         return gather_tokens(found, table, self._parallel, "gathering the critic's values")
 
-    def update(self, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
+    def update(self, values: Tensor, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
         """Run all optimizer steps of the batch given to `values`.
 
         Args:
+            values: [rows, W], what `values` has returned.
             returns: [rows, W], the targets of the values.
             mask: bool [rows, W], false at tokens that are left out; denominators still count them.
             step: number of this train batch in the run, from 1.
@@ -159,40 +158,34 @@ class Critic:
             ``critic/vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm`` and ``lr``.
         """
         with self.trained.host.present(self._weights):
-            return self._steps(returns, mask, step)
+            return self._steps(values, returns, mask, step)
 
-    def _steps(self, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
+    def _steps(self, values: Tensor, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
         rate = self._optimizer.begin_batch(step - 1)
-        sums: list[Tensor] = []
-        num_tokens = 0
+        losses: list[ValueLoss] = []
         norms = []
         for _ in range(self._epochs):
-            for mini_batch, old in zip(self._mini_batches, self._old_values, strict=True):
-                losses = self._accumulate(mini_batch, old, returns, mask)
+            for mini_batch in self._mini_batches:
+                losses += self._accumulate(mini_batch, values, returns, mask)
                 self._parallel.all_reduce_sum(
                     self._optimizer.gradients.buffers, "summing the critic's gradients"
                 )
                 norms.append(self._optimizer.step())
-                # Stacked on the device and read once at the end, without waiting for each pass.
-                sums += [
-                    torch.stack([one.loss.detach(), *(one.metric_sums[n] for n in _TOKEN_MEANS)])
-                    for one in losses
-                ]
-                num_tokens += sum(one.num_tokens for one in losses)
-        self._mini_batches, self._old_values = [], []  # free the batch's tensors
-        return {**self._means(sums, num_tokens, len(norms)), **_norm(norms), "critic/lr": rate}
+        self._mini_batches = []  # free the batch's tensors
+        return {**self._means(losses, len(norms)), **_norm(norms), "critic/lr": rate}
 
     def _accumulate(
-        self, mini_batch: MiniBatch, old_values: Sequence[Tensor], returns: Tensor, mask: Tensor
+        self, mini_batch: MiniBatch, values: Tensor, returns: Tensor, mask: Tensor
     ) -> list[ValueLoss]:
-        losses = []
-        self._passes.begin(len(mini_batch.micro_batches))
-        for micro_batch, old in zip(mini_batch.micro_batches, old_values, strict=True):
+        losses: list[ValueLoss] = []
+
+        def loss(number: int, found: Tensor) -> Tensor:
+            micro_batch = mini_batch.micro_batches[number]
             # Rejected tokens leave the sums; the global counts stay the denominators.
             kept = tokens_of(mask, micro_batch)
-            loss = value_loss(
-                self._forward(micro_batch)[kept],
-                old[kept],
+            one = value_loss(
+                found[kept],
+                tokens_of(values, micro_batch)[kept],
                 tokens_of(returns, micro_batch)[kept],
                 cliprange_value=self._cliprange_value,
                 aggregate=partial(
@@ -204,17 +197,21 @@ class Critic:
                     loss_scale_factor=self._loss_scale_factor,
                 ),
             )
-            self._passes.before_backward()
-            loss.loss.backward()
-            losses.append(loss)
-        self._passes.end_step()
+            losses.append(replace(one, loss=one.loss.detach()))
+            return one.loss
+
+        self._passes.begin(len(mini_batch.micro_batches))
+        self._passes.train([TokenPass(one) for one in mini_batch.micro_batches], loss)
         return losses
 
-    def _forward(self, micro_batch: MicroBatch) -> Tensor:
-        return response_values(self._model, micro_batch)
-
-    def _means(self, sums: Sequence[Tensor], num_tokens: int, num_steps: int) -> dict[str, float]:
-        own = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (1 + len(_TOKEN_MEANS))
+    def _means(self, losses: Sequence[ValueLoss], num_steps: int) -> dict[str, float]:
+        # Stacked on the device and read once, without waiting for each pass.
+        sums = [
+            torch.stack([one.loss, *(one.metric_sums[name] for name in _TOKEN_MEANS)])
+            for one in losses
+        ]
+        own = torch.stack(sums).sum(0).tolist() if sums else [0.0] * (1 + len(_TOKEN_MEANS))
+        num_tokens = sum(one.num_tokens for one in losses)
         # Losses are shares of a step's loss, so they add up; the other metrics are means of tokens.
         vectors = self._parallel.gather_rows([*own, num_tokens], "summing the critic's metrics")
         loss, *totals, tokens = (sum(column) for column in zip(*vectors, strict=True))

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,7 @@ from services.trainer.learner.model.experts import (
     routing_tape,
 )
 from services.trainer.learner.model.forward import EntropyUse
-from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
-from services.trainer.learner.model.sharding import idle_micro_batch
+from services.trainer.learner.model.pipeline import TokenPass, TokenPasses, idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.advantages import (
@@ -253,9 +253,12 @@ class PolicyUpdate:
         return estimate, zero_advantage_rows(estimate.advantages, self._parallel)
 
     def _cut(self, batch: TrainBatch, step: int, skipped: Container[int]) -> list[MiniBatch]:
+        cut, tape = self._settings.cut, routing_tape(self._model)
+        if tape is not None:
+            cut = replace(cut, routed_layers=tape.own)
         return split_batch(
             batch.groups,
-            self._settings.cut,
+            cut,
             self._parallel,
             step=step,
             device=self._device.torch_device,
@@ -407,7 +410,7 @@ class PolicyUpdate:
             return {}
         return {
             **value_metrics(values, estimate.returns, estimate.mask),
-            **self._critic.update(estimate.returns, estimate.mask, step),
+            **self._critic.update(values, estimate.returns, estimate.mask, step),
         }
 
     def _policy_steps(
