@@ -101,9 +101,10 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def _move(self, kind: str, func: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
-        """Run a collective, a real one with copies that are not counted.
+        """Run a collective, a real one to its end, with copies that are not counted.
 
-        A thread of gloo lets go of its tensors some time after its end.
+        A thread of gloo lets go of its tensors some time after its end, and to wait for a sum that
+        ranks divide would count a copy that gloo makes.
         """
         results = [one for one in tree_leaves(args[0]) if isinstance(one, Tensor)]
         self.moved[kind] += sum(one.numel() * one.element_size() for one in results)
@@ -113,10 +114,11 @@ class LiveBytes(TorchDispatchMode):
         found = func(*copies)
         work = found[-1] if isinstance(found, tuple | list) else found
         dist.Work.unbox(work).wait()
+        done = torch._C._distributed_c10d.FakeWork().boxed()
         for own, copied in zip(tree_leaves(args), tree_leaves(copies), strict=True):
             if isinstance(own, Tensor):
                 own.copy_(copied)
-        return found
+        return (*found[:-1], done) if isinstance(found, tuple | list) else done
 
     def _see(self, storage: Any) -> None:  # noqa: ANN401
         if storage not in self._keys:
