@@ -93,8 +93,8 @@ async def _run_replica(config: RunConfig, name: str) -> None:
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
         logger.info("loading the model from %s into %s", model.path, rollout.name)
         await engine.start()
-        logger.info("the chat template: %s", encoder.prove_continuations())
         try:
+            logger.info("the chat template: %s", encoder.prove_continuations())
             server = _server(config, engine, encoder, identity, credentials)
             await server.start()
             try:

@@ -3,7 +3,7 @@
 Shutdown, in reverse order of the start: the loop ends or is cancelled; streams of steps and waits
 for checkpoints get an answer; the server stops; the publisher leaves its transfer group; the metric
 sinks close; the other ranks stop (after the learner's current work); their process group is
-destroyed.
+destroyed, except after an error.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ async def _lead(config: RunConfig) -> bool:
         reward = await connected_reward(config, credentials, instance_id, stack)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
         # Both calls block the event loop, which nothing else needs yet.
-        parallel = join_ranks(config)
-        stack.callback(parallel.close)
+        parallel = stack.enter_context(join_ranks(config))
         trained = _load(config, parallel, total_training_steps(config, dataset_rows), stack)
         stack.push_async_callback(trained.learner.close)
         observed = _observed(config, trained, instance_id)

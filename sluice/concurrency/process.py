@@ -294,17 +294,21 @@ def leave(main: Callable[[], int]) -> NoReturn:
     That shutdown takes seconds with torch and transformers loaded, and frees nothing that the
     kernel would not free. The service has already ended everything that matters, in order; handlers
     of `atexit` do not run. After a defect too: peers would look for the ended process, and not find
-    it in time.
+    it in time. Output that nobody takes (a broken pipe, a full disk) changes nothing.
 
     Args:
         main: returns the exit code; 1 after a defect, whose traceback is printed.
     """
     try:
-        code = main()
-    except Exception:  # noqa: BLE001 - the process's boundary
-        traceback.print_exc()
-        code = 1
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        code, defect = main(), ""
+    except (Exception, BaseExceptionGroup):  # noqa: BLE001 - the process's boundary
+        code, defect = 1, printable(traceback.format_exc())
+    try:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(defect)
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code)

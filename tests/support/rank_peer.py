@@ -30,10 +30,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -48,6 +49,8 @@ from services.trainer.learner.model.optimizer import ShardedGradients
 from services.trainer.learner.places import local_part
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from services.trainer.loop.learner_thread import LearnerThread
+from sluice.concurrency.process import leave
 from sluice.concurrency.threads import OwnerThread
 from sluice.device.cpu import CpuDevice
 from sluice.device.select import select_device
@@ -179,7 +182,6 @@ def obey(
                 answer(resume(leader, Path(argument)))
             else:
                 answer(obey_one(leader, command, argument, model))
-    leader.stop()
 
 
 class Saving:
@@ -278,13 +280,17 @@ def spoil_gradients(steps: int) -> None:
 
 
 def dying(exchange: Callable[..., Any], calls: int, *, raises: bool = False) -> Callable[..., Any]:
-    """An exchange that kills this process, or raises, instead of its call of this number."""
+    """An exchange that kills this process, or raises, instead of its call of this number.
+
+    It raises while a collective is under way, as the next layer's gathering may be.
+    """
     counts = count(1)
 
     def exchanged(*arguments: Any) -> Any:
         if next(counts) != calls:
             return exchange(*arguments)
         if raises:
+            dist.all_reduce(torch.zeros(1), async_op=True)
             raise RuntimeError("no memory left on the device")
         return os.kill(os.getpid(), signal.SIGKILL)
 
@@ -391,37 +397,38 @@ def run(
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     samples = MadeSamples(partial(made_batch, model))
     frozen = FrozenWeights(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
-    with connected_ranks(
-        frozen, parallel, device=CpuDevice(), timeout_s=sends_within_s, keeps_base=True
-    ) as others:
-        answer("ready")
-        assert sys.stdin.readline() == "go\n"
-        if parallel.rank == 0:
-            leader = RankLeader(learner, parallel, timeout_s, samples, frozen)
-            try:
-                obey(leader, frozen, others, model, sends_within_s)
-            except RuntimeError:
-                with suppress(SluiceError):  # as the trainer when it ends
-                    leader.stop()
-                raise
-        else:
-            follow(learner, parallel, samples, frozen)
-    answer({"held_bytes": held_bytes()})
-    parallel.close()
+    with parallel:
+        with connected_ranks(
+            frozen, parallel, device=CpuDevice(), timeout_s=sends_within_s, keeps_base=True
+        ) as others:
+            answer("ready")
+            assert sys.stdin.readline() == "go\n"
+            if parallel.rank == 0:
+                leader = RankLeader(learner, parallel, timeout_s, samples, frozen)
+                thread = LearnerThread(leader, CheckpointStore(model), learner.peaks)
+                try:
+                    obey(leader, frozen, others, model, sends_within_s)
+                finally:
+                    asyncio.run(thread.close())
+            else:
+                follow(learner, parallel, samples, frozen)
+        answer({"held_bytes": held_bytes()})
 
 
-def main() -> int:
+def obeyed() -> int:
     torch.set_num_threads(1)
     arguments = json.loads(sys.argv[1])
     try:
         run(Path(arguments.pop("model")), **arguments)
     except SluiceError as error:
         answer(f"{type(error).__name__}: {error}")
-        # A broken group may hold its threads; the trainer's ranks leave the same way.
-        sys.stdout.flush()
-        os._exit(3)
+        return 3
     return 0
 
 
+def main() -> NoReturn:
+    leave(obeyed)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

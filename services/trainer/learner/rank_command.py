@@ -160,11 +160,13 @@ class RankLeader:
     def _freezing_others(self, version: int) -> Iterator[None]:
         """Let the other ranks freeze meanwhile, and wait for them."""
         with self._commanding:
-            self._send(CommandKind.FREEZE, {"version": version}, b"")
+            with self._noting_failure():
+                self._send(CommandKind.FREEZE, {"version": version}, b"")
             try:
-                yield
+                yield  # after an error here the ranks still meet, and take commands
             finally:
-                self._parallel.all_gather([0.0], _FREEZING)
+                with self._noting_failure():
+                    self._parallel.all_gather([0.0], _FREEZING)
 
     @property
     def saves_aside(self) -> bool:
@@ -173,7 +175,7 @@ class RankLeader:
 
     def save(self, directory: Path) -> None:
         """Call `Learner.save` on all ranks."""
-        with self._commanding:
+        with self._together(survived=OSError):
             self._send(CommandKind.SAVE, {"directory": str(directory)}, b"")
             self._learner.save(directory)
 
@@ -183,7 +185,7 @@ class RankLeader:
         Returns:
             rank 0's work, for another thread; later commands may run meanwhile.
         """
-        with self._commanding:
+        with self._together(survived=OSError):
             self._send(CommandKind.SAVE, {"directory": str(directory)}, b"")
             return self._learner.begin_save(directory)
 
@@ -192,30 +194,45 @@ class RankLeader:
         if self._stopped.is_set():
             return
         self._stopped.set()
-        with self._commanding:
-            self._send(CommandKind.STOP, {}, b"")
-        if self._keep_alives.is_alive():
-            self._keep_alives.join()
-        self._samples.close()
+        try:
+            with self._commanding:
+                self._send(CommandKind.STOP, {}, b"")
+        finally:
+            if self._keep_alives.is_alive():
+                self._keep_alives.join()
+            self._samples.close()
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _together(self, survived: type[Exception] | None = None) -> Iterator[None]:
         """Hold back other commands while all ranks work; after an error, all later ones.
+
+        Args:
+            survived: an error after which all ranks take commands: one that cannot write ends the
+                save of all.
+        """
+        with self._commanding, self._noting_failure(survived):
+            yield
+
+    @contextmanager
+    def _noting_failure(self, survived: type[Exception] | None = None) -> Iterator[None]:
+        """After an error let every later command fail at once.
 
         The others may still be in that work, and a command would wait for them until a deadline.
         """
-        with self._commanding:
-            try:
-                yield
-            except Exception as error:
+        try:
+            yield
+        except Exception as error:
+            if survived is None or not isinstance(error, survived):
                 self._failure = self._failure or error
-                raise
+            raise
 
     def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes) -> None:
         if self._parallel.world_size == 1:
             return
         if self._failure is not None:
-            raise PeerError("trainer ranks", f"sending {kind}", str(self._failure))
+            is_ours = isinstance(self._failure, SluiceError)
+            why = str(self._failure) if is_ours else repr(self._failure)
+            raise PeerError("trainer ranks", f"sending {kind}", why)
         header = json.dumps({"kind": kind, **arguments}).encode()
         message = len(header).to_bytes(_LENGTH_BYTES, "little") + header + body
         self._parallel.broadcast_bytes(message, f"sending the command {kind}")
@@ -346,32 +363,48 @@ def follow(
     """
     saving = OwnerThread("checkpoint")
     samples = RankSamples(learner, parallel, reader)
-    while True:
-        message = parallel.broadcast_bytes(None, "waiting for rank 0's next command")
-        split = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "little")
-        header = json.loads(message[_LENGTH_BYTES:split])
-        kind = CommandKind(header["kind"])
-        if kind is CommandKind.STOP:
-            saving.submit(lambda: None).result()  # after what it still writes
-            samples.close()
-            return
-        if kind is CommandKind.TAKE:
-            samples.take(outline_from_bytes(message[split:]), int(header["step"]))
-        elif kind is CommandKind.TRAIN:
-            learner.train_step(samples.taken(header["batch_id"]), int(header["step"]))
-        elif kind is CommandKind.LOAD:
-            learner.load(Path(header["directory"]), float(header["rate_factor"]))
-        elif kind is CommandKind.FREEZE:
-            assert frozen is not None
-            frozen.freeze(int(header["version"]))
-            parallel.all_gather([0.0], _FREEZING)
-        elif kind is CommandKind.SAVE:
-            directory = Path(header["directory"])
-            # No name holds the work: it has a copy of this rank's parts.
-            if learner.saves_aside:
-                saving.submit(partial(_save_aside, learner.begin_save(directory)))
-            else:
-                _save(learner.begin_save(directory))
+    try:
+        while _obeys(learner, parallel, samples, saving, frozen):
+            pass
+    except Exception:
+        # The process ends, and with it the thread: all ranks would lose the checkpoint. Half of the
+        # deadline, so that the others, which may wait for this rank, see that it has ended.
+        wait([saving.submit(lambda: None)], parallel.timeout_s / 2)
+        raise
+    saving.submit(lambda: None).result()  # after what it still writes
+    samples.close()
+
+
+def _obeys(
+    learner: Learner,
+    parallel: DataParallel,
+    samples: RankSamples,
+    saving: OwnerThread,
+    frozen: FrozenWeights | None,
+) -> bool:
+    """Do what rank 0's next command says; return False after the stop command."""
+    message = parallel.broadcast_bytes(None, "waiting for rank 0's next command")
+    split = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "little")
+    header = json.loads(message[_LENGTH_BYTES:split])
+    kind = CommandKind(header["kind"])
+    if kind is CommandKind.TAKE:
+        samples.take(outline_from_bytes(message[split:]), int(header["step"]))
+    elif kind is CommandKind.TRAIN:
+        learner.train_step(samples.taken(header["batch_id"]), int(header["step"]))
+    elif kind is CommandKind.LOAD:
+        learner.load(Path(header["directory"]), float(header["rate_factor"]))
+    elif kind is CommandKind.FREEZE:
+        assert frozen is not None
+        frozen.freeze(int(header["version"]))
+        parallel.all_gather([0.0], _FREEZING)
+    elif kind is CommandKind.SAVE:
+        directory = Path(header["directory"])
+        # No name holds the work: it has a copy of this rank's parts.
+        if learner.saves_aside:
+            saving.submit(partial(_save_aside, learner.begin_save(directory)))
+        else:
+            _save(learner.begin_save(directory))
+    return kind is not CommandKind.STOP
 
 
 def _save(work: Callable[[], None]) -> None:
@@ -408,10 +441,9 @@ def share_total_steps(parallel: DataParallel, total_steps: int | None) -> int:
 
 def run_follower(config: RunConfig) -> None:
     """Follow rank 0 until the run ends."""
-    parallel = join_ranks(config)
-    learner = Learner(config, parallel, share_total_steps(parallel, None))
-    frozen = frozen_weights(config, learner, parallel)
-    with sending_ranks(config, frozen, parallel):
-        exempt_start_up()
-        follow(learner, parallel, reward_samples(config), frozen)
-    parallel.close()  # after an error it might wait for what is under way; the process just ends
+    with join_ranks(config) as parallel:
+        learner = Learner(config, parallel, share_total_steps(parallel, None))
+        frozen = frozen_weights(config, learner, parallel)
+        with sending_ranks(config, frozen, parallel):
+            exempt_start_up()
+            follow(learner, parallel, reward_samples(config), frozen)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import numpy as np
 import torch
@@ -259,6 +259,18 @@ class DataParallel:
         if self._mesh is not None:
             dist.destroy_process_group()
             self._mesh = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the group, unless an error ends the block.
+
+        A collective may be under way then, and closing would wait for it until its deadline, and
+        the other ranks with it. The end of the process ends them at once.
+        """
+        if kind is None or not issubclass(kind, Exception):
+            self.close()
 
 
 class TorchDistributed(DataParallel):
