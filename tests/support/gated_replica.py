@@ -31,4 +31,4 @@ def hang_while(gate: Path) -> None:
 
 if __name__ == "__main__":
     hang_while(Path(os.environ[GATE_VARIABLE]))
-    leave(replica.main())
+    leave(replica.main)

@@ -409,7 +409,9 @@ def run(
                 try:
                     obey(leader, frozen, others, model, sends_within_s)
                 finally:
-                    asyncio.run(thread.close())
+                    # A rank that is stopped would hold the stop command until the deadline.
+                    if not isinstance(sys.exception(), SluiceError):
+                        asyncio.run(thread.close())
             else:
                 follow(learner, parallel, samples, frozen)
         answer({"held_bytes": held_bytes()})

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +83,46 @@ def test_a_service_ends_at_once_with_its_code_and_after_a_defect_with_its_traceb
     with pytest.raises(Ended, match=f"^{code}$"):
         leave(body)
     assert ("ZeroDivisionError" in capsys.readouterr().err) == (code == 1)
+
+
+DEFECTS = {
+    "an error": "ValueError('\\x1b[2J')",
+    "an interruption beside an error": "BaseExceptionGroup('g', [SystemExit(), ValueError()])",
+}
+
+
+def left(error: str, marker: Path, stderr: int) -> subprocess.CompletedProcess[str]:
+    """A process that raises in `leave`; the interpreter's own end would make `marker`."""
+    program = (
+        "import atexit, pathlib\n"
+        "from sluice.concurrency.process import leave\n"
+        f"atexit.register(pathlib.Path({str(marker)!r}).touch)\n"
+        f"def main():\n    raise {error}\n"
+        "leave(main)\n"
+    )
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, stderr=stderr, text=True, timeout=60.0, check=False)
+
+
+@pytest.mark.parametrize("error", DEFECTS.values(), ids=DEFECTS.keys())
+def test_a_defect_ends_a_service_at_once_and_sends_nothing_that_a_terminal_would_obey(
+    error: str, tmp_path: Path
+) -> None:
+    ended = left(error, tmp_path / "marker", subprocess.PIPE)
+    assert (ended.returncode, (tmp_path / "marker").exists()) == (1, False)
+    assert "ValueError" in ended.stderr
+    assert "\x1b" not in ended.stderr
+
+
+@pytest.mark.parametrize("where", ["a full disk", "a broken pipe"])
+def test_a_defect_that_cannot_be_printed_ends_a_service_at_once(where: str, tmp_path: Path) -> None:
+    if where == "a full disk":
+        stderr = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read_end, stderr = os.pipe()
+        os.close(read_end)
+    try:
+        ended = left(DEFECTS["an error"], tmp_path / "marker", stderr)
+    finally:
+        os.close(stderr)
+    assert (ended.returncode, (tmp_path / "marker").exists()) == (1, False)

@@ -209,6 +209,25 @@ def test_a_followers_log_says_why_it_did_not_write(
     assert str(failure) in caplog.text
 
 
+def test_a_follower_that_fails_ends_after_its_part_of_a_checkpoint(tmp_path: Path) -> None:
+    fails, written = threading.Event(), tmp_path / "part"
+
+    def write() -> None:
+        assert fails.wait(WAIT_S)
+        time.sleep(0.2)  # by then the follower waits
+        written.write_text("w", encoding="utf-8")
+
+    class Failing(Following):
+        def load(self, _: Path, _factor: float) -> None:
+            fails.set()
+            raise RuntimeError("no memory left on the device")
+
+    learner = Failing(write, saves_aside=True)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        follow(cast("Any", learner), cast("Any", Commands("save", "load")), NO_SAMPLES)
+    assert written.exists()
+
+
 def test_a_save_that_training_waits_for_sends_from_the_thread_of_all_other_commands() -> None:
     threads: list[threading.Thread] = []
     learner = Following(lambda: threads.append(threading.current_thread()), saves_aside=False)

@@ -95,6 +95,10 @@ def test_a_version_that_another_rank_did_not_freeze_is_never_readable(world: Wor
     with pytest.raises(PeerError, match="trainer rank 1"):
         world.leader.freeze(2)
     assert world.snapshots.version == 1
+    before = world.parallel.num_commands
+    with pytest.raises(PeerError, match="sending stop: trainer rank 1"):
+        world.leader.stop()
+    assert world.parallel.num_commands == before, "it would wait for the deadline"
 
 
 def test_weights_that_do_not_fit_here_do_not_leave_the_other_ranks_waiting(world: World) -> None:
