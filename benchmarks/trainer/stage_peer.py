@@ -18,8 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.trainer.learner.model import passes
-from services.trainer.learner.model.passes import TokenPass, TokenPasses
+from services.trainer.learner.model.passes import Passes, TokenPass, TokenPasses
 from services.trainer.learner.ranks import TorchDistributed
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.parallel_layout import layout_of
@@ -54,8 +53,8 @@ class _Clock:
     def __init__(self, asked: StageAsked) -> None:
         self.passes: list[TimedPass] = []
         for name, least_s in (("_forward", asked.forward_s), ("_backward", asked.backward_s)):
-            timed = self._timed(getattr(passes.Passes, name), name == "_backward", least_s)
-            mock.patch.object(passes.Passes, name, timed).start()
+            timed = self._timed(getattr(Passes, name), name == "_backward", least_s)
+            mock.patch.object(Passes, name, timed).start()
 
     def _timed(
         self, function: Callable[..., Any], is_backward: bool, least_s: float

@@ -66,13 +66,13 @@ def watched_step(
     learner: Learner, monkeypatch: pytest.MonkeyPatch, batch: TrainBatch | None = None
 ) -> tuple[list[str], int]:
     """Train a batch; return what the host read inside micro-batches, and the number of passes."""
-    reads, passes = HostReads(), []
+    reads, begun_passes = HostReads(), []
 
     run = passes.token_outputs
 
     def begun(*arguments: Any, **options: Any) -> Any:
         reads.is_watching = True
-        passes.append(None)
+        begun_passes.append(None)
         return run(*arguments, **options)
 
     def ended(call: Callable[..., None]) -> Callable[..., None]:
@@ -87,4 +87,4 @@ def watched_step(
         monkeypatch.setattr(TokenPasses, name, ended(getattr(TokenPasses, name)))
     with reads:
         learner.train_step(batch or make_batch(), 1)
-    return reads.found, len(passes)
+    return reads.found, len(begun_passes)
