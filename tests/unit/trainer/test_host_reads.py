@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.model import passes as model_passes
 from services.trainer.learner.model.experts import routing_tape
 from services.trainer.learner.model.passes import TokenPasses
 from services.trainer.learner.ranks import DataParallel
@@ -66,13 +67,13 @@ def watched_step(
     learner: Learner, monkeypatch: pytest.MonkeyPatch, batch: TrainBatch | None = None
 ) -> tuple[list[str], int]:
     """Train a batch; return what the host read inside micro-batches, and the number of passes."""
-    reads, begun_passes = HostReads(), []
+    reads, passes = HostReads(), []
 
-    run = passes.token_outputs
+    run = model_passes.token_outputs
 
     def begun(*arguments: Any, **options: Any) -> Any:
         reads.is_watching = True
-        begun_passes.append(None)
+        passes.append(None)
         return run(*arguments, **options)
 
     def ended(call: Callable[..., None]) -> Callable[..., None]:
@@ -82,9 +83,9 @@ def watched_step(
 
         return run
 
-    monkeypatch.setattr(passes, "token_outputs", begun)
+    monkeypatch.setattr(model_passes, "token_outputs", begun)
     for name in ("forward", "train"):
         monkeypatch.setattr(TokenPasses, name, ended(getattr(TokenPasses, name)))
     with reads:
         learner.train_step(batch or make_batch(), 1)
-    return reads.found, len(begun_passes)
+    return reads.found, len(passes)
