@@ -6,7 +6,7 @@ parity      parity_worst, parity_cases, parity_layouts: gradients of real gloo r
             layout, the largest error relative to a gradient's own maximum, against transformers
             on one rank, float32;
             forward_equal: passes without gradients give the logprobs of those with, to the bit;
-            dapo_loss_worst: three steps of DAPO or PPO in each layout, against one rank's losses
+            loss_worst: three steps of DAPO or PPO in each layout, against one rank's losses
 plans       plans: every published launch by name: fits, peak_gib, seconds
 plan-error  plan_error_worst: bytes of a plan against real ranks
 learning    loop_points: held-out accuracy of the quickstart on four ranks, two stages of two
@@ -88,7 +88,7 @@ def _agreement(parsed: argparse.Namespace) -> Mapping[str, Any]:
 PARTS: Mapping[str, Part] = {
     "parity": Part(
         _parity,
-        most={"parity_worst": 1e-5, "dapo_loss_worst": 1e-5},
+        most={"parity_worst": 1e-5, "loss_worst": 1e-5},
         least={"parity_layouts": 25, "forward_equal": True},
         further=("parity_cases",),
     ),

@@ -55,7 +55,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of a layout; `copy` ranks of each tensor index and stage hold the stage once."""
+    """Sizes of a layout; `copy` ranks of each tensor index and stage hold the stage once.
+
+    Its run trains a `critic` too, or has none.
+    """
 
     ranks: int
     copy: int
@@ -63,6 +66,7 @@ class Layout:
     experts: int = 1
     tensor: int = 1
     stages: int = 1
+    critic: bool = False
 
     @property
     def keys(self) -> dict[str, int]:
@@ -103,46 +107,47 @@ class Layout:
         return _MOE if self.experts > 1 else _DENSE + _MOE
 
 
+# Append new ones: adapters, offload and models of runs take turns by place.
 LAYOUTS = (
     Layout(4, 4),
     Layout(4, 2),
-    Layout(4, 4, sequence=2),
+    Layout(4, 4, sequence=2, critic=True),
     Layout(4, 2, sequence=2),
     Layout(4, 4, sequence=4),
     Layout(4, 4, experts=4),
-    Layout(4, 2, experts=2),
+    Layout(4, 2, experts=2, critic=True),
     Layout(4, 4, sequence=2, experts=4),
     Layout(4, 4, sequence=4, experts=2),
     Layout(4, 2, tensor=2),
-    Layout(4, 1, tensor=2),
+    Layout(4, 1, tensor=2, critic=True),
     Layout(4, 2, sequence=2, tensor=2),
     Layout(4, 2, tensor=2, experts=4),
     Layout(4, 2, sequence=2, tensor=2, experts=2),
-    Layout(4, 1, stages=4),
+    Layout(4, 1, stages=4, critic=True),
     Layout(4, 2, stages=2),
-    Layout(4, 1, stages=2),
+    Layout(4, 1, stages=2, critic=True),
     Layout(4, 2, sequence=2, stages=2),
-    Layout(4, 1, tensor=2, stages=2),
-    Layout(4, 2, experts=2, stages=2),
+    Layout(4, 1, tensor=2, stages=2, critic=True),
+    Layout(4, 2, experts=2, stages=2, critic=True),
     Layout(4, 2, sequence=2, experts=2, stages=2),
     Layout(4, 1, tensor=2, experts=2, stages=2),
-    Layout(8, 8),
+    Layout(8, 8, critic=True),
     Layout(8, 4, sequence=2),
     Layout(8, 8, sequence=4, experts=4),
     Layout(8, 4, sequence=2, experts=2),
-    Layout(8, 4, sequence=2, tensor=2),
+    Layout(8, 4, sequence=2, tensor=2, critic=True),
     Layout(8, 2, sequence=2, tensor=2),
     Layout(8, 4, sequence=2, tensor=2, experts=8),
     Layout(8, 4, stages=2),
-    Layout(8, 2, stages=4),
+    Layout(8, 2, stages=4, critic=True),
     Layout(8, 2, sequence=2, stages=2),
     Layout(8, 2, tensor=2, stages=2),
     Layout(8, 2, sequence=2, tensor=2, stages=2),
-    Layout(8, 1, tensor=2, stages=4),
+    Layout(8, 1, tensor=2, stages=4, critic=True),
     Layout(8, 4, sequence=2, experts=4, stages=2),
     Layout(8, 2, tensor=2, experts=4, stages=2),
     Layout(8, 2, sequence=2, tensor=2, experts=2, stages=2),
-    Layout(8, 2, tensor=4),
+    Layout(8, 2, tensor=4, critic=True),
     Layout(8, 1, tensor=4, stages=2),
     Layout(8, 2, tensor=2, experts=2, stages=2),
 )
@@ -150,7 +155,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results of a layout: the worst gradient error, and that of the losses of a DAPO run.
+    """Results of a layout: the worst gradient error, and that of the losses of a run.
 
     ``equal`` is whether passes without gradients gave the logprobs of those with.
     """
@@ -173,7 +178,7 @@ def parity() -> dict[str, Any]:
         "parity_cases": sum(row.cases for row in rows),
         "parity_layouts": len(rows),
         "forward_equal": all(row.equal for row in rows),
-        "dapo_loss_worst": _worst(row.loss for row in rows),
+        "loss_worst": _worst(row.loss for row in rows),
         "rows": rows,
     }
 
@@ -199,20 +204,20 @@ def _row(number: int, layout: Layout, tiny: _TinyModels) -> Row:
         layout.shape,
         adapts=number // 4 % 2 == 1,
         offloads=number % 3 == 0,
-        critic=number % 4 == 2,
+        critic=layout.critic,
     )
     loss = tiny.difference(layout, run)
     worst = _worst(one.error for one in found)
     print_line(
         f"{layout.ranks} ranks, {layout.name}: {len(found)} gradients within {worst:.1e}, "
-        f"logprobs alone {'equal' if equal else 'DIFFER'}; DAPO, {run.name}: within {loss:.1e}"
+        f"logprobs alone {'equal' if equal else 'DIFFER'}; losses of {run.name}: within {loss:.1e}"
     )
     return Row(layout, len(found), worst, equal, run.name, loss)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A DAPO run; with a critic one of PPO."""
+    """A run of DAPO; with a critic one of PPO."""
 
     family: str
     shape: Shape
@@ -229,7 +234,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _TinyModels:
-    """Models, their gradients, and three steps of DAPO on one rank; each is made once."""
+    """Models, their gradients, and three steps of runs on one rank; each is made once."""
 
     scratch: Path
     _subjects: dict[tuple[str, Shape, bool], Subject] = field(default_factory=dict)
@@ -284,7 +289,7 @@ def write_table(rows: Sequence[Row]) -> None:
     replace_block(
         "parity",
         [
-            "| ranks | layout | models | gradients | worst error | logprobs alone | DAPO run "
+            "| ranks | layout | models | gradients | worst error | logprobs alone | run "
             "| worst loss |",
             "|---|---|---|---|---|---|---|---|",
             *(

@@ -1,8 +1,9 @@
 """One rank of a pipeline that notes when each pass of its stage begins and ends.
 
 The only argument is `StageAsked` as JSON. Each pass computes, and then waits until it took as long
-as was asked: cores that stages share would otherwise lengthen the time line. The answer is a line
-of JSON for each number of micro-batches: a list of `TimedPass`.
+as was asked: cores that stages share would otherwise lengthen the time line. A forward pass of the
+last stage includes its loss. The answer is a line of JSON for each number of micro-batches: a list
+of `TimedPass`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.trainer.learner.model import pipeline
-from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
+from services.trainer.learner.model.passes import Passes, TokenPass, TokenPasses
 from services.trainer.learner.ranks import TorchDistributed
 from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.parallel_layout import layout_of
@@ -53,8 +53,8 @@ class _Clock:
     def __init__(self, asked: StageAsked) -> None:
         self.passes: list[TimedPass] = []
         for name, least_s in (("_forward", asked.forward_s), ("_backward", asked.backward_s)):
-            timed = self._timed(getattr(pipeline.Passes, name), name == "_backward", least_s)
-            mock.patch.object(pipeline.Passes, name, timed).start()
+            timed = self._timed(getattr(Passes, name), name == "_backward", least_s)
+            mock.patch.object(Passes, name, timed).start()
 
     def _timed(
         self, function: Callable[..., Any], is_backward: bool, least_s: float

@@ -363,7 +363,7 @@ def run(
     frozen: str | None = None,
     *,
     device: str = "cpu",
-    critic: bool = False,
+    critic: bool | dict[str, Any] = False,
     skips: bool = False,
     recomputes: bool = False,
     adapters: dict[str, object] | None = None,
@@ -386,7 +386,8 @@ def run(
     mock.patch.object(trained_model, "write_model", small).start()
     config = on_device(make_config(model, NUM_GROUPS, **actor), device)
     config = adapting(config, **(adapters or {}))
-    config = with_critic(config) if critic or frozen is not None else config
+    if critic is not False or frozen is not None:
+        config = with_critic(config, **(critic if isinstance(critic, dict) else {}))
     if sources is not None:
         config = with_sources(config, sources)
     if frozen is not None:

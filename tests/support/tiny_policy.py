@@ -110,14 +110,13 @@ def make_config(model: Path, num_groups: int = 6, **actor: object) -> RunConfig:
     return msgspec.convert(tree, RunConfig)
 
 
-def with_critic(config: RunConfig) -> RunConfig:
-    """The same run by PPO, with a critic in float32."""
+def with_critic(config: RunConfig, **keys: object) -> RunConfig:
+    """The same run by PPO, with a critic in float32. `keys` are the critic's."""
+    critic = {"fsdp": {"dtype": "float32"}} | keys
     return structs.replace(
         config,
         algorithm=structs.replace(config.algorithm, adv_estimator="gae"),
-        critic=structs.replace(
-            config.critic, fsdp=structs.replace(config.critic.fsdp, dtype="float32")
-        ),
+        critic=msgspec.convert(critic, type(config.critic)),
     )
 
 

@@ -106,7 +106,7 @@ def trainer(
     frozen: str | None = None,
     *,
     device: str = "cpu",
-    critic: bool = False,
+    critic: bool | dict[str, Any] = False,
     skips: bool = False,
     recomputes: bool = False,
     adapters: dict[str, Any] | None = None,

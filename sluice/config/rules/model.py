@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from sluice.config import derived
-from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.config.parallel_layout import EXPERT_KEY, TENSOR_KEY, shares_heads
 from sluice.config.pipeline_stages import stage_layers
 from sluice.config.problems import Problem, of_error, verl_problem
@@ -101,13 +101,17 @@ def routing_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def stage_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Yield stages of the trainer that the model's layers do not make."""
-    actor = config.actor_rollout_ref.actor
+    """Yield stages of the trainer that the layers of the model, or of the critic, do not make."""
+    actor, path = config.actor_rollout_ref.actor, config.critic.model.path
     size = actor.fsdp_config.pipeline_parallel_size
-    try:
-        stage_layers(shape.layers, size, actor.megatron.override_transformer_config)
-    except ConfigError as error:
-        yield of_error(error)
+    layers = {"": shape.layers}
+    if path and derived.uses_critic(config) and (critic := find_shape(path)) is not None:
+        layers[f"critic.model.path={path}: "] = critic.layers
+    for of, number in layers.items():
+        try:
+            stage_layers(number, size, actor.megatron.override_transformer_config)
+        except ConfigError as error:
+            yield of_error(ConfigError(f"{of}{error}"))
 
 
 def cut_problems(config: RunConfig) -> Iterator[Problem]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -429,3 +431,17 @@ def test_a_routing_replay_that_cannot_work_is_mended_by_what_it_proposes(
     assert named in problem.text
     mended = broken(*overrides, *small, *problem.overrides, shape=shape)
     assert "routing" not in {one.rule for one in mended}
+
+
+def test_the_stages_of_a_critic_of_another_model_are_checked(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 24, "num_attention_heads": 8, "hidden_size": 64}
+    sizes |= {"intermediate_size": 64, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    first = f"{MEGATRON}.override_transformer_config.num_layers_in_first_pipeline_stage=40"
+    cut = (f"{FSDP}.pipeline_parallel_size=2", first)
+    critic = f"critic.model.path={tmp_path}"
+    assert "stages" not in {one.rule for one in broken(*PPO, *cut, shape=DENSE)}
+    assert "stages" not in {one.rule for one in broken(critic, *cut, shape=DENSE)}
+    (found,) = [one for one in broken(*PPO, critic, *cut, shape=DENSE) if one.rule == "stages"]
+    assert found.text.startswith(f"{critic}: {first} with {FSDP}.pipeline_parallel_size=2: ")
+    assert "of 24 layers" in found.text

@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model import pipeline
+from services.trainer.learner.model import passes as model_passes
 from services.trainer.learner.model.experts import routing_tape
-from services.trainer.learner.model.pipeline import TokenPasses
+from services.trainer.learner.model.passes import TokenPasses
 from services.trainer.learner.ranks import DataParallel
 from sluice.types import TrainBatch
 from tests.support.host_reads import HostReads
@@ -69,7 +69,7 @@ def watched_step(
     """Train a batch; return what the host read inside micro-batches, and the number of passes."""
     reads, passes = HostReads(), []
 
-    run = pipeline.token_outputs
+    run = model_passes.token_outputs
 
     def begun(*arguments: Any, **options: Any) -> Any:
         reads.is_watching = True
@@ -83,7 +83,7 @@ def watched_step(
 
         return run
 
-    monkeypatch.setattr(pipeline, "token_outputs", begun)
+    monkeypatch.setattr(model_passes, "token_outputs", begun)
     for name in ("forward", "train"):
         monkeypatch.setattr(TokenPasses, name, ended(getattr(TokenPasses, name)))
     with reads:

@@ -27,7 +27,7 @@ from services.trainer.learner.model.lora import (
     on_the_wire,
     without_adapters,
 )
-from services.trainer.learner.model.pipeline import idle_micro_batch
+from services.trainer.learner.model.passes import idle_micro_batch
 from services.trainer.learner.ranks import DataParallel
 from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
 from sluice.checkpoint.source import find_source

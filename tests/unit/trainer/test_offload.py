@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import optimizer as optimizer_module
-from services.trainer.learner.model.pipeline import TokenPasses, ValuePasses
+from services.trainer.learner.model.passes import TokenPasses, ValuePasses
 from services.trainer.learner.model.recompute import (
     keep_inputs_on_host,
     recompute_as_configured,
@@ -323,7 +323,7 @@ def test_a_critics_weights_are_on_the_device_only_while_it_computes(
         monkeypatch.setattr(kind, method, note)
 
     for kind, method in (
-        (ValuePasses, "_found"),
+        (ValuePasses, "_run_last"),
         (ReferencePolicy, "logprobs"),
         (TokenPasses, "train"),
         (PolicyUpdate, "_optimizer_step"),
@@ -340,7 +340,7 @@ def test_a_critics_weights_are_on_the_device_only_while_it_computes(
         held.clear()
         current = offloaded
         found.append(current.train_step(make_batch(seed=step), step))
-        assert held.pop("ValuePasses._found") == {whole}
+        assert held.pop("ValuePasses._run_last") == {whole}
         assert list(held.values()) == [{0}] * 3
     offloaded.save(tmp_path / "actor")
     assert critic_bytes(offloaded) == 0

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model import pipeline
+from services.trainer.learner.model import passes
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.token_statistics import TokenStatistics
@@ -58,7 +58,7 @@ class Forwards:
         self.differentiated: list[torch.Tensor] = []
         self.recomputed: list[torch.Tensor] = []
         self.entropies: list[EntropyUse] = []
-        monkeypatch.setattr(pipeline, "token_outputs", self._record)
+        monkeypatch.setattr(passes, "token_outputs", self._record)
 
     def _record(self, *arguments: object, **keywords: object) -> TokenStatistics:
         outputs = token_outputs(*arguments, **keywords)  # type: ignore[arg-type]
@@ -104,13 +104,13 @@ def test_padding_to_a_length_changes_nothing_but_the_number_of_tokens(
     lengths: list[int] = []
     padded = {"dtype": "float32", "pad_to_length": True, "pad_to_length_bucket": 64}
     expected = train(make_config(model_folder), make_batch())[0]
-    run = pipeline.token_outputs
+    run = passes.token_outputs
 
     def note(model: object, micro_batch: MicroBatch, **options: object) -> TokenStatistics:
         lengths.append(micro_batch.input_ids.shape[1])
         return run(model, micro_batch, **options)
 
-    monkeypatch.setattr(pipeline, "token_outputs", note)
+    monkeypatch.setattr(passes, "token_outputs", note)
     assert_close(train(make_config(model_folder, fsdp_config=padded), make_batch())[0], expected)
     assert set(lengths) <= {64, 128, 192}
 

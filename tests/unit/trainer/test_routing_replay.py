@@ -63,7 +63,7 @@ def model() -> PreTrainedModel:
 
 def packed(*groups: TrainGroup) -> MicroBatch:
     numbers = [range(len(group.rollouts)) for group in groups]
-    rows = training_rows(groups, numbers)
+    rows = training_rows(groups, numbers, slice(None))
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )
@@ -287,22 +287,23 @@ def test_samples_without_experts_are_as_they_were() -> None:
 
 
 def test_passes_pack_the_experts_of_their_layers_only() -> None:
-    cut, cpu = BatchCut(2, None, 4), torch.device("cpu")
+    cpu = torch.device("cpu")
     # This rank trains all rows but each group's first, whose experts the prompt has too.
     skipped = {0, 4}
     batch = taken(routed(make_batch(2), EXPERTS), [1, 2, 3, 5, 6, 7])
 
-    def packed_with(cut: BatchCut, **options: Any) -> list[PackedRouting | None]:
+    def packed_with(layers: slice | None) -> list[PackedRouting | None]:
+        cut = BatchCut(2, None, 4, routed_layers=layers)
         (mini_batch,) = split_batch(
-            batch.groups, cut, DataParallel(), step=1, device=cpu, skipped=skipped, **options
+            batch.groups, cut, DataParallel(), step=1, device=cpu, skipped=skipped
         )
         return [one.routing for one in mini_batch.micro_batches]
 
-    every, last = packed_with(cut), packed_with(replace(cut, routed_layers=slice(1, 2)))
+    every, last = packed_with(slice(None)), packed_with(slice(1, 2))
     assert every
     for whole, part in zip(every, last, strict=True):
         assert whole is not None
         assert part is not None
         assert torch.equal(part.experts, whole.experts[1:])
         assert torch.equal(part.known, whole.known)
-    assert packed_with(cut, with_routing=False) == [None] * len(every)
+    assert packed_with(None) == [None] * len(every)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model import pipeline
+from services.trainer.learner.model import passes
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.advantages import zero_advantage_rows
@@ -64,7 +64,7 @@ def test_skipped_samples_take_no_pass(model_folder: Path, monkeypatch: pytest.Mo
         passed.append(outputs.logprobs.numel())
         return outputs
 
-    monkeypatch.setattr(pipeline, "token_outputs", record)
+    monkeypatch.setattr(passes, "token_outputs", record)
     batch = uniform(make_batch(), MOST)
     train_alone(skipping(make_config(model_folder, ppo_mini_batch_size=GROUPS)), batch)
     assert sum(passed) == sum(rollout.num_tokens for rollout in batch.groups[2].rollouts)

@@ -152,9 +152,9 @@ def test_the_outline_that_all_ranks_get_does_not_grow_with_tokens_and_images() -
 
 def test_a_prompt_has_the_same_experts_on_every_rank(batch: TrainBatch) -> None:
     numbers = [range(4 * g, 4 * g + 4) for g in range(len(batch.groups))]
-    whole = training_rows(batch.groups, numbers)
+    whole = training_rows(batch.groups, numbers, slice(None))
     for rows in (range(24), OWN, [7]):
-        for row in training_rows(taken(batch, rows).groups, numbers):
+        for row in training_rows(taken(batch, rows).groups, numbers, slice(None)):
             if row.number in rows:
                 expected = whole[row.number].prompt_routing
                 assert expected is not None

@@ -28,9 +28,6 @@ from sluice.vision.image_prompts import ImagePrompt
 
 Positions = npt.NDArray[np.int64]
 
-ALL_LAYERS = slice(None)
-"""Of those that have experts."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
@@ -154,19 +151,21 @@ class PlacedPiece:
 def training_rows(
     groups: Sequence[TrainGroup],
     numbers: Sequence[Sequence[int]],
-    routed_layers: slice = ALL_LAYERS,
+    routed_layers: slice | None = None,
 ) -> list[TrainingRow]:
     """Return all rows of the groups, in order; `numbers` are their indices in the train batch.
 
-    They have the engine's experts of `routed_layers`, counted among those with experts.
+    They have the engine's experts of `routed_layers`, counted among those with experts; ``None``:
+    of no layer.
     A prompt has the experts of the group's first sample with any: passes of other samples may have
     chosen others, and rows share a prompt however they are packed.
     """
     rows: list[TrainingRow] = []
     for index, (group, own) in enumerate(zip(groups, numbers, strict=True)):
         prompt = group.prompt_token_ids.size
-        of_prompt = [group.prompt_routing, *(one.routing for one in group.rollouts)]
-        routed = [one[:prompt, routed_layers] for one in of_prompt if one is not None]
+        in_prompt, in_response = slice(prompt), slice(prompt, None)
+        sources = [group.prompt_routing, *(one.routing for one in group.rollouts)]
+        of_prompt = [_routed(one, in_prompt, routed_layers) for one in sources]
         rows += [
             TrainingRow(
                 number,
@@ -174,13 +173,19 @@ def training_rows(
                 group.prompt_token_ids,
                 rollout.token_ids,
                 rollout.behavior_logprobs,
-                next(iter(routed), None),
-                None if rollout.routing is None else rollout.routing[prompt:, routed_layers],
+                next((one for one in of_prompt if one is not None), None),
+                _routed(rollout.routing, in_response, routed_layers),
                 () if rollout.is_plain else rollout.turns,
             )
             for rollout, number in zip(group.rollouts, own, strict=True)
         ]
     return rows
+
+
+def _routed(
+    experts: RoutedExperts | None, tokens: slice, layers: slice | None
+) -> RoutedExperts | None:
+    return None if experts is None or layers is None else experts[tokens, layers]
 
 
 def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[PlacedPiece]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
-from services.trainer.learner.batch.packed_rows import ALL_LAYERS, TrainingRow, training_rows
+from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
@@ -227,7 +227,8 @@ class BatchCut:
 
     `whole_groups` keeps all rows of a prompt in one micro-batch, for losses that compare them.
     With a `shuffle_seed`, groups are permuted first. A micro-batch is padded to a multiple of
-    `pad_to` tokens. The engine's experts come with it for `routed_layers`, of those with experts.
+    `pad_to` tokens. The engine's experts come with it for `routed_layers`, counted among those with
+    experts; ``None``: none come.
     """
 
     mini_batch_groups: int
@@ -236,7 +237,7 @@ class BatchCut:
     shuffle_seed: int | None = None
     whole_groups: bool = False
     pad_to: int = 1
-    routed_layers: slice = field(default_factory=lambda: ALL_LAYERS)
+    routed_layers: slice | None = None
 
 
 def split_batch(
@@ -248,21 +249,18 @@ def split_batch(
     device: torch.device,
     image_prompts: ImagePromptReader | None = None,
     skipped: Container[int] = (),
-    with_routing: bool = True,
 ) -> list[MiniBatch]:
     """Cut a train batch into mini-batches of groups, and this rank's rows into micro-batches.
 
     Seed and `step` determine the shuffle, so all ranks agree without communication. Mini-batches
     stay the same in all ``ppo_epochs`` passes. Images are decoded only for this rank's rows, once
     per mini-batch; of ranks that share sequences each decodes those that it encodes. Rows of the
-    batch in `skipped` are in no micro-batch. `with_routing` packs the engine's experts too.
+    batch in `skipped` are in no micro-batch.
 
     Raises:
         ConfigError: the groups do not divide into mini-batches, or a group has images and
             `image_prompts` is missing.
     """
-    if not with_routing:
-        groups = [_without_routing(group) for group in groups]
     return [
         _mini_batch(shares, cut, parallel, device, image_prompts)
         for shares in _divided(groups, cut, parallel, step, skipped)
@@ -323,11 +321,6 @@ def _divided(
             [row.size for row in rows], parallel.layout.data_ranks, keeps_groups=cut.whole_groups
         )
         yield _Shares(own, all_rows, rows, of_ranks)
-
-
-def _without_routing(group: TrainGroup) -> TrainGroup:
-    rollouts = tuple(one.with_routing(None) for one in group.rollouts)
-    return replace(group, rollouts=rollouts, prompt_routing=None)
 
 
 def _mini_batch(

@@ -26,7 +26,7 @@ from services.trainer.learner.model.attention import PACKED_ATTENTION, register_
 from services.trainer.learner.model.decoder import use_own_layers
 from services.trainer.learner.model.experts import use_own_experts
 from services.trainer.learner.model.forward import DTYPES, use_compiled_head, use_float32_head
-from services.trainer.learner.model.parts import VALUE_HEADS
+from services.trainer.learner.model.parts import VALUE_HEADS, value_head
 from services.trainer.learner.model.recompute import recompute_layers
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.ranks import StageRanks
@@ -119,10 +119,18 @@ def load_critic(
     """Load a critic like a policy, with a value head of one output instead of the vocabulary's.
 
     If the files hold no such head, torch's global generator initializes it.
+
+    Raises:
+        ConfigError: the model has no head that `value_head` finds, or as `load_policy`.
     """
     dtype = DTYPES[precision.model_dtype]
     files = _unread(model, dtype, is_critic=True) if is_sharded else None
     loaded = files or LoadedModel(_read(model, dtype, is_critic=True))
+    if value_head(loaded.model) is None:
+        raise ConfigError(
+            f"the head of a {loaded.model.config.model_type} model for token classification is "
+            f"none of {', '.join(VALUE_HEADS)}; choose another critic"
+        )
     _prepare(loaded.model, model, precision, max_tokens)
     return loaded
 

@@ -22,8 +22,8 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
-from services.trainer.learner.model.loading import load_critic
-from services.trainer.learner.model.pipeline import TokenPass, ValuePasses
+from services.trainer.learner.model.loading import LoadedModel, load_critic
+from services.trainer.learner.model.passes import TokenPass, ValuePasses
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
@@ -35,6 +35,7 @@ from sluice.config.derived import max_row_tokens, padding_step
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.protocol import Device
+from sluice.errors import ConfigError
 from sluice.types import TrainBatch
 
 _LOSS = "critic/vf_loss"
@@ -48,6 +49,20 @@ def _model(config: RunConfig) -> ModelConfig:
         path=own.path or policy.path,
         enable_gradient_checkpointing=own.enable_gradient_checkpointing,
     )
+
+
+def _loaded(config: RunConfig, parallel: DataParallel) -> LoadedModel:
+    """Return what this rank holds of the critic, not sharded yet."""
+    model, fsdp, actor = _model(config), config.critic.fsdp, config.actor_rollout_ref.actor
+    sizes, cut = actor.fsdp_config, actor.megatron.override_transformer_config
+    tensor, most = sizes.tensor_parallel_size, max_row_tokens(config.data)
+    try:
+        loaded = load_critic(model, fsdp, most, is_sharded=parallel.world_size > 1)
+        check_cuttable(loaded.model, tensor)
+        check_shareable(sizes.ulysses_sequence_parallel_size, loaded.model.config, tensor)
+        return keep_stage(loaded, own_stage(loaded.model, fsdp, cut, parallel))
+    except ConfigError as error:  # it may name the policy's keys, which critics follow
+        raise ConfigError(f"critic.model.path={model.path!r}: {error}") from error
 
 
 def _cut(config: RunConfig) -> BatchCut:
@@ -90,20 +105,8 @@ class Critic:
         self._cut = _cut(config)
         self._parallel = parallel
         self._device = device
-        loaded = load_critic(
-            _model(config),
-            critic.fsdp,
-            max_row_tokens(config.data),
-            is_sharded=parallel.world_size > 1,
-        )
-        sizes = actor.fsdp_config
-        tensor = sizes.tensor_parallel_size
-        check_cuttable(loaded.model, tensor)
-        check_shareable(sizes.ulysses_sequence_parallel_size, loaded.model.config, tensor)
-        cut = actor.megatron.override_transformer_config
-        stage = own_stage(loaded.model, critic.fsdp, cut, parallel)
         self.trained = trained_model(
-            keep_stage(loaded, stage),
+            _loaded(config, parallel),
             critic.fsdp,
             critic.optim,
             parallel,
@@ -113,7 +116,11 @@ class Critic:
         )
         self._optimizer = self.trained.optimizer
         self._passes = ValuePasses(
-            self.trained.model, self.trained.shards, parallel, device.torch_device, stage
+            self.trained.model,
+            self.trained.shards,
+            parallel,
+            device.torch_device,
+            self.trained.stage,
         )
         self._weights = list(self.trained.parameters.values())
         if critic.fsdp.param_offload:
@@ -132,7 +139,6 @@ class Critic:
             self._parallel,
             step=step,
             device=self._device.torch_device,
-            with_routing=False,
         )
         passed = [one for mini_batch in self._mini_batches for one in mini_batch.micro_batches]
         found: list[tuple[MicroBatch, Tensor]] = []  # of a pipeline on the last stage only

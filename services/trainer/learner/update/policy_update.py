@@ -39,7 +39,7 @@ from services.trainer.learner.model.experts import (
     routing_tape,
 )
 from services.trainer.learner.model.forward import EntropyUse
-from services.trainer.learner.model.pipeline import TokenPass, TokenPasses, idle_micro_batch
+from services.trainer.learner.model.passes import TokenPass, TokenPasses, idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.advantages import (
@@ -173,12 +173,13 @@ class PolicyUpdate:
         self._passes = TokenPasses(
             policy.model, policy.shards, parallel, device.torch_device, policy.stage
         )
+        tape = routing_tape(policy.model)
+        self._cut = replace(settings.cut, routed_layers=None if tape is None else tape.own)
 
     def own_rows(self, batch: TrainBatch, step: int) -> list[int]:
         """Return the numbers of the batch's samples that this rank's passes read. Collective."""
         _, skipped = self._estimate_early(batch)
-        cut = self._settings.cut
-        own = own_rows(batch.groups, cut, self._parallel, step=step, skipped=skipped)
+        own = own_rows(batch.groups, self._cut, self._parallel, step=step, skipped=skipped)
         if self._critic is not None:
             own |= self._critic.own_rows(batch, step)
         return sorted(own)
@@ -204,7 +205,7 @@ class PolicyUpdate:
             timer.end_phase("adv")
         table = batch_table(batch, self._device.torch_device)
         # Passes that need the policy before this batch come first: optimizer steps change it.
-        cut = self._cut(batch, step, skipped)
+        cut = self._split(batch, step, skipped)
         mini_batches = [prepare(mini_batch) for mini_batch in cut]
         if self._settings.replays_routing:
             for prepared in _micro_batches(mini_batches):
@@ -252,13 +253,10 @@ class PolicyUpdate:
         estimate = self._estimate(batch, table, PassTables())
         return estimate, zero_advantage_rows(estimate.advantages, self._parallel)
 
-    def _cut(self, batch: TrainBatch, step: int, skipped: Container[int]) -> list[MiniBatch]:
-        cut, tape = self._settings.cut, routing_tape(self._model)
-        if tape is not None:
-            cut = replace(cut, routed_layers=tape.own)
+    def _split(self, batch: TrainBatch, step: int, skipped: Container[int]) -> list[MiniBatch]:
         return split_batch(
             batch.groups,
-            cut,
+            self._cut,
             self._parallel,
             step=step,
             device=self._device.torch_device,

@@ -11,7 +11,7 @@ from torch import Tensor
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.lora import without_adapters
-from services.trainer.learner.model.pipeline import TokenPass, TokenPasses
+from services.trainer.learner.model.passes import TokenPass, TokenPasses
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, TrainedModel, share_model
 from services.trainer.learner.ranks import DataParallel

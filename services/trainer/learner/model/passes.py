@@ -47,16 +47,16 @@ from sluice.algorithm.token_statistics import TokenStatistics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Found = TypeVar("Found", TokenStatistics, Tensor)
-"""What a pass finds, on the last stage."""
+Outputs = TypeVar("Outputs", TokenStatistics, Tensor)
+"""What a pass computes on the last stage: statistics of a policy's tokens, or a critic's values."""
+Read: TypeAlias = Callable[[int, Outputs], None]
+Loss: TypeAlias = Callable[[int, Outputs], Tensor]
 Made = TypeVar("Made")
-Read: TypeAlias = Callable[[int, Found], None]
-Loss: TypeAlias = Callable[[int, Found], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenPass:
-    """What a pass computes; the arguments of `token_outputs`. A critic has the first one only."""
+    """The arguments of `token_outputs` for a pass; those of a critic need the micro-batch only."""
 
     micro_batch: MicroBatch
     temperature: float = 1.0
@@ -74,7 +74,7 @@ class _InFlight:
     routing: Routing | None
 
 
-class Passes(ABC, Generic[Found]):
+class Passes(ABC, Generic[Outputs]):
     """Runs lists of passes of one model, equally many on every rank. Collective.
 
     Each pass of a sharded model gathers its layers from all ranks, and each stage waits for the one
@@ -108,7 +108,7 @@ class Passes(ABC, Generic[Found]):
             self._tape.own = slice(own[0], own[-1] + 1) if own else slice(0)
 
     @abstractmethod
-    def _found(self, one: TokenPass, entering: Tensor | None) -> Found:
+    def _run_last(self, one: TokenPass, entering: Tensor | None) -> Outputs:
         """Run the last stage; `entering` is what the stage before has computed, if there is one."""
 
     def begin(self, own: int) -> None:
@@ -128,17 +128,17 @@ class Passes(ABC, Generic[Found]):
         self._idle_routings = iter(routings)
 
     @torch.no_grad()
-    def forward(self, passes: Sequence[TokenPass], read: Read[Found]) -> None:
+    def forward(self, passes: Sequence[TokenPass], read: Read[Outputs]) -> None:
         """Run passes without gradients, as many as `begin` was given.
 
         Args:
             passes: of this rank.
-            read: gets the number and the results of each; of a pipeline on the last stage only.
+            read: gets the number and the outputs of each; of a pipeline on the last stage only.
         """
 
-        def read_own(number: int, found: Found) -> None:
+        def read_own(number: int, outputs: Outputs) -> None:
             if number < len(passes):
-                read(number, found)
+                read(number, outputs)
 
         every = [*passes, *self._idle()]
         for number, one in enumerate(every):
@@ -148,21 +148,21 @@ class Passes(ABC, Generic[Found]):
         if self._shards is not None:
             self._shards.reshard()
 
-    def train(self, passes: Sequence[TokenPass], loss: Loss[Found]) -> None:
+    def train(self, passes: Sequence[TokenPass], loss: Loss[Outputs]) -> None:
         """Run the passes of one optimizer step forward and backward; gradients add up.
 
         Args:
             passes: of this rank, as many as `begin` was given.
-            loss: returns the loss of a pass by its number and results; of a pipeline it is called
+            loss: returns the loss of a pass by its number and outputs; of a pipeline it is called
                 on the last stage only.
         """
 
-        def loss_or_zero(number: int, found: Found) -> Tensor:
-            return loss(number, found) if number < len(passes) else _zero_loss(found)
+        def loss_or_zero(number: int, outputs: Outputs) -> Tensor:
+            return loss(number, outputs) if number < len(passes) else _zero_loss(outputs)
 
         self._in_turn([*passes, *self._idle()], loss_or_zero)
 
-    def _in_turn(self, passes: Sequence[TokenPass], loss: Loss[Found]) -> None:
+    def _in_turn(self, passes: Sequence[TokenPass], loss: Loss[Outputs]) -> None:
         """Run all passes; see the time line above."""
         stage, count = self._stage, len(passes)
         flight: deque[_InFlight] = deque()
@@ -209,11 +209,11 @@ class Passes(ABC, Generic[Found]):
         return int(max(count for (count,) in gathered))
 
     def _forward(
-        self, one: TokenPass, entering: Tensor | None, finish: Callable[[Found], Made]
+        self, one: TokenPass, entering: Tensor | None, finish: Callable[[Outputs], Made]
     ) -> Tensor | Made:
-        """Return what the next stage gets; on the last one, what `finish` makes of the results."""
+        """Return what the next stage gets; on the last one, what `finish` makes of the outputs."""
         if self._after is None:
-            return finish(self._found(one, entering))
+            return finish(self._run_last(one, entering))
         return hidden_states(self._model, one.micro_batch, entering, one.routing)
 
     def _backward(self, one: _InFlight, gradient: Tensor | None) -> Tensor | None:
@@ -288,7 +288,7 @@ class Passes(ABC, Generic[Found]):
 class TokenPasses(Passes[TokenStatistics]):
     """Passes of a policy."""
 
-    def _found(self, one: TokenPass, entering: Tensor | None) -> TokenStatistics:
+    def _run_last(self, one: TokenPass, entering: Tensor | None) -> TokenStatistics:
         return token_outputs(
             self._model,
             one.micro_batch,
@@ -301,9 +301,9 @@ class TokenPasses(Passes[TokenStatistics]):
 
 
 class ValuePasses(Passes[Tensor]):
-    """Passes of a critic; each finds the values [N] of its micro-batch."""
+    """Passes of a critic; each computes the values [N] of its micro-batch."""
 
-    def _found(self, one: TokenPass, entering: Tensor | None) -> Tensor:
+    def _run_last(self, one: TokenPass, entering: Tensor | None) -> Tensor:
         return response_values(self._model, one.micro_batch, entering)
 
 
@@ -320,9 +320,9 @@ def idle_micro_batch(device: torch.device, parallel: DataParallel | None = None)
     return micro_batch
 
 
-def _zero_loss(found: TokenStatistics | Tensor) -> Tensor:
+def _zero_loss(outputs: TokenStatistics | Tensor) -> Tensor:
     # Times 0: an idle pass takes part in the sums over ranks and adds nothing to them.
-    return (found if isinstance(found, Tensor) else found.logprobs).sum() * 0.0
+    return (outputs if isinstance(outputs, Tensor) else outputs.logprobs).sum() * 0.0
 
 
 def _named(count: int, *, gradient_of: int | None, micro_batch: int | None) -> str:
