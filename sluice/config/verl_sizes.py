@@ -15,7 +15,7 @@ from sluice.config.sources import largest_n, responses_per_step
 
 @dataclass(frozen=True, slots=True)
 class ParallelSplit:
-    """How trainer ranks are divided. `megatron` decides which sizes cut the data-parallel size.
+    """How trainer ranks are divided. `megatron` decides which of sp and cp shares sequences.
 
     Args:
         nodes: machines of the trainer.
@@ -38,8 +38,8 @@ class ParallelSplit:
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that work on the same rows: sp, or TP·PP·CP."""
-        return self.tp * self.pp * self.cp if self.megatron else self.sp
+        """Ranks that work on the same rows: TP·PP·CP, or TP·PP·sp (in verl's FSDP TP = PP = 1)."""
+        return self.tp * self.pp * (self.cp if self.megatron else self.sp)
 
     @property
     def data_parallel(self) -> int | None:
@@ -223,21 +223,26 @@ def verl_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
 def own_batch(config: RunConfig) -> BatchPlan:
     """Return the batch sizes with sluice's data-parallel size."""
     sizes = config.actor_rollout_ref.actor.fsdp_config
-    sharing = sizes.ulysses_sequence_parallel_size
-    sharing *= sizes.tensor_parallel_size * sizes.pipeline_parallel_size
-    split = ParallelSplit(config.trainer.nnodes, config.trainer.n_gpus_per_node, sp=sharing)
+    split = ParallelSplit(
+        config.trainer.nnodes,
+        config.trainer.n_gpus_per_node,
+        sp=sizes.ulysses_sequence_parallel_size,
+        tp=sizes.tensor_parallel_size,
+        pp=sizes.pipeline_parallel_size,
+    )
     return _batch(config, split)
 
 
 def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
     """Return the trainer's parallel sizes, of FSDP or of Megatron."""
+    megatron, own = is_megatron(settings), config.actor_rollout_ref.actor.fsdp_config
     return ParallelSplit(
         nodes=config.trainer.nnodes,
         ranks_per_node=config.trainer.n_gpus_per_node,
-        megatron=is_megatron(settings),
+        megatron=megatron,
         sp=settings.whole(f"{ACTOR}.fsdp_config.{_ULYSSES}"),
-        tp=_megatron_size(settings, "tensor"),
-        pp=_megatron_size(settings, "pipeline"),
+        tp=_megatron_size(settings, "tensor") if megatron else own.tensor_parallel_size,
+        pp=_megatron_size(settings, "pipeline") if megatron else own.pipeline_parallel_size,
         cp=settings.whole(f"{MEGATRON}.context_parallel_size"),
     )
 

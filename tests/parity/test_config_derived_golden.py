@@ -83,7 +83,7 @@ def test_every_quotient_is_exact_or_absent(
     (nodes, ranks), (tp, pp, cp) = machines, cut
     split = ParallelSplit(nodes, ranks, megatron=megatron, sp=tp, tp=tp, pp=pp, cp=cp)
     plan = BatchPlan(prompts, mini, n, epochs, prompts, micro, split)
-    replicas = Fraction(nodes * ranks, tp * pp * cp if megatron else tp)
+    replicas = Fraction(nodes * ranks, tp * pp * (cp if megatron else tp))
     steps = _whole(Fraction(prompts, mini))
     assert split.data_parallel == _whole(replicas)
     assert plan.optimizer_steps == (None if steps is None else steps * epochs)

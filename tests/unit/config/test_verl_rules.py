@@ -270,6 +270,14 @@ def test_rows_must_reach_groups_of_ranks_and_not_each_rank() -> None:
     assert "of 2 rows leaves some of 8 trainer ranks without work" in all_ranks.text
 
 
+def test_rows_are_divided_among_the_ranks_that_stages_and_tensor_ranks_leave() -> None:
+    rows = ("data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=3", f"{ROLLOUT}.n=2")
+    cuts = f"{FSDP}.tensor_parallel_size=2", f"{FSDP}.pipeline_parallel_size=2"
+    refused = {"mini-rows", "rows-divide"}
+    assert refused <= {one.rule for one in broken(*rows)}
+    assert not refused & {one.rule for one in broken(*rows, *cuts)}
+
+
 def test_what_tensor_ranks_do_not_cut_is_refused_before_the_start() -> None:
     stages, ranks = f"{FSDP}.pipeline_parallel_size=2", f"{FSDP}.tensor_parallel_size=2"
     compiled = f"{FSDP}.use_torch_compile=true", "critic.fsdp.use_torch_compile=true"
