@@ -388,12 +388,10 @@ def run(
     config = adapting(config, **(adapters or {}))
     if critic is not False or frozen is not None:
         config = with_critic(config, **(critic if isinstance(critic, dict) else {}))
-    if sources is not None:
-        config = with_sources(config, sources)
+    config = config if sources is None else with_sources(config, sources)
     if frozen is not None:
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
-    if recomputes:
-        config = recomputing(config)
+    config = recomputing(config) if recomputes else config
     fail_as_asked(parallel, dies_in_exchange, fails_between_stages, fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     samples = MadeSamples(partial(made_batch, model))
