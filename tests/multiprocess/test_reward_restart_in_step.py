@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from sluice.types import DataProgress, TrainBatch
 from tests.support.reward_process import RewardProcess, reward_process
-from tests.support.reward_scenarios import mixed
+from tests.support.reward_scenarios import mixed, until
 from tests.support.scripted_rollout import ScriptedReplica, scripted_replicas
 
 BATCH = 8
@@ -86,6 +87,13 @@ async def test_a_trainer_that_dies_in_that_step_gets_its_prompts_again_after_its
     assert status.statistics["reward/prompts_lost"] == 0
 
 
+async def has_sampled(service: RewardProcess, batches: int) -> bool:
+    """Whether so many batches are kept, and nothing else is under way."""
+    status = await service.status()
+    is_idle = status.groups_generating == status.groups_grading == 0
+    return bool(is_idle and status.groups_kept >= batches * BATCH)
+
+
 @pytest.mark.parametrize("phase", ["frozen", "acknowledged", "next batch in hand"])
 async def test_a_death_during_an_overlapped_transfer_loses_and_doubles_no_prompt(
     configure: Callable[..., Path], phase: str
@@ -104,8 +112,9 @@ async def test_a_death_during_an_overlapped_transfer_loses_and_doubles_no_prompt
             service.process.kill()
             await service.wait()
         async with reward_process(config) as service:
-            # The replicas serve version 1 still.
+            # The replicas serve version 1 still, and have time for all that the bound admits.
             await service.announce(1, [replica], resume_from=batches[-1].progress)
+            await until(partial(has_sampled, service, 1 if phase == "next batch in hand" else 2))
             if phase == "frozen":
                 await service.acknowledge(batches[1], 2)
             if phase != "next batch in hand":

@@ -72,6 +72,8 @@ _REMEMBER = (
 _FORGET = "DELETE FROM ended WHERE prompt_id = ?"
 _LEASE = "INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?)"
 _FORGET_LEASE = "DELETE FROM lease"
+_NEWEST_LEASE = "INSERT OR REPLACE INTO newest_lease VALUES (1, ?)"
+_FORGET_NEWEST_LEASE = "DELETE FROM newest_lease"
 _ACKNOWLEDGE = "INSERT INTO acknowledged (batch_id) VALUES (?)"
 _COUNT_ACKNOWLEDGED = "UPDATE ledger SET num_acknowledged = ?"
 _FORGET_ACKNOWLEDGED = "DELETE FROM acknowledged WHERE batch_id = ?"
@@ -106,8 +108,7 @@ class PromptLedger:
         client_image_bytes: images of these prompts, bytes.
         open_lease: the batch at the trainer, also when it was leased before a restart.
         newest_leased_version: version of the newest batch that was leased and not voided, since
-            the trainer began; ``None``: there was none. Of an earlier service only an open lease is
-            known.
+            the trainer began, also by an earlier service; ``None``: there was none.
         num_acknowledged: groups of all acknowledged batches.
         trainer: the instance that announced itself last.
         leases: samples of pending prompts that programs work on.
@@ -152,7 +153,7 @@ class PromptLedger:
         self.num_acknowledged = content.num_acknowledged
         self.trainer = content.trainer
         self.open_lease = content.lease
-        self.newest_leased_version = content.lease.version if content.lease else None
+        self.newest_leased_version = content.newest_leased_version
         self.all_strikes: OrderedDict[str, int] = OrderedDict(content.strikes)
         self._rollbacks = dict(content.rollbacks)
 
@@ -223,6 +224,7 @@ class PromptLedger:
             self.trainer,
             dict(self.all_strikes),
             dict(self._rollbacks),
+            self.newest_leased_version,
         )
 
     def next_sequence(self) -> int:
@@ -410,10 +412,12 @@ class PromptLedger:
 
     def void_lease(self) -> None:
         """Void the open lease, if there is one: its prompts are pending again."""
+        statements: list[Statement] = [(_FORGET_LEASE, ())]
         if self.open_lease is not None:
             self.newest_leased_version = self.open_lease.version - 1
+            statements.append((_NEWEST_LEASE, (self.newest_leased_version,)))
         self.open_lease = None
-        self._write((_FORGET_LEASE, ()))
+        self._write(*statements)
 
     def acknowledge(self) -> None:
         """Close the open lease; all its prompts have ended as trained.
@@ -427,6 +431,7 @@ class PromptLedger:
         self._acknowledged[lease.batch_id] = None
         statements: list[Statement] = [
             (_FORGET_LEASE, ()),
+            (_NEWEST_LEASE, (lease.version,)),
             (_ACKNOWLEDGE, (lease.batch_id,)),
             (_COUNT_ACKNOWLEDGED, (self.num_acknowledged,)),
         ]
@@ -443,9 +448,11 @@ class PromptLedger:
         """
         self.leases.revoke_all()
         self.trainer = instance_id
-        self.newest_leased_version = None
+        self.newest_leased_version = self.open_lease.version if self.open_lease else None
         self._rollbacks = {v: old for v, old in self._rollbacks.items() if v <= version}
-        self._write((_TRAINER, (instance_id,)), (_FORGET_ROLLBACKS, (version,)))
+        self._write(
+            (_TRAINER, (instance_id,)), (_FORGET_ROLLBACKS, (version,)), (_FORGET_NEWEST_LEASE, ())
+        )
 
     # ---------------------------------------------------------------------------------- rollbacks
 

@@ -111,9 +111,11 @@ CREATE TABLE lease_turns (
 DROP TABLE IF EXISTS samples;
 """
 
-# Files of this format from before it lack it, and an older service does not mind it.
-_ROLLBACKS = (
-    "CREATE TABLE IF NOT EXISTS rollbacks (version INTEGER PRIMARY KEY, restored INTEGER NOT NULL)"
+# Files of this format from before them lack them, and an older service does not mind them.
+_ADDED_TABLES = (
+    "CREATE TABLE IF NOT EXISTS rollbacks (version INTEGER PRIMARY KEY, restored INTEGER NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS newest_lease "
+    "(one INTEGER PRIMARY KEY CHECK (one = 1), version INTEGER NOT NULL)",
 )
 
 # What writes which rows ended: of the one source without a name, and of named ones.
@@ -185,7 +187,8 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
         for statement in _LATER_TABLES.split(";\n"):
             database.execute(statement)
         database.execute(f"PRAGMA user_version = {FORMAT}")
-    database.execute(_ROLLBACKS)
+    for statement in _ADDED_TABLES:
+        database.execute(statement)
     database.execute("COMMIT")
 
 
@@ -268,7 +271,8 @@ class LedgerContent:
     `ended` are the clients' prompts that ended last, oldest first; `acknowledged` the batches that
     were acknowledged last, oldest first; `num_acknowledged` counts groups of all of them; `trainer`
     is the instance that announced itself last; `strikes` holds the strikes of prompts, by
-    `prompt_key`; `rollbacks` the versions whose weights are those of an earlier one, with that one.
+    `prompt_key`; `rollbacks` the versions whose weights are those of an earlier one, with that one;
+    `newest_leased_version` is that of the newest batch that the trainer leased.
     """
 
     next_sequence: int = 0
@@ -282,6 +286,7 @@ class LedgerContent:
     trainer: str | None = None
     strikes: Mapping[str, int] = field(default_factory=dict)
     rollbacks: Mapping[int, int] = field(default_factory=dict)
+    newest_leased_version: int | None = None
 
 
 def encode_body(prompt: Prompt) -> bytes:
@@ -353,6 +358,8 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
     above = database.execute("SELECT position FROM ended_positions ORDER BY position")
     by_end = database.execute("SELECT prompt_end, num_prompts FROM ends")
     acknowledged = database.execute("SELECT batch_id FROM acknowledged ORDER BY number")
+    lease = _lease(database)
+    closed = database.execute("SELECT version FROM newest_lease").fetchone()
     return LedgerContent(
         next_sequence,
         _pending(database),
@@ -361,12 +368,13 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
         DataProgress(
             low_water, tuple(position for (position,) in above), _source_progress(database)
         ),
-        _lease(database),
+        lease,
         tuple(batch_id for (batch_id,) in acknowledged),
         num_acknowledged,
         trainer,
         dict(database.execute("SELECT key, strikes FROM strikes ORDER BY number").fetchall()),
         dict(database.execute("SELECT version, restored FROM rollbacks").fetchall()),
+        lease.version if lease else closed and closed[0],
     )
 
 
