@@ -43,7 +43,7 @@ _MODEL_ONLY = "With --model or --follow:"
 _DATA = Path("data")
 
 
-class Engine(StrEnum):
+class EngineName(StrEnum):
     """What samples; torch is the embedded engine."""
 
     TORCH = "torch"
@@ -97,7 +97,7 @@ _DataDir = Annotated[
         help=f"{_MODEL_ONLY} folder of the prepared sets. Default: {_DATA}.", show_default=False
     ),
 ]
-_Engine = Annotated[Engine | None, typer.Option(help=f"{_MODEL_ONLY} what samples.")]
+_Engine = Annotated[EngineName | None, typer.Option(help=f"{_MODEL_ONLY} what samples.")]
 _Replicas = Annotated[int | None, typer.Option(min=1, help=f"{_MODEL_ONLY} engines at once.")]
 _Output = Annotated[
     Path | None,
