@@ -327,6 +327,7 @@ def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> Qua
 
 
 def _data_parallel_formula(verl: ParallelSplit, own: ParallelSplit) -> str:
+    here = f"ranks / (TP {own.tp} * PP {own.pp} * sp {own.sp})"
     if verl.megatron:
-        return f"ranks / (TP {verl.tp} * PP {verl.pp} * CP {verl.cp}); here: ranks / sp {own.sp}"
-    return f"ranks / sp {verl.sp}"
+        return f"ranks / (TP {verl.tp} * PP {verl.pp} * CP {verl.cp}); here: {here}"
+    return here if own.tp * own.pp > 1 else f"ranks / sp {verl.sp}"
