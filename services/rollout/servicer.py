@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from services.rollout.engines.protocol import (
     Engine,
@@ -56,11 +56,13 @@ from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import caller_of, is_service_of_run, served
 from sluice.security.token_file import TokenSource
 from sluice.telemetry.tracing import Key, SpanName
-from sluice.types import Answer, ChatMessage, Rollout, TokenIds, Tool, TransferCertificates
+from sluice.types import Rollout, TokenIds, TransferCertificates
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 if TYPE_CHECKING:
     import grpc
+
+    from services.rollout.prompt_encoder import PromptEncoder
 
 _SEED_BITS = 63
 
@@ -71,48 +73,6 @@ class ReplicaIdentity:
 
     name: str
     instance_id: str
-
-
-class Encoder(Protocol):
-    """Encoder of prompts."""
-
-    def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        images: Sequence[bytes] = (),
-        *,
-        template_kwargs: Mapping[str, object],
-        add_special_tokens: bool,
-        tools: Sequence[Tool],
-    ) -> TokenIds:
-        """Return the tokens of a conversation, with those that the model reads each image by."""
-        ...
-
-    def encode_continuation(
-        self,
-        earlier: TokenIds,
-        messages: Sequence[ChatMessage],
-        *,
-        template_kwargs: Mapping[str, object],
-        tools: Sequence[Tool],
-    ) -> TokenIds:
-        """Return earlier tokens, then those of new turns."""
-        ...
-
-    def read_answer(
-        self,
-        token_ids: TokenIds,
-        stops: Sequence[str],
-        *,
-        tool_format: str,
-        tools: Sequence[Tool],
-    ) -> Answer:
-        """Return what a finished response says."""
-        ...
-
-    def encode_text(self, text: str, *, add_special_tokens: bool) -> TokenIds:
-        """Return the tokens of plain text."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +105,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self,
         identity: ReplicaIdentity,
         engine: Engine,
-        encoder: Encoder,
+        encoder: PromptEncoder,
         generation: GenerationRunner,
         *,
         engine_name: str,
