@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.vendor.request import (
     Delta,
-    ModelLimits,
     Pace,
     RequestRun,
     VendorSample,
     VersionSpans,
 )
+from services.rollout.engines.vendor.settings import VendorSettings
 from sluice.errors import EngineError
 from sluice.types import FinishReason, PromptLogprobs
 from tests.support.causal_lms import EOS, partial_sample, request
@@ -37,7 +38,8 @@ class _Vendor:
     does a sample that finds no slot.
     """
 
-    limits = ModelLimits(48, (EOS,))
+    settings = VendorSettings("model", max_model_len=48)
+    layout = CheckpointLayout(101, (EOS,), ())
 
     def __init__(self, script: _Script, *, first_goes_ahead: bool = False) -> None:
         self._script = script

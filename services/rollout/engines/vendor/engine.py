@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,13 +30,7 @@ from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace, ThreadedEngine
 from services.rollout.engines.vendor.checkpoint_names import check_files
-from services.rollout.engines.vendor.request import (
-    ModelLimits,
-    RequestRun,
-    Vendor,
-    VendorSample,
-    VersionSpans,
-)
+from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample, VersionSpans
 from services.rollout.engines.vendor.settings import VendorSettings
 from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin, WorkerCalls
 from services.rollout.engines.weight_inbox import check_epoch
@@ -91,7 +86,7 @@ class VendorClient(WorkerCalls, Protocol):
         ...
 
 
-class VendorCore(EngineCore[RequestRun], Vendor):
+class VendorCore(EngineCore[RequestRun]):
     """The engine and the weights that it serves.
 
     Args:
@@ -103,6 +98,8 @@ class VendorCore(EngineCore[RequestRun], Vendor):
 
     slots_may_wait = True
     abort_timeout_s = 30.0
+    first_goes_ahead = False
+    """Whether the others wait until the first sample has put the prompt into the prefix cache."""
     version: int | None = None
     digest: str = ""
     generated_tokens: int = 0
@@ -120,7 +117,6 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         self.client = client
         self.settings = settings
         self.workers = WeightWorkers(client, self.name)
-        self.limits = ModelLimits(settings.max_model_len, layout.eos_token_ids)
         self._runs: set[RequestRun] = set()
         self._idle = asyncio.Event()
         self._swapping = asyncio.Lock()
@@ -164,6 +160,25 @@ class VendorCore(EngineCore[RequestRun], Vendor):
         self._broken = error
         for run in self._runs:
             run.cancel()
+
+    @abstractmethod
+    def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int:
+        """Return the seed of a sample that continues `num_continued` tokens."""
+
+    @abstractmethod
+    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
+        """Sample one sample; closing the iterator aborts it.
+
+        Unless `run.reads_tokens`, tokens may come together, and the last delta leaves out those
+        that `so_far` returned.
+        """
+
+    def so_far(self, _run: RequestRun, _sample: VendorSample) -> Delta | None:
+        """Return the tokens of a running sample that `deltas` holds back, without waiting.
+
+        ``None`` if there are no new ones.
+        """
+        return None
 
     def serving_version(self) -> int:
         """Return the version that samples tokens now. Raises EngineError if there is none."""

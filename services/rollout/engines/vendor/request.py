@@ -7,7 +7,6 @@ vendor's prefix cache, and each one ends alone: at a stop token, a stop string, 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,8 @@ from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from services.rollout.engines.vendor.engine import VendorCore
 
 VersionSpans = Sequence[tuple[str, int, int]]
 """A vendor's own account of a sample: (version, first token, token after the last)."""
@@ -96,14 +97,6 @@ class PromptImages:
         return [*self.prompt, *expanded[self.expanded_length :]]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """Where samples end; `eos_token_ids` count unless the request ignores them."""
-
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-
-
 @dataclass(slots=True, eq=False)
 class VendorSample:
     """One running sample.
@@ -135,59 +128,12 @@ class VendorSample:
         return len(self.versions)
 
 
-class Vendor(ABC):
-    """What the run of a request uses of its vendor's core."""
-
-    first_goes_ahead = False
-    """Whether the others wait until the first sample has put the prompt into the prefix cache."""
-    limits: ModelLimits
-
-    @abstractmethod
-    def serving_version(self) -> int:
-        """Return the version that samples tokens now. Raises EngineError if there is none."""
-
-    @abstractmethod
-    def count(self, sampled: int, prompt: int = 0, cached: int = 0) -> None:
-        """Count sampled response tokens, and those of a prompt and of its part from the cache."""
-
-    @abstractmethod
-    async def wait_to_begin(self) -> None:
-        """Wait until samples may be sent to the vendor's engine."""
-
-    @abstractmethod
-    def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int:
-        """Return the seed of a sample that continues `num_continued` tokens."""
-
-    @abstractmethod
-    def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
-        """Sample one sample; closing the iterator aborts it.
-
-        Unless `run.reads_tokens`, tokens may come together, and the last delta leaves out those
-        that `so_far` returned.
-        """
-
-    def so_far(self, _run: RequestRun, _sample: VendorSample) -> Delta | None:
-        """Return the tokens of a running sample that `deltas` holds back, without waiting.
-
-        ``None`` if there are no new ones.
-        """
-        return None
-
-    @abstractmethod
-    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
-        """Replace a finished sample's versions by the vendor's account of them, where it gives one.
-
-        Raises:
-            EngineError: tokens that were posted already belong to other weights.
-        """
-
-
 class RequestRun(EngineRun):
     """Samples one request. All methods are called in the event loop of the vendor's client.
 
     Args:
         number: of the request, unique in this engine.
-        vendor: the engine.
+        vendor: the core of the vendor's engine.
         stream: takes the chunks.
         images: of the request's prompt.
     """
@@ -197,7 +143,7 @@ class RequestRun(EngineRun):
         number: int,
         request: GenerationRequest,
         pace: Pace,
-        vendor: Vendor,
+        vendor: VendorCore,
         stream: ChunkStream,
         images: Any = None,  # noqa: ANN401 - each vendor's own
     ) -> None:
@@ -276,15 +222,16 @@ class RequestRun(EngineRun):
 
     def _enter(self, index: int) -> None:
         """Open one sample, or end it at once if its partial is complete already."""
-        request, sampling, limits = self.request, self.request.sampling, self._vendor.limits
+        request, sampling = self.request, self.request.sampling
         partial: list[int] = next(
             (p.token_ids.tolist() for p in request.partials if p.sample_index == index), []
         )
         prompt = [*request.prompt_token_ids.tolist(), *partial]
-        eos = () if sampling.ignore_eos else limits.eos_token_ids
+        eos = () if sampling.ignore_eos else self._vendor.layout.eos_token_ids
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
         # A partial counts for `max_tokens`, and is part of the prompt that is sent.
-        capacity = min(sampling.max_tokens - len(partial), limits.max_model_len - len(prompt))
+        longest = self._vendor.settings.max_model_len
+        capacity = min(sampling.max_tokens - len(partial), longest - len(prompt))
         watch = request.watch()
         is_ended = watch is not None and watch.push(partial) is not None
         if is_ended or (partial and partial[-1] in stops):
