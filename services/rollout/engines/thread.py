@@ -55,9 +55,16 @@ class LoopThread:
         """Start a coroutine; cancelling the returned future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    async def call(self, coroutine: Coroutine[Any, Any, _T], phase: str) -> _T:
-        """Return the coroutine's result; cancelling the call cancels the coroutine."""
-        with waiting_for(self.engine, phase):
+    async def call(
+        self, coroutine: Coroutine[Any, Any, _T], phase: str, peer: str | None = None
+    ) -> _T:
+        """Return the coroutine's result; cancelling the call cancels the coroutine.
+
+        Args:
+            phase: what the caller waits for, as waits show it.
+            peer: whom it waits for; by default the engine.
+        """
+        with waiting_for(peer or self.engine, phase):
             return await asyncio.wrap_future(self.begin(coroutine))
 
     def to_home(self, callback: _Callback) -> None:

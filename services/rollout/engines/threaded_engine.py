@@ -22,6 +22,7 @@ from services.rollout.engines.protocol import (
     GenerationRequest,
     RequestTokens,
     SampleChunk,
+    StagedVersion,
     check_capacity,
     check_request,
 )
@@ -30,12 +31,13 @@ from services.rollout.engines.thread import ChunkStream, ImageTurn, LoopThread
 from sluice.concurrency.process import process_age_s
 from sluice.concurrency.waits import deadline
 from sluice.errors import EngineError, InvalidRequestError, NotReadyError
-from sluice.types import TensorSpec
+from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.vision.image_prompts import ImagePromptReader
 from sluice.weight_share import WeightShare
 
 _CLOSE_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 60.0
+_TRAINER = "trainer"
 
 
 class EngineState(StrEnum):
@@ -138,6 +140,10 @@ class EngineCore(ABC, Generic[RunT]):
     """The engine, for messages."""
     slots_may_wait: ClassVar[bool]
     """See `EngineLoad`."""
+    weight_shares: Sequence[WeightShare] = ()
+    """See `Engine`."""
+    is_asleep = False
+    """Whether it sleeps, or may be half asleep; other threads may read it."""
     kv_tokens = 0
     """See `EngineLoad`."""
     abort_timeout_s: ClassVar[float | None]
@@ -219,6 +225,23 @@ class EngineCore(ABC, Generic[RunT]):
     async def heartbeat(self, timeout_s: float) -> object:
         """Wait for an answer of the loop that computes tokens."""
 
+    @abstractmethod
+    async def join(self, spec: TransferGroupSpec) -> str:
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
+
+    @abstractmethod
+    async def stage(self, epoch: int, version: int) -> StagedVersion:
+        """Receive one version into staging memory while sampling continues."""
+
+    @abstractmethod
+    async def commit(self, epoch: int, version: int, digest: str) -> float:
+        """Swap the staged version in; return the seconds without a token, 0 if it served already.
+
+        Raises:
+            WeightSyncError: nothing is staged so; the old weights stay.
+            EngineError: the engine is broken.
+        """
+
     async def swapped(self) -> None:
         """Wait until no swap is under way; a version may have its name before its swap has ended.
 
@@ -228,6 +251,14 @@ class EngineCore(ABC, Generic[RunT]):
         self._check_works()
 
     @abstractmethod
+    async def abort(self, epoch: int, reason: str) -> None:
+        """Discard the staged weights and leave the epoch, if this one is joined."""
+
+    async def sleep(self) -> bool:
+        """Do nothing: most engines cannot sleep. See `Engine.sleep`."""
+        return False
+
+    @abstractmethod
     async def close(self) -> None:
         """End what runs, deliver it, and end the processes of the engine, if any."""
 
@@ -235,16 +266,20 @@ class EngineCore(ABC, Generic[RunT]):
 CoreT = TypeVar("CoreT", bound=EngineCore[Any])
 
 
-class ThreadedEngine(ABC, Generic[CoreT]):
-    """All of `services.rollout.engines.protocol.Engine` but starting and receiving weights.
+class ThreadedEngine(Generic[CoreT]):
+    """See `services.rollout.engines.protocol.Engine`. A core computes, in a thread of its own.
 
     Args:
         name: of the engine, for messages.
+        build: makes the core, called in its thread.
     """
 
-    def __init__(self, name: str, settings: EngineSettings) -> None:
+    def __init__(
+        self, name: str, settings: EngineSettings, build: Callable[[], Coroutine[Any, Any, CoreT]]
+    ) -> None:
         self._name = name
         self._limits = settings
+        self._build = build
         self._layout: CheckpointLayout | None = None
         self._thread: LoopThread | None = None
         self._core: CoreT | None = None
@@ -277,26 +312,23 @@ class ThreadedEngine(ABC, Generic[CoreT]):
     @property
     def weight_shares(self) -> Sequence[WeightShare]:
         """The weights that each of its workers takes; empty: each takes all of them."""
-        return ()
+        return self._in_thread()[1].weight_shares
 
     def _described(self) -> CheckpointLayout:
         if self._layout is None:
             raise NotReadyError(f"the {self._name} engine was not started")
         return self._layout
 
-    async def _build(self, core: Coroutine[Any, Any, CoreT]) -> CoreT:
-        """Start the thread, and in it the core."""
+    async def start(self) -> None:
+        """Build the model, in the new thread; see the protocol."""
         thread = LoopThread(self._name)
         try:
-            built = await thread.call(core, "starting")
+            built = await thread.call(self._build(), "starting")
         except BaseException:
             await thread.stop()
             raise
-        self._thread = thread
-        self._core = built
-        self._layout = built.layout
+        self._thread, self._core, self._layout = thread, built, built.layout
         self._enter_state()  # with weights of its files it has started
-        return built
 
     async def stop(self) -> None:
         """Abort what runs and free everything. Repeating it is harmless.
@@ -339,7 +371,9 @@ class ThreadedEngine(ABC, Generic[CoreT]):
             NotReadyError: it was stopped.
         """
         _, core = self._in_thread()
-        open_samples = self._open_samples
+        # Work that waits for the end of a sleep would look like a stall, and nothing wakes a replica
+        # that is out of use for one.
+        open_samples = 0 if core.is_asleep else self._open_samples
         busy = min(open_samples, self._limits.slots)
         seconds = self._clock.seconds_by_state()
         generated = core.generated_tokens
@@ -444,9 +478,15 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         if self._core is not None and self._core.version is not None:
             self._clock.enter(EngineState.GENERATING if self._unfinished else EngineState.IDLE)
 
-    async def sleep(self) -> bool:
-        """Do nothing: this engine cannot sleep."""
-        return False
+    async def join_group(self, spec: TransferGroupSpec) -> str:
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
+        thread, core = self._in_thread()
+        return await thread.call(core.join(spec), f"joining epoch {spec.epoch}", _TRAINER)
+
+    async def stage(self, epoch: int, version: int) -> StagedVersion:
+        """Receive one version into staging memory while generation continues."""
+        thread, core = self._in_thread()
+        return await thread.call(core.stage(epoch, version), f"staging version {version}", _TRAINER)
 
     async def commit(self, epoch: int, version: int, digest: str) -> float:
         """Swap the staged version in between two decode steps. Idempotent."""
@@ -455,11 +495,17 @@ class ThreadedEngine(ABC, Generic[CoreT]):
             # The swap of a cancelled call may not have resumed sampling yet.
             await thread.call(core.swapped(), f"resuming with version {version}")
             return 0.0
-        return await self._swap(epoch, version, digest)
+        return await self._completed(thread.begin(core.commit(epoch, version, digest)))
 
-    @abstractmethod
-    async def _swap(self, epoch: int, version: int, digest: str) -> float:
-        """Swap the staged version in; return the seconds without a token."""
+    async def abort_update(self, epoch: int, reason: str) -> None:
+        """Discard the staged weights and leave the group. Idempotent."""
+        thread, core = self._in_thread()
+        await thread.call(core.abort(epoch, reason), "leaving the transfer group")
+
+    async def sleep(self) -> bool:
+        """Free memory of the device until the next weights; see the protocol."""
+        thread, core = self._in_thread()
+        return await thread.call(core.sleep(), "falling asleep")
 
     async def _completed(self, swap: Future[float]) -> float:
         """Return the result of a swap; the time until then counts as swapping."""

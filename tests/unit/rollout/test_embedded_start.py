@@ -13,6 +13,8 @@ from services.rollout.engines.causal_lm import CausalLM, CheckpointLayout
 from services.rollout.engines.embedded import engine as torch_engine
 from services.rollout.engines.embedded.engine import EmbeddedCore
 from services.rollout.engines.thread import LoopThread
+from services.rollout.engines.weight_inbox import WeightInbox
+from sluice.device.cpu import CpuDevice
 
 SLOTS = 8
 
@@ -51,7 +53,7 @@ Join = Callable[[Callable[[], None]], None]
 async def running() -> AsyncIterator[tuple[Loop, Join]]:
     loop, thread = Loop(), LoopThread("torch")
     model = CausalLM(cast("Any", None), CheckpointLayout(9, (), ()))
-    core = EmbeddedCore(cast("Any", loop), model)
+    core = EmbeddedCore(cast("Any", loop), model, WeightInbox(CpuDevice()))
     try:
         yield loop, lambda join: thread.begin(core.run(cast("Any", join)))
     finally:

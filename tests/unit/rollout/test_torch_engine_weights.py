@@ -229,8 +229,7 @@ async def test_an_aborted_update_is_gone_and_a_new_epoch_works(trainer: _Trainer
 
 async def test_aborting_ends_a_stage_that_waits_for_the_sender(trainer: _Trainer) -> None:
     await trainer.form(1)
-    assert trainer.engine._inbox is not None
-    receiver = trainer.engine._inbox._receiver
+    receiver = trainer.engine._in_thread()[1]._inbox._receiver
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         staged = tasks.create_task(_error_of(trainer.engine.stage(1, 4)))
         while not receiver._staging.locked():

@@ -410,7 +410,8 @@ async def test_an_engine_that_sleeps_swaps_no_weights() -> None:
 async def test_an_epoch_that_is_aborted_while_an_engine_wakes_is_not_joined(phase: str) -> None:
     vllm = _Vendor("vllm", sleeps=True)
     thread = LoopThread("Vendor")
-    vars(vllm.engine).update(_thread=thread, _core=vllm.core, _epoch=1)
+    vars(vllm.engine).update(_thread=thread, _core=vllm.core)
+    vllm.core._epoch = 1
     await thread.call(_vllm_core(vllm).sleep(), "falling asleep")
     vllm.client.may_resume.clear()
     spec: Any = SimpleNamespace(epoch=1)
@@ -486,7 +487,7 @@ async def test_an_engine_that_could_not_be_paused_for_a_swap_samples_and_swaps_l
 async def _swap_that_does_not_end(vendor: _Vendor) -> LoopThread:
     """Begin a swap in the engine's thread that ends with `may_resume`; its commit was cancelled."""
     thread, parts = LoopThread("Vendor"), vars(vendor.engine)
-    parts |= {"_thread": thread, "_core": vendor.core, "_epoch": 1}
+    parts |= {"_thread": thread, "_core": vendor.core}
     vendor.client.may_resume.clear()
     thread.begin(vendor.core.swap(2, "two"))
     while not vendor.client.is_asked_to_resume:

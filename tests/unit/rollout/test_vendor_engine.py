@@ -70,20 +70,13 @@ class _Core(VendorCore):
 
 class _Engine(ThreadedEngine[_Core]):
     def __init__(self, core: _Core) -> None:
-        super().__init__("Vendor", _SETTINGS)
-        self.built = core
-
-    async def start(self) -> None:
         async def build() -> _Core:
-            return self.built
+            return core
 
-        await self._build(build())
+        super().__init__("Vendor", _SETTINGS, build)
 
     def sample(self, wanted: GenerationRequest) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
         return self.generate(wanted, every_token=False)
-
-    async def _swap(self, epoch: int, version: int, digest: str) -> float:
-        return 0.0
 
 
 @pytest.fixture

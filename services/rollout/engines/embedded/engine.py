@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -38,11 +39,10 @@ from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION, Engin
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace, ThreadedEngine
 from services.rollout.engines.weight_inbox import NewWeights, WeightInbox
-from sluice.concurrency.waits import waiting_for
 from sluice.config.derived import batch_invariant, replays_engine_routing
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
-from sluice.errors import EngineError, InvalidRequestError, NotReadyError, SluiceError
+from sluice.errors import EngineError, InvalidRequestError, SluiceError
 from sluice.types import TransferGroupSpec
 from sluice.vision.image_prompts import ImagePrompt
 
@@ -98,9 +98,12 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
     slots_may_wait = False
     abort_timeout_s = None  # it aborts between two steps; one that hangs may recover
 
-    def __init__(self, loop: GenerationLoop, language_model: CausalLM) -> None:
+    def __init__(
+        self, loop: GenerationLoop, language_model: CausalLM, inbox: WeightInbox
+    ) -> None:
         super().__init__(language_model.layout, language_model.image_prompts)
         self.loop = loop
+        self._inbox = inbox
         self._has_turn = False
         self._is_closed = False
         self._gather_until_s = 0.0
@@ -151,7 +154,8 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         )
         if settings.serves_model_files:
             loop.swap(_weights_of_files(settings, loop), FILES_VERSION, FILES_DIGEST)
-        return cls(loop, language_model)
+        wire = transfer_device(settings.device, settings.weights_backend)
+        return cls(loop, language_model, WeightInbox(wire, loop.weights.places))
 
     @property
     def version(self) -> int | None:
@@ -209,6 +213,34 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         """Answer between two steps."""
         self._check_works()
 
+    async def join(self, spec: TransferGroupSpec) -> str:
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
+        return await self._received(self._inbox.join(spec), f"joining epoch {spec.epoch}")
+
+    async def stage(self, epoch: int, version: int) -> StagedVersion:
+        """Receive one version into staging memory while generation continues."""
+        received = self._inbox.stage(epoch, version)
+        return await self._received(received, f"staging version {version}")
+
+    async def _received(self, result: Future[_T], phase: str) -> _T:
+        epoch = self._inbox.epoch
+        try:
+            return await asyncio.wrap_future(result)
+        except asyncio.CancelledError:
+            # The inbox's thread cannot be interrupted; without the group its call fails soon.
+            if self._inbox.epoch == epoch:  # else the next epoch has begun, and left this one
+                self._inbox.leave(f"the call was cancelled while {phase}")
+            raise
+
+    async def commit(self, epoch: int, version: int, digest: str) -> float:
+        """Swap the staged version in between two steps; return the seconds without a token."""
+        if (self.version, self.digest) == (version, digest):  # by a call that was cancelled
+            return 0.0
+        staged = self._inbox.staged(epoch, version, digest)
+        stall_s = await self.swap(staged, version, digest)
+        self._inbox.release(staged)
+        return stall_s
+
     async def swap(self, new: NewWeights, version: int, digest: str) -> float:
         """Take new weights between two steps; return the seconds without a token.
 
@@ -216,16 +248,20 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
             WeightSyncError: they do not fit the model; the old weights stay.
             EngineError: the engine is broken.
         """
-        if (self.version, self.digest) == (version, digest):  # by a call that was cancelled
-            return 0.0
         started = time.perf_counter()
         with self._between_steps():
             self.loop.swap(new, version, digest)
         return time.perf_counter() - started
 
+    async def abort(self, epoch: int, reason: str) -> None:
+        """Discard the staged weights and leave the epoch, if this one is joined."""
+        if epoch == self._inbox.epoch:
+            self._inbox.leave(reason)
+
     async def close(self) -> None:
         """End what runs and deliver it; no step follows."""
         self._is_closed = True
+        self._inbox.close()
         if self._broken is None:
             self.loop.abort_all()
 
@@ -305,27 +341,7 @@ class EmbeddedEngine(ThreadedEngine[EmbeddedCore]):
     """See `services.rollout.engines.protocol.Engine`. It receives weights in this process."""
 
     def __init__(self, settings: EmbeddedEngineSettings) -> None:
-        super().__init__("torch", settings)
-        self._settings = settings
-        self._inbox: WeightInbox | None = None
-
-    async def start(self) -> None:
-        """Build the model; see the protocol."""
-        core = await self._build(EmbeddedCore.build(self._settings))
-        wire = transfer_device(self._settings.device, self._settings.weights_backend)
-        self._inbox = WeightInbox(wire, core.loop.weights.places)
-
-    async def stop(self) -> None:
-        """Abort what runs and free everything. Repeating it is harmless."""
-        inbox, self._inbox = self._inbox, None
-        if inbox is not None:
-            inbox.close()
-        await super().stop()
-
-    def _weights(self) -> WeightInbox:
-        if self._inbox is None:
-            raise NotReadyError("the torch engine is not running")
-        return self._inbox
+        super().__init__(EmbeddedCore.name, settings, partial(EmbeddedCore.build, settings))
 
     def _admit(self, request: GenerationRequest) -> None:
         super()._admit(request)
@@ -337,39 +353,3 @@ class EmbeddedEngine(ThreadedEngine[EmbeddedCore]):
                 f"at once, of at most {longest} tokens of this model: send a shorter prompt, or "
                 "serve with actor_rollout_ref.rollout.name=vllm"
             )
-
-    async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
-        inbox = self._weights()
-        return await _received(inbox, inbox.join(spec), f"joining epoch {spec.epoch}")
-
-    async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive one version into staging memory while generation continues."""
-        inbox = self._weights()
-        return await _received(inbox, inbox.stage(epoch, version), f"staging version {version}")
-
-    async def _swap(self, epoch: int, version: int, digest: str) -> float:
-        thread, core = self._in_thread()
-        inbox = self._weights()
-        staged = inbox.staged(epoch, version, digest)
-        stall_s = await self._completed(thread.begin(core.swap(staged, version, digest)))
-        inbox.release(staged)
-        return stall_s
-
-    async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard the staged weights and leave the group. Idempotent."""
-        inbox = self._weights()
-        if epoch == inbox.epoch:
-            inbox.leave(reason)
-
-
-async def _received(inbox: WeightInbox, result: Future[_T], phase: str) -> _T:
-    epoch = inbox.epoch
-    try:
-        with waiting_for("trainer", phase):
-            return await asyncio.wrap_future(result)
-    except asyncio.CancelledError:
-        # The inbox's thread cannot be interrupted; without the group its call fails soon.
-        if inbox.epoch == epoch:  # else the next epoch has begun, and left this one
-            inbox.leave(f"the call was cancelled while {phase}")
-        raise

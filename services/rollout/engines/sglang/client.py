@@ -243,10 +243,6 @@ class SglangClient:
         for one in self._processes:
             self._loop.remove_reader(one.sentinel)
 
-    async def open(self) -> None:
-        """Begin to call the schedulers; do it once, before `call_workers`."""
-        await self._schedulers.open()
-
     @property
     def kv_tokens(self) -> int:
         """Tokens that its KV cache holds; 0: not known."""

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 
 from transformers import AutoConfig
 
@@ -24,7 +25,8 @@ from services.rollout.engines.sglang.client import (
 )
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
-from services.rollout.engines.vendor.engine import VendorCore, VendorEngine, described_model
+from services.rollout.engines.threaded_engine import ThreadedEngine
+from services.rollout.engines.vendor.engine import VendorCore, described_model
 from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
 from sluice.config.run import RunConfig
@@ -92,9 +94,6 @@ class SglangCore(VendorCore):
         await core.open(kind)
         return core
 
-    async def _reach_workers(self) -> None:
-        await self.client.open()
-
     def _note_death(self) -> None:
         self._break(EngineError("a process of SGLang has ended; restart the replica"))
 
@@ -150,17 +149,16 @@ def _check_context(settings: SglangSettings) -> None:
         )
 
 
-class SglangEngine(VendorEngine[SglangCore]):
+class SglangEngine(ThreadedEngine[SglangCore]):
     """See `services.rollout.engines.protocol.Engine`."""
 
     def __init__(self, settings: SglangSettings) -> None:
-        super().__init__("SGLang", settings)
-        self._settings = settings
+        super().__init__(SglangCore.name, settings, partial(SglangCore.build, settings))
 
     async def start(self) -> None:
         """Start SGLang; see the protocol."""
         _survive_quit_signals()
-        await self._build(SglangCore.build(self._settings))
+        await super().start()
 
 
 def _survive_quit_signals() -> None:

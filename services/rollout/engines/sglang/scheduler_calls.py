@@ -38,7 +38,7 @@ class _MethodResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerCalls:
-    """The replica's ends. Used in one event loop, after `open`.
+    """The replica's ends. Used in one event loop, from the first call on.
 
     Args:
         ranks: scheduler processes.
@@ -53,7 +53,7 @@ class SchedulerCalls:
         self._number = 0
 
     async def open(self) -> None:
-        """Begin; call it once the processes have `theirs`."""
+        """Begin, as the first call does; the processes have `theirs` by then."""
         for their in self.theirs:
             their.close()  # with the process then ends the stream
         for own in self._own:
@@ -67,6 +67,8 @@ class SchedulerCalls:
         Raises:
             EngineError: a process has ended.
         """
+        if not self._streams:
+            await self.open()
         self._number += 1
         line = _line(_MethodCall(self._number, method, list(arguments)))
         async with asyncio.TaskGroup() as tasks:

@@ -1,6 +1,6 @@
 """A vendor's engine: what all vendors share.
 
-`VendorCore` lives in the event loop of the vendor's client. `VendorEngine` is what the service's
+`VendorCore` lives in the event loop of the vendor's client; `ThreadedEngine` is what the service's
 event loop sees of it. Weights go straight to the workers of the vendor's engine; each is a rank of
 the transfer group.
 
@@ -20,7 +20,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -28,16 +28,15 @@ from services.rollout.engines.causal_lm import CausalLM, CheckpointLayout, build
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
 from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineCore, Pace, ThreadedEngine
+from services.rollout.engines.threaded_engine import EngineCore, Pace
 from services.rollout.engines.vendor.checkpoint_names import check_files
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample, VersionSpans
 from services.rollout.engines.vendor.settings import VendorSettings
 from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin, WorkerCalls
 from services.rollout.engines.weight_inbox import check_epoch
-from sluice.errors import EngineError, WeightSyncError
+from sluice.errors import EngineError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.vision.image_prompts import ImagePromptReader
-from sluice.weight_share import WeightShare
 
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 20.0
@@ -105,6 +104,7 @@ class VendorCore(EngineCore[RequestRun]):
     generated_tokens: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    _epoch: int | None = None
 
     def __init__(
         self,
@@ -142,8 +142,7 @@ class VendorCore(EngineCore[RequestRun]):
             trust_remote_code=settings.trust_remote_code,
         )
         try:
-            await self._reach_workers()
-            await self.workers.begin(begin)
+            self.weight_shares = await self.workers.begin(begin)
             if settings.serves_model_files:
                 await self._note_weights(FILES_VERSION)
                 self.version, self.digest = FILES_VERSION, FILES_DIGEST
@@ -151,9 +150,6 @@ class VendorCore(EngineCore[RequestRun]):
             await self.client.close()
             raise
         self.kv_tokens = self.client.kv_tokens
-
-    async def _reach_workers(self) -> None:
-        """Make the workers answer calls; by default they do."""
 
     def _break(self, error: EngineError) -> None:
         """Cancel all runs: their tokens would carry the version of other weights."""
@@ -257,6 +253,35 @@ class VendorCore(EngineCore[RequestRun]):
         if run in self._runs:
             run.cancel()
 
+    async def join(self, spec: TransferGroupSpec) -> str:
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
+        self._epoch = spec.epoch
+        await self.wake()
+        # It may have been aborted meanwhile.
+        check_epoch(spec.epoch, self._epoch, f"joining epoch {spec.epoch}")
+        return await self.workers.join(spec)
+
+    async def stage(self, epoch: int, version: int) -> StagedVersion:
+        """Receive one version into staging memory while sampling continues."""
+        phase = f"staging version {version}"
+        check_epoch(epoch, self._epoch, phase)
+        await self.wake()
+        check_epoch(epoch, self._epoch, phase)  # it may have been aborted meanwhile
+        staged = await self.workers.stage(version)
+        check_epoch(epoch, self._epoch, phase)
+        return staged
+
+    async def commit(self, epoch: int, version: int, digest: str) -> float:
+        """Swap the staged version in; return the seconds without a token."""
+        check_epoch(epoch, self._epoch, f"committing version {version}")
+        return await self.swap(version, digest)
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        """Discard the staged weights and leave the epoch, if this one is joined."""
+        if epoch == self._epoch:
+            self._epoch = None
+            await self.workers.abort(reason)
+
     async def swapped(self) -> None:
         """Wait until no swap is under way."""
         async with self._swapping:
@@ -275,7 +300,11 @@ class VendorCore(EngineCore[RequestRun]):
             self._check_works()
             if (self.version, self.digest) == (version, digest):
                 return 0.0
-            self._check_awake()
+            if self.is_asleep:
+                raise NotReadyError(
+                    f"{self.name} sleeps while the trainer trains, and swaps no weights; try again "
+                    "after the next version"
+                )
             # Before the pause: a refusal must not cost any sampling.
             await self.workers.check_staged(version, digest)
             started = time.perf_counter()
@@ -290,9 +319,6 @@ class VendorCore(EngineCore[RequestRun]):
                     await self._resume(version)
                 self._may_begin.set()
             return time.perf_counter() - started
-
-    def _check_awake(self) -> None:
-        """Raise NotReadyError if the engine sleeps; by default there is no sleep."""
 
     async def _take(self, version: int, digest: str) -> None:
         """Load the staged weights during a pause; see `swap`."""
@@ -348,54 +374,3 @@ class VendorCore(EngineCore[RequestRun]):
             run.give_up()
         except Exception as error:  # noqa: BLE001 - the other runs and the processes end all the same
             _log.warning("%s: a request could not be delivered at the end: %r", self.name, error)
-
-
-CoreT = TypeVar("CoreT", bound=VendorCore)
-
-
-class VendorEngine(ThreadedEngine[CoreT]):
-    """See `services.rollout.engines.protocol.Engine`."""
-
-    _epoch: int | None = None
-
-    @property
-    def weight_shares(self) -> Sequence[WeightShare]:
-        """The weights that each of its workers takes."""
-        return self._in_thread()[1].workers.shares
-
-    async def stop(self) -> None:
-        """Abort what runs and free everything. Repeating it is harmless."""
-        self._epoch = None
-        await super().stop()
-
-    async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
-        thread, core = self._in_thread()
-        self._epoch = spec.epoch
-        await thread.call(core.wake(), f"waking for epoch {spec.epoch}")
-        phase = f"joining epoch {spec.epoch}"
-        check_epoch(spec.epoch, self._epoch, phase)  # it may have been aborted meanwhile
-        return await thread.call(core.workers.join(spec), phase)
-
-    async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive one version into staging memory while sampling continues."""
-        thread, core = self._in_thread()
-        phase = f"staging version {version}"
-        check_epoch(epoch, self._epoch, phase)
-        await thread.call(core.wake(), f"waking for version {version}")
-        check_epoch(epoch, self._epoch, phase)  # it may have been aborted meanwhile
-        staged = await thread.call(core.workers.stage(version), phase)
-        check_epoch(epoch, self._epoch, phase)
-        return staged
-
-    async def _swap(self, epoch: int, version: int, digest: str) -> float:
-        thread, core = self._in_thread()
-        check_epoch(epoch, self._epoch, f"committing version {version}")
-        return await self._completed(thread.begin(core.swap(version, digest)))
-
-    async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard the staged weights and leave the group. Idempotent."""
-        if epoch == self._epoch:
-            self._epoch = None
-            thread, core = self._in_thread()
-            await thread.call(core.workers.abort(reason), "leaving the transfer group")

@@ -95,11 +95,10 @@ class WeightWorkers:
     def __init__(self, calls: WorkerCalls, vendor: str) -> None:
         self._calls = calls
         self._vendor = vendor
-        self.shares: tuple[WeightShare, ...] = ()
         self._staged = _StagedParts()
 
-    async def begin(self, reported: WorkerBegin) -> None:
-        """Prepare every worker, and keep the share of each.
+    async def begin(self, reported: WorkerBegin) -> tuple[WeightShare, ...]:
+        """Prepare every worker; return the share of each.
 
         Raises:
             ConfigError: this version of the engine lacks what a worker needs, or there is no such
@@ -109,7 +108,7 @@ class WeightWorkers:
         for failure in _errors(answers):
             raise ConfigError(str(failure["error"]))
         begun = [msgspec.convert(answer, Answer) for answer in answers]
-        self.shares = tuple(msgspec.convert(one["share"], WeightShare) for one in begun)
+        return tuple(msgspec.convert(one["share"], WeightShare) for one in begun)
 
     async def heartbeat(self, timeout_s: float) -> int:
         """Return how many samples the workers hold; answered in the engine's loop."""

@@ -12,11 +12,12 @@ import hashlib
 import logging
 import os
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from functools import partial
 
 from services.rollout.engines.causal_lm import expert_routers
-from services.rollout.engines.protocol import EngineLoad, GenerationRequest
-from services.rollout.engines.vendor.engine import VendorCore, VendorEngine, described_model
+from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.threaded_engine import ThreadedEngine
+from services.rollout.engines.vendor.engine import VendorCore, described_model
 from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, PromptImages, RequestRun, VendorSample
 from services.rollout.engines.vllm.client import (
@@ -36,7 +37,7 @@ from services.rollout.engines.vllm.settings import (
 from services.rollout.engines.vllm.worker_features import runner_environment
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
-from sluice.errors import EngineError, MissingPackageError, NotReadyError
+from sluice.errors import EngineError, MissingPackageError
 from sluice.vision.image_prompts import ImagePromptReader
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,6 @@ class VllmCore(VendorCore):
     name = "vLLM"
     client: VllmClient
     settings: VllmSettings
-    _is_asleep = False
 
     @classmethod
     async def build(cls, settings: VllmSettings) -> VllmCore:
@@ -144,27 +144,15 @@ class VllmCore(VendorCore):
         self.catch_up()
         return held
 
-    @property
-    def is_asleep(self) -> bool:
-        """Whether it sleeps, or may be half asleep; other threads may read it."""
-        return self._is_asleep
-
-    def _check_awake(self) -> None:
-        if self._is_asleep:
-            raise NotReadyError(
-                "vLLM sleeps while the trainer trains, and swaps no weights; try again after the "
-                "next version"
-            )
-
     async def sleep(self) -> bool:
         """Move the weights to host memory and free the cache, until `wake`; sample nothing."""
         async with self._swapping:
             self._check_works()
             if not self.settings.sleeps:
                 return False
-            if not self._is_asleep:
+            if not self.is_asleep:
                 # Before the calls: one that fails may have put some workers to sleep.
-                self._is_asleep = True
+                self.is_asleep = True
                 await self.client.pause(recomputes=True)
                 self.catch_up()
                 await self.client.sleep()
@@ -178,7 +166,7 @@ class VllmCore(VendorCore):
         """
         async with self._swapping:
             self._check_works()
-            if not self._is_asleep:
+            if not self.is_asleep:
                 return
             try:
                 await self.client.wake()
@@ -187,7 +175,7 @@ class VllmCore(VendorCore):
                 broken = EngineError(f"{error}; the trainer left too little memory, or vLLM failed")
                 self._break(broken)
                 raise broken from error
-            self._is_asleep = False
+            self.is_asleep = False
 
     async def _note_weights(self, version: int) -> None:
         # In this order: until the tag, vLLM labels tokens with the old version.
@@ -199,7 +187,7 @@ def _request_id(run: RequestRun, sample: VendorSample) -> str:
     return f"{run.number}-{sample.index}"
 
 
-class VllmEngine(VendorEngine[VllmCore]):
+class VllmEngine(ThreadedEngine[VllmCore]):
     """See `services.rollout.engines.protocol.Engine`.
 
     A sample that is continued gets other random numbers than it would have had without the break:
@@ -207,23 +195,4 @@ class VllmEngine(VendorEngine[VllmCore]):
     """
 
     def __init__(self, settings: VllmSettings) -> None:
-        super().__init__("vLLM", settings)
-        self._settings = settings
-
-    async def start(self) -> None:
-        """Start vLLM; see the protocol."""
-        await self._build(VllmCore.build(self._settings))
-
-    def load(self) -> EngineLoad:
-        """Return the latest snapshot; work that waits for the end of a sleep does not count.
-
-        It would look like a stall, and nothing wakes a replica that is out of use for one.
-        """
-        load = super().load()
-        is_asleep = self._in_thread()[1].is_asleep
-        return replace(load, slots_busy=0, queued=0) if is_asleep else load
-
-    async def sleep(self) -> bool:
-        """Free memory of the device until the next weights; see the protocol."""
-        thread, core = self._in_thread()
-        return await thread.call(core.sleep(), "falling asleep")
+        super().__init__(VllmCore.name, settings, partial(VllmCore.build, settings))
