@@ -42,8 +42,8 @@ _DECODERS = {
     "llama_biased": FusedDecoder,
     "mistral": GenericDecoder,  # its sliding window is shorter than the context
     "gpt_neox": GenericDecoder,
-    "gemma2": GenericDecoder,
-    "gpt_oss": GenericDecoder,
+    "gemma2": RecomputeDecoder,  # soft caps
+    "gpt_oss": RecomputeDecoder,  # sinks
     "bloom": RecomputeDecoder,
 }
 _TOLERANCE = 1e-4

@@ -39,15 +39,15 @@ class KnownPrefix:
 
     Attributes:
         tokens: [tokens], at least one.
-        layers: per layer keys and values, [kv heads, 2, tokens, the larger head dim].
+        layers: keys and values, [layers, kv heads, 2, tokens, head dim].
     """
 
     tokens: TokenRow
-    layers: tuple[torch.Tensor, ...]
+    layers: torch.Tensor
 
     def cut(self, length: int) -> KnownPrefix:
         """Return the first `length` tokens, in the same memory."""
-        return KnownPrefix(self.tokens[:length], tuple(x[:, :, :length] for x in self.layers))
+        return KnownPrefix(self.tokens[:length], self.layers[:, :, :, :length])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -180,8 +180,8 @@ class FusedDecoder(SlotDecoder):
             _fuse([mlp.gate_proj, mlp.up_proj])
         self.refresh()
         self._rotary_tables(max_model_len)
-        shapes = [(self._kv_heads, self._head_dim, self._head_dim)] * len(self._layers)
-        super().__init__(shapes, slots, max_model_len, model)
+        shape = (len(self._layers), self._kv_heads, self._head_dim)
+        super().__init__(shape, slots, max_model_len, model)
 
     def _norms(self, module: nn.Module) -> _Norms:
         before: Any = module.input_layernorm
@@ -325,7 +325,7 @@ class FusedDecoder(SlotDecoder):
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         # Index, mask and views are the same for all layers: computed once a step.
         bias = self._bias.rows(positions, batch.length, self._kv_heads)
-        index = self._cache.append_index(self._kv_heads, positions)
+        index = self._cache.append_index(positions)
         caches = self._cache.used(len(positions), batch.length)
         hidden = F.embedding(token_ids, self._embedding)
         for number, layer in enumerate(self._layers):

@@ -161,8 +161,11 @@ class GenericDecoder(SlotDecoder):
             raise NotImplementedError(
                 f"{len(forward.layers)} attention calls in {config.num_hidden_layers} layers"
             )
-        shapes = [(k.shape[1], k.shape[3], v.shape[3]) for k, v in forward.layers]
-        super().__init__(shapes, slots, max_model_len, model)
+        shapes = {one.shape for pair in forward.layers for one in pair}
+        if len(shapes) > 1:
+            raise NotImplementedError(f"keys and values of shapes {shapes}")
+        ((_, heads, _, dim),) = shapes
+        super().__init__((len(forward.layers), heads, dim), slots, max_model_len, model)
 
     def _forward_prompts(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()

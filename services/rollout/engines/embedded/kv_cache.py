@@ -37,54 +37,48 @@ from services.rollout.engines.embedded.decoder import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LayerShape = tuple[int, int, int]
-"""KV heads, key head dim, value head dim."""
+CacheShape = tuple[int, int, int]
+"""Layers, KV heads, head dim."""
 NAME = "sluice_slots"
 _MOST_MASKED = 1 << 27
 """Most places of the mask by which new tokens see the prompt; a whole prompt needs no mask."""
 
 
 class SlotCache:
-    """Keys and values of all layers.
+    """Keys and values of all layers, in one tensor.
 
     Args:
-        shapes: of each layer. Where key and value dims differ, the narrower one is padded.
+        shape: of the model; all layers have the same, and keys the dim of values.
         slots: rows.
         max_model_len: positions a row may have.
     """
 
     def __init__(
         self,
-        shapes: Sequence[LayerShape],
+        shape: CacheShape,
         slots: int,
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._shapes = tuple(shapes)
+        layers, self.heads, dim = shape
         # Zeros, not empty: masked positions still meet a zero weight, and 0 * inf is nan.
-        sizes = [(slots, heads, 2, max_model_len, max(k, v)) for heads, k, v in shapes]
-        self._stack: torch.Tensor | None = None
-        if len(set(shapes)) == 1:
-            # Equal layers share one tensor, so that `used` can view all of them at once.
-            self._stack = torch.zeros(len(sizes), *sizes[0], dtype=dtype, device=device)
-            self._layers = list(self._stack.unbind(0))
-        else:
-            self._layers = [torch.zeros(*size, dtype=dtype, device=device) for size in sizes]
-        self._tokens = [layer.view(-1, layer.shape[-1]) for layer in self._layers]
+        size = (layers, slots, self.heads, 2, max_model_len, dim)
+        self._stack = torch.zeros(size, dtype=dtype, device=device)
+        self._layers = self._stack.unbind(0)
+        self._tokens = self._stack.view(layers, -1, dim).unbind(0)
         # Flat index of position 0 by slot, then key and value, then head: the order of `append`.
-        self._starts = {
-            heads: torch.arange(slots * heads * 2, device=device)
-            .view(slots, heads, 2)
+        self._starts = (
+            torch.arange(slots * self.heads * 2, device=device)
+            .view(slots, self.heads, 2)
             .transpose(1, 2)
-            .reshape(slots, 2 * heads)
+            .reshape(slots, 2 * self.heads)
             * max_model_len
-            for heads, _, _ in shapes
-        }
+        )
 
-    def append_index(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
-        """Return where `append` writes the rows' tokens, for layers with this number of heads."""
-        return (self._starts[heads][: positions.shape[0]] + positions[:, None]).view(-1)
+    def append_index(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return where `append` writes the rows' tokens."""
+        return (self._starts[: positions.shape[0]] + positions[:, None]).view(-1)
 
     def append(self, layer: int, index: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Write one token per row.
@@ -98,39 +92,30 @@ class SlotCache:
 
     def used(self, rows: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values of the first rows by layer: [rows * kv heads, length, dim]."""
-        heads, key_dim, value_dim = self._shapes[0]
-        if self._stack is not None and key_dim == value_dim:
-            # One view of all layers: slicing each would cost as much as a small matrix product.
-            size = (len(self._layers), rows * heads, length, key_dim)
-            per_layer, _, per_head, per_kind, per_token, _ = self._stack.stride()
-            strides = (per_layer, per_head, per_token, 1)
-            keys = self._stack.as_strided(size, strides).unbind(0)
-            values = self._stack.as_strided(size, strides, per_kind).unbind(0)
-            return list(zip(keys, values, strict=True))
-        pairs = []
-        for layer, (heads, key_dim, value_dim) in zip(self._layers, self._shapes, strict=True):
-            part = layer.view(-1, *layer.shape[2:])[: rows * heads, :, :length]
-            pairs.append((part[:, 0, :, :key_dim], part[:, 1, :, :value_dim]))
-        return pairs
+        # One view of all layers: slicing each would cost as much as a small matrix product.
+        per_layer, _, per_head, per_kind, per_token, _ = self._stack.stride()
+        size = (len(self._layers), rows * self.heads, length, self._stack.shape[-1])
+        strides = (per_layer, per_head, per_token, 1)
+        keys = self._stack.as_strided(size, strides).unbind(0)
+        values = self._stack.as_strided(size, strides, per_kind).unbind(0)
+        return list(zip(keys, values, strict=True))
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
         """Copy prefilled prompts into rows, padding included: it lies after each position."""
-        device = self._layers[0].device
+        device = self._stack.device
         source, target = torch.from_numpy(prompts).to(device), torch.from_numpy(rows).to(device)
-        for layer, (keys, values) in zip(self._layers, prefilled.layers, strict=True):
-            layer[:, :, 0, : keys.shape[2], : keys.shape[3]][target] = keys[source]
-            layer[:, :, 1, : values.shape[2], : values.shape[3]][target] = values[source]
+        for layer, pair in zip(self._layers, prefilled.layers, strict=True):
+            for kind, new in enumerate(pair):
+                layer[:, :, kind, : new.shape[2]][target] = new[source]
 
-    def copy(self, row: int, length: int) -> tuple[torch.Tensor, ...]:
-        """Return copies of a row's first positions by layer, [kv heads, 2, length, dim]."""
-        if self._stack is not None:
-            return self._stack[:, row, :, :, :length].clone().unbind(0)
-        return tuple(layer[row, :, :, :length].clone() for layer in self._layers)
+    def copy(self, row: int, length: int) -> torch.Tensor:
+        """Return a copy of a row's first positions, [layers, kv heads, 2, length, dim]."""
+        return self._stack[:, row, :, :, :length].clone()
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """Copy `length` positions from rows to rows; the two sets share no row."""
         # So no copy overwrites what another one reads.
-        device = self._layers[0].device
+        device = self._stack.device
         source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
         for layer in self._layers:
             part = layer[:, :, :, :length]
@@ -161,9 +146,9 @@ class SlotDecoder:
     """What decoders with a slot cache share."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], slots: int, max_model_len: int, model: PreTrainedModel
+        self, shape: CacheShape, slots: int, max_model_len: int, model: PreTrainedModel
     ) -> None:
-        self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, model.device)
+        self._cache = SlotCache(shape, slots, max_model_len, model.dtype, model.device)
         self._bias = CausalBias(max_model_len, model.dtype, model.device)
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
@@ -185,9 +170,6 @@ def decode_attention(
     values: torch.Tensor,
     bias: torch.Tensor,
     scaling: float,
-    *,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with one query token per row to the rows' cached tokens.
 
@@ -196,40 +178,19 @@ def decode_attention(
         keys: [rows * kv heads, length, head dim]; values alike.
         bias: [rows * kv heads, 1, length], additive.
         scaling: factor of the scores.
-        softcap: bound of the scores, x -> c tanh(x / c).
-        sinks: [heads] extra logits without a value.
 
     Returns:
-        [rows * kv heads, heads / kv heads, value head dim], contiguous.
+        [rows * kv heads, heads / kv heads, head dim], contiguous.
     """
     rows, heads = queries.shape[:2]
     group = rows * heads // keys.shape[0]
     # The heads of a group become the query length: one product serves all of them.
     queries = queries.reshape(keys.shape[0], group, -1)
-    transposed = keys.transpose(1, 2)
-    if softcap is None:
-        # Mask, scale and product in one kernel.
-        scores = torch.baddbmm(bias.expand(-1, group, -1), queries, transposed, alpha=scaling)
-    else:
-        scores = _soften(torch.bmm(queries, transposed) * scaling, softcap) + bias
-    if sinks is not None:
-        # [rows * kv heads, group, 1]
-        column = sinks.to(scores.dtype).expand(rows, -1).reshape(-1, group, 1)
-        return torch.bmm(_weights(scores, column).contiguous(), values)
+    # Mask, scale and product in one kernel.
+    scores = torch.baddbmm(
+        bias.expand(-1, group, -1), queries, keys.transpose(1, 2), alpha=scaling
+    )
     return torch.bmm(torch.softmax(scores, -1), values)
-
-
-def _soften(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
-def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax over the last axis; `sinks`, [..., 1], take part and are left out."""
-    if sinks is None:
-        return torch.softmax(scores, -1)
-    # A sink takes probability and has no value, so its column is dropped after the softmax.
-    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
 
 
 def pad_right(
@@ -325,8 +286,6 @@ def prefill_attention(
     *,
     scaling: float,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within prompts, causally; padding on the right needs no mask.
@@ -338,27 +297,22 @@ def prefill_attention(
             each sees, by the window too.
 
     Returns:
-        [prompts, heads, tokens, value head dim].
+        [prompts, heads, tokens, head dim].
     """
     heads, tokens = queries.shape[1:3]
-    grouped = heads != keys.shape[1]
-    windowed = seen is None and window is not None and window < tokens
-    # Torch's fused attention knows neither windows, nor soft caps, nor sinks.
-    if not windowed and softcap is None and sinks is None:
-        mask = None if seen is None else seen[:, None]
-        return F.scaled_dot_product_attention(
-            queries, keys, values, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-        )
-    group = heads // keys.shape[1]
-    # Written out, with one copy of keys and values a query head: rare, and once a prompt.
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    if seen is None:
+    if seen is None and window is not None and window < tokens:
         steps = torch.arange(tokens, device=queries.device)
         seen = causally_seen(steps[None], tokens, window)
-    scores = _soften((queries @ keys.transpose(2, 3)).float() * scaling, softcap)
-    scores = scores.masked_fill_(~seen[:, None], -torch.inf)
-    weights = _weights(scores, None if sinks is None else sinks[:, None, None])
-    return weights.to(values.dtype) @ values
+    mask = None if seen is None else seen[:, None]
+    return F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=heads != keys.shape[1],
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -391,38 +345,34 @@ class DecodeForward:
     positions: torch.Tensor  # [rows]
     length: int
     layer: int = 0
+    _index: torch.Tensor = field(init=False)
     _used: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
-    _biases: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
-    _indexes: dict[int, torch.Tensor] = field(default_factory=dict)
+    _biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._index = self.cache.append_index(self.positions)
         self._used = self.cache.used(self.positions.shape[0], self.length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the next layer's tokens, [rows, kv heads, dim]; return all its keys and values."""
         # Attention calls come in the order of the layers; transformers does not pass the number.
         layer, self.layer = self.layer, self.layer + 1
-        heads, narrower = keys.shape[1], keys.shape[2] - values.shape[2]
-        if heads not in self._indexes:
-            self._indexes[heads] = self.cache.append_index(heads, self.positions)
-        if narrower:
-            # Keys and values share one tensor, so the narrower one is padded on the right.
-            keys, values = F.pad(keys, (0, max(0, -narrower))), F.pad(values, (0, max(0, narrower)))
-        self.cache.append(layer, self._indexes[heads], torch.cat((keys, values), 1))
+        self.cache.append(layer, self._index, torch.cat((keys, values), 1))
         return self._used[layer]
 
-    def bias(self, heads: int, window: int | None) -> torch.Tensor:
-        """Return the mask for layers with this number of kv heads and a sliding window, if any."""
+    def bias(self, window: int | None) -> torch.Tensor:
+        """Return the mask for layers with a sliding window, if any."""
         window = None if window is None or window >= self.length else window
         # Layers of one kind share their mask.
-        if (heads, window) not in self._biases:
+        if window not in self._biases:
+            heads = self.cache.heads
             bias = self.causal_bias.rows(self.positions, self.length, heads)
             if window is not None:
                 places = torch.arange(self.length, device=bias.device)
                 gone = places <= self.positions.repeat_interleave(heads)[:, None] - window
                 bias = bias.masked_fill(gone[:, None], -torch.inf)
-            self._biases[heads, window] = bias
-        return self._biases[heads, window]
+            self._biases[window] = bias
+        return self._biases[window]
 
 
 class _Running(threading.local):
@@ -455,26 +405,20 @@ def _attend(  # noqa: PLR0913, PLR0917 - the signature is transformers'
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Implement transformers' attention: heads before tokens in, tokens before heads out."""
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError("soft caps and sinks of attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward = _running.forward
     if isinstance(forward, PrefillForward):
         key, value, seen = forward.add(key, value, sliding_window)
         out = prefill_attention(
-            query,
-            key,
-            value,
-            scaling=scale,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-            seen=seen,
+            query, key, value, scaling=scale, window=sliding_window, seen=seen
         )
         return out.transpose(1, 2).contiguous(), None
     if forward is None:
         raise RuntimeError(f"attention {NAME!r} was called outside a slot engine's forward pass")
     keys, values = forward.append(key[:, :, 0], value[:, :, 0])
-    bias = forward.bias(key.shape[1], sliding_window)
-    out = decode_attention(query[:, :, 0], keys, values, bias, scale, softcap=softcap, sinks=s_aux)
+    out = decode_attention(query[:, :, 0], keys, values, forward.bias(sliding_window), scale)
     return out.view(query.shape[0], 1, query.shape[1], -1), None
 
 
