@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,15 +39,6 @@ from tests.support.tiny_vision import image_file
 from tests.support.vision_batches import make_reader
 
 _CHOICE = SamplingChoice(1.0, 0.9, -1, 8, 3, (7,))
-
-
-class _OldPrompt(TypedDict):
-    prompt_token_ids: list[int]
-
-
-class _NewPrompt(_OldPrompt):
-    cache_salt: str
-    multi_modal_uuids: object
 
 
 class _OldEngine:
@@ -106,31 +97,23 @@ class _Arguments:
     scheduling_policy: str = "fcfs"
 
 
-class _OldSampling:
-    def __init__(self, *, temperature: float, logprobs: int, **more: object) -> None:
-        assert "flat_logprobs" not in more
-        self.seed, self.kind = more["seed"], more["output_kind"]
-        self.is_flat = False
-
-
-class _NewSampling:
+class _Sampling:
     def __init__(
         self, *, temperature: float, logprobs: int, flat_logprobs: bool = False, **more: object
     ) -> None:
         self.seed, self.kind = more["seed"], more["output_kind"]
-        self.is_flat, self.prompt_logprobs = flat_logprobs, more.get("prompt_logprobs")
+        self.is_flat, self.prompt_logprobs = flat_logprobs, more["prompt_logprobs"]
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def put(engine: type, sampling: type, prompt: type | None, **outputs: object) -> None:
+    def put(engine: type, **outputs: object) -> None:
         contents: dict[str, dict[str, object]] = {
             "vllm": {"AsyncEngineArgs": _Arguments},
             "vllm.sampling_params": {
-                "SamplingParams": sampling,
+                "SamplingParams": _Sampling,
                 "RequestOutputKind": SimpleNamespace(DELTA=1, FINAL_ONLY=2),
             },
-            "vllm.inputs": {} if prompt is None else {"TokensPrompt": prompt},
             "vllm.v1": {},
             "vllm.v1.engine": {},
             "vllm.v1.engine.async_llm": {"AsyncLLM": engine},
@@ -158,13 +141,13 @@ async def _sampled(client: VllmClient) -> list[Delta]:
 
 
 async def test_of_an_older_version_only_what_it_has_is_used(install: Any) -> None:
-    logprob = SimpleNamespace(logprob=-0.5)
-    install(_OldEngine, _OldSampling, _OldPrompt)
+    flat = SimpleNamespace(start_indices=[0, 1], logprobs=[-0.5, -0.5])
+    install(_OldEngine)
     client = VllmClient({"model": "m"})
-    client._llm.outputs = (_output([6, 7], [{6: logprob}, {7: logprob, 1: logprob}]),)
-    assert client.features == VllmFeatures("0.99", False, False, False, False, False, False)
+    client._llm.outputs = (_output([6, 7], flat),)
+    assert client.features == VllmFeatures("0.99", False, False, False)
     assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.5], "length", 2, ())]
-    assert client._llm.prompts == [{"prompt_token_ids": [5, 9]}]
+    assert client._llm.prompts == [{"prompt_token_ids": [5, 9], "cache_salt": "3"}]
     assert client._llm.ranks == [0], "vLLM refuses priorities without their policy"
     await client.tag_version("3")
     assert client._llm.versions == []
@@ -175,10 +158,10 @@ async def test_of_an_older_version_only_what_it_has_is_used(install: Any) -> Non
 )
 async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: object) -> None:
     flat = SimpleNamespace(start_indices=[0, 2], logprobs=[-0.5, -9.0, -0.25])
-    install(_NewEngine, _NewSampling, _NewPrompt)
+    install(_NewEngine)
     client = VllmClient({"model": "m", "scheduling_policy": "priority"})
     client._llm.outputs = (_output([6, 7], flat, spans),)
-    assert client.features == VllmFeatures("0.99", True, True, True, True, True, False)
+    assert client.features == VllmFeatures("0.99", True, True, False)
     reported = (("3", 0, 1), ("4", 1, 2))
     assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.25], "length", 2, reported)]
     assert client._llm.prompts == [{"prompt_token_ids": [5, 9], "cache_salt": "3"}]
@@ -190,7 +173,7 @@ async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: ob
 
 @pytest.mark.parametrize("values", [[-0.5], [-0.5, -9.0]])
 async def test_tokens_with_fewer_logprobs_are_an_error(install: Any, values: list[float]) -> None:
-    install(_NewEngine, _NewSampling, _NewPrompt)
+    install(_NewEngine)
     client = VllmClient({"model": "m"})
     flat = SimpleNamespace(start_indices=[0], logprobs=values)
     client._llm.outputs = (_output([6, 7], flat),)
@@ -201,7 +184,7 @@ async def test_tokens_with_fewer_logprobs_are_an_error(install: Any, values: lis
 async def test_a_last_output_brings_the_experts_of_the_layers_that_have_some(
     install: Any,
 ) -> None:
-    install(_NewEngine, _NewSampling, _NewPrompt)
+    install(_NewEngine)
     client = VllmClient({"model": "m"}, expert_layers=(0, 2))
     flat = SimpleNamespace(start_indices=[0, 2], logprobs=[-0.5, -9.0, -0.25])
     output = _output([6, 7], flat)
@@ -217,10 +200,11 @@ async def test_a_last_output_brings_the_experts_of_the_layers_that_have_some(
 async def test_the_prompts_logprobs_are_those_of_its_own_and_the_most_probable_tokens(
     install: Any, is_flat: bool
 ) -> None:
-    install(_NewEngine, _NewSampling, _NewPrompt)
+    install(_NewEngine)
     client = VllmClient({"model": "m"})
     low, high = SimpleNamespace(logprob=-2.0), SimpleNamespace(logprob=-0.25)
-    first, *others = _output([6], [{6: low}]), _output([7], [{7: low}]), _output([8], [{8: low}])
+    flat = SimpleNamespace(start_indices=[0], logprobs=[-2.0])
+    first, *others = (_output([token], flat) for token in (6, 7, 8))
     first.prompt_logprobs = [{} if is_flat else None, {9: low, 4: high}, {5: high}]
     others[0].prompt_logprobs, others[1].prompt_logprobs = [], None
     client._llm.outputs = (first, *others)
@@ -259,7 +243,7 @@ class _Outputs:
 async def test_a_version_that_can_hold_tokens_gives_each_once_and_the_rest_at_the_end(
     install: Any,
 ) -> None:
-    install(_NewEngine, _NewSampling, _NewPrompt, OutputProcessor=_Outputs, RequestState=_State)
+    install(_NewEngine, OutputProcessor=_Outputs, RequestState=_State)
     client = VllmClient({"model": "m"})
     client._llm.output_processor = _Outputs()
     assert client.so_far("0", 0) == Delta([6, 7], [-0.5, -0.25], None, 2)
@@ -276,7 +260,7 @@ async def test_a_version_that_can_hold_tokens_gives_each_once_and_the_rest_at_th
 
 
 async def test_a_version_that_cannot_hold_tokens_gives_each_as_it_comes(install: Any) -> None:
-    install(_OldEngine, _OldSampling, _OldPrompt)
+    install(_OldEngine)
     client = VllmClient({"model": "m"})
     stream = client.generate("0", PromptInputs([5], "3"), _CHOICE, known=lambda: 0)
     async with aclosing(stream) as deltas:  # type: ignore[type-var]
@@ -297,7 +281,7 @@ async def _sample_from_an_image(client: VllmClient) -> None:
 
 
 async def test_encoded_images_are_forgotten_once_there_are_any(install: Any) -> None:
-    install(_NewEngine, _NewSampling, _NewPrompt)
+    install(_NewEngine)
     client = VllmClient({"model": "m"})
     await client.forget_encoded_images()
     assert client._llm.encoder_resets == 0, "models of text are asked for nothing"
@@ -307,7 +291,7 @@ async def test_encoded_images_are_forgotten_once_there_are_any(install: Any) -> 
 
 
 async def test_a_version_that_cannot_forget_encoded_images_is_not_asked_to(install: Any) -> None:
-    install(_OldEngine, _OldSampling, _OldPrompt)
+    install(_OldEngine)
     client = VllmClient({"model": "m"})
     await _sample_from_an_image(client)
     await client.forget_encoded_images()
@@ -318,7 +302,7 @@ async def test_a_version_that_cannot_forget_encoded_images_is_not_asked_to(insta
 async def test_samples_with_images_share_no_prompt_that_will_be_recomputed(
     install: Any, recomputes: bool, salt: str
 ) -> None:
-    install(_NewEngine, _NewSampling, _NewPrompt)
+    install(_NewEngine)
     client = VllmClient({"model": "m"}, recomputes=recomputes)
     await _sample_from_an_image(client)
     await _sampled(client)
@@ -326,12 +310,6 @@ async def test_samples_with_images_share_no_prompt_that_will_be_recomputed(
     assert of_image["cache_salt"] == salt
     assert of_image["multi_modal_uuids"] == {"image": ["3-a"]}, "images are encoded once for all"
     assert of_text["cache_salt"] == "3"
-
-
-def test_a_version_without_prompts_of_token_ids_has_neither_salts_nor_names(install: Any) -> None:
-    install(_NewEngine, _NewSampling, None)
-    features = VllmClient({}).features
-    assert (features.cache_salt, features.image_names) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +322,7 @@ def test_a_version_without_prompts_of_token_ids_has_neither_salts_nor_names(inst
 def test_a_version_without_what_weight_updates_need_is_refused_by_name(
     install: Any, engine: type, missing: str
 ) -> None:
-    install(engine, _NewSampling, _NewPrompt)
+    install(engine)
     with pytest.raises(
         ConfigError, match=rf"vLLM 0\.99 has no {missing}; install 0\.32 .* 0\.23 to 0\.33"
     ):
@@ -352,13 +330,13 @@ def test_a_version_without_what_weight_updates_need_is_refused_by_name(
 
 
 def test_arguments_that_this_version_does_not_know_are_named(install: Any) -> None:
-    install(_NewEngine, _NewSampling, _NewPrompt)
+    install(_NewEngine)
     with pytest.raises(ConfigError, match=r"no engine arguments one, two; .*engine_kwargs\.vllm"):
         VllmClient({"model": "m", "two": 2, "one": 1})
 
 
 async def test_vllms_errors_are_raised_as_the_engines(install: Any) -> None:
-    install(_NewEngine, _NewSampling, _NewPrompt)
+    install(_NewEngine)
     client = VllmClient({})
     with pytest.raises(EngineError, match=r"resume failed: RuntimeError\('no loop'\)"):
         await client.resume()

@@ -122,6 +122,7 @@ def test_the_layout_without_memory_is_the_layout_that_the_torch_engine_has(
 
 
 _CUDA, _START = "CUDA_VISIBLE_DEVICES", "VLLM_WORKER_MULTIPROC_METHOD"
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def test_vllm_sleeps_only_on_a_device_that_the_trainer_shares_in_synchronous_mode() -> None:
@@ -138,8 +139,12 @@ def test_vllm_sleeps_only_on_a_device_that_the_trainer_shares_in_synchronous_mod
     assert "enable_sleep_mode" not in _arguments(*synchronous, on_cpu=True)
 
 
-def _environment(given: dict[str, str], *, on_cpu: bool = False) -> dict[str, str]:
-    return engine_environment(given, on_cpu=on_cpu, threads=2, batch_invariant=False)
+def _environment(
+    given: dict[str, str], *, on_cpu: bool = False, version: str = "0.32.0"
+) -> dict[str, str]:
+    return engine_environment(
+        given, on_cpu=on_cpu, threads=2, batch_invariant=False, version=version
+    )
 
 
 def test_what_is_set_already_stays() -> None:
@@ -198,4 +203,12 @@ def test_with_r3_vllm_notes_experts_by_its_runner_v2_and_on_the_cpu_it_cannot() 
     environment = engine_environment(
         {}, on_cpu=False, threads=2, batch_invariant=False, with_routing=True
     )
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert environment[_RUNNER] == "1"
+
+
+def test_model_runner_v1_is_taken_where_v2_misses_recomputed_samples() -> None:
+    assert _RUNNER not in _environment({}, version="0.25.0")
+    assert _environment({}, version="0.23.0")[_RUNNER] == "0"
+    assert _RUNNER not in _environment({_RUNNER: "0"}, version="0.24.0")
+    with pytest.raises(ConfigError, match=rf"{_RUNNER}=1: vLLM 0\.24\.0 .* set it to 0"):
+        _environment({_RUNNER: "1"}, version="0.24.0")

@@ -16,7 +16,7 @@ import torch
 
 from services.rollout.engines.vendor.share_loading import ShareLoading
 from services.rollout.engines.vendor.weight_worker import Outcome, WeightWorker, rank_in_group
-from services.rollout.engines.vllm.worker_features import WorkerFeatures
+from services.rollout.engines.vllm.worker_extension import WorkerFeatures
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice

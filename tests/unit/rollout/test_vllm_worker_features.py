@@ -14,8 +14,7 @@ import torch
 
 from services.rollout.engines.vendor.share_recorder import recorded_share
 from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin
-from services.rollout.engines.vllm.worker_extension import VllmWorker, keep_buffers
-from services.rollout.engines.vllm.worker_features import WorkerFeatures, runner_environment
+from services.rollout.engines.vllm.worker_extension import VllmWorker, WorkerFeatures, keep_buffers
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, Cut, WeightShare
@@ -23,7 +22,6 @@ from sluice.weight_share import WHOLE, Cut, WeightShare
 _VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _LOADER = "vllm.model_executor.model_loader.dummy_loader"
 _RELOAD = "vllm.model_executor.model_loader.reload"
-_SCHEDULER = "vllm.v1.core.sched.scheduler"
 _BEGIN = WorkerBegin(
     device="cpu", backend="gloo", tensors=(), model_path="nowhere", trust_remote_code=False
 )
@@ -341,45 +339,3 @@ def test_layers_whose_packed_weights_could_not_be_renewed_are_refused(
     runner.model = torch.nn.Sequential(layer, layer)
     with pytest.raises(ConfigError, match=rf"has no {missing}, which"):
         WorkerFeatures(_worker(runner))
-
-
-class _OldScheduler:
-    """Of 0.23 and 0.24: V2 does not learn of samples that an emptied cache sends back."""
-
-    def _preempt_request(self, request: object) -> None:
-        return
-
-
-class _NewScheduler:
-    reset_preempted_req_ids: set[object]
-
-    def _preempt_request(self, request: object) -> None:
-        self.reset_preempted_req_ids.add(request)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "given", "expected"),
-    [
-        (_OldScheduler, {}, {_VARIABLE: "0"}),
-        (_OldScheduler, {_VARIABLE: "0"}, {}),
-        (_NewScheduler, {}, {}),
-        (_NewScheduler, {_VARIABLE: "1"}, {}),
-        (object, {}, {}),
-    ],
-)
-def test_model_runner_v1_is_taken_where_v2_would_not_keep_the_rules(
-    install: Any, scheduler: type, given: dict[str, str], expected: dict[str, str]
-) -> None:
-    install({_SCHEDULER: {"Scheduler": scheduler}})
-    assert runner_environment(given) == expected
-
-
-def test_model_runner_v2_is_refused_where_it_would_not_keep_the_rules(install: Any) -> None:
-    install({_SCHEDULER: {"Scheduler": _OldScheduler}, "vllm": {"__version__": "0.24.0"}})
-    with pytest.raises(ConfigError, match=rf"{_VARIABLE}=1: vLLM 0\.24\.0 .* set {_VARIABLE}=0"):
-        runner_environment({_VARIABLE: "1"})
-
-
-def test_without_vllm_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, _SCHEDULER, None)
-    assert runner_environment({}) == {}

@@ -15,7 +15,7 @@ import torch
 from services.rollout.engines.vendor.share_loading import ShareLoading
 from services.rollout.engines.vendor.weight_worker import WeightWorker
 from services.rollout.engines.vendor.weight_workers import WeightWorkers
-from services.rollout.engines.vllm.worker_features import WorkerFeatures
+from services.rollout.engines.vllm.worker_extension import WorkerFeatures
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice

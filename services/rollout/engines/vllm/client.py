@@ -1,7 +1,7 @@
 """vLLM's client: what the adapter uses of it, and what the installed version can do.
 
 Written for vLLM 0.23 to 0.33, run with 0.32. What differs between their clients is looked up here;
-what is used inside vLLM's workers and its engine's process is looked up in `worker_features`.
+what is used inside vLLM's workers is looked up in `worker_extension`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sluice.vision.image_prompts import ImagePromptReader
 _NAME_BYTES = 16
 _SETTLING_TURNS = 8
 _CALL_TIMEOUT_S = 60.0
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def read_images(request: GenerationRequest, reader: ImagePromptReader) -> PromptImages:
@@ -89,18 +90,12 @@ class VllmFeatures:
     Attributes:
         version: as installed.
         version_spans: a finished output reports which weights sampled which of its tokens.
-        flat_logprobs: logprobs come as arrays, not as a dict a token.
-        cache_salt: prompts can be kept apart in the prefix cache.
-        image_names: images can have names that keep them apart in caches.
         encoder_reset: the account of encoded images can be emptied.
         held_tokens: the client can hold a sample's tokens until it ends and show them before.
     """
 
     version: str
     version_spans: bool
-    flat_logprobs: bool
-    cache_salt: bool
-    image_names: bool
     encoder_reset: bool
     held_tokens: bool
 
@@ -132,6 +127,7 @@ def engine_environment(
     threads: int,
     batch_invariant: bool,
     with_routing: bool = False,
+    version: str = "",
 ) -> dict[str, str]:
     """Return variables that vLLM and its processes read when they are imported; set ones stay.
 
@@ -145,6 +141,7 @@ def engine_environment(
         threads: intra-op threads of each process, on the CPU.
         batch_invariant: see `VllmSettings`.
         with_routing: see `VllmSettings`; only vLLM's model runner V2 notes experts.
+        version: of vLLM.
 
     Raises:
         ConfigError: a variable has a value that cannot work.
@@ -163,7 +160,8 @@ def engine_environment(
     if batch_invariant:
         wanted["VLLM_BATCH_INVARIANT"] = "1"
     if with_routing:
-        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        wanted[_RUNNER_VARIABLE] = "1"
+    wanted |= _runner_settings(version, {**wanted, **given})
     return {name: value for name, value in wanted.items() if name not in given}
 
 
@@ -179,6 +177,23 @@ def _spawn_settings(given: Mapping[str, str]) -> dict[str, str]:
             f"starts its processes, which forked ones cannot use; set it to {method}, or unset it"
         )
     return {name: method}
+
+
+def _runner_settings(version: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Select vLLM's model runner V1 in 0.23 and 0.24.
+
+    Their scheduler does not notify V2 of samples whose cache is emptied, as for new weights with
+    ``sluice.weights.recompute_kv``: they keep their slots while they wait, and the engine ends
+    when a sample finds none.
+    """
+    if not version.startswith(("0.23.", "0.24.")):
+        return {}
+    if given.get(_RUNNER_VARIABLE, "0").lower() not in ("0", "false"):
+        raise ConfigError(
+            f"{_RUNNER_VARIABLE}={given[_RUNNER_VARIABLE]}: vLLM {version} does not report "
+            "recomputed samples to its model runner V2, which would fail; set it to 0, or unset it"
+        )
+    return {_RUNNER_VARIABLE: "0"}
 
 
 class VllmClient:
@@ -216,7 +231,7 @@ class VllmClient:
         self._has_priorities = arguments.get("scheduling_policy") == "priority"
         self._make_sampling = sampling.SamplingParams
         self._kinds = sampling.RequestOutputKind
-        self.features = _features(async_llm, sampling.SamplingParams)
+        self.features = _features(async_llm)
         known = {one.name for one in dataclasses.fields(vllm.AsyncEngineArgs)}
         refuse_unknown("vLLM", self.features.version, arguments, known)
         try:
@@ -294,26 +309,23 @@ class VllmClient:
         return None
 
     def _prompt(self, request_id: str, inputs: PromptInputs) -> dict[str, object]:
-        prompt: dict[str, object] = {"prompt_token_ids": list(inputs.token_ids)}
-        if self.features.cache_salt:
-            # For an image whose prompt is in the cache a worker gets no pixels, and it would crash
-            # when that cache is recomputed. So each sample computes such a prompt on its own.
-            is_shared = inputs.images is None or not self._recomputes
-            prompt["cache_salt"] = inputs.salt if is_shared else f"{inputs.salt}-{request_id}"
+        # For an image whose prompt is in the cache a worker gets no pixels, and it would crash
+        # when that cache is recomputed. So each sample computes such a prompt on its own.
+        is_shared = inputs.images is None or not self._recomputes
+        prompt: dict[str, object] = {
+            "prompt_token_ids": list(inputs.token_ids),
+            "cache_salt": inputs.salt if is_shared else f"{inputs.salt}-{request_id}",
+        }
         if (images := inputs.images) is not None:
             self._has_seen_images = True
             prompt["prompt_token_ids"] = images.continued(inputs.token_ids)
             prompt["multi_modal_data"] = {"image": list(images.images)}
-            if self.features.image_names:
-                # A cache must not give out what other weights saw in an image.
-                names = [f"{inputs.salt}-{name}" for name in images.names]
-                prompt["multi_modal_uuids"] = {"image": names}
+            # A cache must not give out what other weights saw in an image.
+            names = [f"{inputs.salt}-{name}" for name in images.names]
+            prompt["multi_modal_uuids"] = {"image": names}
         return prompt
 
     def _sampling(self, choice: SamplingChoice, kind: object) -> object:
-        more: dict[str, object] = {"flat_logprobs": True} if self.features.flat_logprobs else {}
-        if choice.prompt_logprobs:
-            more["prompt_logprobs"] = 1
         return self._make_sampling(
             temperature=choice.temperature,
             top_p=choice.top_p,
@@ -323,9 +335,10 @@ class VllmClient:
             stop_token_ids=list(choice.stop_token_ids),
             ignore_eos=True,  # end tokens are among the stop tokens
             logprobs=0,
+            flat_logprobs=True,
+            prompt_logprobs=1 if choice.prompt_logprobs else None,
             detokenize=False,
             output_kind=kind,
-            **more,
         )
 
     async def pause(self, *, recomputes: bool) -> None:
@@ -407,7 +420,7 @@ async def _answer(call: Awaitable[Any], what: str, timeout_s: float) -> Any:
         raise EngineError(f"vLLM: {what} failed: {error!r}") from error
 
 
-def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
+def _features(async_llm: Any) -> VllmFeatures:
     version = installed_vllm() or "of unknown version"
     missing = [
         name
@@ -421,14 +434,9 @@ def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
             f"vLLM {version} has no {', '.join(missing)}; install 0.32 (this adapter was run "
             "with it) or another version from 0.23 to 0.33 (it was written for these)"
         )
-    inputs: Any = importlib.import_module("vllm.inputs")
-    prompt = getattr(getattr(inputs, "TokensPrompt", None), "__annotations__", {})
     return VllmFeatures(
         version=version,
         version_spans=hasattr(async_llm, "update_weight_version"),
-        flat_logprobs="flat_logprobs" in inspect.signature(sampling).parameters,
-        cache_salt="cache_salt" in prompt,
-        image_names="multi_modal_uuids" in prompt,
         encoder_reset=hasattr(async_llm, "reset_encoder_cache"),
         held_tokens=_holds_tokens(),
     )
@@ -493,11 +501,7 @@ def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int], known: int) -> li
     """
     if not token_ids:
         return []
-    starts = getattr(logprobs, "start_indices", None)
-    if starts is None:
-        rest = logprobs[known:]
-        return [float(at[token].logprob) for at, token in zip(rest, token_ids, strict=True)]
-    values = logprobs.logprobs
+    starts, values = logprobs.start_indices, logprobs.logprobs
     # As many as starts: one for each token, that of the sampled one.
     own = values if len(values) == len(starts) else [float(values[start]) for start in starts]
     if len(own) - known != len(token_ids):

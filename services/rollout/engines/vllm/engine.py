@@ -34,7 +34,6 @@ from services.rollout.engines.vllm.settings import (
     visible_environment,
     vllm_settings,
 )
-from services.rollout.engines.vllm.worker_features import runner_environment
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
 from sluice.errors import EngineError, MissingPackageError
@@ -86,6 +85,7 @@ class VllmCore(VendorCore):
             threads=settings.torch_threads,
             batch_invariant=settings.batch_invariant,
             with_routing=settings.with_routing,
+            version=installed_vllm() or "",
         )
         os.environ |= visible_environment(
             settings.device, device.visible_devices_variable, settings.workers, os.environ
@@ -96,7 +96,6 @@ class VllmCore(VendorCore):
         if device.torch_device.type == "npu":
             os.environ.update(ascend_environment(os.environ))
             arguments = ascend_arguments(arguments)
-        os.environ |= runner_environment(os.environ)
         own_processes(os.environ)
         client = VllmClient(
             arguments, recomputes=settings.recompute_kv, expert_layers=expert_layers
