@@ -16,8 +16,7 @@ import torch
 from services.rollout.engines.sglang import scheduler
 from services.rollout.engines.sglang.scheduler import SchedulerModel, SchedulerWorker
 from services.rollout.engines.sglang.scheduler_calls import SchedulerCalls, serve_calls
-from services.rollout.engines.vendor.share_loading import ShareLoading
-from services.rollout.engines.vendor.share_recorder import AsInFiles
+from services.rollout.engines.vendor.share_recorder import AsInFiles, ShareLoading
 from services.rollout.engines.vendor.weight_workers import WeightWorkers
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.cpu import CpuDevice

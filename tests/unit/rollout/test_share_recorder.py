@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import torch
 
-from services.rollout.engines.vendor.share_loading import ShareLoading
-from services.rollout.engines.vendor.share_recorder import _cuts, meta_copy, recorded_share
+from services.rollout.engines.vendor.share_recorder import (
+    ShareLoading,
+    _cuts,
+    meta_copy,
+    recorded_share,
+)
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, Cut, WeightShare
 from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, merge_adapters

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from services.rollout.engines.vendor.share_loading import ShareLoading
+from services.rollout.engines.vendor.share_recorder import ShareLoading
 from services.rollout.engines.vendor.weight_worker import Outcome, WeightWorker, rank_in_group
 from services.rollout.engines.vllm.worker_extension import WorkerFeatures
 from services.rollout.engines.weight_inbox import WeightInbox

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.engines.vendor.share_loading import ShareLoading
+from services.rollout.engines.vendor.share_recorder import ShareLoading
 from services.rollout.engines.vendor.weight_worker import WeightWorker
 from services.rollout.engines.vendor.weight_workers import WeightWorkers
 from services.rollout.engines.vllm.worker_extension import WorkerFeatures

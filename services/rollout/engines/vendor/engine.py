@@ -29,12 +29,13 @@ from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace
-from services.rollout.engines.vendor.checkpoint_names import check_files
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample, VersionSpans
 from services.rollout.engines.vendor.settings import VendorSettings
+from services.rollout.engines.vendor.share_recorder import checkpoint_names
 from services.rollout.engines.vendor.weight_workers import WeightWorkers, WorkerBegin, WorkerCalls
 from services.rollout.engines.weight_inbox import check_epoch
-from sluice.errors import EngineError, NotReadyError, WeightSyncError
+from sluice.checkpoint.safetensors_files import tensor_names
+from sluice.errors import ConfigError, EngineError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.vision.image_prompts import ImagePromptReader
 
@@ -58,6 +59,32 @@ def described_model(settings: VendorSettings) -> CausalLM:
     if settings.serves_model_files:
         check_files(Path(settings.model_path), described)
     return described
+
+
+def check_files(folder: Path, described: CausalLM) -> None:
+    """Refuse files without all weights of a model, which a vendor's engine might make up.
+
+    Files whose names transformers does not write are the vendor's to judge.
+
+    Args:
+        folder: of the model.
+        described: the model, without memory.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or lacks a tensor that the index names.
+        ConfigError: other weights are missing.
+    """
+    found = tensor_names(folder).keys()
+    in_files, state = checkpoint_names(described.model), described.model.state_dict()
+    known = in_files(state).keys()
+    own = in_files({spec.name: state[spec.name] for spec in described.layout.tensors})
+    missing = own.keys() - found
+    if not found or (missing and found <= known):
+        lacks = f"{len(missing)} weights, first {min(missing)}" if found else "*.safetensors"
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={str(folder)!r} lacks {lacks}; copy the complete "
+            "checkpoint"
+        )
 
 
 class VendorClient(WorkerCalls, Protocol):

@@ -1,24 +1,36 @@
-"""Which part of each weight a worker of a vendor's engine reads, found by its model's own loader.
+"""Which part of each weight a worker of a vendor's engine reads, and how its loader gets it.
 
-The loader gets tensors without memory, into a copy of the model without memory, and what it does
-with them is noted: a view of a tensor is followed, and whatever reads a view needs all of it. So a
-loader may cut, turn and split tensors as it likes; at worst the whole tensor is needed.
+The model's own loader shows which part that is. It gets tensors without memory, into a copy of the
+model without memory, and what it does with them is noted: a view of a tensor is followed, and
+whatever reads a view needs all of it. So a loader may cut, turn and split tensors as it likes; at
+worst the whole tensor is needed.
+
+A version's weights then come as packed parts, but the loader expects whole tensors and reads the
+worker's part of them. So each tensor that came in part, or with an adapter, is put into memory of
+the whole tensor, where only what is written takes space.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sluice.errors import ConfigError
 from sluice.types import TensorSpec
 from sluice.weight_share import WHOLE, Cut, WeightShare
+from sluice.weights.adapters import A_SUFFIX, B_SUFFIX, adapted_part, merge_part
 from sluice.weights.plan import torch_dtype
-from sluice.weights.share import MAX_RANGES, Cuts, num_blocks
+from sluice.weights.share import MAX_RANGES, Cuts, cuts_by_name, num_blocks, unpack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Types of torch's dispatcher: its values have none here.
 # ruff: noqa: ANN401
@@ -36,6 +48,33 @@ TensorsOf = Callable[
 ]
 """Takes a module and its copy. Returns the own parameters and buffers of the module as its loader
 expects them, without memory."""
+
+
+def checkpoint_names(model: PreTrainedModel) -> AsInFiles:
+    """Return what gives weights, by a model's names in memory, as its checkpoint has them.
+
+    A model in memory may hold as one tensor what its checkpoint splits (the experts of a layer), or
+    under another name; the trainer sends what the model in memory has. Transformers knows the
+    conversion for each family, since it saves checkpoints with it. Renamed or split weights are
+    views.
+
+    Args:
+        model: with or without memory.
+
+    Raises:
+        ConfigError: this transformers does not offer the conversion.
+    """
+    try:
+        revert: Any = importlib.import_module(
+            "transformers.core_model_loading"
+        ).revert_weight_conversion
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "transformers has no core_model_loading.revert_weight_conversion, which gives "
+            "the engine's workers weights by their checkpoint's names; install transformers 5.19 "
+            "(sluice was run with it)"
+        ) from error
+    return lambda weights: revert(model, dict(weights))
 
 
 def meta_copy(model: torch.nn.Module, tensors_of: TensorsOf) -> torch.nn.Module:
@@ -220,3 +259,76 @@ def _cuts(boxes: set[Box], shape: tuple[int, ...]) -> Cuts:
     while num_blocks(tuple(found)) > MAX_RANGES:
         found.remove(max(found, key=lambda cut: len(cut.ranges)))
     return tuple(found)
+
+
+class ShareLoading:
+    """Gives a loader the weights of one worker.
+
+    Args:
+        tensors: the weights on the wire, without adapters.
+        share: which part of them the worker has.
+        as_in_files: makes of whole tensors what the loader expects.
+    """
+
+    def __init__(
+        self, tensors: Sequence[TensorSpec], share: WeightShare, as_in_files: AsInFiles
+    ) -> None:
+        self._specs = {spec.name: spec for spec in tensors}
+        self._cuts: Mapping[str, Cuts] = cuts_by_name(share)
+        self._as_in_files = as_in_files
+        self._views, self._computed = self._conversion()
+
+    def tensors(self, parts: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights by the names of files.
+
+        Args:
+            parts: the packed parts and adapters, by the names of the wire. They are not changed.
+        """
+        layers: dict[str, list[str]] = {}
+        for name in parts:
+            if name.endswith(A_SUFFIX):
+                layer = name.removesuffix(A_SUFFIX)
+                layers.setdefault(adapted_part(layer).weight, []).append(layer)
+        for name, views in self._views.items():
+            whole = self._whole(name, parts, layers.get(name, ()))
+            for file_name, view in views:
+                offset = whole.storage_offset() + int(view.storage_offset())
+                yield file_name, whole.as_strided(view.shape, view.stride(), offset)
+            del whole  # the loader keeps what it needs
+        computed = {name: self._whole(name, parts, layers.get(name, ())) for name in self._computed}
+        yield from self._as_in_files(computed).items() if computed else ()
+
+    def _conversion(self) -> tuple[dict[str, list[tuple[str, torch.Tensor]]], list[str]]:
+        """Return the views that files have of each tensor, and the tensors that are computed."""
+        wholes = {
+            spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+            for spec in self._specs.values()
+        }
+        names = {one.untyped_storage()._cdata: name for name, one in wholes.items()}
+        views: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for file_name, one in file_views(self._as_in_files, wholes).items():
+            name = names.get(one.untyped_storage()._cdata)
+            if name is not None and one.dtype == wholes[name].dtype:
+                views.setdefault(name, []).append((file_name, one))
+        return views, [name for name in wholes if name not in views]
+
+    def _whole(
+        self, name: str, parts: Mapping[str, torch.Tensor], layers: Sequence[str]
+    ) -> torch.Tensor:
+        cuts = self._cuts.get(name, ())
+        if not cuts and not layers:
+            return parts[name]
+        whole = _untouched(self._specs[name])
+        unpack(parts[name], cuts, whole)
+        for layer in layers:
+            merge_part(whole, cuts, layer, parts[layer + A_SUFFIX], parts[layer + B_SUFFIX])
+        return whole
+
+
+def _untouched(spec: TensorSpec) -> torch.Tensor:
+    """Return memory that takes space only where it is written, until nothing refers to it."""
+    dtype = torch_dtype(spec.dtype)
+    count = max(1, torch.Size(spec.shape).numel())
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page takes its space at the first byte
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(spec.shape)

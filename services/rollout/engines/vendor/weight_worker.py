@@ -17,9 +17,7 @@ import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.protocol import StagedVersion
-from services.rollout.engines.vendor.checkpoint_names import CheckpointNames
-from services.rollout.engines.vendor.share_loading import ShareLoading
-from services.rollout.engines.vendor.share_recorder import AsInFiles
+from services.rollout.engines.vendor.share_recorder import AsInFiles, ShareLoading, checkpoint_names
 from services.rollout.engines.vendor.weight_workers import WorkerBegin
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.select import transfer_device
@@ -194,10 +192,10 @@ def _begin(worker: WeightWorker, reported: WorkerBegin) -> WeightShare:
         torch.device("meta"),
         trust_remote_code=reported.trust_remote_code,
     )
-    names = CheckpointNames(described.model)
+    in_files = checkpoint_names(described.model)
     tensors = reported.tensors
-    share = features.share(tensors, names.of)
-    worker.sluice_loading = ShareLoading(tensors, share, names.of)
+    share = features.share(tensors, in_files)
+    worker.sluice_loading = ShareLoading(tensors, share, in_files)
     worker.sluice_inbox = WeightInbox(wire, share=share)
     return share
 
