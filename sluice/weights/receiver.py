@@ -187,13 +187,6 @@ class WeightReceiver:
         if before is not None and before is not staged:
             self.recycle(before)
 
-    def base_of(self, staged: StagedWeights) -> WeightBuffer | None:
-        """Return the version that `staged` builds on, read-only, as long as it is held."""
-        held = self._held
-        if held is None or staged.base != Base(held.version, held.digest):
-            return None
-        return held.buffer
-
     def abort(self, reason: str) -> None:
         """Leave the epoch, if any, and return at once; a call in progress fails soon."""
         for one in self._streams:

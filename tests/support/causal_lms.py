@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
-from services.rollout.engines.weight_inbox import NewWeights
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ async def load_weights(
     thread, core = engine._in_thread()
     device = core.loop.device
     copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
-    return await engine._completed(thread.begin(core.swap(NewWeights(copies), version, digest)))
+    return await engine._completed(thread.begin(core.swap(copies, version, digest)))
 
 
 def engine_settings(directory: Path, **changes: Any) -> EmbeddedEngineSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from sluice.errors import WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weight_share import WHOLE, WeightShare
 from sluice.weights.adapters import merge_adapters
-from sluice.weights.delta import changed_positions
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 
 if TYPE_CHECKING:
@@ -42,34 +41,6 @@ class TensorPlacement:
 
 
 NO_PLACES: Mapping[str, TensorPlacement] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChangedElements:
-    """The positions where a tensor differs from its predecessor, and the values there.
-
-    Attributes:
-        positions: int64 ``[changed]``, in the flattened tensor; on the model's device.
-        values: ``[changed]``, in the model's dtype; on the model's device.
-    """
-
-    positions: torch.Tensor
-    values: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NewWeights:
-    """A version for the model to take.
-
-    Attributes:
-        tensors: all of the model's layout, by checkpoint name, on the CPU.
-        changes: known changes of tensors that would have to be copied, by name.
-        base_digest: of the weights that `changes` start from.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    changes: Mapping[str, ChangedElements] = field(default_factory=dict)
-    base_digest: str = ""
 
 
 class LiveWeights:
@@ -105,20 +76,18 @@ class LiveWeights:
             if name not in self._known:
                 raise _mismatch(name, "is unknown to the model")
 
-    def take(self, new: NewWeights, serving_digest: str) -> None:
-        """Compute with `new` from now on; `check` it first.
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compute with `tensors` from now on; `check` them first.
 
         After an error the weights are a mixture of versions: do not use the model any more.
 
         Args:
-            new: the model may keep its memory. Do not write to it before the next weights are
-                taken.
-            serving_digest: of what the model holds.
+            tensors: all of the layout, by checkpoint name. The model may keep their memory. Do not
+                write to it before the next weights are taken.
         """
-        changes = new.changes if new.base_digest == serving_digest else {}
         for name, parameters in self._parameters.items():
-            tensor, place = new.tensors[name], self.places[name]
-            # Three ways, the cheapest first: use the received memory, write what changed, copy.
+            tensor, place = tensors[name], self.places[name]
+            # The cheapest way first: use the received memory, else copy.
             if place.can_borrow(tensor):
                 _point(parameters, tensor)
                 self._borrowed.add(name)
@@ -126,9 +95,6 @@ class LiveWeights:
                 # Staging memory goes back to the receiver: the parameter needs memory of its own.
                 _point(parameters, tensor.to(place.device, place.dtype, copy=True))
                 self._borrowed.remove(name)
-            elif name in changes:
-                flat = parameters[0].data.view(-1)
-                flat.index_copy_(0, changes[name].positions, changes[name].values)
             else:
                 parameters[0].data.copy_(tensor)
 
@@ -162,7 +128,7 @@ def _mismatch(name: str, detail: str) -> WeightSyncError:
 class _Staged:
     epoch: int | None
     received: StagedWeights
-    weights: NewWeights
+    weights: Mapping[str, torch.Tensor]
 
 
 class WeightInbox:
@@ -213,7 +179,10 @@ class WeightInbox:
 
         def receive() -> StagedVersion:
             received = self._receiver.stage(version)
-            staged = _Staged(epoch, received, self._new_weights(received))
+            tensors = received.tensors
+            # Adapters are merged here, in the thread, while the model still computes.
+            tensors = merge_adapters(tensors) if self._merges else tensors
+            staged = _Staged(epoch, received, tensors)
             check_epoch(epoch, self.epoch, phase)
             self._staged = staged
             return StagedVersion(
@@ -226,21 +195,9 @@ class WeightInbox:
 
         return self._thread.submit(receive)
 
-    def _new_weights(self, received: StagedWeights) -> NewWeights:
-        # While the model still computes with the base, adapters are merged and changes are found
-        # here, in the thread.
-        tensors = merge_adapters(received.tensors) if self._merges else received.tensors
-        base = self._receiver.base_of(received)
-        if tensors is not received.tensors or base is None or received.base is None:
-            return NewWeights(tensors)
-        changes = {
-            name: _changed(base.tensors[name], received.tensors[name], place)
-            for name, place in self._places.items()
-            if not place.can_borrow(received.tensors[name])
-        }
-        return NewWeights(received.tensors, changes, received.base.digest)
-
-    def staged(self, epoch: int | None, version: int, digest: str) -> NewWeights:
+    def staged(
+        self, epoch: int | None, version: int, digest: str
+    ) -> Mapping[str, torch.Tensor]:
         """Return the weights staged under that epoch, version and digest.
 
         Raises:
@@ -259,7 +216,7 @@ class WeightInbox:
             )
         return staged.weights
 
-    def release(self, weights: NewWeights) -> None:
+    def release(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Give staging memory back once its tensors serve.
 
         It stays as long as the model computes from it, or if the sender asked for that: the next
@@ -269,8 +226,7 @@ class WeightInbox:
         if staged is None or staged.weights is not weights:
             return  # the epoch was left during the swap; the memory is the model's only
         self._staged = None
-        tensors = weights.tensors
-        lent = any(place.can_borrow(tensors[name]) for name, place in self._places.items())
+        lent = any(place.can_borrow(weights[name]) for name, place in self._places.items())
         self._receiver.keep(staged.received, lent=lent)
 
     def leave(self, reason: str) -> None:
@@ -291,9 +247,3 @@ def check_epoch(epoch: int | None, joined: int | None, phase: str) -> None:
         raise WeightSyncError(
             _SENDER, phase, f"epoch {epoch} is not joined here; the epoch is {joined}"
         )
-
-
-def _changed(old: torch.Tensor, new: torch.Tensor, place: TensorPlacement) -> ChangedElements:
-    positions = changed_positions(old, new)
-    values = new.view(-1)[positions].to(place.device, place.dtype)
-    return ChangedElements(positions.to(place.device), values)

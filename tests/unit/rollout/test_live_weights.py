@@ -12,9 +12,8 @@ import torch
 from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.fused_decoder import FusedDecoder
-from services.rollout.engines.weight_inbox import ChangedElements, LiveWeights, NewWeights
+from services.rollout.engines.weight_inbox import LiveWeights
 from sluice.errors import EngineError
-from sluice.weights.delta import changed_positions
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from tests.support.causal_lms import (
     generate,
@@ -54,7 +53,7 @@ def test_a_decoder_computes_with_what_was_taken_over_and_nothing_is_copied(
     live = LiveWeights(model)
     for seed in (1, 2):
         buffer = _buffer(model, tmp_path, seed)
-        live.take(NewWeights(buffer.tensors), "")
+        live.take(buffer.tensors)
         with torch.inference_mode():
             decoder.refresh()
             taken = _logits(model, decoder)
@@ -71,7 +70,7 @@ def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
     live = LiveWeights(model)
     for seed in (1, 2):
         buffer = _buffer(model, tmp_path, seed)
-        live.take(NewWeights(buffer.tensors), "")
+        live.take(buffer.tensors)
         for tied in (model.model.lm_head.weight, model.model.model.embed_tokens.weight):
             assert tied.data_ptr() == buffer.tensors[name].data_ptr()
 
@@ -80,42 +79,14 @@ def _as_bfloat16(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
 
 
-def test_of_what_cannot_be_taken_over_only_the_changed_elements_are_written(
-    tmp_path: Path,
-) -> None:
-    model = _model("qwen3", tmp_path)
-    live = LiveWeights(model)
-    old = _as_bfloat16(_buffer(model, tmp_path, 1).tensors)
-    new = {name: tensor.clone() for name, tensor in old.items()}
-    for tensor in new.values():
-        tensor.view(-1)[::7] *= 1.5
-    changes = {}
-    for name, tensor in new.items():
-        positions = changed_positions(old[name], tensor)
-        changes[name] = ChangedElements(positions, tensor.view(-1)[positions].float())
-    live.take(NewWeights(old), "")
-    state = model.model.state_dict()
-    marked = old.keys() - {"model.norm.weight"}
-    for name in marked:  # shows that nothing else is written
-        state[name].view(-1)[1] = 77
-    live.take(NewWeights(new, changes, "one"), serving_digest="one")
-    for name, tensor in new.items():
-        expected = tensor.float()
-        if name in marked:
-            expected.view(-1)[1] = 77
-        assert torch.equal(state[name], expected)
-    live.take(NewWeights(new, changes, "one"), serving_digest="another")
-    assert all(torch.equal(state[name], tensor.float()) for name, tensor in new.items())
-
-
 def test_memory_that_was_taken_over_is_never_written_to(tmp_path: Path) -> None:
     model = _model("llama", tmp_path)
     live = LiveWeights(model)
     buffer = _buffer(model, tmp_path, 1)
     before = {name: tensor.clone() for name, tensor in buffer.tensors.items()}
-    live.take(NewWeights(buffer.tensors), "")
+    live.take(buffer.tensors)
     other = _as_bfloat16(_buffer(model, tmp_path, 2).tensors)
-    live.take(NewWeights(other), "")
+    live.take(other)
     assert all(torch.equal(buffer.tensors[name], before[name]) for name in before)
     state = model.model.state_dict()
     assert all(torch.equal(state[name], other[name].float()) for name in other)
@@ -127,10 +98,10 @@ async def test_an_engine_that_failed_in_the_middle_of_a_swap_serves_no_more(
     model = reference_model(save_config("qwen3", tmp_path))
     taken = LiveWeights.take
 
-    def take_half(self: LiveWeights, new: NewWeights, serving_digest: str) -> None:
-        broken = dict(new.tensors)
+    def take_half(self: LiveWeights, tensors: Mapping[str, torch.Tensor]) -> None:
+        broken = dict(tensors)
         del broken["model.norm.weight"]
-        taken(self, NewWeights(broken), serving_digest)
+        taken(self, broken)
 
     engine: EmbeddedEngine
     async with running_engine(tmp_path, model) as engine:

@@ -19,7 +19,7 @@ from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.fused_decoder import FusedDecoder
 from services.rollout.engines.embedded.generic_decoder import GenericDecoder, RecomputeDecoder
 from services.rollout.engines.protocol import GenerationRequest
-from services.rollout.engines.weight_inbox import LiveWeights, NewWeights
+from services.rollout.engines.weight_inbox import LiveWeights
 from sluice.errors import InvalidRequestError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import (
@@ -206,7 +206,7 @@ def test_fused_and_generic_decoders_agree(family: str, tmp_path: Path) -> None:
     logits = []
     for make in (FusedDecoder, GenericDecoder):
         decoder = make(lm.model, 4, 48)
-        LiveWeights(lm).take(NewWeights(reference_model(tmp_path).state_dict()), "")
+        LiveWeights(lm).take(reference_model(tmp_path).state_dict())
         decoder.refresh()
         logits.append(_teacher_forced(decoder, tokens, start=6))
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION, EngineSettings
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace, ThreadedEngine
-from services.rollout.engines.weight_inbox import NewWeights, WeightInbox
+from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.config.derived import batch_invariant, replays_engine_routing
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
@@ -153,7 +153,13 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
             kept_tokens=settings.kept_tokens,
         )
         if settings.serves_model_files:
-            loop.swap(_weights_of_files(settings, loop), FILES_VERSION, FILES_DIGEST)
+            weights = read_weights(
+                settings.model_path,
+                loop.weights.places,
+                trust_remote_code=settings.trust_remote_code,
+                dtype=settings.dtype,
+            )
+            loop.swap(weights, FILES_VERSION, FILES_DIGEST)
         wire = transfer_device(settings.device, settings.weights_backend)
         return cls(loop, language_model, WeightInbox(wire, loop.weights.places))
 
@@ -241,7 +247,9 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         self._inbox.release(staged)
         return stall_s
 
-    async def swap(self, new: NewWeights, version: int, digest: str) -> float:
+    async def swap(
+        self, tensors: Mapping[str, torch.Tensor], version: int, digest: str
+    ) -> float:
         """Take new weights between two steps; return the seconds without a token.
 
         Raises:
@@ -250,7 +258,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         """
         started = time.perf_counter()
         with self._between_steps():
-            self.loop.swap(new, version, digest)
+            self.loop.swap(tensors, version, digest)
         return time.perf_counter() - started
 
     async def abort(self, epoch: int, reason: str) -> None:
@@ -325,16 +333,6 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         for run in self.loop.runs:
             run.stream.end(self._broken)
         return self._broken
-
-
-def _weights_of_files(settings: EmbeddedEngineSettings, loop: GenerationLoop) -> NewWeights:
-    tensors = read_weights(
-        settings.model_path,
-        loop.weights.places,
-        trust_remote_code=settings.trust_remote_code,
-        dtype=settings.dtype,
-    )
-    return NewWeights(tensors)
 
 
 class EmbeddedEngine(ThreadedEngine[EmbeddedCore]):

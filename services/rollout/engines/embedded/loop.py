@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,7 +37,7 @@ from services.rollout.engines.sampling import (
 )
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineRun, Pace
-from services.rollout.engines.weight_inbox import LiveWeights, NewWeights
+from services.rollout.engines.weight_inbox import LiveWeights
 from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
 
@@ -318,7 +318,7 @@ class GenerationLoop:
         for row in self._table.occupied():
             self._finish(row, FinishReason.ABORTED)
 
-    def swap(self, new: NewWeights, version: int, digest: str) -> None:
+    def swap(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str) -> None:
         """Take new weights between two steps.
 
         Tokens that were not handed out yet go out first, under the version that sampled them.
@@ -328,11 +328,11 @@ class GenerationLoop:
 
         Any other error came half-way: the weights are a mixture, and the loop must end.
         """
-        self.weights.check(new.tensors)
+        self.weights.check(tensors)
         # A chunk has one version: tokens of the old weights must leave before the new ones sample.
         for row in self._table.occupied():
             self._hand_out(row)
-        self.weights.take(new, self.digest)
+        self.weights.take(tensors)
         with torch.inference_mode():
             self._decoder.refresh()
             self._queue.forget_prefilled()

@@ -166,9 +166,8 @@ class WeightWorker:
         started = time.perf_counter()
         try:
             with _loading_on(self.device):
-                _begun(self.sluice_features).load(
-                    _begun(self.sluice_loading).tensors(staged.tensors)
-                )
+                weights = _begun(self.sluice_loading).tensors(staged)
+                _begun(self.sluice_features).load(weights)
             _await(self.device)
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
             return {"error": repr(error), "kind": "EngineError", "broken": True}
