@@ -7,20 +7,13 @@ import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from services.rollout.engines.protocol import Engine, EngineLoad
+from services.rollout.engines.protocol import Engine
 from services.rollout.engines.registry import create_engine
 from services.rollout.generation import GenerationRunner
 from services.rollout.prompt_encoder import PromptEncoder
-from services.rollout.registration import (
-    EngineHeartbeat,
-    NotifyHealth,
-    Registration,
-    report_weights,
-)
+from services.rollout.registration import Registration, report_weights
 from services.rollout.servicer import (
     ImageRules,
     ReplicaIdentity,
@@ -56,7 +49,7 @@ from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import WEIGHTS_HEALTH, restarts
 from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
-from sluice.types import ReplicaInfo, layout_digest
+from sluice.types import ReplicaInfo
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +91,10 @@ async def _run_replica(config: RunConfig, name: str) -> None:
             server = _server(config, engine, encoder, identity, credentials)
             await server.start()
             try:
-                replica = _replica(config, identity, server.port, engine.load())
-                notify = partial(server.set_named, WEIGHTS_HEALTH)
+                replica = _replica(config, identity, server.port, engine)
                 with _observed(config, replica, engine):
                     exempt_start_up()  # garbage collection need not look at the model's objects
-                    await _take_part(config, engine, replica, notify, credentials, stop)
+                    await _take_part(config, engine, replica, server, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)
         finally:
@@ -190,7 +182,7 @@ def _server(
 
 
 def _replica(
-    config: RunConfig, identity: ReplicaIdentity, port: int, load: EngineLoad
+    config: RunConfig, identity: ReplicaIdentity, port: int, engine: Engine
 ) -> ReplicaInfo:
     """Return what the trainer needs to know; the port is known only after binding."""
     return ReplicaInfo(
@@ -199,7 +191,8 @@ def _replica(
         advertised_address(config.sluice.rollout.endpoint, port),
         config.actor_rollout_ref.rollout.max_num_seqs,
         replica_devices(config),
-        kv_tokens=load.kv_tokens,
+        kv_tokens=engine.load().kv_tokens,
+        shares=tuple(engine.weight_shares),
     )
 
 
@@ -207,7 +200,7 @@ async def _take_part(
     config: RunConfig,
     engine: Engine,
     replica: ReplicaInfo,
-    notify: NotifyHealth,
+    server: RpcServer,
     credentials: Credentials,
     stop: asyncio.Event,
 ) -> None:
@@ -215,17 +208,15 @@ async def _take_part(
     trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
     limit = message_mb(config) << 20
     async with open_channel(trainer, max_message_bytes=limit, credentials=credentials) as channel:
-        digest = layout_digest(engine.weight_layout)
-        heartbeat = EngineHeartbeat(engine.probe)
-        replica = replace(replica, shares=tuple(engine.weight_shares))
-        registration = Registration(
-            trainer_stub(channel), replica, digest, engine.load, lambda: heartbeat.turns
+        registration = Registration(trainer_stub(channel), replica, engine)
+        health = report_weights(
+            engine.load, lambda serving: server.set_named(WEIGHTS_HEALTH, serving=serving)
         )
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(registration.run(), name="registration"),
-                tasks.create_task(heartbeat.run(), name="engine pulse"),
-                tasks.create_task(report_weights(engine.load, notify), name="weights health"),
+                tasks.create_task(registration.probe_engine(), name="engine pulse"),
+                tasks.create_task(health, name="weights health"),
             ]
             await stop.wait()
             for task in running:

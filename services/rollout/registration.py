@@ -8,9 +8,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
-from services.rollout.engines.protocol import EngineLoad
+from services.rollout.engines.protocol import Engine, EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.messages import counters_to_fields, replica_to_proto
@@ -19,7 +18,7 @@ from sluice.concurrency.process import process_age_s
 from sluice.errors import DeadlineError, NotFoundError, PeerError
 from sluice.rpc.client import unary_call
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
-from sluice.types import ReplicaInfo
+from sluice.types import ReplicaInfo, layout_digest
 
 _PROBE_INTERVAL_S = 1.0
 _HEALTH_INTERVAL_S = 0.5
@@ -32,45 +31,9 @@ _WARNS_AFTER_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-class EngineHeartbeat:
-    """Probes of an engine, one after the other.
-
-    Args:
-        probe: asks the loop of the engine that computes tokens.
-        interval_s: between an answer and the next probe.
-    """
-
-    def __init__(
-        self, probe: Callable[[], Awaitable[object]], interval_s: float = _PROBE_INTERVAL_S
-    ) -> None:
-        self._probe = probe
-        self._interval_s = interval_s
-        self._turns = 1  # the start counts
-
-    @property
-    def turns(self) -> int:
-        """Answers so far, including the start."""
-        return self._turns
-
-    async def run(self) -> None:
-        """Probe until cancelled."""
-        while True:
-            await self._probe()
-            self._turns += 1
-            await asyncio.sleep(self._interval_s)
-
-
-class NotifyHealth(Protocol):
-    """A receiver of the answer; see `RpcServer.set_named`."""
-
-    def __call__(self, *, serving: bool) -> Awaitable[None]:
-        """Set what health answers from now on."""
-        ...
-
-
 async def report_weights(
     load: Callable[[], EngineLoad],
-    notify: NotifyHealth,
+    notify: Callable[[bool], Awaitable[None]],
     interval_s: float = _HEALTH_INTERVAL_S,
 ) -> None:
     """Report to health, under a name of its own, whether this replica has weights.
@@ -92,7 +55,7 @@ async def report_weights(
     while True:
         has_weights = load().version is not None
         if has_weights is not reported:
-            await notify(serving=has_weights)
+            await notify(has_weights)
             reported = has_weights
         await asyncio.sleep(interval_s)
 
@@ -110,24 +73,30 @@ class Registration:
     Args:
         stub: the trainer.
         replica: this replica.
-        layout_digest: digest of the names, dtypes and shapes of its weights.
-        load: returns the engine's latest counters.
-        turns: returns the probes that the engine's loop has answered; 0 if nothing counts them.
+        engine: of the replica.
+
+    Attributes:
+        turns: probes that the engine's loop has answered; the start counts.
     """
 
     def __init__(
-        self,
-        stub: trainer_pb2_grpc.TrainerServiceAsyncStub,
-        replica: ReplicaInfo,
-        layout_digest: str,
-        load: Callable[[], EngineLoad],
-        turns: Callable[[], int] = lambda: 0,
+        self, stub: trainer_pb2_grpc.TrainerServiceAsyncStub, replica: ReplicaInfo, engine: Engine
     ) -> None:
         self._stub = stub
         self._replica = replica
-        self._layout_digest = layout_digest
-        self._load = load
-        self._turns = turns
+        self._engine = engine
+        self.turns = 1
+
+    async def probe_engine(self, interval_s: float = _PROBE_INTERVAL_S) -> None:
+        """Ask the loop that computes tokens, again and again, until cancelled.
+
+        Args:
+            interval_s: between an answer and the next probe.
+        """
+        while True:
+            await self._engine.probe()
+            self.turns += 1
+            await asyncio.sleep(interval_s)
 
     async def run(self) -> None:
         """Stay registered without end.
@@ -167,7 +136,7 @@ class Registration:
             self._stub.RegisterReplica,
             trainer.RegisterReplicaRequest(
                 replica=replica_to_proto(self._replica, 0),
-                weights_layout_digest=self._layout_digest,
+                weights_layout_digest=layout_digest(self._engine.weight_layout),
                 shares=map(share_to_proto, self._replica.shares),
             ),
             peer="trainer",
@@ -177,7 +146,7 @@ class Registration:
         return answer.heartbeat_interval_seconds
 
     async def _send_heartbeat(self, *, draining: bool) -> None:
-        load = self._load()
+        load = self._engine.load()
         await unary_call(
             self._stub.Heartbeat,
             trainer.HeartbeatRequest(
@@ -186,7 +155,7 @@ class Registration:
                 policy_version=load.version,
                 **counters_to_fields(load, process_age_s()),
                 draining=draining,
-                engine_turns=self._turns(),
+                engine_turns=self.turns,
             ),
             peer="trainer",
             phase="sending a heartbeat",

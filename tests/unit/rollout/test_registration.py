@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +14,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.rollout import registration
 from services.rollout.engines.protocol import EngineLoad
-from services.rollout.registration import EngineHeartbeat, Registration, report_weights
+from services.rollout.registration import Registration, report_weights
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.errors import EngineError, InvalidRequestError, NotFoundError, SluiceError
 from sluice.rpc import client, retries
 from sluice.rpc.client import open_channel
 from sluice.rpc.status import status_of
 from sluice.service_contract import WEIGHTS_HEALTH
-from sluice.types import ReplicaInfo
+from sluice.types import ReplicaInfo, TensorSpec, layout_digest
 from tests.support.rpc_server import LIMIT_BYTES, REWARD, serving
 
 AWAY = grpc.StatusCode.UNAVAILABLE
 REPLICA = ReplicaInfo("rollout-0", "instance-0", "host:1", 8)
+LAYOUT = (TensorSpec("weight", "float32", (2, 3)),)
+NOTHING: Any = None
 
 
 class Trainer:
@@ -105,7 +106,8 @@ def replica(trainer: Trainer, version: int | None = 3) -> Registration:
         )
         return replace(load, direct_sent_tokens=60, direct_unsent_tokens=8)
 
-    return Registration(trainer, REPLICA, "layout", load)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(load=load, weight_layout=LAYOUT)
+    return Registration(trainer, REPLICA, engine)  # type: ignore[arg-type]
 
 
 async def play(trainer: Trainer, *script: tuple[str, Any]) -> None:
@@ -124,7 +126,7 @@ async def test_a_replica_registers_and_then_sends_its_load_in_the_trainers_inter
     await play(trainer, ("register", True), ("heartbeat", True), ("heartbeat", True))
     (registered,) = trainer.registrations
     assert registered.replica.name == "rollout-0"
-    assert registered.weights_layout_digest == "layout"
+    assert registered.weights_layout_digest == layout_digest(LAYOUT)
     beat = trainer.heartbeats[0]
     assert (beat.name, beat.instance_id, beat.policy_version) == ("rollout-0", "instance-0", 3)
     assert (beat.slots_busy, beat.queued, beat.generated_tokens) == (5, 2, 1234)
@@ -227,10 +229,10 @@ class Engine:
 
 
 async def test_a_hung_engine_adds_no_turn_and_one_that_answers_does() -> None:
-    engine = Engine()
-    heartbeat = EngineHeartbeat(engine.probe, interval_s=0.001)
+    engine: Any = Engine()
+    heartbeat = Registration(NOTHING, REPLICA, engine)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-        beating = tasks.create_task(heartbeat.run())
+        beating = tasks.create_task(heartbeat.probe_engine(0.001))
         await engine.asked.wait()
         await asyncio.sleep(0.02)
         assert heartbeat.turns == 1
@@ -241,11 +243,11 @@ async def test_a_hung_engine_adds_no_turn_and_one_that_answers_does() -> None:
 
 
 async def test_the_error_of_a_broken_engine_is_not_kept_back() -> None:
-    engine = Engine()
+    engine: Any = Engine()
     engine.error = EngineError("out of memory")
     engine.gate.set()
     with pytest.raises(EngineError, match="out of memory"):
-        await EngineHeartbeat(engine.probe).run()
+        await Registration(NOTHING, REPLICA, engine).probe_engine()
 
 
 STATES = health_pb2.HealthCheckResponse
@@ -285,8 +287,11 @@ async def test_weights_serve_with_the_first_version_and_the_process_before_it() 
         open_channel(server.address, max_message_bytes=LIMIT_BYTES) as channel,
         asyncio.TaskGroup() as tasks,
     ):
-        notify = partial(server.set_named, WEIGHTS_HEALTH)
-        reporting = tasks.create_task(report_weights(engine.load, notify, 0.001))
+        reporting = tasks.create_task(
+            report_weights(
+                engine.load, lambda has: server.set_named(WEIGHTS_HEALTH, serving=has), 0.001
+            )
+        )
         await becomes(channel, STATES.NOT_SERVING)
         assert [await answer(channel, name) for name in ("", REWARD)] == [STATES.SERVING] * 2
         engine.version = 0
@@ -298,7 +303,7 @@ async def test_only_changes_are_notified() -> None:
     engine, reported = WeightsHealthEngine(), list[bool]()
     heard = asyncio.Event()
 
-    async def notify(*, serving: bool) -> None:
+    async def notify(serving: bool) -> None:
         reported.append(serving)
         heard.set()
 
