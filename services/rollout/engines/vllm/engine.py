@@ -21,7 +21,6 @@ from services.rollout.engines.vendor.engine import VendorCore, described_model
 from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, PromptImages, RequestRun, VendorSample
 from services.rollout.engines.vllm.client import (
-    PromptInputs,
     VllmClient,
     engine_environment,
     installed_vllm,
@@ -128,10 +127,15 @@ class VllmCore(VendorCore):
     def deltas(self, run: RequestRun, sample: VendorSample) -> AsyncIterator[Delta]:
         """Sample one sample; closing the iterator aborts it."""
         # The salt lets samples of one version share the prompt's cache, and keeps others out of it.
-        inputs = PromptInputs(sample.prompt, str(self.serving_version()), run.images)
-        name = _request_id(run, sample)
-        known = None if run.reads_tokens else sample.num_taken
-        return self.client.generate(name, inputs, sample.choice, run.request.priority, known)
+        return self.client.generate(
+            _request_id(run, sample),
+            sample.prompt,
+            str(self.serving_version()),
+            sample.choice,
+            run.request.priority,
+            images=run.images,
+            known=None if run.reads_tokens else sample.num_taken,
+        )
 
     def so_far(self, run: RequestRun, sample: VendorSample) -> Delta | None:
         """Return the tokens that vLLM's client has of a running sample beyond those taken."""
