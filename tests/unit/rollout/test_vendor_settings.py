@@ -17,7 +17,6 @@ from sluice.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VENDORS = ("vllm", "sglang")
-_TP2 = "tensor_model_parallel_size=2"
 
 
 def _settings(vendor: str, *overrides: str) -> Any:
@@ -73,16 +72,6 @@ _REFUSED = [
     ),
     ("vllm", [f"+{_ROLLOUT}.engine_kwargs.vllm=3"], r"vllm is 3; give a mapping of vLLM's engine"),
     ("sglang", [f"+{_ROLLOUT}.engine_kwargs.sglang=3"], r"sglang is 3; .* SGLang's engine"),
-    ("vllm", [f"{_ROLLOUT}.data_parallel_size=2"], r"data_parallel_size = 2 .*start more replicas"),
-    ("sglang", [f"{_ROLLOUT}.data_parallel_size=2"], r"data_para.* = 2 .*start more replicas"),
-    *(
-        (
-            vendor,
-            [f"{_ROLLOUT}.{_TP2}", f"{_ROLLOUT}.expert_parallel_size=4"],
-            r"expert_parallel_size = 4: .* set it to 1 or to .*= 2",
-        )
-        for vendor in _VENDORS
-    ),
 ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.rollout.engines.settings import FILES_VERSION
-from services.rollout.engines.vendor.settings import VendorSettings, check_sizes, with_engine_kwargs
+from services.rollout.engines.vendor.settings import VendorSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 
@@ -106,11 +106,9 @@ def sglang_settings(config: RunConfig) -> SglangSettings:
     """Return the part of a run configuration that concerns this engine.
 
     Raises:
-        ConfigError: engine_kwargs.sglang is no mapping or sets what another key decides, or
-            parallel sizes that a replica cannot have.
+        ConfigError: engine_kwargs.sglang is no mapping or sets what another key decides.
     """
     rollout = config.actor_rollout_ref.rollout
-    check_sizes(rollout, "SGLang")
     deterministic = bool(config.sluice.rollout.batch_invariant)
     return SglangSettings.of(config, arguments=_arguments(rollout, deterministic=deterministic))
 

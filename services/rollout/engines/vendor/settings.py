@@ -48,32 +48,6 @@ def with_engine_kwargs(
     return {key: value for key, value in chosen.items() if value is not None}
 
 
-def check_sizes(rollout: RolloutConfig, owner: str) -> None:
-    """Refuse sizes that one engine cannot have; its workers share experts like everything else.
-
-    Args:
-        rollout: holds the sizes.
-        owner: the vendor's name.
-
-    Raises:
-        ConfigError: a replica would be several engines, or only some workers share experts.
-    """
-    section = "actor_rollout_ref.rollout"
-    if rollout.data_parallel_size > 1:
-        raise ConfigError(
-            f"{section}.data_parallel_size = {rollout.data_parallel_size} with "
-            f"name={owner.lower()}: a replica is one engine; set it to 1 and start more replicas "
-            "(sluice.rollout.replicas)"
-        )
-    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
-    if ep not in (1, tp):
-        raise ConfigError(
-            f"{section}.expert_parallel_size = {ep}: {owner} shares experts among all of a "
-            f"replica's {tp} workers, or among none; set it to 1 or to "
-            f"tensor_model_parallel_size = {tp}"
-        )
-
-
 def refuse_unknown(
     owner: str, version: str, arguments: Mapping[str, object], known: Container[str]
 ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.rollout.engines.vendor.settings import VendorSettings, check_sizes, with_engine_kwargs
+from services.rollout.engines.vendor.settings import VendorSettings, with_engine_kwargs
 from sluice.config.derived import replays_engine_routing, sleeps_while_training
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
@@ -234,11 +234,9 @@ def vllm_settings(config: RunConfig) -> VllmSettings:
     """Return the part of a run configuration that concerns this engine.
 
     Raises:
-        ConfigError: engine_kwargs.vllm is no mapping or sets what another key decides, or parallel
-            sizes that a replica cannot have.
+        ConfigError: engine_kwargs.vllm is no mapping or sets what another key decides.
     """
     rollout = config.actor_rollout_ref.rollout
-    check_sizes(rollout, "vLLM")
     return VllmSettings.of(
         config,
         arguments=_arguments(rollout),
