@@ -116,7 +116,7 @@ class _Worker:
     async def commit(self, version: int, digest: str) -> None:
         """Load the staged version into the model."""
         staged = self._inbox.staged(self._inbox.epoch, version, digest)
-        self._model.load_weights(self._loading.tensors(staged.tensors))
+        self._model.load_weights(self._loading.tensors(staged))
         self._inbox.release(staged)
 
     async def close(self) -> None:
