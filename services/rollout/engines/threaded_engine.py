@@ -371,8 +371,8 @@ class ThreadedEngine(Generic[CoreT]):
             NotReadyError: it was stopped.
         """
         _, core = self._in_thread()
-        # Work that waits for the end of a sleep would look like a stall, and nothing wakes a replica
-        # that is out of use for one.
+        # Work that waits for the end of a sleep would look like a stall, and nothing wakes a
+        # replica that is out of use for one.
         open_samples = 0 if core.is_asleep else self._open_samples
         busy = min(open_samples, self._limits.slots)
         seconds = self._clock.seconds_by_state()

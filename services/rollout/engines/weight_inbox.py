@@ -195,9 +195,7 @@ class WeightInbox:
 
         return self._thread.submit(receive)
 
-    def staged(
-        self, epoch: int | None, version: int, digest: str
-    ) -> Mapping[str, torch.Tensor]:
+    def staged(self, epoch: int | None, version: int, digest: str) -> Mapping[str, torch.Tensor]:
         """Return the weights staged under that epoch, version and digest.
 
         Raises:

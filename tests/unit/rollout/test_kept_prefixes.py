@@ -54,9 +54,7 @@ async def _reused(engine: EmbeddedEngine, turn: GenerationRequest) -> int:
     return engine.load().reused_tokens - before
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", "llama_biased", "mistral", "gpt_neox"]
-)
+@pytest.mark.parametrize("family", ["qwen3", "llama_biased", "mistral", "gpt_neox"])
 async def test_turns_on_a_kept_prefix_have_the_logprobs_of_a_fresh_prefill(
     family: str, tmp_path: Path
 ) -> None:

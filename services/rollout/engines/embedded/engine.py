@@ -98,9 +98,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
     slots_may_wait = False
     abort_timeout_s = None  # it aborts between two steps; one that hangs may recover
 
-    def __init__(
-        self, loop: GenerationLoop, language_model: CausalLM, inbox: WeightInbox
-    ) -> None:
+    def __init__(self, loop: GenerationLoop, language_model: CausalLM, inbox: WeightInbox) -> None:
         super().__init__(language_model.layout, language_model.image_prompts)
         self.loop = loop
         self._inbox = inbox
@@ -247,9 +245,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         self._inbox.release(staged)
         return stall_s
 
-    async def swap(
-        self, tensors: Mapping[str, torch.Tensor], version: int, digest: str
-    ) -> float:
+    async def swap(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str) -> float:
         """Take new weights between two steps; return the seconds without a token.
 
         Raises:

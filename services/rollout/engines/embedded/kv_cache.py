@@ -187,9 +187,7 @@ def decode_attention(
     # The heads of a group become the query length: one product serves all of them.
     queries = queries.reshape(keys.shape[0], group, -1)
     # Mask, scale and product in one kernel.
-    scores = torch.baddbmm(
-        bias.expand(-1, group, -1), queries, keys.transpose(1, 2), alpha=scaling
-    )
+    scores = torch.baddbmm(bias.expand(-1, group, -1), queries, keys.transpose(1, 2), alpha=scaling)
     return torch.bmm(torch.softmax(scores, -1), values)
 
 
@@ -411,9 +409,7 @@ def _attend(  # noqa: PLR0913, PLR0917 - the signature is transformers'
     forward = _running.forward
     if isinstance(forward, PrefillForward):
         key, value, seen = forward.add(key, value, sliding_window)
-        out = prefill_attention(
-            query, key, value, scaling=scale, window=sliding_window, seen=seen
-        )
+        out = prefill_attention(query, key, value, scaling=scale, window=sliding_window, seen=seen)
         return out.transpose(1, 2).contiguous(), None
     if forward is None:
         raise RuntimeError(f"attention {NAME!r} was called outside a slot engine's forward pass")

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
 

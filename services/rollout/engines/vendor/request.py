@@ -7,7 +7,7 @@ vendor's prefix cache, and each one ends alone: at a stop token, a stop string, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby
