@@ -278,7 +278,7 @@ class ThreadedEngine(Generic[CoreT]):
         self, name: str, settings: EngineSettings, build: Callable[[], Coroutine[Any, Any, CoreT]]
     ) -> None:
         self._name = name
-        self._limits = settings
+        self._settings = settings
         self._build = build
         self._layout: CheckpointLayout | None = None
         self._thread: LoopThread | None = None
@@ -302,7 +302,7 @@ class ThreadedEngine(Generic[CoreT]):
     @property
     def max_model_len(self) -> int:
         """Prompt plus response tokens a sample may have."""
-        return self._limits.max_model_len
+        return self._settings.max_model_len
 
     @property
     def weight_layout(self) -> Sequence[TensorSpec]:
@@ -374,13 +374,13 @@ class ThreadedEngine(Generic[CoreT]):
         # Work that waits for the end of a sleep would look like a stall, and nothing wakes a
         # replica that is out of use for one.
         open_samples = 0 if core.is_asleep else self._open_samples
-        busy = min(open_samples, self._limits.slots)
+        busy = min(open_samples, self._settings.slots)
         seconds = self._clock.seconds_by_state()
         generated = core.generated_tokens
         services, direct = self._accounting.services, self._accounting.direct
         unsent = services.unsent + direct.unsent
         return EngineLoad(
-            slots=self._limits.slots,
+            slots=self._settings.slots,
             slots_busy=busy,
             queued=open_samples - busy,
             generated_tokens=generated,
@@ -435,7 +435,7 @@ class ThreadedEngine(Generic[CoreT]):
     def _admit(self, request: GenerationRequest) -> None:
         """Refuse what cannot be sampled at present."""
         _, core = self._in_thread()
-        limits = self._limits
+        limits = self._settings
         if core.version is None:
             raise NotReadyError(f"the {self._name} engine has no weights yet")
         check_request(request, self.vocab_size, limits.max_model_len)

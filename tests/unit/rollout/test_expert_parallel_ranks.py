@@ -18,7 +18,6 @@ from sluice.config.derived import replica_devices
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.device.cpu import CpuDevice
-from sluice.errors import ConfigError
 from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.weight_share import WHOLE
 from sluice.weights.sender import WeightSender
@@ -96,10 +95,3 @@ def test_a_worker_that_the_replica_did_not_register_is_refused(sender: WeightSen
     refused = cast("Any", worker.sluice_join(msgspec.msgpack.encode(spec)))
     assert refused["kind"] == "WeightSyncError"
     assert "2 rank(s) for this replica and none for its worker 2" in refused["error"]
-
-
-def test_experts_are_not_shared_among_several_engines() -> None:
-    sizes = ("tensor_model", "data", "expert")
-    wanted = [f"{size}_parallel_size={n}" for size, n in zip(sizes, (2, 2, 4), strict=True)]
-    with pytest.raises(ConfigError, match=r"data_parallel_size = 2 .*start more replicas"):
-        vllm_settings(_config(*wanted))
