@@ -10,7 +10,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -18,15 +17,13 @@ from transformers import PreTrainedModel
 from services.rollout.engines.embedded.decoder import PrefilledPrompts, TokenRow
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.loop import GenerationLoop
-from services.rollout.engines.protocol import Engine, GenerationRequest
+from services.rollout.engines.protocol import GenerationRequest
 from sluice.errors import (
     ConfigError,
     EngineError,
     ExhaustedError,
     InvalidRequestError,
-    NotReadyError,
 )
-from sluice.types import FinishReason
 from tests.support.causal_lms import (
     VOCABULARY,
     chunks_of,
@@ -58,13 +55,6 @@ async def _until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_the_engine_has_the_protocols_form(model_path: Path) -> None:
-    engine: Engine = EmbeddedEngine(engine_settings(model_path))
-    await engine.start()
-    assert (engine.vocab_size, engine.max_model_len) == (VOCABULARY, 48)
-    await engine.stop()
-
-
 async def test_a_directory_without_weights_suffices_and_tied_tensors_travel_once(
     model_path: Path,
 ) -> None:
@@ -87,13 +77,6 @@ async def test_a_path_that_holds_no_causal_language_model_is_named(
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=str(tmp_path)):
         await EmbeddedEngine(engine_settings(tmp_path)).start()
-
-
-async def test_before_the_first_weights_nothing_is_generated(model_path: Path) -> None:
-    async with running_engine(model_path) as engine:
-        assert (engine.load().version, engine.load().weight_digest) == (None, "")
-        with pytest.raises(NotReadyError):
-            await generate(engine, request())
 
 
 async def test_a_generation_config_decides_the_end_tokens(
@@ -150,19 +133,6 @@ async def test_too_many_waiting_samples_are_refused_and_the_rest_continues(
         assert len(await generate(engine, request(samples=5))) == 5
 
 
-async def test_a_continued_sample_gets_the_tokens_it_would_have_got(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    async with running_engine(model_path, model) as engine:
-        whole = await generate(engine, request(samples=3, max_tokens=20, temperature=0.7))
-        partial = partial_sample(1, whole[1][0][:8])
-        wanted = request(samples=3, max_tokens=20, temperature=0.7, partials=(partial,))
-        continued = await generate(engine, wanted)
-    assert continued[1][0] == whole[1][0][8:]
-    np.testing.assert_allclose(continued[1][1], whole[1][1][8:], atol=1e-4)
-    assert continued[0][0] == whole[0][0]
-
-
 async def test_an_idle_engine_uses_no_processor_time(
     model_path: Path, model: PreTrainedModel
 ) -> None:
@@ -205,23 +175,6 @@ async def test_an_error_in_the_step_loop_fails_what_runs_and_all_that_follows(
             engine.load()  # heartbeats end with it, and so does the replica's process
 
 
-async def test_stopping_ends_running_samples_as_aborted_with_what_they_have(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    async with running_engine(model_path, model, max_model_len=_ENDLESS) as engine:
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(chunks_of(engine, request(samples=9, max_tokens=_ENDLESS)))
-            await _until(lambda: engine.load().generated_tokens > 100)
-            await engine.stop()
-        chunks = running.result()
-        assert sorted(chunk.sample_index for chunk in chunks) == list(range(9))
-        assert {chunk.finish_reason for chunk in chunks} == {FinishReason.ABORTED}
-        assert sum(chunk.token_ids.size > 0 for chunk in chunks) == 8
-        await engine.stop()
-        with pytest.raises(NotReadyError):
-            await engine.probe()
-
-
 async def test_a_groups_prompt_is_prefilled_once_however_its_samples_enter(
     model_path: Path, model: PreTrainedModel
 ) -> None:
@@ -252,14 +205,3 @@ async def test_the_event_loop_is_woken_at_most_once_a_step(
         await chunks_of(engine, request(samples=8, max_tokens=20), every_token=True)
         assert 20 <= len(steps) <= 21
         assert len(wakes) <= len(steps)
-
-
-async def test_the_load_counts_slots_waiting_samples_and_tokens(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    async with running_engine(model_path, model) as engine:
-        await generate(engine, request(samples=20, max_tokens=5))
-        load = await engine.probe()
-    assert (load.slots, load.slots_busy, load.queued) == (8, 0, 0)
-    assert (load.generated_tokens, load.version, load.weight_digest) == (100, 1, "one")
-    assert load.busy_seconds > 0

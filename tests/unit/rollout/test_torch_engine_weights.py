@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 
@@ -17,11 +15,10 @@ from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.protocol import SampleChunk
 from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
-from sluice.errors import SluiceError, WeightSyncError
-from sluice.types import SamplingParams, TransferGroupSpec
+from sluice.errors import WeightSyncError
+from sluice.types import SamplingParams
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import (
-    chunks_of,
     expected_logprobs,
     generate,
     load_weights,
@@ -32,8 +29,7 @@ from tests.support.causal_lms import (
     save_config,
     weights_of,
 )
-from tests.support.weight_buffers import buffer_of
-from tests.support.weight_digest import plain_digest
+from tests.support.engine_contract_world import Trainer
 
 _PROMPT = (5, 9, 23, 54)
 _PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)
@@ -98,16 +94,6 @@ async def test_without_recomputation_the_old_cache_is_kept(tmp_path: Path) -> No
     assert np.abs(exact - logprobs)[start:].max() > 1e-2
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox"])
-async def test_samples_started_after_a_swap_are_the_new_models(family: str, tmp_path: Path) -> None:
-    old, new = (reference_model(save_config(family, tmp_path), seed) for seed in (1, 2))
-    async with running_engine(tmp_path, old) as engine:
-        await load_weights(engine, weights_of(new, engine), 2, "two")
-        tokens, logprobs = (await generate(engine, request(_PROMPT)))[0]
-    exact = expected_logprobs(new, _PROMPT, tokens, _PLAIN)
-    np.testing.assert_allclose(logprobs, exact, atol=1e-4)
-
-
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
 async def test_weights_that_do_not_fit_change_nothing(fault: str, tmp_path: Path) -> None:
     model = reference_model(save_config("qwen3", tmp_path))
@@ -136,124 +122,17 @@ async def test_the_other_name_of_a_tied_tensor_may_come_along(tmp_path: Path) ->
     np.testing.assert_allclose(logprobs, exact, atol=1e-4)
 
 
-class _Trainer:
-    """The sending end, in threads of this process."""
-
-    def __init__(
-        self, sender: WeightSender, engine: EmbeddedEngine, model: PreTrainedModel
-    ) -> None:
-        self.sender, self.engine = sender, engine
-        self.weights = weights_of(model, engine)
-        self.digest = plain_digest(self.weights)
-        self._never = threading.Event()
-
-    async def form(self, epoch: int) -> TransferGroupSpec:
-        spec = self.sender.form_group(epoch, ["replica"], tuple(self.engine.weight_layout))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(asyncio.to_thread(self.sender.join, self._never))
-            joined = tasks.create_task(self.engine.join_group(spec["replica"]))
-        assert joined.result() == spec["replica"].plan_digest
-        return spec["replica"]
-
-    async def send(self, epoch: int, version: int) -> str:
-        """Broadcasts and stages; returns the digest that the replica computed."""
-        buffer = buffer_of(self.weights)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(
-                asyncio.to_thread(self.sender.broadcast, buffer, version, self._never)
-            )
-            staged = tasks.create_task(self.engine.stage(epoch, version))
-        assert staged.result().version == version
-        assert staged.result().received_bytes > 0
-        return staged.result().digest
-
-
-@pytest.fixture
-async def trainer(tmp_path: Path) -> AsyncIterator[_Trainer]:
+async def test_cancelling_a_stage_leaves_the_group_and_a_new_epoch_works(tmp_path: Path) -> None:
     model = reference_model(save_config("qwen3", tmp_path))
     sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=5.0)
     async with running_engine(tmp_path) as engine:
-        yield _Trainer(sender, engine, model)
+        trainer = Trainer(engine, sender)
+        await trainer.form()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await engine.stage(1, 4)
+        await trainer.form()
+        await trainer.publish(model)
+        assert engine.load().version == trainer.version
         sender.close()
     assert wait_for_retired_threads(10) == 0
-
-
-async def test_a_staged_version_serves_once_committed_and_committing_again_is_harmless(
-    trainer: _Trainer,
-) -> None:
-    engine = trainer.engine
-    await trainer.form(1)
-    for version in (4, 5):
-        assert await trainer.send(1, version) == trainer.digest
-        assert engine.load().version != version
-        assert await engine.commit(1, version, trainer.digest) > 0
-        assert await engine.commit(1, version, trainer.digest) == 0
-        assert (engine.load().version, engine.load().weight_digest) == (version, trainer.digest)
-    chunks = await chunks_of(engine, request())
-    assert {chunk.version for chunk in chunks} == {5}
-
-
-async def test_what_was_not_staged_so_is_not_committed(trainer: _Trainer) -> None:
-    engine = trainer.engine
-    await trainer.form(1)
-    with pytest.raises(WeightSyncError, match="nothing is staged"):
-        await engine.commit(1, 4, trainer.digest)
-    await trainer.send(1, 4)
-    for call in (
-        lambda: engine.commit(1, 3, trainer.digest),
-        lambda: engine.commit(1, 4, "another digest"),
-        lambda: engine.commit(2, 4, trainer.digest),
-        lambda: engine.stage(2, 5),
-    ):
-        with pytest.raises(WeightSyncError):
-            await call()
-    assert engine.load().version is None
-    await engine.commit(1, 4, trainer.digest)
-    assert engine.load().version == 4
-
-
-async def test_an_aborted_update_is_gone_and_a_new_epoch_works(trainer: _Trainer) -> None:
-    engine = trainer.engine
-    await trainer.form(1)
-    await trainer.send(1, 4)
-    for _ in range(2):
-        await engine.abort_update(1, "a test")
-    with pytest.raises(WeightSyncError):
-        await engine.commit(1, 4, trainer.digest)
-    await trainer.form(2)
-    await engine.abort_update(1, "too late to matter")
-    await trainer.send(2, 4)
-    await engine.commit(2, 4, trainer.digest)
-    assert engine.load().version == 4
-
-
-async def test_aborting_ends_a_stage_that_waits_for_the_sender(trainer: _Trainer) -> None:
-    await trainer.form(1)
-    receiver = trainer.engine._in_thread()[1]._inbox._receiver
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        staged = tasks.create_task(_error_of(trainer.engine.stage(1, 4)))
-        while not receiver._staging.locked():
-            await asyncio.sleep(0.002)
-        await trainer.engine.abort_update(1, "a test")
-    assert isinstance(staged.result(), SluiceError)
-    await trainer.form(2)
-    assert await trainer.send(2, 7) == trainer.digest
-
-
-async def test_cancelling_a_stage_leaves_the_group_and_a_new_epoch_works(
-    trainer: _Trainer,
-) -> None:
-    await trainer.form(1)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await trainer.engine.stage(1, 4)
-    await trainer.form(2)
-    assert await trainer.send(2, 7) == trainer.digest
-
-
-async def _error_of(call: Coroutine[None, None, object]) -> SluiceError | None:
-    try:
-        await call
-    except SluiceError as error:
-        return error
-    return None
