@@ -16,7 +16,7 @@ from services.rollout.engines.protocol import (
     GenerationRequest,
 )
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamSettings
-from services.rollout.telemetry import SampleSpans
+from services.rollout.telemetry import trace_samples
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.rollout.v1 import rollout_pb2_grpc
@@ -55,7 +55,7 @@ from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import caller_of, is_service_of_run, served
 from sluice.security.token_file import TokenSource
-from sluice.telemetry.tracing import Key, SpanName
+from sluice.telemetry.tracing import Key, Moment, SpanName
 from sluice.types import Rollout, TokenIds, TransferCertificates
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
@@ -160,16 +160,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         decoded = self._decode(request, prompt_token_ids, partials, is_own=is_own)
         # First of all the prompt's tokens: the caller may need them to continue elsewhere.
         await context.write(self._accepted(decoded))
+        began = Moment.now()
 
-        with SampleSpans(decoded.sample_indexes) as spans:
+        async def send(event: GenerationEvent) -> None:
+            trace_samples(began, event.rollouts)
+            with waiting_for("caller", "taking samples"):
+                for message in _messages(event):
+                    await context.write(message)
 
-            async def send(event: GenerationEvent) -> None:
-                spans.ended(event.rollouts)
-                with waiting_for("caller", "taking samples"):
-                    for message in _messages(event):
-                        await context.write(message)
-
-            await self._generation.run(decoded, self._stream_settings(request), send)
+        await self._generation.run(decoded, self._stream_settings(request), send)
 
     async def GetStatus(
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]

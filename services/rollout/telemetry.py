@@ -5,7 +5,6 @@ view.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Self
 
 from services.rollout.engines.protocol import EngineLoad
 from sluice.concurrency.waits import units_done
@@ -15,40 +14,17 @@ from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
 from sluice.types import Rollout
 
 
-class SampleSpans:
-    """The unfinished samples of one call, for its trace; empty if the call is not recorded.
-
-    Leaving the context ends the spans of samples that were broken off.
+def trace_samples(began: Moment, rollouts: Iterable[Rollout]) -> None:
+    """Record spans of finished samples in the trace of the running call, if that is recorded.
 
     Args:
-        indexes: the requested samples.
+        began: when the call began to sample.
+        rollouts: the samples.
     """
-
-    def __init__(self, indexes: Iterable[int]) -> None:
-        current = TRACER.current()
-        self._parent = current if current is not None and current.is_sampled else None
-        self._open = set(indexes) if self._parent else set[int]()
-        self._began = Moment.now()
-
-    def ended(self, rollouts: Iterable[Rollout]) -> None:
-        """End the spans of finished samples."""
-        if self._parent is None:
-            return
+    parent = TRACER.current()
+    if parent is not None and parent.is_sampled:
         for sample in rollouts:
-            if sample.sample_index in self._open:
-                self._open.remove(sample.sample_index)
-                TRACER.past(self._parent, SpanName.SAMPLE, self._began, _attributes(sample))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._parent is None:
-            return
-        for index in sorted(self._open):
-            asked: dict[str, int] = {Key.SAMPLE_INDEX: index}
-            TRACER.past(self._parent, SpanName.SAMPLE, self._began, asked, "broken off")
-        self._open.clear()
+            TRACER.past(parent, SpanName.SAMPLE, began, _attributes(sample))
 
 
 def _attributes(rollout: Rollout) -> dict[str, str | int]:
