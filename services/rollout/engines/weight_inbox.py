@@ -195,8 +195,10 @@ class WeightInbox:
 
         return self._thread.submit(receive)
 
-    def staged(self, epoch: int | None, version: int, digest: str) -> Mapping[str, torch.Tensor]:
-        """Return the weights staged under that epoch, version and digest.
+    def staged(
+        self, epoch: int | None, version: int, digest: str | None = None
+    ) -> Mapping[str, torch.Tensor]:
+        """Return the weights staged under that epoch and version, and that digest, if one is given.
 
         Raises:
             WeightSyncError: the epoch is not joined, nothing is staged, or something else.
@@ -206,7 +208,7 @@ class WeightInbox:
         if staged is None or (staged.epoch, staged.received.version) != (epoch, version):
             found = "nothing" if staged is None else f"version {staged.received.version}"
             raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
-        if staged.received.digest != digest:
+        if digest not in (None, staged.received.digest):
             raise WeightSyncError(
                 _SENDER,
                 phase,

@@ -126,7 +126,7 @@ async def test_every_rank_receives_all_weights_and_all_of_them_load(
 ) -> None:
     await replica.stage()
     await replica.workers.check_staged(3, _DIGEST)
-    await replica.workers.apply(3, _DIGEST)
+    await replica.workers.apply(3)
     whole = {name: tensor.flatten().tolist() for name, tensor in _WEIGHTS.items()}
     assert await replica.calls.call("sluice_taken", ()) == [whole] * _RANKS
     with pytest.raises(WeightSyncError, match=r"worker 0 of 2: .*nothing is staged"):
@@ -137,7 +137,7 @@ async def test_every_rank_receives_all_weights_and_all_of_them_load(
 async def test_a_rank_that_cannot_load_breaks_the_replica_and_is_named(replica: _Replica) -> None:
     await replica.stage()
     with pytest.raises(EngineError, match=r"half-way \(worker 1 of 2: .*no memory left"):
-        await replica.workers.apply(3, _DIGEST)
+        await replica.workers.apply(3)
 
 
 async def test_the_end_of_a_ranks_process_ends_the_calls(replica: _Replica) -> None:
@@ -183,7 +183,7 @@ def test_a_call_for_new_weights_that_no_loop_took_is_refused_and_taken_by_none(
 ) -> None:
     monkeypatch.setattr(scheduler, "_CALL_TIMEOUT_S", 0.01)
     worker = _Worker(0, "")
-    refused: Any = worker.answer("sluice_apply", [3, _DIGEST])
+    refused: Any = worker.answer("sluice_apply", [3])
     assert refused["kind"] == "WeightSyncError"
     failure = worker.take(lambda: None)
     assert failure is not None

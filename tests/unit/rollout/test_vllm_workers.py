@@ -113,8 +113,10 @@ async def test_every_worker_receives_all_weights_and_all_of_them_load(world: Wor
     await world.join()
     staged = await world.stage(3)
     assert (staged.version, staged.digest) == (3, _DIGEST)
+    with pytest.raises(WeightSyncError, match="digest of what is staged here is"):
+        await world.replica.check_staged(3, "another")
     await world.replica.check_staged(3, _DIGEST)
-    await world.replica.apply(3, _DIGEST)
+    await world.replica.apply(3)
     assert world.workers.loaded == [["a", "b"], ["a", "b"]]
 
 
@@ -179,7 +181,7 @@ async def test_a_version_that_only_some_workers_loaded_breaks_the_engine(world: 
     await world.stage(3)
     world.workers.faults["sluice_apply", 1] = _failure("the epoch was left")
     with pytest.raises(EngineError, match=r"half-way \(worker 1 of 2: the epoch was left\)"):
-        await world.replica.apply(3, _DIGEST)
+        await world.replica.apply(3)
 
 
 async def test_a_version_that_no_worker_has_breaks_nothing(world: World) -> None:
@@ -187,7 +189,7 @@ async def test_a_version_that_no_worker_has_breaks_nothing(world: World) -> None
     await world.stage(3)
     await world.replica.abort("a test")
     with pytest.raises(WeightSyncError, match=r"worker 0 of 2: .*nothing is staged"):
-        await world.replica.apply(3, _DIGEST)
+        await world.replica.apply(3)
     assert world.workers.loaded == [[], []]
 
 

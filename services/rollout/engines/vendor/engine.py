@@ -350,7 +350,7 @@ class VendorCore(EngineCore[RequestRun]):
     async def _take(self, version: int, digest: str) -> None:
         """Load the staged weights during a pause; see `swap`."""
         try:
-            await self.workers.apply(version, digest)
+            await self.workers.apply(version)
             await self._note_weights(version)
         except WeightSyncError:  # no worker has it: the old weights stay
             raise

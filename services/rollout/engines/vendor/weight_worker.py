@@ -141,26 +141,20 @@ class WeightWorker:
         result = call.result()
         return {"plan_digest": result} if isinstance(result, str) else asdict(result)
 
-    def sluice_check_staged(self, version: int, digest: str, own: Sequence[str] = ()) -> Outcome:
-        """Check that `sluice_apply` can begin; change nothing. It takes the same arguments."""
+    def sluice_check_staged(self, version: int) -> Outcome:
+        """Check that `sluice_apply` can begin; change nothing."""
         inbox = _begun(self.sluice_inbox)
-        expected = own[self.rank] if own else digest
-        return _answered(lambda: inbox.staged(inbox.epoch, version, expected))
+        return _answered(lambda: inbox.staged(inbox.epoch, version))
 
-    def sluice_apply(self, version: int, digest: str, own: Sequence[str] = ()) -> Outcome:
+    def sluice_apply(self, version: int) -> Outcome:
         """Make the model compute with the staged weights; call it only while nothing is sampled.
-
-        Args:
-            version: the staged one.
-            digest: of the replica's weights.
-            own: of each worker's share; none: it is the replica's.
 
         Returns:
             `seconds`; or `error` and `kind`, with `broken` if the model is a mixture of versions.
         """
         inbox = _begun(self.sluice_inbox)
         try:
-            staged = inbox.staged(inbox.epoch, version, own[self.rank] if own else digest)
+            staged = inbox.staged(inbox.epoch, version)
         except SluiceError as error:
             return _failure(error)
         started = time.perf_counter()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -61,20 +60,6 @@ class WorkerBegin(msgspec.Struct, frozen=True, kw_only=True):
     trust_remote_code: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _StagedParts:
-    """The version that all workers hold, with the digest of each one's share."""
-
-    version: int = -1
-    digest: str = ""
-    worker_digests: tuple[str, ...] = ()
-
-    def own(self, version: int, digest: str) -> list[str]:
-        """Return what each worker must have of a version; nothing if another one is held."""
-        held = (version, digest) == (self.version, self.digest)
-        return list(self.worker_digests) if held else []
-
-
 class WorkerCalls(Protocol):
     """A call of a method of `weight_worker.WeightWorker` in every worker."""
 
@@ -95,7 +80,7 @@ class WeightWorkers:
     def __init__(self, calls: WorkerCalls, vendor: str) -> None:
         self._calls = calls
         self._vendor = vendor
-        self._staged = _StagedParts()
+        self._staged = (-1, "")  # version and digest that all workers hold
 
     async def begin(self, reported: WorkerBegin) -> tuple[WeightShare, ...]:
         """Prepare every worker; return the share of each.
@@ -146,7 +131,7 @@ class WeightWorkers:
             await self.abort(str(error))
             raise WeightSyncError("trainer", phase, str(error)) from error
         digest = combined_digest({name: bytes.fromhex(one) for name, one in parts.items()})
-        self._staged = _StagedParts(version, digest, tuple(one.digest for one in staged))
+        self._staged = (version, digest)
         most_bytes = max(one.received_bytes for one in staged)
         return StagedVersion(version, digest, most_bytes, max(one.seconds for one in staged), parts)
 
@@ -177,20 +162,23 @@ class WeightWorkers:
         Raises:
             WeightSyncError: something else is staged, or nothing.
         """
-        own = self._staged.own(version, digest)
-        answers = await self._call("sluice_check_staged", version, digest, own)
-        _check(answers, f"committing version {version}")
+        phase, (held, held_digest) = f"committing version {version}", self._staged
+        _check(await self._call("sluice_check_staged", version), phase)
+        if held == version and held_digest != digest:
+            raise WeightSyncError(
+                "trainer",
+                phase,
+                f"the digest of what is staged here is {held_digest}, not {digest}",
+            )
 
-    async def apply(self, version: int, digest: str) -> None:
+    async def apply(self, version: int) -> None:
         """Make the model compute with the staged weights; call it only while nothing is sampled.
 
         Raises:
             WeightSyncError: no worker has this version staged; the old weights stay.
             EngineError: the model could not take them and is broken.
         """
-        phase = f"committing version {version}"
-        own = self._staged.own(version, digest)
-        answers = await self._call("sluice_apply", version, digest, own, timeout_s=_APPLY_TIMEOUT_S)
+        answers = await self._call("sluice_apply", version, timeout_s=_APPLY_TIMEOUT_S)
         failures = _errors(answers)
         # A worker that took the weights cannot give them back.
         if any("broken" in one for one in failures) or 0 < len(failures) < len(answers):
@@ -198,7 +186,7 @@ class WeightWorkers:
                 f"{self._vendor}: loading version {version} failed half-way "
                 f"({failures[0]['error']}); restart the replica"
             )
-        _check(answers, phase)
+        _check(answers, f"committing version {version}")
 
     async def abort(self, reason: str) -> None:
         """Discard the staged weights and leave the group."""
