@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import (
@@ -126,6 +126,24 @@ class EngineRun:
 RunT = TypeVar("RunT", bound=EngineRun)
 
 
+class CoreCounts(Protocol):
+    """What serves and what was counted; other threads may read it.
+
+    Attributes:
+        version: the policy version that serves; ``None`` before the first weights.
+        digest: of its weights.
+        generated_tokens: response tokens sampled so far.
+        prompt_tokens: of samples that began so far, as far as the engine counts them.
+        reused_tokens: those of `prompt_tokens` that came from a prefix cache.
+    """
+
+    version: int | None
+    digest: str
+    generated_tokens: int
+    prompt_tokens: int
+    reused_tokens: int
+
+
 class EngineCore(ABC, Generic[RunT]):
     """What computes tokens, with the weights that it serves.
 
@@ -140,6 +158,7 @@ class EngineCore(ABC, Generic[RunT]):
     """The engine, for messages."""
     slots_may_wait: ClassVar[bool]
     """See `EngineLoad`."""
+    counts: CoreCounts
     weight_shares: Sequence[WeightShare] = ()
     """See `Engine`."""
     is_asleep = False
@@ -155,31 +174,6 @@ class EngineCore(ABC, Generic[RunT]):
         self.layout = layout
         self.image_prompts = image_prompts
         self._broken: EngineError | None = None
-
-    @property
-    @abstractmethod
-    def version(self) -> int | None:
-        """The policy version that serves; ``None`` before the first weights."""
-
-    @property
-    @abstractmethod
-    def digest(self) -> str:
-        """The digest of its weights."""
-
-    @property
-    @abstractmethod
-    def generated_tokens(self) -> int:
-        """Response tokens sampled so far."""
-
-    @property
-    @abstractmethod
-    def prompt_tokens(self) -> int:
-        """Prompt tokens of samples that began so far, as far as the engine counts them."""
-
-    @property
-    @abstractmethod
-    def reused_tokens(self) -> int:
-        """Those of `prompt_tokens` that came from a prefix cache."""
 
     @property
     def broken(self) -> EngineError | None:
@@ -376,7 +370,7 @@ class ThreadedEngine(Generic[CoreT]):
         open_samples = 0 if core.is_asleep else self._open_samples
         busy = min(open_samples, self._settings.slots)
         seconds = self._clock.seconds_by_state()
-        generated = core.generated_tokens
+        generated = core.counts.generated_tokens
         services, direct = self._accounting.services, self._accounting.direct
         unsent = services.unsent + direct.unsent
         return EngineLoad(
@@ -388,12 +382,12 @@ class ThreadedEngine(Generic[CoreT]):
             running_tokens=generated - unsent - services.sent - direct.sent,
             direct_sent_tokens=direct.sent,
             direct_unsent_tokens=direct.unsent,
-            prompt_tokens=core.prompt_tokens,
-            reused_tokens=core.reused_tokens,
+            prompt_tokens=core.counts.prompt_tokens,
+            reused_tokens=core.counts.reused_tokens,
             busy_seconds=seconds[EngineState.GENERATING],
             seconds_by_state=seconds,
-            version=core.version,
-            weight_digest=core.digest,
+            version=core.counts.version,
+            weight_digest=core.counts.digest,
             slots_may_wait=core.slots_may_wait,
             kv_tokens=core.kv_tokens,
         )
@@ -436,7 +430,7 @@ class ThreadedEngine(Generic[CoreT]):
         """Refuse what cannot be sampled at present."""
         _, core = self._in_thread()
         limits = self._settings
-        if core.version is None:
+        if core.counts.version is None:
             raise NotReadyError(f"the {self._name} engine has no weights yet")
         check_request(request, self.vocab_size, limits.max_model_len)
         # Samples whose images are being read will be open soon.
@@ -475,7 +469,7 @@ class ThreadedEngine(Generic[CoreT]):
             )
 
     def _enter_state(self) -> None:
-        if self._core is not None and self._core.version is not None:
+        if self._core is not None and self._core.counts.version is not None:
             self._clock.enter(EngineState.GENERATING if self._unfinished else EngineState.IDLE)
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
@@ -491,7 +485,7 @@ class ThreadedEngine(Generic[CoreT]):
     async def commit(self, epoch: int, version: int, digest: str) -> float:
         """Swap the staged version in between two decode steps. Idempotent."""
         thread, core = self._in_thread()
-        if (core.version, core.digest) == (version, digest):
+        if (core.counts.version, core.counts.digest) == (version, digest):
             # The swap of a cancelled call may not have resumed sampling yet.
             await thread.call(core.swapped(), f"resuming with version {version}")
             return 0.0

@@ -100,7 +100,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
 
     def __init__(self, loop: GenerationLoop, language_model: CausalLM, inbox: WeightInbox) -> None:
         super().__init__(language_model.layout, language_model.image_prompts)
-        self.loop = loop
+        self.loop = self.counts = loop
         self._inbox = inbox
         self._has_turn = False
         self._is_closed = False
@@ -161,31 +161,6 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         wire = transfer_device(settings.device, settings.weights_backend)
         return cls(loop, language_model, WeightInbox(wire, loop.weights.places))
 
-    @property
-    def version(self) -> int | None:
-        """The policy version that serves; ``None`` before the first weights."""
-        return self.loop.version
-
-    @property
-    def digest(self) -> str:
-        """The digest of its weights."""
-        return self.loop.digest
-
-    @property
-    def generated_tokens(self) -> int:
-        """Response tokens sampled so far."""
-        return self.loop.generated_tokens
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts that entered, those of samples that share a prefill once."""
-        return self.loop.prompt_tokens
-
-    @property
-    def reused_tokens(self) -> int:
-        """Those that an earlier turn had computed."""
-        return self.loop.reused_tokens
-
     def new_run(
         self,
         _number: int,
@@ -238,7 +213,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
 
     async def commit(self, epoch: int, version: int, digest: str) -> float:
         """Swap the staged version in between two steps; return the seconds without a token."""
-        if (self.version, self.digest) == (version, digest):  # by a call that was cancelled
+        if (self.loop.version, self.loop.digest) == (version, digest):  # by a cancelled call
             return 0.0
         staged = self._inbox.staged(epoch, version, digest)
         stall_s = await self.swap(staged, version, digest)

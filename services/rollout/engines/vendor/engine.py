@@ -143,6 +143,7 @@ class VendorCore(EngineCore[RequestRun]):
         super().__init__(layout, image_prompts)
         self.client = client
         self.settings = settings
+        self.counts = self
         self.workers = WeightWorkers(client, self.name)
         self._runs: set[RequestRun] = set()
         self._idle = asyncio.Event()
