@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from services.rollout.engines.causal_lm import CausalLM
@@ -28,21 +27,6 @@ _SENDER = "trainer"
 _CLOSE_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlacement:
-    """Where a model keeps a tensor, and its dtype there."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def can_borrow(self, tensor: torch.Tensor) -> bool:
-        """Return whether the model can compute from this memory instead of its own."""
-        return (tensor.device, tensor.dtype) == (self.device, self.dtype) and tensor.is_contiguous()
-
-
-NO_PLACES: Mapping[str, TensorPlacement] = MappingProxyType({})
-
-
 class LiveWeights:
     """The parameters of one model, used in the thread that computes with them.
 
@@ -55,10 +39,6 @@ class LiveWeights:
         self._known = language_model.model.state_dict().keys()
         names = [spec.name for spec in self._layout]
         self._parameters = _parameters(language_model.model, names)
-        self.places: Mapping[str, TensorPlacement] = {
-            name: TensorPlacement(parameters[0].device, parameters[0].dtype)
-            for name, parameters in self._parameters.items()
-        }
         self._borrowed: set[str] = set()
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -76,6 +56,14 @@ class LiveWeights:
             if name not in self._known:
                 raise _mismatch(name, "is unknown to the model")
 
+    def borrows(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether the model computes from memory of these once it has taken them."""
+        return any(self._can_borrow(name, tensors[name]) for name in self._parameters)
+
+    def _can_borrow(self, name: str, tensor: torch.Tensor) -> bool:
+        own = self._parameters[name][0]
+        return (tensor.device, tensor.dtype) == (own.device, own.dtype) and tensor.is_contiguous()
+
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Compute with `tensors` from now on; `check` them first.
 
@@ -86,14 +74,14 @@ class LiveWeights:
                 write to it before the next weights are taken.
         """
         for name, parameters in self._parameters.items():
-            tensor, place = tensors[name], self.places[name]
+            tensor, own = tensors[name], parameters[0]
             # The cheapest way first: use the received memory, else copy.
-            if place.can_borrow(tensor):
+            if self._can_borrow(name, tensor):
                 _point(parameters, tensor)
                 self._borrowed.add(name)
             elif name in self._borrowed:
                 # Staging memory goes back to the receiver: the parameter needs memory of its own.
-                _point(parameters, tensor.to(place.device, place.dtype, copy=True))
+                _point(parameters, tensor.to(own.device, own.dtype, copy=True))
                 self._borrowed.remove(name)
             else:
                 parameters[0].data.copy_(tensor)
@@ -139,7 +127,7 @@ class WeightInbox:
 
     Args:
         device: of the wire.
-        places: how the model keeps each of them, where it may borrow received memory.
+        model: the one that may borrow received memory, if it is in this process.
         share: the part of the weights that is received, for an engine that copies it out and
             merges adapters itself; ``None``: all of them are, and adapters are merged here.
     """
@@ -147,12 +135,12 @@ class WeightInbox:
     def __init__(
         self,
         device: Device,
-        places: Mapping[str, TensorPlacement] = NO_PLACES,
+        model: LiveWeights | None = None,
         share: WeightShare | None = None,
     ) -> None:
-        self._places = places
+        self._model = model
         self._merges = share is None
-        self._receiver = WeightReceiver(device, share or WHOLE, in_place=not places)
+        self._receiver = WeightReceiver(device, share or WHOLE, in_place=model is None)
         self._thread = OwnerThread("weight-inbox")
         self._staged: _Staged | None = None
         self._left = threading.Event()
@@ -226,7 +214,7 @@ class WeightInbox:
         if staged is None or staged.weights is not weights:
             return  # the epoch was left during the swap; the memory is the model's only
         self._staged = None
-        lent = any(place.can_borrow(weights[name]) for name, place in self._places.items())
+        lent = self._model is not None and self._model.borrows(weights)
         self._receiver.keep(staged.received, lent=lent)
 
     def leave(self, reason: str) -> None:

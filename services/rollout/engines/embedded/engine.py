@@ -153,13 +153,13 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         if settings.serves_model_files:
             weights = read_weights(
                 settings.model_path,
-                loop.weights.places,
+                [spec.name for spec in language_model.layout.tensors],
                 trust_remote_code=settings.trust_remote_code,
                 dtype=settings.dtype,
             )
             loop.swap(weights, FILES_VERSION, FILES_DIGEST)
         wire = transfer_device(settings.device, settings.weights_backend)
-        return cls(loop, language_model, WeightInbox(wire, loop.weights.places))
+        return cls(loop, language_model, WeightInbox(wire, loop.weights))
 
     def new_run(
         self,
