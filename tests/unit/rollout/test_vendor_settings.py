@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.registry import create_engine
-from services.rollout.engines.sglang import engine as sglang_engine
 from services.rollout.engines.sglang.settings import sglang_settings
-from services.rollout.engines.vllm import engine as vllm_engine
 from services.rollout.engines.vllm.settings import vllm_settings
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -95,21 +92,3 @@ def test_the_services_own_keys_are_taken_over(vendor: str) -> None:
     assert (settings.recompute_kv, settings.max_queued) == (True, 5)
     data = RunConfig().data
     assert settings.max_model_len == data.max_prompt_length + data.max_response_length
-
-
-@pytest.mark.parametrize(
-    ("vendor", "module", "message"),
-    [
-        ("vllm", vllm_engine, "vLLM is not installed here; install vllm"),
-        ("sglang", sglang_engine, r"SGLang is not installed here; install sglang 0\.5\.23"),
-    ],
-)
-def test_without_the_vendors_package_the_engine_is_refused_with_the_remedy(
-    vendor: str, module: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config(None, [f"{_ROLLOUT}.name={vendor}"])
-    monkeypatch.setattr(module, f"installed_{vendor}", lambda: None)
-    with pytest.raises(ConfigError, match=message):
-        create_engine(config)
-    monkeypatch.setattr(module, f"installed_{vendor}", lambda: "1.0")
-    assert create_engine(config).max_model_len > 0

@@ -29,7 +29,7 @@ from services.rollout.engines.vllm.client import (
     collapse_images,
     read_images,
 )
-from sluice.errors import ConfigError, EngineError, InvalidRequestError
+from sluice.errors import ConfigError, EngineError, InvalidRequestError, MissingPackageError
 from sluice.quickstart.tokenizer import save_image_processor
 from sluice.vision.image_prompts import ImagePromptReader, expand_placeholders
 from tests.support.causal_lms import request
@@ -419,3 +419,11 @@ def test_image_tokens_of_a_response_that_is_continued_are_text(reader: ImageProm
 def test_a_file_that_is_no_image_is_refused_and_named(reader: ImagePromptReader) -> None:
     with pytest.raises(InvalidRequestError, match=r"images\[1\]"):
         read_images(_request(png(), b"text"), reader)
+
+
+def test_without_vllm_the_engine_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingPackageError, match=r"cannot be imported.*install vllm"):
+        VllmClient({})

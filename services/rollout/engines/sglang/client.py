@@ -202,7 +202,8 @@ class SglangClient:
             is_missing = not isinstance(error, RuntimeError)
             raise (MissingPackageError if is_missing else ConfigError)(
                 f"actor_rollout_ref.rollout.name is 'sglang', but SGLang cannot be imported "
-                f"({error!r}); install sglang 0.5.23 in an environment of its own"
+                f"({error!r}); install sglang 0.5.23 in an environment of its own (it needs "
+                "another torch than vLLM does), or set actor_rollout_ref.rollout.name=torch"
             ) from error
         self.version = installed_sglang() or "of unknown version"
         known = inspect.signature(engines.ServerArgs).parameters
@@ -302,14 +303,7 @@ class SglangClient:
             raise EngineError(f"SGLang: sample {request_id} failed: {error!r}") from error
 
     async def pause(self, *, recomputes: bool) -> None:
-        """Stop sampling; earlier tokens have reached their consumers when this returns.
-
-        Args:
-            recomputes: running samples give up their cache, and recompute it when they continue.
-
-        Raises:
-            EngineError: SGLang failed, or did not answer in time.
-        """
+        """See `VendorClient.pause`."""
         mode = "retract" if recomputes else "in_place"
         pausing = self._requests.PauseGenerationReqInput(mode=mode)
         await self._answer(self._manager.pause_generation(pausing), "pause", _CALL_TIMEOUT_S)
@@ -342,19 +336,11 @@ class SglangClient:
         )
 
     async def heartbeat(self, timeout_s: float) -> None:
-        """Wait until the scheduler's loop has answered, after everything sent to it before.
-
-        Raises:
-            EngineError: it did not.
-        """
+        """Wait until the scheduler's loop has answered, after everything sent to it before."""
         await self._answer(self._manager.get_internal_state(), "a question", timeout_s)
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
-        """Return the result of a method of each scheduler's `SchedulerWorker`, by rank.
-
-        Raises:
-            EngineError: a process did not answer in time, or has ended.
-        """
+        """See `WorkerCalls`."""
         called = self._schedulers.call(method, arguments)
         if method == "sluice_apply":
             called = self._loaded(called, str(arguments[0]))

