@@ -43,7 +43,7 @@ def _queue(slots: int, *groups: PrefillUnit) -> PrefillQueue:
 
 
 def _admitted(queue: PrefillQueue, free: int) -> list[tuple[object, int]]:
-    return [(a.samples[0].owner, len(a.samples)) for a in queue.admit(free)]
+    return [(samples[0].owner, len(samples)) for _, samples in queue.admit(free)]
 
 
 def test_groups_enter_in_order_of_arrival_and_only_the_first_is_split() -> None:
@@ -57,8 +57,8 @@ def test_groups_enter_in_order_of_arrival_and_only_the_first_is_split() -> None:
 def test_a_split_unit_keeps_its_prefilled_prompt() -> None:
     group = _group("a", 6)
     queue = _queue(4, group)
-    first = queue.admit(4)[0].unit
-    second = queue.admit(4)[0].unit
+    first = queue.admit(4)[0][0]
+    second = queue.admit(4)[0][0]
     assert first is second is group
 
 

@@ -134,22 +134,9 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         shapes = None
         if settings.batch_invariant:
             language_model.refuse_row_dependence()
-            shapes = prove_shapes(
-                decoder,
-                settings.slots,
-                settings.max_model_len,
-                language_model.layout.vocab_size,
-                language_model.model.dtype,
-            )
-        loop = GenerationLoop(
-            language_model,
-            decoder,
-            slots=settings.slots,
-            max_model_len=settings.max_model_len,
-            invariant_shapes=shapes,
-            recompute_kv=settings.recompute_kv,
-            kept_tokens=settings.kept_tokens,
-        )
+            vocab = language_model.layout.vocab_size
+            shapes = prove_shapes(decoder, slots, longest, vocab, model.dtype)
+        loop = GenerationLoop(language_model, decoder, settings, shapes)
         if settings.serves_model_files:
             weights = read_weights(
                 settings.model_path,

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ from services.rollout.engines.threaded_engine import EngineRun, Pace
 from services.rollout.engines.weight_inbox import LiveWeights
 from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
+
+if TYPE_CHECKING:
+    from services.rollout.engines.embedded.engine import EmbeddedEngineSettings
 
 _REFILL_SHARE = 16
 _PREFILL_TOKENS = 8192
@@ -93,12 +97,8 @@ class PrefillUnit:
     affinity: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdmittedSamples:
-    """Samples of one unit that enter now."""
-
-    unit: PrefillUnit
-    samples: tuple[RunningSample, ...]
+Admitted = tuple[PrefillUnit, tuple[RunningSample, ...]]
+"""A unit, and its samples that enter now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +121,7 @@ class PrefillQueue:
         self._units.insert(place, unit)
         self.waiting += len(unit.samples)
 
-    def admit(self, free: int) -> list[AdmittedSamples]:
+    def admit(self, free: int) -> list[Admitted]:
         """Return the samples that enter `free` slots.
 
         While others run, at least a sixteenth of all slots is refilled at a time: a prefill of one
@@ -134,9 +134,7 @@ class PrefillQueue:
         while free > 0 and self._units:
             unit = self._units[0]
             count = min(free, len(unit.samples))
-            admissions.append(
-                AdmittedSamples(unit, tuple(unit.samples.popleft() for _ in range(count)))
-            )
+            admissions.append((unit, tuple(unit.samples.popleft() for _ in range(count))))
             free -= count
             self.waiting -= count
             if not unit.samples:
@@ -190,34 +188,27 @@ class GenerationLoop:
         device: of the model.
 
     Args:
+        settings: of the engine.
         invariant_shapes: decode only in these shapes, and prefill each prompt alone.
-        recompute_kv: after a swap recompute the state of running samples with the new weights,
-            and keep no prefix of the old ones.
-        kept_tokens: most tokens of ended samples that are kept for their conversation's next turn.
     """
 
     def __init__(
         self,
         language_model: CausalLM,
         decoder: Decoder,
-        *,
-        slots: int,
-        max_model_len: int,
+        settings: EmbeddedEngineSettings,
         invariant_shapes: DecodeShapes | None,
-        recompute_kv: bool,
-        kept_tokens: int = 0,
     ) -> None:
         self._layout = language_model.layout
         self.weights = LiveWeights(language_model)
         self._decoder = decoder
         self.device = language_model.model.device
-        self._max_model_len = max_model_len
+        self._settings = settings
         self._shapes = invariant_shapes
         self._prefill_tokens = _PREFILL_TOKENS if invariant_shapes is None else 0
-        self._recompute_kv = recompute_kv
-        self._table = RowTable(slots, max_model_len)
-        self._queue = PrefillQueue(slots)
-        self._kept = KeptPrefixes(kept_tokens)
+        self._table = RowTable(settings.slots, settings.max_model_len)
+        self._queue = PrefillQueue(settings.slots)
+        self._kept = KeptPrefixes(settings.kept_tokens)
         self._plan = SamplingPlan()
         self._next_due = math.inf
         self.version: int | None = None
@@ -290,7 +281,7 @@ class GenerationLoop:
             sample_index=index,
             tokens=tokens,
             prompt_length=len(prompt),
-            length_limit=min(len(prompt) + sampling.max_tokens, self._max_model_len),
+            length_limit=min(len(prompt) + sampling.max_tokens, self._settings.max_model_len),
             stop_ids=tuple({*eos, *sampling.stop_token_ids}),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -336,7 +327,7 @@ class GenerationLoop:
         with torch.inference_mode():
             self._decoder.refresh()
             self._queue.forget_prefilled()
-            if self._recompute_kv:
+            if self._settings.recompute_kv:
                 self._kept.clear()
                 self._recompute()
         self.version, self.digest = version, digest
@@ -384,13 +375,14 @@ class GenerationLoop:
         admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
         self._score_prompts(admissions)
         # A prompt of one token has no state before its last token.
-        new = [a.unit for a in admissions if a.unit.prefilled is None and len(a.unit.tokens) > 1]
+        units = (unit for unit, _ in admissions)
+        new = [unit for unit in units if unit.prefilled is None and len(unit.tokens) > 1]
         self._prefill_units(new)
         self._enter(admissions)
 
-    def _score_prompts(self, admissions: Sequence[AdmittedSamples]) -> None:
+    def _score_prompts(self, admissions: Sequence[Admitted]) -> None:
         """Deliver the logprobs of prompts, and keep the states that come with them."""
-        for unit, sample in ((one.unit, one.samples[0]) for one in admissions):
+        for unit, (sample, *_) in admissions:
             if sample.owner.owes_prompt:
                 sample.owner.owes_prompt = False
                 scored = self._score(unit, sample.prompt_length)
@@ -426,8 +418,8 @@ class GenerationLoop:
         )
         _hand_over(extended, [unit for unit, _ in continued])
 
-    def _enter(self, admissions: Sequence[AdmittedSamples]) -> None:
-        samples = [(sample, a.unit.prefilled) for a in admissions for sample in a.samples]
+    def _enter(self, admissions: Sequence[Admitted]) -> None:
+        samples = [(sample, unit.prefilled) for unit, own in admissions for sample in own]
         if not samples:
             return
         rows = self._table.enter([sample for sample, _ in samples])
