@@ -8,9 +8,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Protocol, TypeGuard, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -157,12 +157,15 @@ class WeightWorker:
             staged = inbox.staged(inbox.epoch, version)
         except SluiceError as error:
             return _failure(error)
+        npu = self.device if self.device is not None and self.device.type == "npu" else None
         started = time.perf_counter()
         try:
-            with _loading_on(self.device):
+            # vllm-ascend's reload uses the default device; others name theirs.
+            with npu or nullcontext():
                 weights = _begun(self.sluice_loading).tensors(staged)
                 _begun(self.sluice_features).load(weights)
-            _await(self.device)
+            if npu is not None:  # the next version overwrites the memory that the NPU copies from
+                torch.get_device_module(npu).synchronize()
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
             return {"error": repr(error), "kind": "EngineError", "broken": True}
         inbox.release(staged)
@@ -218,18 +221,3 @@ def _failure(error: BaseException) -> Outcome:
     if isinstance(error, SluiceError):
         return {"error": str(error), "kind": type(error).__name__}
     return {"error": repr(error), "kind": WeightSyncError.__name__}
-
-
-def _loading_on(device: torch.device | None) -> AbstractContextManager[object]:
-    """Enter the worker's NPU: vllm-ascend's reload uses the default device; others name theirs."""
-    return device if _is_npu(device) else nullcontext()
-
-
-def _await(device: torch.device | None) -> None:
-    """Wait until an NPU has copied the staged weights: the next version overwrites that memory."""
-    if _is_npu(device):
-        torch.get_device_module(device).synchronize()
-
-
-def _is_npu(device: torch.device | None) -> TypeGuard[torch.device]:
-    return device is not None and device.type == "npu"
