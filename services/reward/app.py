@@ -55,7 +55,7 @@ from services.reward.records.group_log import GroupLog, sample_dumps, waiting_by
 from services.reward.records.statistics import GroupStatistics, prompts_lost
 from services.reward.records.stored_prompts import PromptStore, open_store
 from services.reward.records.traces import PromptTraces, trace_key
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
 from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.admission import KNOWN_LENGTHS

@@ -39,7 +39,6 @@ from enum import StrEnum
 
 from services.reward.generation.request import GroupProgress
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.source_groups import IN_FLIGHT, GroupState, SourceGroups
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.errors import DataError
@@ -47,6 +46,20 @@ from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollou
 
 SCORED = "scored"
 NOT_ADMITTED = Attempt("", -1, None, 0)
+
+
+class GroupState(StrEnum):
+    """Where a group is."""
+
+    WAITING = "waiting"
+    GENERATING = "generating"
+    GRADING = "grading"
+    KEPT = "kept"
+    LEASED = "leased"
+    ENDED = "ended"
+
+
+IN_FLIGHT = frozenset({GroupState.GENERATING, GroupState.GRADING})
 
 
 class EventKind(StrEnum):
@@ -269,7 +282,39 @@ class GroupEvent:
 Observer = Callable[[GroupEvent], None]
 
 
-class GroupTable:
+class GroupCounts:
+    """Groups by state. `GroupTable` alone changes the counts."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[GroupState]()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups being generated or graded."""
+        return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
+
+    @property
+    def num_kept(self) -> int:
+        """Groups that wait for a train batch."""
+        return self.counts[GroupState.KEPT]
+
+
+class SourceGroups(GroupCounts):
+    """The groups of one source.
+
+    Attributes:
+        ages: its groups by version, for the staleness rules.
+        num_sure: groups in flight that count as kept.
+        num_reserved: groups in flight with a reserved slot.
+    """
+
+    def __init__(self, ages: GroupAges) -> None:
+        super().__init__()
+        self.ages = ages
+        self.num_sure = self.num_reserved = 0
+
+
+class GroupTable(GroupCounts):
     """Every group whose prompt is pending, by prompt id.
 
     Counts by state and the ages of groups (`GroupAges`, by version) are derived from the groups and
@@ -291,9 +336,9 @@ class GroupTable:
     """
 
     def __init__(self, ledger: PromptLedger, ages: Mapping[str, GroupAges]) -> None:
+        super().__init__()
         self._ledger = ledger
         self._observers: list[Observer] = []
-        self.counts = Counter[GroupState]()
         self.of_source = {name: SourceGroups(one) for name, one in ages.items()}
         self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
         for prompt_id in ledger.leased_ids():
@@ -325,16 +370,6 @@ class GroupTable:
     def of(self, group: Group) -> SourceGroups:
         """Return the groups of a group's source."""
         return self.of_source[group.prompt.source]
-
-    @property
-    def num_in_flight(self) -> int:
-        """Groups of all sources being generated or graded."""
-        return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
-
-    @property
-    def num_kept(self) -> int:
-        """Groups of all sources that wait for a train batch."""
-        return self.counts[GroupState.KEPT]
 
     def in_state(self, *states: GroupState) -> list[Group]:
         """Return the groups in these states."""

@@ -15,7 +15,7 @@ from services.reward.app import RewardApp
 from services.reward.group_table import PENDING_STATES
 from services.reward.groups.loop import as_waits
 from services.reward.records.statistics import SAMPLE_OUTCOMES
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
 from sluice.algorithm.routing import FleetUse, ReplicaUse, replicas_needed, slots_needed
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.deadlines import generate_timeout_s

@@ -17,7 +17,7 @@ from services.reward.groups.loop import as_waits
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, SubmissionSession
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc

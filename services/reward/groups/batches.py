@@ -32,7 +32,7 @@ from services.reward.groups.settings import BatchRules
 from services.reward.groups.sources import TrainingSource, TrainingSources
 from services.reward.ledger.ledger import PromptLedger, not_leased
 from services.reward.records.statistics import GroupStatistics
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges
 from sluice.algorithm.sampling.admission import kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad

@@ -44,7 +44,7 @@ from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.records.traces import PromptTraces
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
 from sluice.algorithm.groups.staleness import reserves_slot
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.admission import groups_with_capacity

@@ -32,7 +32,7 @@ from services.reward.group_table import (
 )
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
-from services.reward.source_groups import IN_FLIGHT, GroupState
+from services.reward.group_table import IN_FLIGHT, GroupState
 from sluice.algorithm.batch_metrics import repetition_share
 from sluice.algorithm.sources import source_metric
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup

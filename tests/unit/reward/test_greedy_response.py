@@ -19,7 +19,7 @@ from services.reward.generation.request import (
     Purpose,
     SampleCallback,
 )
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, EngineError
 from sluice.types import ChatMessage, Prompt, PromptOrigin, Rollout, RolloutGroup, SamplingParams

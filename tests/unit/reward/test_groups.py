@@ -23,7 +23,7 @@ from services.reward.group_table import (
 )
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.statistics import prompts_lost
-from services.reward.source_groups import IN_FLIGHT, GroupState
+from services.reward.group_table import IN_FLIGHT, GroupState
 from sluice.algorithm.groups.staleness import RESERVE_AFTER, GroupAges, reserves_slot
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.errors import InvalidRequestError
