@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from services.reward.app import RewardApp
 from services.reward.group_table import PENDING_STATES
-from services.reward.groups.loop import as_waits
 from services.reward.records.statistics import SAMPLE_OUTCOMES
 from services.reward.group_table import GroupState
 from sluice.algorithm.routing import FleetUse, ReplicaUse, replicas_needed, slots_needed
@@ -216,15 +215,15 @@ class RewardMetrics:
         loop, num_kept = self.app.loop, self.app.groups.num_kept
         yield reading("sluice_reward_batch_groups", self.batch_size)
         yield reading("sluice_reward_batch_fill_ratio", min(1.0, num_kept / self.batch_size))
-        yield reading("sluice_reward_batch_asked", float(loop.batches.is_asked))
+        yield reading("sluice_reward_batch_asked", float(loop.batches.num_asking > 0))
         yield reading("sluice_reward_responses_at_bound_total", self.history.num_at_bound)
         yield reading("sluice_reward_max_staleness_versions", self.history.max_staleness)
         if (version := self.app.groups.policy_version) is not None:
             yield reading("sluice_reward_policy_version", version)
         yield reading("sluice_reward_replicas", len(self.app.queue.fleet.announced))
-        for wait, seconds in loop.awaited():
-            # The key of a lease ends with the batch's id.
-            yield reading("sluice_reward_awaited_seconds", seconds, wait.key.partition(" ")[0])
+        for kind, wait in loop.awaited().items():
+            # The kind of a lease ends with its step.
+            yield reading("sluice_reward_awaited_seconds", wait.seconds, kind.partition(" ")[0])
 
     def _demanded(self) -> Iterator[InstrumentReading]:
         yield reading("sluice_rollout_used_slot_seconds_total", self.demand.slot_seconds)
@@ -244,7 +243,7 @@ def fleet_facts(app: RewardApp, num_batches: int) -> FleetFacts:
     generates = app.groups.counts[GroupState.GENERATING] > 0 or not replicas
     return FleetFacts(
         num_batches,
-        app.loop.batches.is_asked and generates,
+        app.loop.batches.num_asking > 0 and generates,
         app.queue.fleet.num_slots_in_use,
         sum(replica.info.slots for replica in replicas),
         len(replicas),
@@ -301,4 +300,4 @@ class RewardWork:
             self._app.counters.progress,
         )
         has_work = generates or groups.counts[GroupState.GRADING] > 0
-        return WorkState(progress, has_work, self._patience_s, as_waits(loop.awaited()))
+        return WorkState(progress, has_work, self._patience_s, tuple(loop.awaited().values()))

@@ -28,7 +28,6 @@ from functools import partial
 from uuid import uuid4
 
 from services.reward.group_table import CancelReason, Group, GroupEnding, GroupTable
-from services.reward.groups.settings import BatchRules
 from services.reward.groups.sources import TrainingSource, TrainingSources
 from services.reward.ledger.ledger import PromptLedger, not_leased
 from services.reward.records.statistics import GroupStatistics
@@ -57,13 +56,13 @@ class TrainBatches:
         sources: know whether more prompts can come, take those that wait again, decide whether
             kept groups may be taken, and know whether the yield is hopeless.
         statistics: of a batch.
-        rules: batch size and staleness.
         changes: notified at every change that may complete a batch.
 
     The ledger alone knows which batch is leased; this class holds its content, if this process
     formed it, until it is acknowledged or voided.
 
     Attributes:
+        num_asking: calls of the trainer that wait for a batch.
         error: why there are no more batches.
         reason: describes the cause of the wait; set by the loop.
     """
@@ -75,30 +74,23 @@ class TrainBatches:
         ledger: PromptLedger,
         sources: TrainingSources,
         statistics: GroupStatistics,
-        rules: BatchRules,
         changes: ChangeSignal,
     ) -> None:
         self._groups = groups
         self._ledger = ledger
         self._sources = sources
         self._statistics = statistics
-        self._rules = rules
         self._changes = changes
         # All sources have the same strategy; only its numbers differ.
-        strategy = next(iter(sources)).strategy
+        strategy = next(iter(sources.values())).strategy
         self._carries_over = not strategy.discards_surplus
         self._preempts = strategy.preempts
-        self._num_asking = 0
+        self.num_asking = 0
         self._asked = (-1, 0.0)  # a step, and when its batch was first requested
         self._was_voided = False
         self._batch: TrainBatch | None = None
         self.error: SluiceError | None = None
         self.reason: Callable[[], str] = str
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the trainer waits for a batch now."""
-        return self._num_asking > 0
 
     @property
     def num_batches_in_training(self) -> int:
@@ -126,7 +118,7 @@ class TrainBatches:
             DeadlineError: not within `seconds`; names the cause of the wait.
             SluiceError: what stopped the loop.
         """
-        self._num_asking += 1
+        self.num_asking += 1
         if self._asked[0] != step:  # else the trainer repeats a call that was lost
             self._asked = (step, time.monotonic())
         try:
@@ -143,7 +135,7 @@ class TrainBatches:
             phase = f"filling the batch of step {step}, waiting for {self.reason()}"
             raise DeadlineError(PEER, phase, seconds) from error
         finally:
-            self._num_asking -= 1
+            self.num_asking -= 1
 
     def batch(self, batch_id: str) -> TrainBatch:
         """Return the batch at the trainer.
@@ -190,7 +182,7 @@ class TrainBatches:
 
     def begin_again(self) -> None:
         """Form batches again, if the policy that is given up could fill none."""
-        for source in self._sources:
+        for source in self._sources.values():
             source.guard.begin_again()
         if isinstance(self.error, BatchUnfillableError):
             self.error = None
@@ -212,7 +204,7 @@ class TrainBatches:
         announced = self._groups.policy_version
         if announced is not None:
             next_version = max(announced, self._next_version())
-            for source in self._sources:
+            for source in self._sources.values():
                 ages = source.groups.ages
                 self._cancel(ages, ages.without_slot(next_version), next_version)
 
@@ -255,7 +247,7 @@ class TrainBatches:
         if lost := self.void_lease():
             for group in lost:
                 self._groups.requeue(group, CancelReason.TAKEN_OVER)
-                self._sources.of(group).prompts.put(group.prompt)
+                self._sources[group.prompt.source].prompts.put(group.prompt)
             self._changes.notify()
         return None
 
@@ -264,7 +256,7 @@ class TrainBatches:
 
         A source that lacks groups keeps the others waiting: without it they would get its share.
         """
-        decisions = [(source, self._decided(source, version)) for source in self._sources]
+        decisions = [(source, self._decided(source, version)) for source in self._sources.values()]
         if all(self._is_ready(source, decision) for source, decision in decisions):
             chosen = interleaved([decision.chosen for _, decision in decisions])
             return self._lease([self._groups[prompt_id] for prompt_id in chosen], version)
@@ -298,7 +290,7 @@ class TrainBatches:
     def _lease(self, chosen: list[Group], version: int) -> TrainBatch:
         """Lease the chosen groups; end the others if the strategy carries none over."""
         if not self._carries_over:
-            detail = f"kept, and the batch was full with {self._rules.batch_size} groups"
+            detail = f"kept, and the batch was full with {self._sources.batch_size} groups"
             taken = set(chosen)
             for group in self._groups.in_state(GroupState.KEPT):
                 if group not in taken:
@@ -333,10 +325,10 @@ class TrainBatches:
 
     def _gauges(self) -> dict[str, float]:
         gauges: dict[str, float] = {}
-        for source in self._sources:
+        for source in self._sources.values():
             source.strategy.batch_formed()
             gauges |= source.statistics()
-            if self._rules.max_staleness == 0 and not self._preempts:
+            if source.strategy.rules.max_staleness == 0 and not self._preempts:
                 # This estimate depends on the order in which groups end, so on timing. Exact
                 # filling does not use it; without it the metrics of such a run repeat.
                 del gauges[source_metric(source.name, "sampling/yield")]

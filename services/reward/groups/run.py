@@ -97,7 +97,7 @@ class GroupRun:
         self._quarantine = quarantine
         self._batches = batches
         # The filter is the same in all sources.
-        self._metric = next(iter(sources)).settings.filter_metric
+        self._metric = next(iter(sources.values())).settings.filter_metric
         self._is_warned = False
 
     async def run(self, group: Group) -> None:
@@ -149,7 +149,7 @@ class GroupRun:
 
     async def _graded_and_filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
         """Return the graded samples and the filter's decision, perhaps after the probes alone."""
-        settings = self._sources.of(group).settings
+        settings = self._sources[group.prompt.source].settings
         num_samples, first = settings.samples_per_group, group.attempt.first_samples
         new = range(num_samples)
         if first >= num_samples:
@@ -176,7 +176,7 @@ class GroupRun:
         """Return the first samples and, if two of them differed before all had come, the rest."""
         watch = ProbeWatch(self._grader, group.prompt, self._metric)
         name, rest = f"prompt {group.prompt.prompt_id}", None
-        settings = self._sources.of(group).settings
+        settings = self._sources[group.prompt.source].settings
         try:
             async with asyncio.TaskGroup() as tasks:
                 probes = tasks.create_task(
@@ -209,7 +209,7 @@ class GroupRun:
 
         The strategy does not decide about a group that has used its time or its tokens.
         """
-        source = self._sources.of(group)
+        source = self._sources[group.prompt.source]
         with TRACER.span(SpanName.FILTER) as span:
             decision = filter_probes(probes, metric=self._metric, needs=source.settings.needs)
             span.set({Key.PROMPT_END: decision.end.value if decision and decision.end else "none"})
@@ -252,7 +252,7 @@ class GroupRun:
             graded: all of its samples so far.
             new: indexes of the samples that no earlier call has generated again.
         """
-        policy, done = self._sources.of(group).settings.needs.policy, 0
+        policy, done = self._sources[group.prompt.source].settings.needs.policy, 0
         while True:
             done += 1
             again = policy.to_repeat(graded.outcomes, done, OutcomeAction.GENERATE_AGAIN)
@@ -276,7 +276,7 @@ class GroupRun:
         regeneration: int = 0,
         on_sample: SampleCallback | None = None,
     ) -> GeneratedGroup:
-        version, settings = self._groups.policy_version or 0, self._sources.of(group).settings
+        version, settings = self._groups.policy_version or 0, self._sources[group.prompt.source].settings
         label = f"train, regeneration {regeneration}" if regeneration else "train"
         request = GroupRequest(
             group.prompt,
@@ -306,7 +306,7 @@ class GroupRun:
         rollouts, num_right = graded.group.rollouts, _num_right(graded)
         if kept and num_right in (0, len(graded.scored)):
             self._warn_of_partial_credit(group.prompt)
-        self._sources.of(group).strategy.ended(
+        self._sources[group.prompt.source].strategy.ended(
             group.attempt,
             num_right=num_right,
             num_scored=len(graded.scored),

@@ -260,6 +260,6 @@ async def test_a_wait_names_the_source_that_lacks_groups(tmp_path: Path) -> None
     async with running_app(run, client, open_prompt_sets(run)) as app:
         await publish(app, client, 0)
         await settled(lambda: app.sources["fast"].groups.num_kept > 8)
-        (wait, _), *_ = app.loop.awaited()
+        wait, *_ = app.loop.awaited().values()
         gate.set()
     assert "(6 of 8 groups kept: slow 0 of 2)" in wait.phase
