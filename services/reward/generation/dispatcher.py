@@ -19,7 +19,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from services.reward.generation.request import (
@@ -31,9 +31,6 @@ from services.reward.generation.request import (
     OverlongPromptError,
     Purpose,
     SampleCallback,
-    SampleGenerator,
-    decisive_error,
-    for_prompt,
 )
 from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
 from sluice.algorithm.episode_rules import AGENT_NAME, SINGLE_TURN, environment_of
@@ -60,7 +57,7 @@ from sluice.errors import (
 )
 from sluice.safe_text import printable
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
-from sluice.types import Failed, FailureKind, Rollout, RolloutGroup, SamplingParams
+from sluice.types import Failed, FailureKind, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -480,68 +477,6 @@ class GroupDispatcher:
             collected.was_moved = True
             return None
         return f"{name}: stalled: {state}"
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratedGroup:
-    """A prompt's samples and, where a baseline is needed, its greedy response: the baseline of
-    ReMax (arXiv 2310.10505)."""
-
-    samples: RolloutGroup
-    greedy: RolloutGroup | None = None
-
-
-async def generate_group(
-    dispatcher: SampleGenerator,
-    request: GroupRequest,
-    greedy: SamplingParams | None,
-    on_sample: SampleCallback | None = None,
-) -> GeneratedGroup:
-    """Generate a prompt's samples and, with `greedy`, one more response with those parameters.
-
-    Args:
-        dispatcher: generates them.
-        request: the samples; the greedy response keeps to the same versions.
-        greedy: parameters of the greedy response; ``None``: there is none.
-        on_sample: called with each sample that has finished, but not with the greedy response.
-
-    Raises:
-        GroupFailedError: samples or response cannot be generated; the detail of the response's
-            failure begins with its `FailureKind`.
-        SluiceError: another error; if both requests failed, the one that `decisive_error` chooses.
-    """
-    if greedy is None:
-        return GeneratedGroup(await dispatcher.generate(request, on_sample))
-    beside = replace(
-        request,
-        sample_indexes=(0,),
-        sampling=for_prompt(greedy, request.prompt, label="greedy"),
-        allows_missing=False,
-        is_baseline=True,
-    )
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            name = f"prompt {request.prompt.prompt_id}"
-            samples = tasks.create_task(
-                dispatcher.generate(request, on_sample), name=f"{name}, samples"
-            )
-            response = tasks.create_task(_response(dispatcher, beside), name=f"{name}, greedy")
-    except ExceptionGroup as group:
-        raise decisive_error(group) from group
-    return GeneratedGroup(samples.result(), response.result())
-
-
-async def _response(dispatcher: SampleGenerator, request: GroupRequest) -> RolloutGroup:
-    try:
-        return await dispatcher.generate(request)
-    except GroupFailedError as error:
-        if type(error) is not GroupFailedError:
-            raise  # the prompt itself is refused, and the type of the error names the reason
-        kind = error.kind or FailureKind.ENGINE_ERROR
-        raise GroupFailedError(
-            f"{kind}: no greedy response, the baseline of its samples: {error}",
-            error.kind,
-        ) from error
 
 
 def _now() -> float:

@@ -23,8 +23,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from services.reward.generation.dispatcher import GeneratedGroup, generate_group
 from services.reward.generation.request import (
     GroupFailedError,
     GroupRequest,
@@ -53,6 +53,7 @@ from sluice.errors import SluiceError
 from sluice.telemetry.tracing import TRACER, Key, SpanName
 from sluice.types import (
     Failed,
+    FailureKind,
     GradedGroup,
     Outcome,
     Prompt,
@@ -199,10 +200,10 @@ class GroupRun:
         async with asyncio.TaskGroup() as tasks:
             grading = f"prompt {group.prompt.prompt_id}, grades of probes"
             tasks.create_task(watch.run(), name=grading)
-            sampled = await self._generated(group, indexes, on_sample=watch.finished)
+            samples, _ = await self._generated(group, indexes, on_sample=watch.finished)
             watch.over()
         # `watch` has graded every sample that finished; the others were aborted.
-        return await self._graded(group, sampled, known=watch.outcomes)
+        return await self._graded(group, samples, known=watch.outcomes)
 
     def _after_probes(self, group: Group, probes: GradedGroup) -> FilterDecision | None:
         """Return how a group ends after its first samples; ``None``: the others are generated.
@@ -239,8 +240,8 @@ class GroupRun:
         regeneration: int = 0,
     ) -> GradedGroup:
         """Return samples of a group and its greedy response, if there is one, graded."""
-        generated = await self._generated(group, indexes, greedy, regeneration)
-        return await self._graded(group, generated)
+        samples, response = await self._generated(group, indexes, greedy, regeneration)
+        return await self._graded(group, samples, response)
 
     async def _regenerated(self, group: Group, graded: GradedGroup, new: range) -> GradedGroup:
         """Return the group with new samples for those that the policy generates again.
@@ -275,30 +276,38 @@ class GroupRun:
         greedy: SamplingParams | None = None,
         regeneration: int = 0,
         on_sample: SampleCallback | None = None,
-    ) -> GeneratedGroup:
-        version, settings = self._groups.policy_version or 0, self._sources[group.prompt.source].settings
+    ) -> tuple[RolloutGroup, RolloutGroup | None]:
+        """Return samples of a group and its greedy response, if there is one."""
+        source, version = self._sources[group.prompt.source], self._groups.policy_version or 0
         label = f"train, regeneration {regeneration}" if regeneration else "train"
         request = GroupRequest(
             group.prompt,
             tuple(indexes),
-            for_prompt(settings.sampling, group.prompt, label=label),
+            for_prompt(source.settings.sampling, group.prompt, label=label),
             Purpose.TRAINING,
-            lowest_version=version - settings.rules.max_staleness,
+            lowest_version=version - source.strategy.rules.max_staleness,
             progress=group.progress,
-            allows_missing=not settings.needs.whole_groups,
+            allows_missing=not source.settings.needs.whole_groups,
         )
         group.num_ungraded += request.num_samples + (greedy is not None)
+        response: RolloutGroup | None = None
         with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
-            sampled = await generate_group(self._generator, request, greedy, on_sample)
-        greedy_tokens = sampled.greedy.num_response_tokens if sampled.greedy else 0
-        self._groups.generated(group, greedy_tokens)
-        return sampled
+            if greedy is None:
+                samples = await self._generator.generate(request, on_sample)
+            else:
+                samples, response = await with_greedy(self._generator, request, greedy)
+        self._groups.generated(group, response.num_response_tokens if response else 0)
+        return samples, response
 
     async def _graded(
-        self, group: Group, sampled: GeneratedGroup, known: Mapping[int, Outcome] | None = None
+        self,
+        group: Group,
+        samples: RolloutGroup,
+        response: RolloutGroup | None = None,
+        known: Mapping[int, Outcome] | None = None,
     ) -> GradedGroup:
         known = {**(known or {}), **group.progress.engine_errors}
-        graded = await self._grader.grade(sampled.samples, sampled.greedy, known)
+        graded = await self._grader.grade(samples, response, known)
         self._groups.graded(group, graded)
         return graded
 
@@ -330,6 +339,53 @@ class GroupRun:
             name,
             self._metric,
         )
+
+
+async def with_greedy(
+    generator: SampleGenerator, request: GroupRequest, greedy: SamplingParams
+) -> tuple[RolloutGroup, RolloutGroup]:
+    """Generate a prompt's samples and its greedy response, the baseline of ReMax.
+
+    See arXiv 2310.10505.
+
+    Args:
+        generator: generates them.
+        request: the samples; the greedy response keeps to the same versions.
+        greedy: parameters of the greedy response.
+
+    Raises:
+        GroupFailedError: samples or response cannot be generated; the detail of the response's
+            failure begins with its `FailureKind`.
+        SluiceError: another error; if both requests failed, the one that `decisive_error` chooses.
+    """
+    beside = replace(
+        request,
+        sample_indexes=(0,),
+        sampling=for_prompt(greedy, request.prompt, label="greedy"),
+        allows_missing=False,
+        is_baseline=True,
+    )
+    name = f"prompt {request.prompt.prompt_id}"
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            samples = tasks.create_task(generator.generate(request), name=f"{name}, samples")
+            response = tasks.create_task(_response(generator, beside), name=f"{name}, greedy")
+    except ExceptionGroup as group:
+        raise decisive_error(group) from group
+    return samples.result(), response.result()
+
+
+async def _response(generator: SampleGenerator, request: GroupRequest) -> RolloutGroup:
+    try:
+        return await generator.generate(request)
+    except GroupFailedError as error:
+        if type(error) is not GroupFailedError:
+            raise  # the prompt itself is refused, and the type of the error names the reason
+        kind = error.kind or FailureKind.ENGINE_ERROR
+        raise GroupFailedError(
+            f"{kind}: no greedy response, the baseline of its samples: {error}",
+            error.kind,
+        ) from error
 
 
 def joined(first: GradedGroup, rest: GradedGroup) -> GradedGroup:
