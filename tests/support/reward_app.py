@@ -111,7 +111,7 @@ async def running_app(
 
 def submit(app: RewardApp, contents: Sequence[str], first: int = 0) -> SubmissionSession:
     """Submit prompts ``p<first>``, ... whose reference answer is 1."""
-    session = SubmissionSession()
+    session = SubmissionSession(app.ledger)
     for number, content in enumerate(contents, first):
         app.submissions.submit(client_prompt(content, f"p{number}"), session)
     return session

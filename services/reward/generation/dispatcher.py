@@ -411,28 +411,25 @@ class GroupDispatcher:
         collected: CollectedSamples,
         event: GenerateEvent,
     ) -> None:
-        now, request = _now(), collected.request
+        now, request, member = _now(), collected.request, reservation.member
         if event.started is not None:
-            if reservation.member.on_probation:
-                self._queue.answered(reservation.member)
-            prompt_token_ids, version = event.started
-            collected.accepted(prompt_token_ids, reservation.member.announced.info.name, now)
+            if member.on_probation:
+                self._queue.answered(member)
             watch.pace.accepted(now)
-            collected.note_version(or_version=version)
-        num_before = request.progress.num_received
+        num_received, num_ended = request.progress.num_received, len(collected.rollouts)
         try:
-            arrival = collected.take(event, reservation.member.announced.info.name)
+            new_tokens = collected.take(event, now)
         finally:  # unused tokens were received, too
-            self.num_received[request.purpose] += request.progress.num_received - num_before
-        if arrival.num_finished:
+            self.num_received[request.purpose] += request.progress.num_received - num_received
+        if num_finished := len(collected.rollouts) - num_ended:
             # Samples of one request share the cache of their prompt.
             prompt = collected.prompt_token_ids
             own = 0 if prompt is None else -(-prompt.size // request.num_samples)
             for rollout in event.rollouts:
                 self._queue.fleet.context_ended(own + rollout.num_tokens)
-            self._queue.sequences_ended(reservation, arrival.num_finished)
+            self._queue.sequences_ended(reservation, num_finished)
         if event.deltas or event.rollouts:
-            watch.pace.arrived(arrival.new_tokens, arrival.ended, now)
+            watch.pace.arrived(new_tokens, [one.sample_index for one in event.rollouts], now)
         elif event.engine_tokens is not None:
             watch.pace.engine_progressed(event.engine_tokens, now)
         watch.reschedule()

@@ -154,7 +154,7 @@ async def attempts(
             for number in range(first, first + count):
                 name = f"p{number}"
                 sent = client_prompt("answer=1 right=2 poison", name)
-                app.submissions.submit(sent, SubmissionSession())
+                app.submissions.submit(sent, SubmissionSession(app.ledger))
                 await settled(partial(_has_ended, app, name))
                 ended = app.ledger.ended(name)
                 assert ended is not None
