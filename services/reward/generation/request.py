@@ -247,11 +247,6 @@ class GroupRequest:
     turn: TurnRequest | None = None
     is_baseline: bool = False
 
-    def __post_init__(self) -> None:
-        indexes = self.sample_indexes
-        if not indexes or len(set(indexes)) != len(indexes) or min(indexes) < 0:
-            raise ValueError(f"sample_indexes: {indexes} are not one or more different indexes")
-
     @property
     def num_samples(self) -> int:
         """How many samples are requested."""
