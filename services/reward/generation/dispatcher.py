@@ -248,8 +248,7 @@ class GroupDispatcher:
         """
         self._queue.announce(replicas)
         for watch in self._streams:
-            if watch.must_move is not None:
-                watch.reschedule()
+            watch.reschedule()
         self._rates.retain({replica.info.name for replica in replicas})
         await self._client.announced([replica.info for replica in replicas])
 

@@ -299,9 +299,10 @@ class TrainBatches:
         train_groups = tuple(_train_group(group.graded) for group in chosen if group.graded)
         # The trainer saves this progress with the weights that the batch makes, so the batch's own
         # rows count as ended although they are only leased.
-        prompts = [group.prompt for group in chosen]
         progress = self._ledger.progress(
-            (one.source, one.position) for one in prompts if one.position is not None
+            (group.prompt.source, group.prompt.position)
+            for group in chosen
+            if group.prompt.position is not None
         )
         self._groups.lease(batch_id, version, chosen)
         gauges = self._gauges()
@@ -337,18 +338,18 @@ class TrainBatches:
 
 def _train_group(graded: GradedGroup) -> TrainGroup:
     """Return the scored samples of a graded group, as the optimizer sees them."""
-    pairs = [
-        (rollout, outcome)
-        for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True)
-        if isinstance(outcome, Scored)
-    ]
+    group, outcomes = graded.group, graded.outcomes
     return TrainGroup(
-        prompt_id=graded.group.prompt.prompt_id,
-        prompt_token_ids=graded.group.prompt_token_ids,
-        rollouts=tuple(rollout for rollout, _ in pairs),
-        scores=tuple(scored for _, scored in pairs),
-        data_source=graded.group.prompt.data_source,
+        prompt_id=group.prompt.prompt_id,
+        prompt_token_ids=group.prompt_token_ids,
+        rollouts=tuple(
+            rollout
+            for rollout, outcome in zip(group.rollouts, outcomes, strict=True)
+            if isinstance(outcome, Scored)
+        ),
+        scores=graded.scored,
+        data_source=group.prompt.data_source,
         baseline_reward=graded.baseline_reward,
-        images=graded.group.prompt.images,
-        source=graded.group.prompt.source,
+        images=group.prompt.images,
+        source=group.prompt.source,
     )

@@ -118,7 +118,8 @@ class GroupLoop:
         self._traces = traces
         self._changes = changes
         self._capacity = capacity
-        self._awaited_since: dict[str, float] = {}  # by the kind of wait
+        # By the kind of wait, since when: as those who ask see it, and the watchdog asks every second.
+        self._awaited_since: dict[str, float] = {}
         self._announce_lock = asyncio.Lock()
         self._trainer: str | None = None
         self._was_exhausted = False
@@ -139,7 +140,6 @@ class GroupLoop:
                     self._was_exhausted = self._sources.is_exhausted
                 except SluiceError as error:
                     self.batches.fail(error)
-                self.awaited()  # notes since when
                 await change.wait()
 
     def submit(self, prompt: Prompt) -> None:

@@ -257,8 +257,11 @@ class GroupRun:
         while True:
             done += 1
             again = policy.to_repeat(graded.outcomes, done, OutcomeAction.GENERATE_AGAIN)
-            replaced = [graded.group.rollouts[index] for index in again]
-            replaced = [rollout for rollout in replaced if rollout.sample_index in new]
+            replaced = [
+                rollout
+                for index in again
+                if (rollout := graded.group.rollouts[index]).sample_index in new
+            ]
             if not replaced:
                 return graded
             self._groups.continued(
