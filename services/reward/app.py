@@ -65,6 +65,8 @@ from sluice.config.derived import (
 )
 from sluice.config.run import RunConfig
 from sluice.config.sources import (
+    SOURCES_KEY,
+    TRAIN_KEY,
     follows_yield,
     source_configs,
     source_groups,
@@ -150,27 +152,17 @@ def _uses_memory(config: RunConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
-    """Checked data sets; ``None``: not configured. `images` are limits; ``None``: none are read.
-    `sources` are the training sets of several sources, by name.
+    """Checked data sets.
+
+    Args:
+        training: by source; ``None``: it has no files. A run without several has one without a name.
+        validation: ``None``: there is none.
+        images: limits of images; ``None``: none are read.
     """
 
-    training: PromptFiles | None
-    validation: PromptFiles | None
+    training: Mapping[str, PromptFiles | None] = field(default_factory=dict)
+    validation: PromptFiles | None = None
     images: ImageLimits | None = None
-    sources: Mapping[str, PromptFiles | None] = field(default_factory=dict)
-
-    def stream(self, name: str, config: RunConfig) -> Callable[[DataProgress], PromptStream] | None:
-        """Return what opens the rows of a source at a progress; ``None``: it has no files.
-
-        Args:
-            name: of the source; empty in a run without several.
-            config: the source's.
-        """
-        files = self.sources[name] if name else self.training
-        if files is None:
-            return None
-        epochs = _ENDLESS if name else config.trainer.total_epochs
-        return partial(training_stream, files, config.data, total_epochs=epochs, images=self.images)
 
 
 class RewardApp:
@@ -388,16 +380,11 @@ class RewardApp:
 def open_prompt_sets(config: RunConfig) -> PromptSets:
     """Check the data sets' columns; `DataError` names file, column and remedy."""
     images = prompt_images(config)
-    return PromptSets(
-        training_files(config.data, images),
-        validation_files(config.data, images),
-        images,
-        {
-            name: training_files(one.data, images, f"sluice.sources.{name}.files")
-            for name, one in source_configs(config).items()
-            if name
-        },
-    )
+    training = {
+        name: training_files(one.data, images, f"{SOURCES_KEY}.{name}.files" if name else TRAIN_KEY)
+        for name, one in source_configs(config).items()
+    }
+    return PromptSets(training, validation_files(config.data, images), images)
 
 
 def _training_source(
@@ -419,7 +406,13 @@ def _training_source(
         memory: of earlier attempts.
     """
     of_source, given = groups.of_source[name], run.sluice.sources.get(name)
-    open_stream = sets.stream(name, config)
+    files = sets.training.get(name)
+    open_stream: Callable[[DataProgress], PromptStream] | None = None
+    if files is not None:
+        epochs = _ENDLESS if name else config.trainer.total_epochs
+        open_stream = partial(
+            training_stream, files, config.data, total_epochs=epochs, images=sets.images
+        )
     num_rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
     strategy = _strategy(config, of_source.ages.batch_size, memory)
     prompts = PromptSource(

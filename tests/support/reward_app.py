@@ -102,7 +102,7 @@ async def running_app(
     drivers: EpisodeDrivers | None = None,
 ) -> AsyncIterator[RewardApp]:
     """The app, by default without a data set and without files, its group loop running."""
-    app = RewardApp(config, sets or PromptSets(None, None), InlineScorer(), client, files, drivers)
+    app = RewardApp(config, sets or PromptSets(), InlineScorer(), client, files, drivers)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(app.loop.run())
         yield app
