@@ -213,11 +213,6 @@ class Group:
         return self.prompt.prompt_id
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether its samples are being generated or graded."""
-        return self.state in IN_FLIGHT
-
-    @property
     def outcome(self) -> PromptOutcome:
         """How its prompt ended, for a client."""
         ending, graded = self.ending, self.graded
@@ -431,7 +426,7 @@ class GroupTable(GroupCounts):
 
         From here on its sequences run, or wait in the queue, which counts them itself.
         """
-        if not group.is_in_flight:
+        if group.state not in IN_FLIGHT:
             return
         self.num_unrequested -= group.num_unrequested
         group.num_unrequested = 0
@@ -551,11 +546,6 @@ class GroupTable(GroupCounts):
             before = self._move(group, EventKind.FORGOTTEN, GroupState.ENDED)
             del self._groups[group.prompt_id]
             self._publish(GroupEvent(EventKind.FORGOTTEN, group, before))
-
-    def forget_preemptions(self) -> None:
-        """Reset all counts of preemptions; they were counted for an earlier trainer's batches."""
-        for group in self:
-            group.num_preemptions = 0
 
     def _check_source(self, prompt: Prompt) -> None:
         if prompt.source not in self.of_source:

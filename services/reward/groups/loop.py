@@ -36,6 +36,7 @@ from functools import partial
 from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import prompt_key
 from services.reward.group_table import (
+    IN_FLIGHT,
     CancelReason,
     EndCause,
     Group,
@@ -422,7 +423,7 @@ class GroupLoop:
         if self._trainer is None:
             return
         logger.warning("pending groups start again: %s", why)
-        running = [group for group in self._groups if group.is_in_flight]
+        running = self._groups.in_state(*IN_FLIGHT)
         tasks = [group.task for group in running if group.task is not None]
         for group in running:
             group.cancel(why)
