@@ -355,12 +355,6 @@ def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams
     )
 
 
-def greedy_sampling(training: SamplingParams) -> SamplingParams:
-    """Return parameters that choose the most probable token at every position, with the limits of
-    the training samples."""
-    return replace(training, temperature=0.0, top_p=1.0, top_k=-1)
-
-
 def validation_sampling(
     rollout: RolloutConfig, max_tokens: int, temperature: float | None
 ) -> SamplingParams:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from services.reward.generation.request import greedy_sampling, training_sampling
+from services.reward.generation.request import training_sampling
 from services.reward.records.episode_counts import EnvironmentNames
 from sluice.algorithm.episode_rules import TOOL_AGENT, EpisodeRules
 from sluice.algorithm.groups.filter import (
@@ -50,13 +50,14 @@ def group_settings(config: RunConfig, epoch_rows: int) -> GroupSettings:
     """Return the settings of the groups of a source, whose configuration this is."""
     rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     sampling = training_sampling(rollout, config.data.max_response_length)
+    greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)  # the likeliest token always
     rules = sampling_rules(config)
     return GroupSettings(
         samples_per_group=rollout.n,
         first_samples=rules.probe_samples if rules.strategy.uses_probes else rollout.n,
         sampling=sampling,
         filter_metric=group_filter.metric if group_filter.enable else None,
-        greedy=greedy_sampling(sampling) if needs_greedy_baseline(config) else None,
+        greedy=greedy if needs_greedy_baseline(config) else None,
         needs=GroupNeeds(
             needs_whole_groups(config),
             config.sluice.reward.outcomes.min_share,
