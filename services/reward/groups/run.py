@@ -200,8 +200,8 @@ class GroupRun:
         async with asyncio.TaskGroup() as tasks:
             grading = f"prompt {group.prompt.prompt_id}, grades of probes"
             tasks.create_task(watch.run(), name=grading)
-            samples, _ = await self._generated(group, indexes, on_sample=watch.finished)
-            watch.over()
+            samples, _ = await self._generated(group, indexes, on_sample=watch.arrived.put_nowait)
+            watch.arrived.put_nowait(None)
         # `watch` has graded every sample that finished; the others were aborted.
         return await self._graded(group, samples, known=watch.outcomes)
 
@@ -418,34 +418,26 @@ class ProbeWatch:
     samples. Grading ends when all samples are graded. It is never cancelled while a scorer works
     for it, which would cost the scorer's process.
 
-    Args:
-        grader: grades them.
-        prompt: what they answer.
-        metric: the group filter's.
+    Attributes:
+        arrived: samples that have finished, then ``None``.
+        outcomes: by the samples' indexes.
+        differs: two of them differ.
     """
 
     def __init__(self, grader: Grader, prompt: Prompt, metric: str | None) -> None:
         self._grader, self._prompt, self._metric = grader, prompt, metric
-        # Bounded by the request: a sample finishes once. ``None``: no more will come.
-        self._arrived: asyncio.Queue[Rollout | None] = asyncio.Queue()
+        # Bounded by the request: a sample finishes once.
+        self.arrived: asyncio.Queue[Rollout | None] = asyncio.Queue()
         self.outcomes: dict[int, Outcome] = {}
         self.differs = asyncio.Event()
 
-    def finished(self, rollout: Rollout) -> None:
-        """Take a sample that has finished."""
-        self._arrived.put_nowait(rollout)
-
-    def over(self) -> None:
-        """Note that no more samples come."""
-        self._arrived.put_nowait(None)
-
     async def run(self) -> None:
-        """Grade what comes until `over`; set `differs` as soon as two samples differ."""
+        """Grade what arrives until ``None``; set `differs` as soon as two samples differ."""
         is_over = False
         while not is_over:
-            arrived = [await self._arrived.get()]
-            while not self._arrived.empty():
-                arrived.append(self._arrived.get_nowait())
+            arrived = [await self.arrived.get()]
+            while not self.arrived.empty():
+                arrived.append(self.arrived.get_nowait())
             is_over = None in arrived
             rollouts = [rollout for rollout in arrived if rollout is not None]
             if rollouts:
