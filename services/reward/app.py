@@ -393,16 +393,7 @@ def _training_source(
     groups: GroupTable,
     memory: PromptMemoryStore | None,
 ) -> TrainingSource:
-    """Build one source.
-
-    Args:
-        name: empty in a run without several.
-        run: the run's configuration.
-        config: the source's.
-        sets: rows.
-        groups: all groups.
-        memory: of earlier attempts.
-    """
+    """Build a source; `config` is the run's with what the source has of its own."""
     of_source, given = groups.of_source[name], run.sluice.sources.get(name)
     files = sets.training.get(name)
     open_stream: Callable[[DataProgress], PromptStream] | None = None

@@ -50,14 +50,6 @@ WAIT_GROUPS = "timing_s/wait_groups"
 class TrainBatches:
     """The trainer's side of the loop.
 
-    Args:
-        groups: all groups.
-        ledger: holds the open lease.
-        sources: know whether more prompts can come, take those that wait again, decide whether
-            kept groups may be taken, and know whether the yield is hopeless.
-        statistics: of a batch.
-        changes: notified at every change that may complete a batch.
-
     The ledger alone knows which batch is leased; this class holds its content, if this process
     formed it, until it is acknowledged or voided.
 

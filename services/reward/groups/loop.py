@@ -76,19 +76,8 @@ class GroupLoop:
     next one is treated like an unknown one. A prompt in quarantine ends at once, whether a client
     or the data set brought it.
 
-    Args:
-        groups: all groups.
-        sources: which groups start, and how many.
-        batches: the trainer's side.
-        ledger: the durable part.
-        memory: of earlier attempts; ``None`` for strategies without one.
-        quarantine: prompts that do not start.
-        queue: the fleet and its capacity.
-        dispatcher: gets every announced fleet, and has the bounds of groups.
-        runs: runs each group.
-        traces: the spans of prompts.
-        changes: notified when a group moved on.
-        capacity: notified by each of `changes`, and when there may be capacity for another group.
+    `changes` is notified when a group moved on; `capacity` by each of these, and when there may be
+    capacity for another group. `memory` is ``None`` for strategies without one.
     """
 
     def __init__(

@@ -68,18 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupRun:
-    """Runs groups, each in the task of its caller.
-
-    Args:
-        sources: settings of groups, and strategies that decide about the rest of a group and learn
-            from its end.
-        groups: all groups.
-        generator: generates samples.
-        grader: grades them.
-        quarantine: counts strikes.
-        batches: cancels groups that have no slot any more, and fails with errors that every group
-            would meet.
-    """
+    """Runs groups, each in the task of its caller."""
 
     def __init__(
         self,
