@@ -71,10 +71,11 @@ class CollectedSamples:
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
         """Return the oldest version among its tokens and `or_version`; ``None``: there is none."""
-        sampled_by = [rollout.oldest_version for rollout in self.rollouts.values()]
-        growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
-        versions = (*sampled_by, *growing_by, or_version)
-        return min((v for v in versions if v is not None), default=None)
+        samples: list[Rollout | GrowingSample] = [*self.rollouts.values(), *self._growing.values()]
+        versions = [span.version for sample in samples for span in sample.version_spans]
+        if or_version is not None:
+            versions.append(or_version)
+        return min(versions, default=None)
 
     @property
     def is_first_turn(self) -> bool:

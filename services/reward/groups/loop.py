@@ -125,9 +125,10 @@ class GroupLoop:
                 try:
                     if self.batches.error is None:
                         await self._admit(tasks)
-                    if self._sources.is_exhausted and not self._was_exhausted:
+                    is_exhausted = self._sources.is_exhausted
+                    if is_exhausted and not self._was_exhausted:
                         self._changes.notify()  # no batch may come any more
-                    self._was_exhausted = self._sources.is_exhausted
+                    self._was_exhausted = is_exhausted
                 except SluiceError as error:
                     self.batches.fail(error)
                 await change.wait()

@@ -108,18 +108,17 @@ class PromptSource:
                 await self._read_ahead(stream)
             if not self._issued:
                 break
-            self._line_up(self._accept(self._issued.popleft()), version)
+            prompt, expected = self._accept(self._issued.popleft()), 0.0
+            if self._num_in_line > 1:
+                expected = self._forecast.tokens(prompt_key(prompt))
+            self._order.add(prompt.sequence, expected, version)
+            self._in_line[prompt.sequence] = prompt
         if self._waiting:
             return heappop(self._waiting)[1]
         if not self._in_line:
             return None
         sequence = self._order.take(version, self._forecast.tokens_in_time(now_s))
         return self._in_line.pop(sequence)
-
-    def _line_up(self, prompt: Prompt, version: int) -> None:
-        expected = self._forecast.tokens(prompt_key(prompt)) if self._num_in_line > 1 else 0.0
-        self._order.add(prompt.sequence, expected, version)
-        self._in_line[prompt.sequence] = prompt
 
     async def _read_ahead(self, stream: PromptStream) -> None:
         issued_rows = await asyncio.to_thread(stream.take, ROWS_PER_READ)
