@@ -19,7 +19,7 @@ from services.reward.generation.request import (
 )
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import RULES, check_routes, scorer_for
-from services.reward.group_table import GroupTable
+from services.reward.group_table import GroupState, GroupTable
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.loop import GroupLoop
 from services.reward.groups.run import GroupRun
@@ -52,7 +52,6 @@ from services.reward.records.group_log import GroupLog, sample_dumps, waiting_by
 from services.reward.records.statistics import GroupStatistics, prompts_lost
 from services.reward.records.stored_prompts import PromptStore, open_store
 from services.reward.records.traces import PromptTraces, trace_key
-from services.reward.group_table import GroupState
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.admission import KNOWN_LENGTHS
 from sluice.algorithm.sampling.rules import StrategyName

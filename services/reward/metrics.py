@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.reward.app import RewardApp
-from services.reward.group_table import PENDING_STATES
+from services.reward.group_table import PENDING_STATES, GroupState
 from services.reward.records.statistics import SAMPLE_OUTCOMES
-from services.reward.group_table import GroupState
 from sluice.algorithm.routing import FleetUse, ReplicaUse, replicas_needed, slots_needed
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.deadlines import generate_timeout_s

@@ -12,11 +12,10 @@ from services.reward.app import RewardApp
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
-from services.reward.group_table import PromptOutcome
+from services.reward.group_table import GroupState, PromptOutcome
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, SubmissionSession
-from services.reward.group_table import GroupState
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc

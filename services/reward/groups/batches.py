@@ -27,11 +27,10 @@ from collections.abc import Callable, Collection
 from functools import partial
 from uuid import uuid4
 
-from services.reward.group_table import CancelReason, Group, GroupEnding, GroupTable
+from services.reward.group_table import CancelReason, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.sources import TrainingSource, TrainingSources
 from services.reward.ledger.ledger import PromptLedger, not_leased
 from services.reward.records.statistics import GroupStatistics
-from services.reward.group_table import GroupState
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges
 from sluice.algorithm.sampling.admission import kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.reward.group_table import SourceGroups
 from services.reward.groups.settings import GroupSettings
 from services.reward.prompts.source import PromptSource
 from services.reward.records.failures import YieldGuard
-from services.reward.group_table import SourceGroups
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.algorithm.sources import groups_by_share, shares_by_yield, source_metric
 

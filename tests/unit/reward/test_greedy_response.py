@@ -12,7 +12,6 @@ import pytest
 
 from services.reward.app import RewardApp
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.groups.run import with_greedy
 from services.reward.generation.request import (
     GroupFailedError,
     GroupProgress,
@@ -21,6 +20,7 @@ from services.reward.generation.request import (
     SampleCallback,
 )
 from services.reward.group_table import GroupState
+from services.reward.groups.run import with_greedy
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, EngineError
 from sluice.types import ChatMessage, Prompt, PromptOrigin, Rollout, RolloutGroup, SamplingParams

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from services.reward.__main__ import until_stopped
-from services.reward.groups.run import with_greedy
 from services.reward.generation.request import GroupProgress, Purpose
+from services.reward.groups.run import with_greedy
 from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.ledger import PromptLedger
 from sluice.client.leases import LeasedSample
