@@ -114,8 +114,7 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
     Raises:
         DataError: ledger or memory of prompts are damaged, in use or of another program.
     """
-    folder = Path(config.sluice.run_dir)
-    uses_memory = StrategyName(config.sluice.sampling.strategy).uses_memory
+    folder, uses_memory = Path(config.sluice.run_dir), _uses_memory(config)
     store = PromptMemoryStore(folder / MEMORY_FILE) if uses_memory else nullcontext()
     is_durable = config.sluice.reward.ledger == "sqlite"
     with PromptLedger(folder / LEDGER_FILE if is_durable else None) as ledger, store as memory:
@@ -144,6 +143,10 @@ def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
             name: one.actor_rollout_ref.rollout.n for name, one in source_configs(config).items()
         },
     )
+
+
+def _uses_memory(config: RunConfig) -> bool:
+    return StrategyName(config.sluice.sampling.strategy).uses_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +318,6 @@ class RewardApp:
             if validation is None
             else partial(validation_stream, validation, config.data, images=sets.images),
             self.generator,
-            self.queue,
             self.grader,
             self.dumps,
             lambda: self.groups.policy_version,

@@ -77,6 +77,10 @@ class EpisodeGenerator:
         self._are_leased = are_leased
         self.notes = EpisodeNotes()
 
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica, busy or paused, serves validations of `version`."""
+        return self._dispatcher.may_validate(version)
+
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None
     ) -> RolloutGroup:

@@ -252,6 +252,10 @@ class GroupDispatcher:
         self._rates.retain({replica.info.name for replica in replicas})
         await self._client.announced([replica.info for replica in replicas])
 
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica, busy or paused, serves validations of `version`."""
+        return self._queue.may_validate(version)
+
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None
     ) -> RolloutGroup:

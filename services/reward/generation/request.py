@@ -320,6 +320,10 @@ SampleCallback = Callable[[Rollout], None]
 class SampleGenerator(Protocol):
     """Generates the samples of groups: the dispatcher, or with an environment its episodes."""
 
+    def may_validate(self, version: int) -> bool:
+        """Return whether a replica, busy or paused, serves validations of `version`."""
+        ...
+
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None
     ) -> RolloutGroup:

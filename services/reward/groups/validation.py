@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.reward.generation.dispatcher import ReplicaQueue
 from services.reward.generation.request import (
     GroupFailedError,
     GroupProgress,
@@ -176,7 +175,6 @@ class Validator:
     Args:
         open_stream: opens the validation set; ``None``: there is none.
         generator: generates groups, before any training group.
-        queue: knows which versions replicas are held at.
         grader: grades them as in training.
         on_tokens: called with the tokens generated for each group, whatever its outcome.
         failures: logs samples without a score.
@@ -189,7 +187,6 @@ class Validator:
         self,
         open_stream: Callable[[], ValidationRows] | None,
         generator: SampleGenerator,
-        queue: ReplicaQueue,
         grader: Grader,
         dumps: SampleDumps,
         announced_version: Callable[[], int | None],
@@ -198,8 +195,7 @@ class Validator:
         store: PromptStore | None = None,
     ) -> None:
         self._store = store
-        self._open_stream, self._generator, self._queue = open_stream, generator, queue
-        self._grader = grader
+        self._open_stream, self._generator, self._grader = open_stream, generator, grader
         self._dumps, self._announced_version = dumps, announced_version
         self._on_tokens = on_tokens
         self._failures = failures or FailureLog()
@@ -231,7 +227,7 @@ class Validator:
             await self._turn.acquire()
         try:
             announced = self._announced_version()
-            if announced != version and not self._queue.may_validate(version):
+            if announced != version and not self._generator.may_validate(version):
                 raise NotReadyError(
                     f"version {version} is to be validated, but "
                     f"{'none' if announced is None else announced} is announced; announce it first"

@@ -199,7 +199,6 @@ async def test_a_validation_plays_episodes_too() -> None:
         validation = Validator(
             lambda: Rows(2),
             app.generator,
-            app.queue,
             app.grader,
             SampleDumps(None, None),
             lambda: 0,

@@ -187,7 +187,6 @@ def _validator(world: World, announced: int) -> Validator:
     return Validator(
         lambda: Rows(6),
         world.dispatcher,
-        world.queue,
         Grader(InlineScorer(), None),
         SampleDumps(None, None),
         lambda: announced,

@@ -49,12 +49,10 @@ async def validated(
 ) -> tuple[FinishedValidation, list[str]]:
     """The result of a validation, and the prompts that it sampled."""
     client = client or ScriptedClient()
-    queue = ReplicaQueue(1.0, lambda: None)
-    dispatcher = GroupDispatcher(client, queue, max_attempts=1)
+    dispatcher = GroupDispatcher(client, ReplicaQueue(1.0, lambda: None), max_attempts=1)
     validator = Validator(
         lambda: Rows(PROMPTS),
         dispatcher,
-        queue,
         Grader(InlineScorer(), None),
         SampleDumps(None, None),
         lambda: 0,

@@ -60,12 +60,10 @@ class World:
         dumps: SampleDumps | None = None,
     ) -> None:
         self.reported_tokens: list[int] = []
-        queue = ReplicaQueue(1.0, lambda: None)
-        self.dispatcher = GroupDispatcher(client, queue, max_attempts=1)
+        self.dispatcher = GroupDispatcher(client, ReplicaQueue(1.0, lambda: None), max_attempts=1)
         self.validation = Validator(
             lambda: Rows(num_prompts),
             self.dispatcher,
-            queue,
             Grader(scorer or InlineScorer(), None),
             dumps or SampleDumps(None, None),
             lambda: 0,
