@@ -154,7 +154,7 @@ class PromptSets:
     """Checked data sets.
 
     Args:
-        training: by source; ``None``: it has no files. A run without several has one without a name.
+        training: by name of the source, empty in a run without several; ``None``: no files.
         validation: ``None``: there is none.
         images: limits of images; ``None``: none are read.
     """
@@ -212,8 +212,7 @@ class RewardApp:
         shaping = overlong_shaping(config.reward, config.data.max_response_length)
         self.grader = Grader(scorers, shaping, outcome_policy(config))
         self.traces = _traces(config, self.ledger)
-        capacity = ChangeSignal()
-        self._build_generation(config, client, capacity, drivers)
+        self._build_generation(config, client, drivers)
         self.counters = GroupStatistics(
             self.dispatcher.num_received,
             round_size=round_size(sampling_rules(config)),
@@ -223,7 +222,7 @@ class RewardApp:
             sources=list(config.sluice.sources),
         )
         self.failures = FailureLog()
-        self._build_loop(files.memory, capacity)
+        self._build_loop(files.memory)
         self._build_clients(config, sets, scorers, check_data_source)
         self._observe(files.log)
 
@@ -239,10 +238,9 @@ class RewardApp:
         self,
         config: RunConfig,
         client: GenerationClient,
-        capacity: ChangeSignal,
         drivers: EpisodeDrivers | None,
     ) -> None:
-        self.queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
+        self.queue = ReplicaQueue(config.sluice.reward.inflight_slack)
         self.dispatcher = GroupDispatcher(
             client,
             self.queue,
@@ -263,14 +261,12 @@ class RewardApp:
             )
             self.generator, self.tool_names = episodes, episodes.notes.tool_names
 
-    def _build_loop(self, memory: PromptMemoryStore | None, capacity: ChangeSignal) -> None:
-        changes = ChangeSignal(then=capacity)
+    def _build_loop(self, memory: PromptMemoryStore | None) -> None:
         batches = TrainBatches(
             groups=self.groups,
-            ledger=self.ledger,
             sources=self.sources,
             statistics=self.counters,
-            changes=changes,
+            changes=ChangeSignal(then=self.queue.capacity),
         )
         runs = GroupRun(
             sources=self.sources,
@@ -284,15 +280,11 @@ class RewardApp:
             groups=self.groups,
             sources=self.sources,
             batches=batches,
-            ledger=self.ledger,
             memory=memory,
             quarantine=self.quarantine,
-            queue=self.queue,
             dispatcher=self.dispatcher,
             runs=runs,
             traces=self.traces,
-            changes=changes,
-            capacity=capacity,
         )
 
     def _build_clients(

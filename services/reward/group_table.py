@@ -320,6 +320,7 @@ class GroupTable(GroupCounts):
         ages: for the staleness rules, by source.
 
     Attributes, written by this class alone, except `policy_version`:
+        ledger: see above.
         counts: groups of all sources, by state.
         of_source: the groups of each source.
         policy_version: the version announced; ``None`` before the first, and while a trainer takes
@@ -332,7 +333,7 @@ class GroupTable(GroupCounts):
 
     def __init__(self, ledger: PromptLedger, ages: Mapping[str, GroupAges]) -> None:
         super().__init__()
-        self._ledger = ledger
+        self.ledger = ledger
         self._observers: list[Observer] = []
         self.of_source = {name: SourceGroups(one) for name, one in ages.items()}
         self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
@@ -382,17 +383,13 @@ class GroupTable(GroupCounts):
         Raises:
             InvalidRequestError: its id was used before, or it cannot be encoded.
         """
-        self._ledger.accept(prompt)
+        self.ledger.accept(prompt)
         return self._add(prompt)
-
-    def next_sequence(self) -> int:
-        """Return the number of the next prompt in the order of issue."""
-        return self._ledger.next_sequence()
 
     def reissue(self, prompts: Iterable[Prompt]) -> None:
         """Accept clients' prompts again that were trained into weights that did not survive."""
         for prompt in prompts:
-            self._ledger.reissue((prompt,))
+            self.ledger.reissue((prompt,))
             self._add(prompt)
 
     def admit(
@@ -483,14 +480,14 @@ class GroupTable(GroupCounts):
         """Give kept groups to the trainer."""
         for group in groups:
             self._check(group, EventKind.LEASED, GroupState.LEASED)
-        self._ledger.lease(batch_id, version, [group.prompt_id for group in groups])
+        self.ledger.lease(batch_id, version, [group.prompt_id for group in groups])
         for group in groups:
             before = self._move(group, EventKind.LEASED, GroupState.LEASED)
             self._publish(GroupEvent(EventKind.LEASED, group, before))
 
     def leased(self) -> list[Group]:
         """Return the groups of the open lease, in the order of the batch."""
-        return [self._groups[prompt_id] for prompt_id in self._ledger.leased_ids()]
+        return [self._groups[prompt_id] for prompt_id in self.ledger.leased_ids()]
 
     def void_lease(self) -> list[Group]:
         """Void the open lease: its groups wait for another batch.
@@ -499,7 +496,7 @@ class GroupTable(GroupCounts):
         returned, for the caller to requeue or to end.
         """
         groups = self.leased()
-        self._ledger.void_lease()
+        self.ledger.void_lease()
         for group in groups:
             if group.graded is not None:
                 before = self._move(group, EventKind.RETURNED, GroupState.KEPT)
@@ -527,7 +524,7 @@ class GroupTable(GroupCounts):
         self._check(group, EventKind.ENDED, GroupState.ENDED)
         graded = graded or group.graded
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
-        self._ledger.end(
+        self.ledger.end(
             group.prompt_id, ending.end, step=ending.step, rewards=rewards, detail=ending.detail
         )
         before = self._move(group, EventKind.ENDED, GroupState.ENDED)
@@ -541,7 +538,7 @@ class GroupTable(GroupCounts):
         forgotten = [group for group in self.in_order() if group.prompt.position is not None]
         for group in forgotten:
             self._check(group, EventKind.FORGOTTEN, GroupState.ENDED)
-        self._ledger.forget_data()
+        self.ledger.forget_data()
         for group in forgotten:
             before = self._move(group, EventKind.FORGOTTEN, GroupState.ENDED)
             del self._groups[group.prompt_id]

@@ -17,7 +17,7 @@ import math
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -43,7 +43,7 @@ from sluice.algorithm.routing import (
     Reservation,
     RoutedReplica,
 )
-from sluice.concurrency.waits import waiting_for
+from sluice.concurrency.waits import ChangeSignal, waiting_for
 from sluice.errors import (
     EngineError,
     ExhaustedError,
@@ -78,15 +78,15 @@ class ReplicaQueue:
 
     Args:
         slack: most sequences in flight per slot.
-        on_capacity: called when there may be capacity for more.
 
     Attributes:
         fleet: the announced replicas, and what of their capacity is taken.
+        capacity: notified when there may be capacity for more.
     """
 
-    def __init__(self, slack: float, on_capacity: Callable[[], None]) -> None:
+    def __init__(self, slack: float) -> None:
         self.fleet = ReplicaRouter(slack)
-        self._on_capacity = on_capacity
+        self.capacity = ChangeSignal()
         self._waiters: list[_QueuedGroup] = []
 
     @property
@@ -179,7 +179,7 @@ class ReplicaQueue:
 
     def _capacity_changed(self) -> None:
         self._serve()
-        self._on_capacity()
+        self.capacity.notify()
 
     def _serve(self) -> None:
         """Reserve capacity in order.
@@ -215,13 +215,14 @@ class GroupDispatcher:
     """Groups on their way to replicas and back.
 
     Attributes:
+        queue: assigns capacity on replicas.
         rules: when streams and groups are given up; by default never.
         num_received: response tokens received since the start, by what they are for. The replicas
             count what they hand over: the two counts check each other.
 
     Args:
         client: how replicas are called.
-        queue: assigns capacity on replicas.
+        queue: see above.
         max_attempts: failures after which a group is given up.
         rules: see above.
     """
@@ -234,7 +235,7 @@ class GroupDispatcher:
         max_attempts: int,
         rules: StragglerRules | None = None,
     ) -> None:
-        self._client, self._queue, self._max_attempts = client, queue, max_attempts
+        self._client, self.queue, self._max_attempts = client, queue, max_attempts
         self.rules = rules or StragglerRules()
         self._rates = RateTable()
         self._broken = BrokenStreams()
@@ -246,7 +247,7 @@ class GroupDispatcher:
 
         Groups of a validation also leave a replica that is about to get another version.
         """
-        self._queue.announce(replicas)
+        self.queue.announce(replicas)
         for watch in self._streams:
             watch.reschedule()
         self._rates.retain({replica.info.name for replica in replicas})
@@ -254,7 +255,7 @@ class GroupDispatcher:
 
     def may_validate(self, version: int) -> bool:
         """Return whether a replica, busy or paused, serves validations of `version`."""
-        return self._queue.may_validate(version)
+        return self.queue.may_validate(version)
 
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None
@@ -304,7 +305,7 @@ class GroupDispatcher:
             queued_since = _now()
             try:
                 async with progress.bounded():
-                    reservation = await self._queue.reserve(request.requirement(len(missing)), rank)
+                    reservation = await self.queue.reserve(request.requirement(len(missing)), rank)
             except GroupOverError:
                 break
             finally:
@@ -312,7 +313,7 @@ class GroupDispatcher:
             try:
                 failure = await self._attempt(reservation, collected, partials)
             finally:
-                self._queue.give_back(reservation)
+                self.queue.give_back(reservation)
             if failure is not None:
                 failures.append(failure)
             if collected.missing and len(failures) >= self._max_attempts:
@@ -340,14 +341,14 @@ class GroupDispatcher:
             if not self._may_be_too_small(reservation, len(collected.missing)):
                 raise GroupFailedError(f"refused by {name}: {error}") from error
             logger.warning("replica %s has few slots, groups go elsewhere: %s", name, error)
-            self._queue.pause(member)
+            self.queue.pause(member)
         except ExhaustedError:
-            self._queue.pause(member)  # full: neither the group's fault nor the replica's
+            self.queue.pause(member)  # full: neither the group's fault nor the replica's
         except SluiceError as error:
             prompt_id = collected.request.prompt.prompt_id
             logger.info("prompt %s: %s (the group: %s)", prompt_id, error, collected.state())
             self._broken.note(name, len(collected.missing), str(error))
-            self._queue.pause(member)
+            self.queue.pause(member)
             if isinstance(error, EngineError | PeerDefectError):
                 collected.request.progress.engine_answered = True
             return str(error)
@@ -359,7 +360,7 @@ class GroupDispatcher:
         If the replica with most slots refuses, the prompt is at fault, or fits nowhere.
         """
         slots = reservation.member.announced.info.slots
-        most = max((replica.info.slots for replica in self._queue.fleet.announced), default=slots)
+        most = max((replica.info.slots for replica in self.queue.fleet.announced), default=slots)
         return slots < min(samples, most)
 
     async def _receive(
@@ -413,7 +414,7 @@ class GroupDispatcher:
         now, request, member = _now(), collected.request, reservation.member
         if event.started is not None:
             if member.on_probation:
-                self._queue.answered(member)
+                self.queue.answered(member)
             watch.pace.accepted(now)
         num_received, num_ended = request.progress.num_received, len(collected.rollouts)
         try:
@@ -425,8 +426,8 @@ class GroupDispatcher:
             prompt = collected.prompt_token_ids
             own = 0 if prompt is None else -(-prompt.size // request.num_samples)
             for rollout in event.rollouts:
-                self._queue.fleet.context_ended(own + rollout.num_tokens)
-            self._queue.sequences_ended(reservation, num_finished)
+                self.queue.fleet.context_ended(own + rollout.num_tokens)
+            self.queue.sequences_ended(reservation, num_finished)
         if event.deltas or event.rollouts:
             watch.pace.arrived(new_tokens, [one.sample_index for one in event.rollouts], now)
         elif event.engine_tokens is not None:
@@ -450,7 +451,7 @@ class GroupDispatcher:
         if collected.was_moved or not is_slow:
             return None
         wanted = collected.request.requirement(len(missing))
-        return StreamEnd.SLOW if self._queue.has_capacity_beside(watch.member, wanted) else None
+        return StreamEnd.SLOW if self.queue.has_capacity_beside(watch.member, wanted) else None
 
     def _ended(self, end: StreamEnd, watch: StreamWatch, collected: CollectedSamples) -> str | None:
         """Handle the end of a stream; return why it counts as a failure."""
@@ -468,7 +469,7 @@ class GroupDispatcher:
         )
         if end in (StreamEnd.REPLICA_REMOVED, StreamEnd.REPLICA_SWAPS):
             return None
-        self._queue.pause(watch.member)
+        self.queue.pause(watch.member)
         if end is StreamEnd.SLOW:
             collected.was_moved = True
             return None

@@ -29,7 +29,7 @@ from uuid import uuid4
 
 from services.reward.group_table import CancelReason, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.sources import TrainingSource, TrainingSources
-from services.reward.ledger.ledger import PromptLedger, not_leased
+from services.reward.ledger.ledger import not_leased
 from services.reward.records.statistics import GroupStatistics
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges
 from sluice.algorithm.sampling.admission import kept_upper_bound
@@ -53,6 +53,7 @@ class TrainBatches:
     formed it, until it is acknowledged or voided.
 
     Attributes:
+        changes: notified at every change that may complete a batch.
         num_asking: calls of the trainer that wait for a batch.
         error: why there are no more batches.
         reason: describes the cause of the wait; set by the loop.
@@ -62,16 +63,15 @@ class TrainBatches:
         self,
         *,
         groups: GroupTable,
-        ledger: PromptLedger,
         sources: TrainingSources,
         statistics: GroupStatistics,
         changes: ChangeSignal,
     ) -> None:
         self._groups = groups
-        self._ledger = ledger
+        self._ledger = groups.ledger
         self._sources = sources
         self._statistics = statistics
-        self._changes = changes
+        self.changes = changes
         # All sources have the same strategy; only its numbers differ.
         strategy = next(iter(sources.values())).strategy
         self._carries_over = not strategy.discards_surplus
@@ -115,7 +115,7 @@ class TrainBatches:
         try:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
                 while True:
-                    change = self._changes.next_change()
+                    change = self.changes.next_change()
                     if self.error is not None:
                         raise self.error
                     batch = self._leased_again(version) or self._formed(version)
@@ -147,7 +147,7 @@ class TrainBatches:
         Raises:
             NotFoundError: no such lease.
         """
-        self._changes.notify()
+        self.changes.notify()
         if not self._ledger.is_leased(batch_id):
             return ()
         detail = ""
@@ -169,7 +169,7 @@ class TrainBatches:
     def close(self, reason: SluiceError) -> None:
         """Form no more batches; every call for one raises the first reason."""
         self.error = self.error or reason
-        self._changes.notify()
+        self.changes.notify()
 
     def begin_again(self) -> None:
         """Form batches again, if the policy that is given up could fill none."""
@@ -239,7 +239,7 @@ class TrainBatches:
             for group in lost:
                 self._groups.requeue(group, CancelReason.TAKEN_OVER)
                 self._sources[group.prompt.source].prompts.put(group.prompt)
-            self._changes.notify()
+            self.changes.notify()
         return None
 
     def _formed(self, version: int) -> TrainBatch | None:
@@ -312,7 +312,7 @@ class TrainBatches:
         self._was_voided = False
         self._asked = (-1, 0.0)  # another call for this step is for another batch
         self._sources.share_out()
-        self._changes.notify()
+        self.changes.notify()
         return self._batch
 
     def _gauges(self) -> dict[str, float]:

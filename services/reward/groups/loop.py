@@ -33,7 +33,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import prompt_key
 from services.reward.group_table import (
     IN_FLIGHT,
@@ -47,7 +47,6 @@ from services.reward.group_table import (
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.run import GroupRun
 from services.reward.groups.sources import TrainingSource, TrainingSources
-from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.records.traces import PromptTraces
@@ -57,7 +56,7 @@ from sluice.algorithm.sampling.admission import groups_with_capacity
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sources import SourceLoad, source_to_start
-from sluice.concurrency.waits import ChangeSignal, Waiting, deadline
+from sluice.concurrency.waits import Waiting, deadline
 from sluice.errors import DataError, SluiceError
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress, Prompt, PromptEnd, PromptOrigin
@@ -76,8 +75,8 @@ class GroupLoop:
     next one is treated like an unknown one. A prompt in quarantine ends at once, whether a client
     or the data set brought it.
 
-    `changes` is notified when a group moved on; `capacity` by each of these, and when there may be
-    capacity for another group. `memory` is ``None`` for strategies without one.
+    Every change notifies `TrainBatches.changes`, and with it `ReplicaQueue.capacity`, for which the
+    loop waits. `memory` is ``None`` for strategies without one.
     """
 
     def __init__(
@@ -86,29 +85,24 @@ class GroupLoop:
         groups: GroupTable,
         sources: TrainingSources,
         batches: TrainBatches,
-        ledger: PromptLedger,
         memory: PromptMemoryStore | None,
         quarantine: Quarantine,
-        queue: ReplicaQueue,
         dispatcher: GroupDispatcher,
         runs: GroupRun,
         traces: PromptTraces,
-        changes: ChangeSignal,
-        capacity: ChangeSignal,
     ) -> None:
         self._groups = groups
         self._sources = sources
         self.batches = batches
-        self._ledger = ledger
+        self._ledger = groups.ledger
         self._memory = memory
         self._quarantine = quarantine
-        self._queue = queue
+        self._queue = dispatcher.queue
         self._dispatcher = dispatcher
         self._runs = runs
         self._traces = traces
-        self._changes = changes
-        self._capacity = capacity
-        # By the kind of wait, since when: as those who ask see it, and the watchdog asks every second.
+        self._changes = batches.changes
+        # By the kind of wait, as those who ask see it; the watchdog asks every second.
         self._awaited_since: dict[str, float] = {}
         self._announce_lock = asyncio.Lock()
         self._trainer: str | None = None
@@ -121,7 +115,7 @@ class GroupLoop:
         """Admit prompts until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                change = self._capacity.next_change()
+                change = self._queue.capacity.next_change()
                 try:
                     if self.batches.error is None:
                         await self._admit(tasks)
@@ -502,14 +496,17 @@ def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
     if (step := facts.leased_step) is not None:
         found[f"lease {step}"] = ("trainer", f"training the batch of step {step}")
     elif is_idle and facts.num_kept < facts.batch_size and facts.num_replicas:
-        if facts.num_batches_in_training:
-            found["publish"] = ("trainer", "announcing the next policy version")
-        elif facts.is_exhausted:
-            found["prompts"] = ("clients", "submitting prompts: the data set is exhausted")
-        elif not facts.has_dataset:
-            found["prompts"] = ("clients", "submitting prompts: there is no data set")
-        else:
-            found["data"] = ("data set", f"reading prompts{facts.lacking}")
+        found |= _idle_reason(facts)
     elif is_idle and facts.num_kept >= facts.batch_size and not facts.batch_asked:
         found["take"] = ("trainer", "taking the batch that is ready")
     return found
+
+
+def _idle_reason(facts: LoopFacts) -> dict[str, tuple[str, str]]:
+    if facts.num_batches_in_training:
+        return {"publish": ("trainer", "announcing the next policy version")}
+    if facts.is_exhausted:
+        return {"prompts": ("clients", "submitting prompts: the data set is exhausted")}
+    if not facts.has_dataset:
+        return {"prompts": ("clients", "submitting prompts: there is no data set")}
+    return {"data": ("data set", f"reading prompts{facts.lacking}")}

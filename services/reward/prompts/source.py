@@ -133,7 +133,7 @@ class PromptSource:
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
         prefix = f"{DATASET_ID_PREFIX}{self._name}-" if self._name else DATASET_ID_PREFIX
-        prompt = issued.prompt(f"{prefix}{issued.position}", self._groups.next_sequence())
+        prompt = issued.prompt(f"{prefix}{issued.position}", self._groups.ledger.next_sequence())
         if self._name:
             prompt = self._of_source(prompt)
         self._groups.accept(prompt)
