@@ -43,7 +43,7 @@ _LINE = re.compile(
     r"devices: (\d+) trains?, (\d+) generates? in (\d+) replicas?(?: of (\d+))? \([^\n]*\)"
 )
 _ADDED = ("trainer.logger=console", "sluice.sampling.train_truncated=true")
-"""Other loggers need packages and accounts; a launch with top_p below 1 needs its user's consent."""
+"""Other loggers need packages and accounts; top_p below 1 needs the user's consent."""
 _LOG, _REPORTS, _SHOWN = "train.log", "reports", 3000
 _PLACED_S, _END_S, _POLL_S = 600.0, 60.0, 0.5
 _MORE_CPUS = 4

@@ -254,7 +254,7 @@ class ModelOptimizer:
                 device.current_stream().wait_stream(inward)
                 self._adamw.param_groups = [group]
                 self._adamw.step()
-                # The next part comes while this one leaves; the one before has made room.
+                # The next part comes while this one leaves; the one before has left.
                 moved.synchronize()
                 bring_back(number + 1)
                 outward.wait_stream(device.current_stream())
