@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -10,28 +12,33 @@ from services.rollout.engines.embedded.batch_invariance import DecodeShapes
 from services.rollout.engines.embedded.loop import PrefillQueue, PrefillUnit, prefill_batches
 from services.rollout.engines.embedded.rows import RowTable, RunningSample
 from services.rollout.engines.sampling import sample_keys, uniforms
+from services.rollout.engines.threaded_engine import Pace
+from tests.support.causal_lms import request
+
+
+def _run(name: str) -> Any:
+    """Stands for a request."""
+    pace = Pace(every_token=False, interval_s=None)
+    return SimpleNamespace(name=name, request=request(), pace=pace, images=None)
 
 
 def _group(owner: str, samples: int, tokens: int = 3) -> PrefillUnit:
-    prompt = np.arange(tokens)
+    prompt, run = np.arange(tokens), _run(owner)
     return PrefillUnit(
         prompt,
         deque(
             RunningSample(
-                owner=owner,
+                owner=run,
                 sample_index=index,
                 tokens=prompt,
                 prompt_length=tokens,
                 length_limit=tokens + 4,
                 stop_ids=(),
-                temperature=1.0,
-                top_p=1.0,
-                top_k=-1,
                 key=np.uint64(index),
-                streaming=False,
             )
             for index in range(samples)
         ),
+        run,
     )
 
 
@@ -43,7 +50,7 @@ def _queue(slots: int, *groups: PrefillUnit) -> PrefillQueue:
 
 
 def _admitted(queue: PrefillQueue, free: int) -> list[tuple[object, int]]:
-    return [(samples[0].owner, len(samples)) for _, samples in queue.admit(free)]
+    return [(samples[0].owner.name, len(samples)) for _, samples in queue.admit(free)]
 
 
 def test_groups_enter_in_order_of_arrival_and_only_the_first_is_split() -> None:
@@ -76,7 +83,7 @@ def test_the_last_waiting_samples_do_not_wait_for_more_slots() -> None:
 
 def test_removed_samples_never_enter() -> None:
     queue = _queue(8, _group("a", 2), _group("b", 2), _group("a", 1))
-    assert len(queue.remove(lambda sample: sample.owner == "a")) == 3
+    assert len(queue.remove(lambda sample: sample.owner.name == "a")) == 3
     assert queue.waiting == 2
     assert _admitted(queue, 8) == [("b", 2)]
 
@@ -94,17 +101,13 @@ def test_a_budget_of_zero_prefills_each_prompt_alone() -> None:
 
 def _sample(index: int, tokens: list[int], limit: int = 10, **changes: object) -> RunningSample:
     fields = {
-        "owner": "me",
+        "owner": _run("me"),
         "sample_index": index,
         "tokens": np.array(tokens),
         "prompt_length": 2,
         "length_limit": limit,
         "stop_ids": (),
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
         "key": sample_keys(1, [index])[0],
-        "streaming": False,
     }
     return RunningSample(**(fields | changes))
 

@@ -32,8 +32,9 @@ from services.rollout.engines.causal_lm import (
 )
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
-from services.rollout.engines.embedded.loop import EmbeddedRun, GenerationLoop
+from services.rollout.engines.embedded.loop import GenerationLoop
 from services.rollout.engines.embedded.routing import RoutedDecoder
+from services.rollout.engines.embedded.rows import EmbeddedRun
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
 from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION, EngineSettings
 from services.rollout.engines.thread import ChunkStream

@@ -27,8 +27,8 @@ from services.rollout.engines.embedded.decoder import (
 )
 from services.rollout.engines.embedded.kv_cache import KeptPrefixes
 from services.rollout.engines.embedded.routing import RoutedDecoder
-from services.rollout.engines.embedded.rows import RowTable, RunningSample
-from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.embedded.rows import EmbeddedRun, RowTable, RunningSample
+from services.rollout.engines.protocol import SampleChunk
 from services.rollout.engines.sampling import (
     SamplingPlan,
     plan_sampling,
@@ -36,8 +36,6 @@ from services.rollout.engines.sampling import (
     sample_keys,
     sample_tokens,
 )
-from services.rollout.engines.thread import ChunkStream
-from services.rollout.engines.threaded_engine import EngineRun, Pace
 from services.rollout.engines.weight_inbox import LiveWeights
 from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
@@ -52,30 +50,6 @@ _Prefilled = tuple[PrefilledPrompts, list[int]]
 """Prompts that were computed together, and their indexes among the given ones."""
 
 
-class EmbeddedRun(EngineRun):
-    """A request in the loop.
-
-    Attributes:
-        images: the prompt's, as an `ImagePrompt`, or ``None``.
-        remaining: samples that have not ended.
-        due: when tokens of unfinished samples are handed out next, in seconds of
-            `time.perf_counter`: at the pace's interval from the first step on.
-        owes_prompt: whether the logprobs of its prompt are still to be computed.
-    """
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        pace: Pace,
-        stream: ChunkStream,
-        images: ImagePrompt | None = None,
-    ) -> None:
-        super().__init__(request, pace, stream, images)
-        self.remaining = len(request.sample_indexes)
-        self.due = math.inf
-        self.owes_prompt = request.with_prompt_logprobs
-
-
 @dataclass(slots=True, eq=False)
 class PrefillUnit:
     """Waiting samples that continue the same tokens, so that one prefill serves them all.
@@ -83,18 +57,14 @@ class PrefillUnit:
     Attributes:
         tokens: the prompt, and earlier tokens of a sample that is continued.
         samples: those that still wait.
+        run: their request.
         prefilled: where the state of ``tokens[:-1]`` is, once it was computed.
-        priority: units of higher priority are first.
-        images: the prompt's.
-        affinity: the request's.
     """
 
     tokens: TokenRow
     samples: deque[RunningSample]
+    run: EmbeddedRun
     prefilled: tuple[PrefilledPrompts, int] | None = None
-    priority: int = 0
-    images: ImagePrompt | None = None
-    affinity: str = ""
 
 
 Admitted = tuple[PrefillUnit, tuple[RunningSample, ...]]
@@ -116,7 +86,8 @@ class PrefillQueue:
     def append(self, unit: PrefillUnit) -> None:
         """Take a unit with at least one sample."""
         place = len(self._units)
-        while place and self._units[place - 1].priority < unit.priority:
+        priority = unit.run.request.priority
+        while place and self._units[place - 1].run.request.priority < priority:
             place -= 1
         self._units.insert(place, unit)
         self.waiting += len(unit.samples)
@@ -255,21 +226,9 @@ class GenerationLoop:
             elif (reason := _end_of(sample, sampled)) is not None:
                 self._deliver(sample, reason)
             else:
-                self._enqueue(sample.tokens, deque((sample,)), run)
+                self._queue.append(PrefillUnit(sample.tokens, deque((sample,)), run))
         if fresh:
-            self._enqueue(prompt, fresh, run)
-
-    def _enqueue(self, tokens: TokenRow, samples: deque[RunningSample], run: EmbeddedRun) -> None:
-        self._queue.append(
-            PrefillUnit(
-                tokens,
-                samples,
-                priority=run.request.priority,
-                images=run.images,
-                # Equal tokens of images do not mean equal images.
-                affinity=run.request.affinity if run.images is None else "",
-            )
-        )
+            self._queue.append(PrefillUnit(prompt, fresh, run))
 
     def _sample(
         self, run: EmbeddedRun, index: int, key: np.uint64, tokens: TokenRow
@@ -283,13 +242,8 @@ class GenerationLoop:
             prompt_length=len(prompt),
             length_limit=min(len(prompt) + sampling.max_tokens, self._settings.max_model_len),
             stop_ids=tuple({*eos, *sampling.stop_token_ids}),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
             key=key,
-            streaming=run.pace.every_token,
             watch=run.request.watch(),
-            images=run.images,
         )
 
     def cancel(self, run: EmbeddedRun) -> None:
@@ -404,12 +358,14 @@ class GenerationLoop:
         continued: list[tuple[PrefillUnit, KnownPrefix]] = []
         for unit in new:
             self.prompt_tokens += len(unit.tokens) - 1
-            known = self._kept.take(unit.affinity, unit.tokens[:-1])
+            # Equal tokens of images do not mean equal images.
+            name = "" if unit.run.images is not None else unit.run.request.affinity
+            known = self._kept.take(name, unit.tokens[:-1])
             if known is None:
                 whole.append(unit)
             else:
                 continued.append((unit, known))
-        tokens, images = [unit.tokens[:-1] for unit in whole], [unit.images for unit in whole]
+        tokens, images = [unit.tokens[:-1] for unit in whole], [unit.run.images for unit in whole]
         _hand_over(self._prefill(tokens, images), whole)
         self.reused_tokens += sum(len(known.tokens) for _, known in continued)
         longer, extend = [unit.tokens[:-1] for unit, _ in continued], self._decoder.extend
@@ -494,7 +450,7 @@ class GenerationLoop:
     def _keep(self, row: int, sample: RunningSample) -> None:
         """Keep the state of an ended sample for the next turn of its conversation."""
         length = int(self._table.position[row])
-        if not 0 < length <= self._kept.max_tokens or sample.images is not None:
+        if not 0 < length <= self._kept.max_tokens or sample.owner.images is not None:
             return
         prefix = self._decoder.keep(row, self._table.history[row, :length].copy())
         if prefix is not None:

@@ -6,21 +6,48 @@ closed. Everything done per step is done for all rows at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from services.rollout.engines.embedded.batch_invariance import DecodeShapes
 from services.rollout.engines.embedded.decoder import DecodeBatch, Rows
+from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.sampling import uniforms
 from services.rollout.engines.text import StopStringWatch
+from services.rollout.engines.thread import ChunkStream
+from services.rollout.engines.threaded_engine import EngineRun, Pace
 from sluice.vision.image_prompts import ImagePrompt
 
 _FIELDS = 6
 _NO_TOKEN = -1
+
+
+class EmbeddedRun(EngineRun):
+    """A request in the loop.
+
+    Attributes:
+        images: the prompt's, as an `ImagePrompt`, or ``None``.
+        remaining: samples that have not ended.
+        due: when tokens of unfinished samples are handed out next, in seconds of
+            `time.perf_counter`: at the pace's interval from the first step on.
+        owes_prompt: whether the logprobs of its prompt are still to be computed.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        pace: Pace,
+        stream: ChunkStream,
+        images: ImagePrompt | None = None,
+    ) -> None:
+        super().__init__(request, pace, stream, images)
+        self.remaining = len(request.sample_indexes)
+        self.due = math.inf
+        self.owes_prompt = request.with_prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,29 +55,23 @@ class RunningSample:
     """One sample as it enters a row.
 
     Attributes:
-        owner: the request of the sample, an `EmbeddedRun`; only handed back.
+        owner: the request of the sample.
         tokens: the prompt and earlier response tokens.
         prompt_length: tokens of `tokens` that are the prompt.
         length_limit: prompt plus response tokens at which it ends.
         stop_ids: tokens that end it.
         key: its random stream.
         watch: looks for strings that end it; it has seen the earlier tokens.
-        images: the prompt's.
     """
 
-    owner: Any
+    owner: EmbeddedRun
     sample_index: int
     tokens: npt.NDArray[np.int64]
     prompt_length: int
     length_limit: int
     stop_ids: tuple[int, ...]
-    temperature: float
-    top_p: float
-    top_k: int
     key: np.uint64
-    streaming: bool
     watch: StopStringWatch | None = None
-    images: ImagePrompt | None = None
 
 
 class RowTable:
@@ -131,11 +152,12 @@ class RowTable:
         self.delivered[row] = length
         self._prompt_length[row] = sample.prompt_length
         self._limit[row] = sample.length_limit
-        self.temperature[row] = sample.temperature
-        self.top_p[row], self.top_k[row] = sample.top_p, sample.top_k
-        self._streaming[row] = sample.streaming
+        sampling, images = sample.owner.request.sampling, sample.owner.images
+        self.temperature[row] = sampling.temperature
+        self.top_p[row], self.top_k[row] = sampling.top_p, sampling.top_k
+        self._streaming[row] = sample.owner.pace.every_token
         self._watched[row] = sample.watch is not None
-        self._shift[row] = 0 if sample.images is None else sample.images.positions.shift
+        self._shift[row] = 0 if images is None else images.positions.shift
         missing = len(sample.stop_ids) - self._stop_ids.shape[1]
         if missing > 0:  # the table is as wide as the longest list so far
             self._stop_ids = np.pad(
@@ -224,7 +246,7 @@ class RowTable:
     def images(self, row: int) -> ImagePrompt | None:
         """Return the images of a row's prompt."""
         sample = self.samples[row]
-        return None if sample is None else sample.images
+        return None if sample is None else sample.owner.images
 
     def streaming_rows(self) -> list[int]:
         """Return the rows whose tokens are handed out as they come."""
