@@ -16,7 +16,7 @@ import numpy as np
 from services.rollout.continuation import Bridge, TemplateAccess
 from services.rollout.engines.text import before_stop
 from services.rollout.tool_calls import MARKS, read_answer
-from sluice.errors import ConfigError, InvalidRequestError
+from sluice.errors import ConfigError, InvalidRequestError, SluiceError
 from sluice.types import IMAGE_MARK, Answer, ChatMessage, TokenIds, Tool
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
 from sluice.vision.vision_shape import FAMILIES
@@ -61,7 +61,8 @@ class PromptEncoder:
         tool_format: str = "",
     ) -> None:
         self._model_path = model_path
-        self._template_kwargs = _checked(template_kwargs)
+        _refuse_own(template_kwargs, "data.apply_chat_template_kwargs", ConfigError)
+        self._template_kwargs = dict(template_kwargs)
         self._tokenizer = _load_tokenizer(model_path, trust_remote_code=trust_remote_code)
         # The wrapper costs several times what the tokenizer itself does on short texts.
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -239,11 +240,7 @@ class PromptEncoder:
             )
 
     def _template_arguments(self, given: Mapping[str, object]) -> dict[str, Any]:
-        if taken := sorted(OWN_ARGUMENTS & given.keys()):
-            raise InvalidRequestError(
-                f"chat_template_kwargs: {', '.join(taken)} cannot be set, since prompts are always "
-                "rendered by the model's template as text that waits for an answer; leave it out"
-            )
+        _refuse_own(given, "chat_template_kwargs", InvalidRequestError)
         return {**self._template_kwargs, **given}
 
     def _rendered(
@@ -381,13 +378,12 @@ def _image_prompts(model_path: Path, *, trust_remote_code: bool) -> ImagePromptR
     return load_image_prompts(model_path, trust_remote_code=trust_remote_code)
 
 
-def _checked(template_kwargs: Mapping[str, object]) -> dict[str, Any]:
-    if taken := sorted(OWN_ARGUMENTS & template_kwargs.keys()):
-        raise ConfigError(
-            f"data.apply_chat_template_kwargs: {', '.join(taken)} cannot be set, since prompts are "
-            "always rendered as text that waits for an answer; leave it out"
+def _refuse_own(given: Mapping[str, object], field: str, error: type[SluiceError]) -> None:
+    if taken := sorted(OWN_ARGUMENTS & given.keys()):
+        raise error(
+            f"{field}: {', '.join(taken)} cannot be set, since prompts are always rendered by the "
+            "model's template as text that waits for an answer; leave it out"
         )
-    return dict(template_kwargs)
 
 
 def _load_tokenizer(model_path: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

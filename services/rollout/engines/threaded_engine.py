@@ -274,24 +274,18 @@ class ThreadedEngine(Generic[CoreT]):
         self._name = name
         self._settings = settings
         self._build = build
-        self._layout: CheckpointLayout | None = None
         self._thread: LoopThread | None = None
         self._core: CoreT | None = None
         self._numbers = count()
         self._unfinished: set[ChunkStream] = set()
         self._image_turn = ImageTurn()
-        self._accounting = RequestTokens()
+        self.accounting = RequestTokens()
         self._clock = StateClock(process_age_s())
-
-    @property
-    def accounting(self) -> RequestTokens:
-        """What became of the tokens that calls got out of this engine."""
-        return self._accounting
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        return self._described().vocab_size
+        return self._in_thread()[1].layout.vocab_size
 
     @property
     def max_model_len(self) -> int:
@@ -301,17 +295,12 @@ class ThreadedEngine(Generic[CoreT]):
     @property
     def weight_layout(self) -> Sequence[TensorSpec]:
         """The weights the engine expects, in the order of the wire."""
-        return self._described().tensors
+        return self._in_thread()[1].layout.tensors
 
     @property
     def weight_shares(self) -> Sequence[WeightShare]:
         """The weights that each of its workers takes; empty: each takes all of them."""
         return self._in_thread()[1].weight_shares
-
-    def _described(self) -> CheckpointLayout:
-        if self._layout is None:
-            raise NotReadyError(f"the {self._name} engine was not started")
-        return self._layout
 
     async def start(self) -> None:
         """Build the model, in the new thread; see the protocol."""
@@ -321,7 +310,7 @@ class ThreadedEngine(Generic[CoreT]):
         except BaseException:
             await thread.stop()
             raise
-        self._thread, self._core, self._layout = thread, built, built.layout
+        self._thread, self._core = thread, built
         self._enter_state()  # with weights of its files it has started
 
     async def stop(self) -> None:
@@ -371,7 +360,7 @@ class ThreadedEngine(Generic[CoreT]):
         busy = min(open_samples, self._settings.slots)
         seconds = self._clock.seconds_by_state()
         generated = core.counts.generated_tokens
-        services, direct = self._accounting.services, self._accounting.direct
+        services, direct = self.accounting.services, self.accounting.direct
         unsent = services.unsent + direct.unsent
         return EngineLoad(
             slots=self._settings.slots,
