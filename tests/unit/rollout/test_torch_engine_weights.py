@@ -15,7 +15,7 @@ from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.protocol import SampleChunk
 from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
-from sluice.errors import WeightSyncError
+from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import SamplingParams
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import (
@@ -134,5 +134,24 @@ async def test_cancelling_a_stage_leaves_the_group_and_a_new_epoch_works(tmp_pat
         await trainer.form()
         await trainer.publish(model)
         assert engine.load().version == trainer.version
+        sender.close()
+    assert wait_for_retired_threads(10) == 0
+
+
+async def test_an_engine_that_stops_ends_a_stage_that_waits_for_the_sender(tmp_path: Path) -> None:
+    save_config("qwen3", tmp_path)
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=5.0)
+
+    async def stage(engine: EmbeddedEngine) -> None:
+        with pytest.raises(SluiceError):
+            await engine.stage(1, 4)
+
+    async with running_engine(tmp_path) as engine, asyncio.timeout(60):
+        await Trainer(engine, sender).form()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stage(engine))
+            while not engine._in_thread()[1]._receiving:
+                await asyncio.sleep(0.002)
+            await engine.stop()
         sender.close()
     assert wait_for_retired_threads(10) == 0

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -103,6 +103,7 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         super().__init__(language_model.layout, language_model.image_prompts)
         self.loop = self.counts = loop
         self._inbox = inbox
+        self._receiving: set[asyncio.Future[Any]] = set()
         self._has_turn = False
         self._is_closed = False
         self._gather_until_s = 0.0
@@ -190,14 +191,17 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         return await self._received(received, f"staging version {version}")
 
     async def _received(self, result: Future[_T], phase: str) -> _T:
-        epoch = self._inbox.epoch
+        epoch, received = self._inbox.epoch, asyncio.wrap_future(result)
+        self._receiving.add(received)
         try:
-            return await asyncio.wrap_future(result)
+            return await received
         except asyncio.CancelledError:
             # The inbox's thread cannot be interrupted; without the group its call fails soon.
             if self._inbox.epoch == epoch:  # else the next epoch has begun, and left this one
                 self._inbox.leave(f"the call was cancelled while {phase}")
             raise
+        finally:
+            self._receiving.discard(received)
 
     async def commit(self, epoch: int, version: int, digest: str) -> float:
         """Swap the staged version in between two steps; return the seconds without a token."""
@@ -229,6 +233,8 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         """End what runs and deliver it; no step follows."""
         self._is_closed = True
         self._inbox.close()
+        if self._receiving:  # without the group they fail soon
+            await asyncio.wait(self._receiving)
         if self._broken is None:
             self.loop.abort_all()
 
