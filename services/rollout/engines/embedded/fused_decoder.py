@@ -19,19 +19,13 @@ from torch import nn
 
 from services.rollout.engines.embedded.decoder import (
     DecodeBatch,
-    KnownPrefix,
-    PrefilledPrompts,
-    TokenRow,
 )
 from services.rollout.engines.embedded.kv_cache import (
-    Extension,
     PrefillForward,
     SlotDecoder,
     decode_attention,
-    pad_right,
     prefill_attention,
 )
-from sluice.vision.image_prompts import ImagePrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -265,29 +259,6 @@ class FusedDecoder(SlotDecoder):
         hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
         return hidden if layer.down_bias is None else hidden + layer.down_bias
 
-    def prefill(
-        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
-    ) -> PrefilledPrompts:
-        """See `Decoder.prefill`; no model of the family reads images."""
-        _require(not any(images), "images")
-        forward = PrefillForward()
-        self._compute(*pad_right(prompts, self._device), forward)
-        return PrefilledPrompts(tuple(forward.layers))
-
-    def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
-        """See `Decoder.score`."""
-        forward = PrefillForward()
-        hidden = self._compute(*pad_right([prompt], self._device), forward, to_end=True)
-        logits: torch.Tensor = self._head(self._last_norm(hidden))
-        return PrefilledPrompts(tuple(forward.layers)), logits
-
-    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
-        """See `Decoder.extend`."""
-        extension = Extension(known, prompts, self._device)
-        forward = PrefillForward(extension=extension)
-        self._compute(extension.token_ids, extension.positions, forward)
-        return PrefilledPrompts(tuple(forward.layers))
-
     def _compute(
         self,
         token_ids: torch.Tensor,
@@ -296,11 +267,7 @@ class FusedDecoder(SlotDecoder):
         *,
         to_end: bool = False,
     ) -> torch.Tensor:
-        """Compute the state of padded tokens, [prompts, longest]; `forward` collects it.
-
-        Return the residual stream, [prompts x longest, hidden]; after the last layer only with
-        `to_end`.
-        """
+        """See `SlotDecoder._compute`."""
         batch, longest = token_ids.shape
         flat = positions.reshape(-1)
         cos, sin = self._cos[flat], self._sin[flat]
@@ -316,7 +283,10 @@ class FusedDecoder(SlotDecoder):
             if to_end or number < len(self._layers):
                 attended = prefill_attention(queries, keys, values, scaling=self._scale, seen=seen)
                 hidden = self._finish(layer, hidden, attended.transpose(1, 2))
-        return hidden
+        if not to_end:
+            return hidden
+        logits: torch.Tensor = self._head(self._last_norm(hidden))
+        return logits
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """See `Decoder.decode`."""

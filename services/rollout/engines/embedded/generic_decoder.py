@@ -18,7 +18,6 @@ from services.rollout.engines.embedded.decoder import (
 )
 from services.rollout.engines.embedded.kv_cache import (
     DecodeForward,
-    Extension,
     PrefillForward,
     SlotDecoder,
     pad_right,
@@ -152,7 +151,8 @@ class GenericDecoder(SlotDecoder):
         self._reads_images = family in FAMILIES
         model.set_attn_implementation(text_attention(family, FAMILIES, kv_cache.NAME))
         # A trial shows the shapes of keys and values, and whether the model uses our attention.
-        forward = self._forward_prompts([np.zeros(2, dtype=np.int64)])
+        forward = PrefillForward()
+        self._compute(*pad_right([np.zeros(2, dtype=np.int64)], self._device), forward)
         window = getattr(config, "sliding_window", None)
         slides = "sliding_attention" in kinds or (not kinds and window is not None)
         if slides and not forward.windowed and (window or 0) < max_model_len:
@@ -167,45 +167,30 @@ class GenericDecoder(SlotDecoder):
         ((_, heads, _, dim),) = shapes
         super().__init__((len(forward.layers), heads, dim), slots, max_model_len, model)
 
-    def _forward_prompts(
-        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
-    ) -> PrefillForward:
-        token_ids, positions = pad_right(prompts, self._device)
-        forward = PrefillForward()
-        if any(image is not None for image in images):
-            if not self._reads_images:
-                raise NotImplementedError(f"images for a {self._model.config.model_type} model")
-            prefill_with_images(self._model, token_ids, images, forward)
-            return forward
-        with kv_cache.slot_forward(forward):
-            self._model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
-        return forward
-
     def prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
     ) -> PrefilledPrompts:
         """See `Decoder.prefill`."""
-        forward = self._forward_prompts(prompts, images)
-        return PrefilledPrompts(tuple(forward.layers))
-
-    def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
-        """See `Decoder.score`."""
-        token_ids, positions = pad_right([prompt], self._device)
+        if not self._reads_images or all(image is None for image in images):
+            return super().prefill(prompts, images)
         forward = PrefillForward()
-        with kv_cache.slot_forward(forward):
-            output = self._model(input_ids=token_ids, position_ids=positions, use_cache=False)
-        logits: torch.Tensor = output.logits[0]
-        return PrefilledPrompts(tuple(forward.layers)), logits
-
-    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
-        """See `Decoder.extend`."""
-        extension = Extension(known, prompts, self._device)
-        forward = PrefillForward(extension=extension)
-        with kv_cache.slot_forward(forward):
-            self._model.base_model(
-                input_ids=extension.token_ids, position_ids=extension.positions, use_cache=False
-            )
+        prefill_with_images(self._model, pad_right(prompts, self._device)[0], images, forward)
         return PrefilledPrompts(tuple(forward.layers))
+
+    def _compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward: PrefillForward,
+        *,
+        to_end: bool = False,
+    ) -> torch.Tensor:
+        """See `SlotDecoder._compute`."""
+        model = self._model if to_end else self._model.base_model
+        with kv_cache.slot_forward(forward):
+            output = model(input_ids=token_ids, position_ids=positions, use_cache=False)
+        found: torch.Tensor = output[0]
+        return found
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """See `Decoder.decode`."""

@@ -14,6 +14,7 @@ never waits for them.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from services.rollout.engines.embedded.decoder import (
     Rows,
     TokenRow,
 )
+from sluice.vision.image_prompts import ImagePrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,14 +144,53 @@ class CausalBias:
         return self._windows.narrow(1, 0, length).index_select(0, windows).unsqueeze(1)
 
 
-class SlotDecoder:
-    """What decoders with a slot cache share."""
+class SlotDecoder(ABC):
+    """What decoders with a slot cache share; subclasses set their device first."""
+
+    _device: torch.device
 
     def __init__(
         self, shape: CacheShape, slots: int, max_model_len: int, model: PreTrainedModel
     ) -> None:
         self._cache = SlotCache(shape, slots, max_model_len, model.dtype, model.device)
         self._bias = CausalBias(max_model_len, model.dtype, model.device)
+
+    @abstractmethod
+    def _compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward: PrefillForward,
+        *,
+        to_end: bool = False,
+    ) -> torch.Tensor:
+        """Compute the state of padded tokens, [prompts, longest]; `forward` collects it.
+
+        Return the logits after each token, [..., vocab], but only with `to_end`.
+        """
+
+    def prefill(
+        self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
+    ) -> PrefilledPrompts:
+        """See `Decoder.prefill`; images need a decoder that reads them."""
+        if any(image is not None for image in images):
+            raise NotImplementedError("images")
+        forward = PrefillForward()
+        self._compute(*pad_right(prompts, self._device), forward)
+        return PrefilledPrompts(tuple(forward.layers))
+
+    def score(self, prompt: TokenRow) -> tuple[PrefilledPrompts, torch.Tensor]:
+        """See `Decoder.score`."""
+        forward = PrefillForward()
+        logits = self._compute(*pad_right([prompt], self._device), forward, to_end=True)
+        return PrefilledPrompts(tuple(forward.layers)), logits.flatten(0, -2)
+
+    def extend(self, known: Sequence[KnownPrefix], prompts: Sequence[TokenRow]) -> PrefilledPrompts:
+        """See `Decoder.extend`."""
+        extension = Extension(known, prompts, self._device)
+        forward = PrefillForward(extension=extension)
+        self._compute(extension.token_ids, extension.positions, forward)
+        return PrefilledPrompts(tuple(forward.layers))
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
         """See `Decoder.insert`."""
