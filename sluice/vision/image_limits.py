@@ -62,7 +62,18 @@ def check_images(
             f"{limits.max_total_bytes}: send fewer or smaller images"
         )
     for index, image in enumerate(images):
-        check_image(f"{field}[{index}]", image, limits)
+        place = f"{field}[{index}]"
+        if len(image) > limits.max_bytes:
+            raise InvalidRequestError(
+                f"{place}: {len(image)} bytes; {_KEYS}.max_image_mb allows {limits.max_bytes}: send "
+                "a smaller image"
+            )
+        header = read_image_header(place, image)
+        if header.num_pixels > limits.max_pixels:
+            raise InvalidRequestError(
+                f"{place}: {header.width} x {header.height} pixels; {_KEYS}.max_image_pixels allows "
+                f"{limits.max_pixels}: send a smaller image"
+            )
 
 
 def check_image_count(field: str, num_images: int, limits: ImageLimits) -> None:
@@ -70,21 +81,6 @@ def check_image_count(field: str, num_images: int, limits: ImageLimits) -> None:
     if num_images > limits.max_images:
         raise InvalidRequestError(
             f"{field}: {num_images} images; {_KEYS}.max_prompt_images allows {limits.max_images}"
-        )
-
-
-def check_image(field: str, image: bytes, limits: ImageLimits) -> None:
-    """Check one encoded image. Raise InvalidRequestError."""
-    if len(image) > limits.max_bytes:
-        raise InvalidRequestError(
-            f"{field}: {len(image)} bytes; {_KEYS}.max_image_mb allows {limits.max_bytes}: send a "
-            "smaller image"
-        )
-    header = read_image_header(field, image)
-    if header.num_pixels > limits.max_pixels:
-        raise InvalidRequestError(
-            f"{field}: {header.width} x {header.height} pixels; {_KEYS}.max_image_pixels allows "
-            f"{limits.max_pixels}: send a smaller image"
         )
 
 
