@@ -65,14 +65,14 @@ def check_images(
         place = f"{field}[{index}]"
         if len(image) > limits.max_bytes:
             raise InvalidRequestError(
-                f"{place}: {len(image)} bytes; {_KEYS}.max_image_mb allows {limits.max_bytes}: send "
-                "a smaller image"
+                f"{place}: {len(image)} bytes; {_KEYS}.max_image_mb allows {limits.max_bytes}: "
+                "send a smaller image"
             )
         header = read_image_header(place, image)
         if header.num_pixels > limits.max_pixels:
             raise InvalidRequestError(
-                f"{place}: {header.width} x {header.height} pixels; {_KEYS}.max_image_pixels allows "
-                f"{limits.max_pixels}: send a smaller image"
+                f"{place}: {header.width} x {header.height} pixels; {_KEYS}.max_image_pixels "
+                f"allows {limits.max_pixels}: send a smaller image"
             )
 
 
