@@ -9,7 +9,7 @@ from sluice.doctor.finding import Examined, Finding, fine, of_text
 from sluice.environment.source import EnvironmentSource
 from sluice.errors import SluiceError
 
-COMMAND = "sluice.environment.check"
+COMMAND = "sluice.environment.source"
 DEADLINE_S = 65.0
 _LOADING_S = 60.0
 _REFUSED = "the run refuses to start"
