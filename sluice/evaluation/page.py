@@ -6,6 +6,7 @@ is escaped, and the page's policy admits nothing but its own style sheet.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,7 +23,6 @@ from sluice.evaluation.comparison import (
     compared_benchmarks,
     read_evaluations,
 )
-from sluice.evaluation.markup import Markup, element, joined
 from sluice.evaluation.statistics import estimate_text, is_correct
 from sluice.evaluation.stored_responses import (
     StoredGrade,
@@ -30,6 +30,7 @@ from sluice.evaluation.stored_responses import (
     StoredSample,
     read_at,
 )
+from sluice.safe_text import printable
 from sluice.telemetry.samples import shortened_middle
 from sluice.whole_file import write_whole
 
@@ -37,6 +38,7 @@ PAGE_NAME = "report.html"
 USUAL_PROMPTS, USUAL_RESPONSES = 100, 4
 _FILTERS = {"all": "all", "changed": "changed", "wrong": "never right", "right": "always right"}
 _TITLE = "Evaluation"
+_EMPTY_ELEMENTS = frozenset({"input", "meta"})
 _MOST_CHARS, _EXCERPT_CHARS, _TRUTH_CHARS, _FAILURE_CHARS, _VALUE_CHARS = 4000, 300, 400, 400, 100
 
 
@@ -408,3 +410,47 @@ def _is_right(sample: StoredSample) -> bool:
 
 def _shortened(sample: StoredSample) -> StoredSample:
     return msgspec.structs.replace(sample, response=shortened_middle(sample.response, _MOST_CHARS))
+
+
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """Text that is HTML already; only this module and constants of the code make any."""
+
+    text: str
+
+
+Child = Markup | str | int
+
+
+def element(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Markup:
+    """Return an element.
+
+    Args:
+        name: of the element.
+        children: texts are escaped; what would hide or reorder text becomes visible.
+        attributes: names with ``_`` for ``-``, and ``class_`` for ``class``; ``None`` and False
+            leave one out, and True gives it no value.
+    """
+    written = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in _EMPTY_ELEMENTS:
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{joined(*children).text}</{name}>")
+
+
+def joined(*children: Child) -> Markup:
+    """Return all of them in one."""
+    return Markup("".join(c.text if isinstance(c, Markup) else escaped(str(c)) for c in children))
+
+
+def escaped(text: str) -> str:
+    """Return a text that a browser shows as it is."""
+    return html.escape(printable(text))
+
+
+def _attribute(key: str, value: str | float | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{escaped(str(value))}"'
