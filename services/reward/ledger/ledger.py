@@ -24,7 +24,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -100,7 +99,6 @@ class PromptLedger:
         path: its file, which is made with its folder if missing; ``None``: the ledger is in memory
             and dies with the process.
         ended_ids: how many ended clients' prompts are remembered.
-        content: what a ledger in memory begins with.
 
     Attributes, which only this class writes:
         num_submitted: prompts accepted so far.
@@ -124,10 +122,9 @@ class PromptLedger:
         path: Path | None = None,
         *,
         ended_ids: int = ENDED_IDS_REMEMBERED,
-        content: LedgerContent | None = None,
     ) -> None:
         self._writer: LedgerWriter | None = None
-        leases: tuple[LeaseRecord, ...] = ()
+        content, leases = LedgerContent(), tuple[LeaseRecord, ...]()
         if path is not None:
             database = open_ledger_file(path)
             try:
@@ -138,7 +135,6 @@ class PromptLedger:
                 database.close()
                 raise unusable(path, error) from error
             self._writer = LedgerWriter(database, partial(unusable, path))
-        content = content or LedgerContent()
         self._sequence = content.next_sequence
         self._prompts = {prompt.prompt_id: prompt for prompt in content.pending}
         self.leases = KeptLeases(self._write, self._prompts.__contains__, leases)
@@ -160,12 +156,7 @@ class PromptLedger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -208,24 +199,6 @@ class PromptLedger:
     def by_end(self) -> Mapping[PromptEnd, int]:
         """Prompts that ended so far, by how."""
         return {end: self._by_end[end] for end in PromptEnd}
-
-    @property
-    def content(self) -> LedgerContent:
-        """The content of the ledger at this moment."""
-        return LedgerContent(
-            self._sequence,
-            self.pending(),
-            dict(self._ended),
-            {end: count for end, count in self._by_end.items() if count},
-            self.progress(),
-            self.open_lease,
-            tuple(self._acknowledged),
-            self.num_acknowledged,
-            self.trainer,
-            dict(self.all_strikes),
-            dict(self._rollbacks),
-            self.newest_leased_version,
-        )
 
     def next_sequence(self) -> int:
         """Return the number of the next prompt in the order of issue."""
