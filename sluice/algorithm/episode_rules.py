@@ -125,7 +125,6 @@ def continued(
 
     Args:
         histories: of turns so far, in their order; each ends with the turn's answer.
-        messages: the whole conversation.
     """
     size = num_before_new(messages)
     for index, history in enumerate(histories):
@@ -218,8 +217,6 @@ class EpisodeCounts:
     """What an episode has used of its limits.
 
     Attributes:
-        rules: its limits.
-        answers: of the policy.
         user_turns: observations that a user's message is part of.
         invalid_answers: the last ones in a row with calls that cannot be read.
     """
@@ -238,7 +235,6 @@ class EpisodeCounts:
         """Return why the episode ends after an observation; ``None``: the policy reads it.
 
         Args:
-            finish: of the answer before.
             seen: the observation; one that is read is counted.
         """
         rules = self.rules

@@ -136,7 +136,6 @@ def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
     """Return how many sequences a replica may have at once, at least 1.
 
     Args:
-        info: the replica.
         slack: sequences for each one that runs.
         context: tokens that a sequence is expected to have at its end; 0: not known.
     """
@@ -285,8 +284,6 @@ class ReplicaRouter:
         one's; otherwise the least loaded one does.
 
         Args:
-            wanted: what the group needs.
-            now: seconds.
             taken: offers that others wait for.
         """
         number = wanted.num_sequences

@@ -154,9 +154,6 @@ def token_statistics(
         head: makes the logits; its dtype is that of `hidden`.
         labels: int64 [tokens].
         temperature: sampling temperature, > 0.
-        with_entropy: return entropies.
-        entropy_gradient: they have a gradient.
-        with_sum_pi_squared: return sums of squared probabilities.
         block_tokens: tokens per block; by default as many as suit the device.
 
     Raises:
@@ -233,10 +230,6 @@ def _statistics(
 
     Args:
         logits: [block, vocabulary]; may be changed.
-        labels: [block].
-        factor: on the logits.
-        with_entropy: return entropies.
-        with_squares: return sums of squares.
     """
     values = _scaled(logits, factor)
     largest = values.amax(-1, keepdim=True)
@@ -263,11 +256,7 @@ def _statistics_of_parts(
     with_entropy: bool,
     with_squares: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return what `_statistics` returns, from this rank's logits. Collective.
-
-    Args:
-        part: of the vocabulary.
-    """
+    """Return what `_statistics` returns, from this rank's logits. Collective."""
     values = _scaled(logits, factor)
     largest = values.amax(-1)
     part.maximum(largest)
@@ -306,10 +295,6 @@ def _slopes(
         logits: [block, vocabulary]; may be changed.
         known: [block] each: labels, normalisers, entropies, and the gradients of logprobs and of
             entropies.
-        factor: on the logits.
-        dtype: of the gradients of the logits.
-        of_entropies: entropies have a gradient.
-        with_bias: return the gradient of the bias, [vocabulary].
         is_here: bool [block], which labels are among this rank's logits; ``None``: all.
     """
     labels = known[0]

@@ -100,15 +100,7 @@ def _columns(kind: type, where: str) -> tuple[str, ...]:
 
 
 class ClassEpisode:
-    """An instance of a checked class.
-
-    Args:
-        kind: the class.
-        methods: its tools by name.
-        columns: that `reset` takes.
-        row: that it plays.
-        calls: run its methods.
-    """
+    """An instance of a checked class."""
 
     def __init__(
         self,

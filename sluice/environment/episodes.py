@@ -346,7 +346,6 @@ async def results_of_calls(
     """Make an answer's calls one after the other; return what the policy reads, and their reward.
 
     Args:
-        answer: with calls, readable or not.
         tools: what reads the arguments of each, by name.
         make: makes a call with its arguments. What it raises is an error that the policy reads, but
             for the environment's own.

@@ -28,7 +28,6 @@ def file_environment(path: str, name: str | None = None) -> Environment:
     """Load a file.
 
     Args:
-        path: a Python file.
         name: class or async function in it; ``None``: its only one that is public.
 
     Raises:

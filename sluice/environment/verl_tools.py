@@ -47,7 +47,6 @@ class VerlTool:
     """A tool of verl's form.
 
     Args:
-        tool: what the policy sees.
         arguments: reads a call's JSON.
         function: a function; ``None``: `state` has it.
         state: an instance of a `BaseTool` class.
@@ -145,13 +144,7 @@ def _tool(schema: Any, path: str) -> Tool:  # noqa: ANN401  verl's class or ours
 
 
 class VerlEpisode:
-    """Tools of one episode.
-
-    Args:
-        by_name: all tools.
-        task: the row.
-        calls: run them.
-    """
+    """Tools of one episode."""
 
     def __init__(
         self, by_name: Mapping[str, VerlTool], task: PlayedRow, calls: AuthorCalls

@@ -263,10 +263,6 @@ class _ShownPrompt:
     """A prompt of one evaluation with the responses to show; texts are shortened.
 
     Attributes:
-        question: the text of all turns of the prompt.
-        ground_truth: what the scorer compared with.
-        num_samples: all of its samples.
-        num_correct: those that are correct.
         samples: the responses to show, each after its number.
     """
 
@@ -314,8 +310,6 @@ def _prompt_view(
     """Return a prompt that opens to its responses.
 
     Args:
-        compared: its means.
-        labels: of the evaluations.
         found: its responses in each of them; ``None``: the evaluation lacks it.
         preamble: characters that all prompts begin with; the line of the prompt leaves them out.
     """
@@ -428,7 +422,6 @@ def element(name: str, /, *children: Child, **attributes: str | float | bool | N
     """Return an element.
 
     Args:
-        name: of the element.
         children: texts are escaped; what would hide or reorder text becomes visible.
         attributes: names with ``_`` for ``-``, and ``class_`` for ``class``; ``None`` and False
             leave one out, and True gives it no value.

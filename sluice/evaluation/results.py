@@ -56,9 +56,7 @@ class Results(msgspec.Struct, frozen=True):
     Attributes:
         model: folder of the evaluated checkpoint.
         sampling: temperature, top_p, top_k and the like.
-        samples_per_prompt: as asked for.
         seconds: that its last start took.
-        benchmarks: by name.
     """
 
     model: str
@@ -75,7 +73,6 @@ def write_results(folder: Path, results: Results) -> Results:
     The same responses give the same bytes.
 
     Args:
-        folder: of the evaluation.
         results: all but its benchmarks count.
 
     Raises:
@@ -140,8 +137,6 @@ def benchmark_results(
     """Return the numbers of the prompts of one benchmark.
 
     Args:
-        prompts: finished ones.
-        samples_per_prompt: as asked for.
         variable: what the mean is of; ``None``: as `mean_variable`.
     """
     graded = [one for one in prompts if one.scores]

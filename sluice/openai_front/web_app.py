@@ -64,11 +64,6 @@ _DIGEST_BYTES = 8
 class Callers:
     """The callers of one front. Used from one event loop.
 
-    Args:
-        keys: accepted API keys; None: no key is needed.
-        max_choices: most choices of all requests that are sampled at once.
-        max_key_choices: the same for the requests of one key.
-
     Attributes:
         limit: the most choices of one request, and the option that limits them.
     """
@@ -138,10 +133,6 @@ class FrontSettings:
 
 class OpenAIFront:
     """The handlers of ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``.
-
-    Args:
-        client: of the run whose replicas generate.
-        settings: the served models and the permitted callers.
     """
 
     def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:

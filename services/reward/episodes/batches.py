@@ -41,12 +41,7 @@ ResponseT = TypeVar("ResponseT")
 
 
 class Server(NamedTuple):
-    """Where an episode runs.
-
-    Args:
-        address: of the server.
-        channels: to it.
-    """
+    """Where an episode runs."""
 
     address: str
     channels: ChannelPool
@@ -66,12 +61,7 @@ class _Due:
 
 
 class CallBatches:
-    """Calls to all servers.
-
-    Args:
-        tasks: hold the calls.
-        timeout_s: seconds of one.
-    """
+    """Calls to all servers."""
 
     def __init__(self, tasks: asyncio.TaskGroup, timeout_s: float) -> None:
         self._tasks, self._timeout_s = tasks, timeout_s
@@ -92,11 +82,8 @@ class CallBatches:
         """Make a call, with others that are due if a Play takes it.
 
         Args:
-            server: of the episode, which holds the channel.
             method: picks the call that is made alone. Most are not, and to make a stub takes longer
                 than a call in a Play.
-            request: the message.
-            phase: the purpose of the call, for errors.
 
         Raises:
             SluiceError: as from `unary_call`.

@@ -59,12 +59,7 @@ class GivenServers:
 
 
 class WorkerProbe:
-    """Asks a server on this machine what it does.
-
-    Args:
-        address: ``unix:`` and a path.
-        deadline_s: seconds for an answer.
-    """
+    """Asks a server on this machine what it does."""
 
     def __init__(self, address: str, deadline_s: float) -> None:
         self._address, self._deadline_s = address, deadline_s
@@ -91,9 +86,6 @@ class ServedEnvironments:
     """Episodes on servers of EnvironmentService.
 
     Args:
-        servers: choose the server of each episode.
-        call_timeout_s: seconds of one call.
-        max_message_bytes: largest message.
         credentials: their authorities check servers at https:// addresses. Nothing of them is
             shown: such a server is no part of the run.
     """
@@ -137,12 +129,7 @@ class ServedEnvironments:
 
 
 class ServedEpisode:
-    """An episode on a server.
-
-    Args:
-        task: the episode.
-        environments: where its server is found.
-    """
+    """An episode on a server."""
 
     def __init__(self, task: EpisodeTask, environments: ServedEnvironments) -> None:
         self._task, self._environments = task, environments

@@ -94,13 +94,7 @@ def overlong_shaping(reward: RewardConfig, max_response_length: int) -> Overlong
 
 
 class Grader:
-    """Grades whole groups.
-
-    Args:
-        scorer: the pool.
-        shaping: overlong penalty, if any.
-        policy: which samples are scored again.
-    """
+    """Grades whole groups."""
 
     def __init__(
         self,
@@ -120,8 +114,6 @@ class Grader:
         """Return one outcome per sample, by the same scorer and shaping for the greedy response.
 
         Args:
-            group: the samples.
-            greedy: the greedy response, if there is one.
             known: outcomes of samples that need no grading, by their index.
         """
         ungraded = [r for r in group.rollouts if r.sample_index not in known]
@@ -190,7 +182,6 @@ class ScoreRequests:
     """Calls that grade without training.
 
     Args:
-        scorers: the pool.
         max_client_items: responses that one client may have under way.
     """
 
@@ -215,7 +206,6 @@ class ScoreRequests:
         """Return one outcome per item, in small requests between the requests of training.
 
         Args:
-            items: what to grade.
             client: the caller, for quotas; ``None``: unknown.
 
         Raises:

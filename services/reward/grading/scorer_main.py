@@ -169,11 +169,6 @@ class OutputLimit:
 
     A scorer that prints without end would fill the disk that holds the log. `limited_output` makes
     one: it replaces standard output and error by a pipe.
-
-    Args:
-        source: file descriptor that is read.
-        sink: file descriptor that is written.
-        max_bytes: per request.
     """
 
     def __init__(self, source: int, sink: int, max_bytes: int) -> None:

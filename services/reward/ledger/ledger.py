@@ -250,8 +250,6 @@ class PromptLedger:
         """End a pending prompt and return it.
 
         Args:
-            prompt_id: whose.
-            end: how.
             step: the train step that used it.
             rewards: of its samples.
             detail: further words; the first `MAX_DETAIL_CHARS` are kept.
@@ -289,8 +287,6 @@ class PromptLedger:
         """Write a prompt's end.
 
         Args:
-            prompt: the prompt that ended.
-            ended: how it ended.
             forgotten: an earlier ended prompt, which the ledger forgets because of this one.
             of_position: what writes the end of its row.
         """

@@ -447,11 +447,7 @@ class _Positions:
 
 
 class SourcePositions:
-    """Ended positions by source; a run without several sources has one without a name.
-
-    Args:
-        progress: what has ended so far.
-    """
+    """Ended positions by source; a run without several sources has one without a name."""
 
     def __init__(self, progress: DataProgress) -> None:
         self._by_source = {"": _Positions(progress)}

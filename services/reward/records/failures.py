@@ -56,9 +56,6 @@ class FailureLog:
     The first failure of a reason gets a line with the prompt and the last frames of the scorer;
     then one line every `COUNT_EVERY_S` says how many there are so far. Reasons beyond the first
     `MOST_REASONS` share one such line.
-
-    Args:
-        clock: seconds that only grow.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,14 +89,7 @@ class FailureLog:
         self.note(f"{failed.kind}: {failed.detail}", "samples", where, failed.frames)
 
     def note(self, detail: str, unit: str, where: str, frames: tuple[str, ...] = ()) -> None:
-        """Count one failure, and log it if it is the first of its reason or a count is due.
-
-        Args:
-            detail: what happened.
-            unit: what is counted.
-            where: the prompt and its replica.
-            frames: of the exception, the last first.
-        """
+        """Count one failure, and log it if it is the first of its reason or a count is due."""
         reason, now = reason_of(detail), self._clock()
         if reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
             reason, detail = "", f"more kinds of failures, such as {detail}"

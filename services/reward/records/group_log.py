@@ -128,11 +128,9 @@ class GroupLog:
     Args:
         path: the file lines are appended to; ``None``: no lines are written.
         samples_per_group: n.
-        clock: seconds, monotonic.
         samples: the archive of groups with their texts; ``None``: there is none.
         most_chars: of each prompt and response in the archive.
         most_bytes: of texts that wait for the archive.
-        environments: name them.
         samples_of_source: n of each of several sources.
     """
 

@@ -175,10 +175,6 @@ def total_loss(
     it, and without importance weights.
 
     Args:
-        objective: the policy's share.
-        inputs: of the same tokens.
-        counts: of the same mini-batch.
-        settings: aggregation mode.
         entropy: float [N], nats; with a coefficient of 0 it is only reported.
         entropy_coeff: weight of the bonus.
         kl: float [N], estimated divergences from the reference policy.

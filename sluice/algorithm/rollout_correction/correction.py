@@ -61,7 +61,6 @@ def rollout_correction(
         logprobs: float [tokens]; the old policy's, or in bypass mode the current one's.
         behavior_logprobs: float [tokens], of the distribution that sampled each token.
         row_index: int64 [tokens]; all tokens of a row are in the same call.
-        settings: which weights and rules.
     """
     policy, behavior = logprobs.detach().float(), behavior_logprobs.detach().float()
     log_ratio, rows = policy - behavior, TokenRows.of(row_index)
@@ -96,7 +95,6 @@ def _off_policy_statistics(
     Args:
         old_logprobs: float [tokens], of the trainer.
         behavior_logprobs: float [tokens], of the engine.
-        rows: of the tokens.
     """
     rows = rows.on_cpu()
     old, behavior = old_logprobs.cpu().double(), behavior_logprobs.cpu().double()
@@ -133,8 +131,6 @@ def _weighed(
 
     Args:
         log_ratio: float32 [tokens], trainer's logprob less the engine's.
-        rows: of the tokens.
-        bounds: truncation or band.
         of_tokens: else all tokens of a row have one weight.
 
     Returns:

@@ -238,11 +238,6 @@ class YieldFloor:
         """Return the error of a run that gives up.
 
         It begins with verl's words (`recipe/dapo/dapo_ray_trainer.py`), for users who search logs.
-
-        Args:
-            last: groups that ended.
-            summary: what else is known of them; follows the numbers.
-            remedy: what may help.
         """
         return BatchUnfillableError(
             f"Generated too many groups for those kept: only {last.share:.2%} of the last "
@@ -338,7 +333,6 @@ class AdmissionOrder:
         """Return the sequence of the prompt to start now, which leaves the line; there must be one.
 
         Args:
-            version: announced now.
             tokens_in_time: see `FinishForecast`; ``None``: in their order of arrival.
         """
         step, since = next(iter(self._line.values()))

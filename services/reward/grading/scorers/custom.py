@@ -32,7 +32,6 @@ class CustomScorer:
     closed with the scorer, at the latest when the process ends.
 
     Args:
-        function: the function that the user's file defines.
         kwargs: further arguments; they win over the arguments of the call.
     """
 
