@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from sluice.algorithm.losses.inputs import MetricMean
 from sluice.algorithm.losses.objective import LossAggregation, aggregate
 from sluice.algorithm.losses.policy_losses import vanilla_policy_loss
+from sluice.algorithm.losses.settings import PolicyLossSettings
 
 ACTOR = r"actor_rollout_ref\.actor"
 MODES = [str(mode) for mode in LossAggregation]
+SETTINGS = PolicyLossSettings(clip_high=0.28, clip_c=10.0)
 
 
 def loss_of(
     logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
 ) -> tuple[torch.Tensor, Mapping[str, MetricMean]]:
-    return vanilla_policy_loss(logprobs, old, advantages, clip_low=0.2, clip_high=0.28, clip_c=10.0)
+    return vanilla_policy_loss(logprobs, old, advantages, SETTINGS)
 
 
 def tokens(seed: int, number: int) -> torch.Tensor:
