@@ -47,7 +47,7 @@ State without I/O; the reward service and the simulator drive the same objects, 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -65,7 +65,7 @@ _KEPT_OF_RATE, _KEPT_OF_LENGTH, _KEPT_OF_INTERVAL = 0.98, 0.98, 0.8
 KNOWN_LENGTHS = 65_536
 """Prompts whose lengths a forecast remembers."""
 _VERSIONS_PASSED_BY = 2
-_STEPS_PER_OCTAVE, _LENGTH_STEPS = 8, 240  # up to 2^30 tokens
+_STEPS_PER_OCTAVE = 8
 
 REMEDY = (
     "choose prompts the policy solves sometimes, sample more (actor_rollout_ref.rollout.n), "
@@ -308,62 +308,41 @@ class FinishForecast:
 
 
 class AdmissionOrder:
-    """Prompts next in line, by expected length to an eighth of an octave (9 %).
-
-    All operations take constant time, however long the line is.
-    """
+    """Prompts next in line, by expected length to an eighth of an octave (9 %)."""
 
     def __init__(self) -> None:
-        # Sequences by rounded length, each in the order of the line; bit i: `_alike[i]` has some.
-        self._alike = [deque[int]() for _ in range(_LENGTH_STEPS)]
-        self._filled = 0
-        self._line: OrderedDict[int, tuple[int, int]] = OrderedDict()  # length step, version
+        self._line: dict[int, tuple[int, int]] = {}  # by sequence: length step, version
 
     def __len__(self) -> int:
         return len(self._line)
 
     def add(self, sequence: int, expected_tokens: float, version: int) -> None:
         """Put the prompt `sequence` into the line, from `version` on."""
-        step = _length_step(expected_tokens)
-        self._alike[step].append(sequence)
-        self._filled |= 1 << step
-        self._line[sequence] = step, version
+        self._line[sequence] = _length_step(expected_tokens), version
 
     def take(self, version: int, tokens_in_time: float | None) -> int:
         """Return the sequence of the prompt to start now, which leaves the line; there must be one.
 
         Args:
+            version: announced now.
             tokens_in_time: see `FinishForecast`; ``None``: in their order of arrival.
         """
-        step, since = next(iter(self._line.values()))
+        sequence, (_, since) = next(iter(self._line.items()))
         if version < since:  # a trainer went back to an older policy: the wait begins again
-            self._line = OrderedDict(
-                (s, (at, min(v, version))) for s, (at, v) in self._line.items()
-            )
+            self._line = {s: (step, min(v, version)) for s, (step, v) in self._line.items()}
             since = version
         if tokens_in_time is not None and version - since < _VERSIONS_PASSED_BY:
-            in_time = self._filled & ((2 << _length_step(tokens_in_time)) - 1)
-            shortest = self._filled & -self._filled
-            step = (in_time or shortest).bit_length() - 1
-        # The first of the line also comes first among equals.
-        alike = self._alike[step]
-        sequence = alike.popleft()
-        if not alike:
-            self._filled &= ~(1 << step)
+            steps, most = {step for step, _ in self._line.values()}, _length_step(tokens_in_time)
+            wanted = max((step for step in steps if step <= most), default=min(steps))
+            # Of equally long ones the first in line.
+            sequence = next(s for s, (step, _) in self._line.items() if step == wanted)
         del self._line[sequence]
         return sequence
 
     def clear(self) -> None:
         """Remove all prompts from the line."""
-        for alike in self._alike:
-            alike.clear()
-        self._filled = 0
         self._line.clear()
 
 
 def _length_step(tokens: float) -> int:
-    """0 to `_LENGTH_STEPS` - 1."""
-    if tokens <= 0.0:
-        return 0
-    step = int(_STEPS_PER_OCTAVE * math.log2(1.0 + tokens))
-    return step if step < _LENGTH_STEPS else _LENGTH_STEPS - 1
+    return int(_STEPS_PER_OCTAVE * math.log2(1.0 + tokens)) if tokens > 0.0 else 0
