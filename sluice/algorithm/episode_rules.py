@@ -55,19 +55,12 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """The limits of an episode.
+    """The limits of an episode; further ones are those of `multi_turn` and `sluice.environment`.
 
     Args:
         max_sequence_tokens: most tokens of a conversation, what it only read included.
         max_trained_tokens: most tokens of all sequences of an episode, which one pass trains;
             ``None``: no bound.
-        max_assistant_turns: most answers of the policy; ``None``: no bound.
-        max_user_turns: most observations with a user's message; ``None``: no bound.
-        max_parallel_calls: calls of an answer that are made; further ones are left out.
-        max_tool_response_length: longest text of a tool, in characters; the rest is cut.
-        truncate_side: the part of a long text that is kept, by verl's names.
-        max_invalid_calls: answers in a row with unreadable calls that end an episode.
-        timeout_s: most seconds of an episode, its answers included.
     """
 
     max_sequence_tokens: int
