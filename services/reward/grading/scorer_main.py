@@ -4,8 +4,8 @@
 It reads requests from standard input and answers on standard output; the scorer's own prints go to
 standard error. It ends when its input ends or its parent dies. It imports no gRPC.
 
-It bounds itself (`limits`). The wall clock is watched from
-outside, because a scorer that hangs in C code cannot be interrupted from within.
+It bounds itself (`limits`). The wall clock is watched from outside, because a scorer that hangs in
+C code cannot be interrupted from within.
 """
 
 from __future__ import annotations
