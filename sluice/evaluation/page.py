@@ -406,8 +406,6 @@ def _shortened(sample: StoredSample) -> StoredSample:
     return msgspec.structs.replace(sample, response=shortened_middle(sample.response, _MOST_CHARS))
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Markup:
     """Text that is HTML already; only this module and constants of the code make any."""

@@ -177,5 +177,3 @@ def limit_cpu(seconds: float) -> None:
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     allowed = _at_most(hard_limit, int(time.process_time() + seconds) + _CPU_SLACK_S)
     resource.setrlimit(resource.RLIMIT_CPU, (allowed, hard_limit))
-
-
