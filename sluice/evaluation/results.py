@@ -27,17 +27,7 @@ RESULTS_NAME = "results.json"
 
 
 class BenchmarkResults(msgspec.Struct, frozen=True):
-    """The numbers of one benchmark.
-
-    Attributes:
-        prompts: finished, whether or not a sample was graded.
-        failed_samples: without a grade; they are in no mean.
-        metrics: by verl's names, as a validation in training has them.
-        variable: what `mean` is of: ``acc``, or ``reward`` without it.
-        mean: over the prompts; null if nothing was graded.
-        pass_at_k: the unbiased estimate, by k.
-        response_tokens: mean of all samples.
-        cut_off: share of the samples that ended at the limit of their length.
+    """The numbers of one benchmark, as docs/evaluation.md describes them."""
     """
 
     prompts: int
