@@ -28,7 +28,6 @@ RESULTS_NAME = "results.json"
 
 class BenchmarkResults(msgspec.Struct, frozen=True):
     """The numbers of one benchmark, as docs/evaluation.md describes them."""
-    """
 
     prompts: int
     failed_samples: int
