@@ -128,7 +128,7 @@ class FrontSettings:
 
 
 class OpenAIFront:
-    """The handlers of the chat, the completions, ``/v1/models``, ``/health`` and of leased samples."""
+    """The handlers of chats, completions, ``/v1/models``, ``/health`` and leased samples."""
 
     def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:
         self._client = client
