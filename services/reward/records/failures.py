@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
-from sluice.algorithm.sampling.admission import REMEDY, LastGroups, YieldFloor
+from sluice.algorithm.sampling.admission import REMEDY, YieldFloor
 from sluice.errors import BatchUnfillableError, DataExhaustedError
 from sluice.types import Failed, FailureKind, PromptEnd, PromptOrigin
 
@@ -113,6 +113,7 @@ _YIELD_ENDS = {
 }
 
 _UNSAMPLED = {EndCause.OVERLONG, EndCause.QUARANTINE}
+_KEPT = "kept"
 
 
 ALIKE_GROUPS = 64
@@ -133,8 +134,8 @@ class YieldGuard:
 
     def __init__(self, min_yield: float, num_groups: int, source: str = "") -> None:
         self._source = source
-        self._floor, self._last = YieldFloor(min_yield, num_groups), LastGroups()
-        self._ends: deque[str] = deque(maxlen=num_groups)  # how the same groups ended
+        self._floor = YieldFloor(min_yield, num_groups)
+        self._ends: deque[str] = deque(maxlen=num_groups)  # how the last groups ended
         self._last_failure = ""
         self._num_left_out, self._last_left_out = 0, ""
         self._num_quarantined = 0
@@ -194,8 +195,7 @@ class YieldGuard:
                 self._num_alike = None
             elif self._num_alike is not None:
                 self._num_alike += 1
-        self._last = self._floor.after(self._last, is_kept=end is None)
-        self._ends.append("kept" if end is None else end.value)
+        self._ends.append(_KEPT if end is None else end.value)
         if end is PromptEnd.DROPPED_FAILED:
             self._last_failure = detail
 
@@ -206,7 +206,6 @@ class YieldGuard:
 
     def begin_again(self) -> None:
         """Forget the last groups: another policy samples the next ones."""
-        self._last = LastGroups()
         self._ends.clear()
         self.num_unsampled = 0
 
@@ -219,11 +218,12 @@ class YieldGuard:
                 f"the first {self._num_alike} groups all failed for one reason: "
                 f"{self._last_failure}{at}; {_remedy(self._last_failure)}"
             )
-        if self._floor.is_hopeless(self._last):
+        num_kept = self._ends.count(_KEPT)
+        if self._floor.is_hopeless(num_kept, len(self._ends)):
             remedy = REMEDY
             if self._source:
                 remedy += f", or leave the source '{self._source}' out"
-            raise self._floor.error(self._last, self._summary(), remedy)
+            raise self._floor.error(num_kept, self._summary(), remedy)
 
     def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
         """Return the error for a data set that ended before the batch was full."""

@@ -193,24 +193,6 @@ def groups_with_capacity(num_free: int, *, first_sequences: int, is_idle: bool) 
 
 
 @dataclass(frozen=True, slots=True)
-class LastGroups:
-    """Which of the last groups were kept, of those that ended as kept, filtered or failed.
-
-    Args:
-        num_groups: how many these are.
-        kept: a bit for each, the newest lowest; 1: it was kept.
-    """
-
-    num_groups: int = 0
-    kept: int = 0
-
-    @property
-    def share(self) -> float:
-        """Kept ones of all, in [0, 1]; 1 where there is none."""
-        return self.kept.bit_count() / self.num_groups if self.num_groups else 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class YieldFloor:
     """The bound on the yield below which a run gives up, and a simulated run as well.
 
@@ -222,26 +204,21 @@ class YieldFloor:
     min_yield: float = DEFAULT_MIN_YIELD
     num_groups: int = DEFAULT_NUM_GROUPS
 
-    def after(self, last: LastGroups, *, is_kept: bool) -> LastGroups:
-        """Return the last groups once another one has ended."""
-        num_groups = min(last.num_groups + 1, self.num_groups)
-        within = (1 << self.num_groups) - 1
-        return LastGroups(num_groups, (last.kept << 1 | is_kept) & within)
+    def is_hopeless(self, num_kept: int, num_ended: int) -> bool:
+        """Return whether too few of the last groups were kept; not while fewer have ended.
 
-    def is_hopeless(self, last: LastGroups) -> bool:
-        """Return whether too few of the last `num_groups` were kept; not while there are fewer."""
-        return last.num_groups >= self.num_groups and last.share < self.min_yield
+        Those count that ended as kept, filtered or failed.
+        """
+        return num_ended >= self.num_groups and num_kept / num_ended < self.min_yield
 
-    def error(
-        self, last: LastGroups, summary: str = "", remedy: str = REMEDY
-    ) -> BatchUnfillableError:
+    def error(self, num_kept: int, summary: str = "", remedy: str = REMEDY) -> BatchUnfillableError:
         """Return the error of a run that gives up.
 
         It begins with verl's words (`recipe/dapo/dapo_ray_trainer.py`), for users who search logs.
         """
         return BatchUnfillableError(
-            f"Generated too many groups for those kept: only {last.share:.2%} of the last "
-            f"{self.num_groups} groups were kept, below "
+            f"Generated too many groups for those kept: only {num_kept / self.num_groups:.2%} of "
+            f"the last {self.num_groups} groups were kept, below "
             f"algorithm.filter_groups.min_yield = {self.min_yield:g}{summary}; {remedy}"
         )
 
