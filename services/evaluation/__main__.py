@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 
-from services.evaluation.evaluator import EvaluationServicer, Evaluator
+from services.evaluation.evaluator import Evaluator
+from services.evaluation.servicer import EvaluationServicer
 from services.trainer.fleet.members import Fleet
 from services.trainer.loop.reward_client import connected_reward
 from services.trainer.loop.run_state import RunPhase, RunState, phase_waits

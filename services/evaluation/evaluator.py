@@ -16,28 +16,19 @@ import logging
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, NoReturn
 
-import grpc
-
+from services.evaluation.servicer import VERSION
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.announcer import PolicyAnnouncer
 from services.trainer.loop.reward_client import RewardClient
 from services.trainer.loop.run_state import RunPhase, RunState, under_control
-from services.trainer.servicer import TrainerServicer
-from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.concurrency.waits import deadline
 from sluice.config.deadlines import replica_wait_timeout_s
 from sluice.config.run import RunConfig
-from sluice.errors import InvalidRequestError
 from sluice.evaluation.results import Results, write_results
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
-VERSION = 0
-"""The policy version of weights that replicas read from the model's files."""
 _WATCH_INTERVAL_S = 0.5
 _REWARD_START_TIMEOUT_S = 120.0
 
@@ -133,40 +124,3 @@ class Evaluator:
 
 async def _never() -> None:
     """Do nothing: `EvaluationServicer` refuses calls for a checkpoint."""
-
-
-class EvaluationServicer(TrainerServicer):
-    """The trainer's calls. A replica serves once its heartbeat reports that it has weights."""
-
-    async def Heartbeat(
-        self, request: trainer.HeartbeatRequest, context: Context
-    ) -> trainer.HeartbeatResponse:
-        answer = await super().Heartbeat(request, context)
-        if request.HasField("policy_version") and request.policy_version == VERSION:
-            for info in self._fleet.in_state(MemberState.PENDING):
-                if info.instance_id == request.instance_id:
-                    self._fleet.mark_serving(info, VERSION)
-        return answer
-
-    async def SaveCheckpoint(
-        self, request: trainer.SaveCheckpointRequest, context: Context
-    ) -> trainer.SaveCheckpointResponse:
-        """Refuse the call."""
-        _refuse("saved")
-
-    async def Pause(self, request: trainer.PauseRequest, context: Context) -> trainer.PauseResponse:
-        """Refuse the call."""
-        _refuse("paused")
-
-    async def Resume(
-        self, request: trainer.ResumeRequest, context: Context
-    ) -> trainer.ResumeResponse:
-        """Refuse the call."""
-        _refuse("resumed")
-
-
-def _refuse(done: str) -> NoReturn:
-    raise InvalidRequestError(
-        f"this is a stand-alone evaluation, in which nothing is trained or {done}; end it with "
-        "sluice stop, and start its command again to continue it"
-    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.evaluation.evaluator import EvaluationServicer
+from services.evaluation.servicer import EvaluationServicer
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunState
 from sluice.api.common.v1 import common_pb2
