@@ -1,6 +1,7 @@
-"""Threads that run plain methods: one while they are quick, more once they make others wait.
+"""Threads that run plain methods: one after the other while they are quick, side by side once they
+make others wait.
 
-Most methods are quick, and each thread takes some of the address space that a worker may have.
+A call of its own thread costs several times what a quick method does, and most are quick.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 _PATIENCE_S = 0.005
 """A call that has waited this long gets another thread."""
 
-_Outcome = tuple[object, BaseException | None]
-"""What a function returned or raised; a value, since no future takes every exception."""
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call; `answered` belongs to the event loop."""
+
+    function: Callable[[], object]
+    answered: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    returned: object = None
+    error: BaseException | None = None
 
 
 class MethodThreads:
@@ -27,10 +37,13 @@ class MethodThreads:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._num_threads = most, 0
-        self._queue = SimpleQueue[tuple[Future[_Outcome], Callable[[], object]] | None]()
-        self._begun: deque[Future[_Outcome]] = deque()  # since nothing waited
-        self._is_watched = self._is_closed = False
+        self._most = most
+        self._starts = SimpleQueue[asyncio.AbstractEventLoop | None]()
+        self._lock = threading.Lock()  # of all that follows
+        self._waiting: deque[_Call] = deque()
+        self._ended: list[_Call] = []
+        self._num_threads = self._num_idle = 0  # those that make calls, and those that may
+        self._is_watched = self._is_closed = False  # of the event loop alone
 
     async def run(self, function: Callable[[], object]) -> object:
         """Return what the function returns, or raise what it raises.
@@ -39,76 +52,109 @@ class MethodThreads:
         """
         if self._is_closed:
             raise RuntimeError("the threads are closed")
-        call = Future[_Outcome]()
-        self._begun.append(call)
-        self._queue.put((call, function))
-        if self._num_threads == 0:
-            self._add_thread()
-        if not self._is_watched:
+        call, loop = _Call(function), asyncio.get_running_loop()
+        with self._lock:
+            self._waiting.append(call)
+            is_idle = self._num_threads == 0
+        is_made = is_idle and self._add_thread(loop)
+        if not (is_made or self._is_watched):
             self._is_watched = True
-            loop = asyncio.get_running_loop()
             loop.call_later(_PATIENCE_S, self._look, loop, call)
-        answered = asyncio.wrap_future(call)
         try:
-            await asyncio.wait([answered])
+            await asyncio.wait([call.answered])
         except asyncio.CancelledError:
-            if not call.cancel():  # it runs
-                await _until(answered)
+            if not self._taken_back(call):
+                await _until(call.answered)
             raise
-        returned, error = answered.result()
-        if error is not None:
-            raise error
-        return returned
+        if call.error is not None:
+            raise call.error
+        return call.returned
 
     def close(self) -> None:
         """Let running threads end with the process; take no further call."""
-        self._is_closed = True
-        for _ in range(self._num_threads):
-            self._queue.put(None)
+        with self._lock:
+            self._is_closed = True
+            num_idle, self._num_idle = self._num_idle, 0
+        for _ in range(num_idle):
+            self._starts.put(None)
 
-    def _look(self, loop: asyncio.AbstractEventLoop, known: Future[_Outcome]) -> None:
+    def _serve(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        while loop is not None and self._work(loop):
+            loop = self._starts.get()
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Make calls until none waits; return whether the thread may be needed again."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_threads -= 1
+                    self._num_idle += not self._is_closed
+                    return not self._is_closed
+                call = self._waiting.popleft()
+            try:
+                call.returned = call.function()
+            except BaseException as error:  # noqa: BLE001  the waiter raises it
+                call.error = error
+            with self._lock:
+                self._ended.append(call)
+                is_first = len(self._ended) == 1
+            if is_first:
+                try:
+                    loop.call_soon_threadsafe(self._deliver)
+                except RuntimeError:  # the loop has ended, and so has who waited
+                    return False
+            del call
+
+    def _deliver(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for call in ended:
+            call.answered.set_result(None)
+
+    def _look(self, loop: asyncio.AbstractEventLoop, known: _Call) -> None:
         """Double the threads if a call still waits that was the last one at the look before."""
-        while self._begun and not _waits(self._begun[0]):
-            self._begun.popleft()
-        self._is_watched = bool(self._begun)
-        if not self._is_watched:
-            return
-        if _waits(known):
-            for _ in range(min(max(1, self._num_threads), self._most - self._num_threads)):
-                if not self._add_thread():
-                    break  # until the next look
-        loop.call_later(_PATIENCE_S, self._look, loop, self._begun[-1])
+        with self._lock:
+            self._is_watched = bool(self._waiting)
+            if not self._waiting:
+                return
+            num_more = 0
+            if known in self._waiting:
+                num_more = min(max(1, self._num_threads), self._most - self._num_threads)
+            newest = self._waiting[-1]
+        for _ in range(num_more):
+            if not self._add_thread(loop):
+                break  # until the next look
+        loop.call_later(_PATIENCE_S, self._look, loop, newest)
 
-    def _add_thread(self) -> bool:
+    def _add_thread(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Start a thread, unless the system has none now."""
+        with self._lock:
+            self._num_threads += 1
+            has_idle = self._num_idle > 0
+            self._num_idle -= has_idle
+        if has_idle:
+            self._starts.put(loop)
+            return True
         try:
             # One that hangs need not hold the end of the process.
-            threading.Thread(target=self._serve, name="environment", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(loop,), name="environment", daemon=True
+            ).start()
         except RuntimeError:
+            with self._lock:
+                self._num_threads -= 1
             return False
-        self._num_threads += 1
         return True
 
-    def _serve(self) -> None:
-        while (due := self._queue.get()) is not None:
-            call, function = due
-            if call.set_running_or_notify_cancel():
-                call.set_result(_outcome(function))
-            del due, call, function  # not held until the next one
+    def _taken_back(self, call: _Call) -> bool:
+        with self._lock:
+            if call not in self._waiting:
+                return False
+            self._waiting.remove(call)
+            return True
 
 
-def _outcome(function: Callable[[], object]) -> _Outcome:
-    try:
-        return function(), None
-    except BaseException as error:  # noqa: BLE001  the waiter raises it
-        return None, error
-
-
-def _waits(call: Future[_Outcome]) -> bool:
-    return not call.running() and not call.done()
-
-
-async def _until(answered: asyncio.Future[_Outcome]) -> None:
+async def _until(answered: asyncio.Future[None]) -> None:
     """Wait for a cancelled call, however often it is cancelled: the next one must not overlap it,
     and it counts as running."""
     try:
