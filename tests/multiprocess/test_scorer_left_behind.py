@@ -16,11 +16,12 @@ import pytest
 
 from services.reward.grading.messages import ScorerInput
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
-from sluice.types import Failed
+from sluice.types import Failed, FailureKind
 from tests.support.scorer_pools import running_scorer_pool
 from tests.support.small_run import is_running
 
 ENDS_WITHIN_S = 30.0
+NUM_CHAINS = 4  # one of them may be caught by luck
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=1.5, memory_mb=600)
 FUNCTIONS = """
@@ -36,6 +37,15 @@ def leaves():
         os.setsid()
         time.sleep(1000)
     return 1.0
+
+def hops():
+    hold()
+    if os.fork() == 0:
+        while True:
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+    time.sleep(1000)
 
 def environment():
     return {"score": 1.0, "pred": " ".join(sorted(os.environ))}
@@ -125,6 +135,17 @@ async def test_the_scorers_of_a_service_that_still_runs_are_left_alone(
             running.kill()
     async with running_scorer_pool(LIMITS, custom, run_dir=tmp_path):
         await until_none_is_left(custom)
+
+
+async def test_a_process_that_replaces_itself_again_and_again_is_caught(
+    custom: CustomRewardFunctionConfig,
+) -> None:
+    async with running_scorer_pool(LIMITS, custom) as pool:
+        for _ in range(NUM_CHAINS):
+            (outcome,) = await pool.score([ScorerInput("mine", "hops", "A")])
+            await until_none_is_left(custom)
+            assert isinstance(outcome, Failed)
+            assert outcome.kind is FailureKind.SCORER_TIMEOUT
 
 
 async def test_a_scorer_has_no_key_to_the_services(

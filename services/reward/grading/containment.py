@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -28,8 +28,16 @@ ProcessKey = tuple[int, int]
 
 NUM_EMPTY_LOOKS, EMPTY_FOR_S = 5, 0.2
 """All processes count as gone after so many looks in a row, over so many seconds, find none: one
-look can miss a process that a fork replaces."""
+look can miss a process that replaces itself by a fork again and again."""
+NUM_GLANCES, NUM_NEWEST = 10, 3
+"""Per look: glances at the newest process ids, and how many of them each takes in. Measured with a
+process that replaces itself 1000 times a second: listing all processes and reading each finds it
+in 2 to 17 of 100 looks, for it is gone when its turn comes; ten glances found it in all of 549,
+and in 107 of 109 while another thread of this process kept its interpreter busy.
+"""
 _PROC = Path("/proc")
+# The second is some containers' own invention, with an id of the machine's.
+_LAST_PID = (_PROC / "sys" / "kernel" / "ns_last_pid", _PROC / "loadavg")
 _PAUSE_S = 0.01
 _STATE_FIELD, _USER_FIELD, _SYSTEM_FIELD, _START_FIELD = 0, 11, 12, 19  # of `stat_fields`
 
@@ -102,16 +110,22 @@ async def _end(is_sought: Callable[[str], bool]) -> None:
 
 def _kill(is_sought: Callable[[str], bool]) -> int:
     """Kill what one look finds; return how many. They may have forked meanwhile."""
-    found = []
-    # The youngest first, as a rule: they are the first to be gone again. Each is stopped at once,
-    # so that none forks before its turn.
-    for pid in sorted(_pids(), key=int, reverse=True):
-        if (mark := _mark_of(pid)) and is_sought(mark):
-            _send(pid, signal.SIGSTOP)
-            found.append(pid)
+    found = {pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)}
+    # The youngest first, as a rule: they are the first to be gone again.
+    found.update(_stopped(sorted(_pids(), key=int, reverse=True), is_sought))
     for pid in found:
         _send(pid, signal.SIGKILL)
     return len(found)
+
+
+def _stopped(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
+    """Stop the sought processes of `pids`, each at once, so that none forks before its turn."""
+    found = []
+    for pid in pids:
+        if (mark := _mark_of(pid)) and is_sought(mark):
+            _send(pid, signal.SIGSTOP)
+            found.append(pid)
+    return found
 
 
 def _send(pid: str, number: signal.Signals) -> None:
@@ -123,6 +137,20 @@ def _send(pid: str, number: signal.Signals) -> None:
 
 def _pids() -> list[str]:
     return list(filter(str.isdigit, os.listdir(_PROC))) if _PROC.is_dir() else []
+
+
+def _newest_pids() -> list[str]:
+    """Return the last ids of this namespace, whether or not a process has them; the newest first.
+
+    Empty where the system does not report them; the caller then has only the list of all processes.
+    """
+    for file in _LAST_PID:
+        try:
+            last = int(file.read_bytes().split()[-1])
+        except (OSError, ValueError, IndexError):
+            continue
+        return [str(pid) for pid in range(last, max(last - NUM_NEWEST, 0), -1)]
+    return []
 
 
 def _cpu_used(pid: str) -> tuple[ProcessKey, float] | None:
