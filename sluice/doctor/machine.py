@@ -1,4 +1,4 @@
-"""Check the machine against what a run's processes take: memory, open files, NPUs and GPUs, and the
+"""Check the machine against what a run's processes take: memory, NPUs and GPUs, and the
 sandbox of programs.
 """
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,10 +48,6 @@ _RECLAIMABLE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read; nothing is written
 # The queue between vLLM's workers takes most of it, NCCL's buffers between neighbours the rest.
 SHARED_BYTES_EACH, LEAST_SHARED_BYTES = 256 * MIB, GIB
-# Open files of a service: libraries, logs, data files, the ledger, pipes to scorers.
-_OWN_FILES = 256
-# Open files for a replica: two channels, a stream a group, its rank in a transfer group.
-_FILES_EACH_REPLICA = 16
 # The trainer's own code may be asked; the machine may be busy.
 COUNT_DEADLINE_S = 120.0
 SANDBOX_DEADLINE_S = 60.0
@@ -221,30 +216,6 @@ def shared_memory_finding(free: int | None, num_device_processes: int) -> Findin
         "NCCL and engines of several processes end with a bus error where it is full",
         f"start the container with --shm-size={size} (shm_size in Compose, an emptyDir with medium "
         f"Memory in Kubernetes), or enlarge it: mount -o remount,size={size} {SHARED_MEMORY}",
-    )
-
-
-def check_open_files(examined: Examined) -> Iterator[Finding]:
-    """Check the limit of this shell, which the services inherit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = examined.config.sluice.limits
-    calls = limits.max_submit_streams + limits.max_watchers
-    replicas = examined.config.sluice.rollout.replicas
-    yield open_files_finding(soft, hard, replicas=replicas, client_calls=calls)
-
-
-def open_files_finding(soft: int, hard: int, *, replicas: int, client_calls: int) -> Finding:
-    """Judge the limits for the busiest service with all clients that it admits; -1: no limit."""
-    needed = _OWN_FILES + _FILES_EACH_REPLICA * replicas + client_calls
-    if soft == -1 or soft >= needed:
-        return fine(f"ulimit -n: {'no limit' if soft == -1 else soft}; {needed} are enough")
-    return warning(
-        f"ulimit -n is {soft}, and {needed} may be needed with {replicas} replicas and "
-        f"{client_calls} calls of clients",
-        "a service that has reached it accepts no connection and opens no file",
-        f"ulimit -n {needed} in the shell that starts the run"
-        if hard == -1 or hard >= needed
-        else f"raise the hard limit to {needed} (LimitNOFILE of systemd, ulimits of a container)",
     )
 
 

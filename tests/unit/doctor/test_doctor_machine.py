@@ -30,7 +30,6 @@ from sluice.doctor.machine import (
     memory_finding,
     needed_memory,
     npu_findings,
-    open_files_finding,
     shared_memory_finding,
 )
 from sluice.errors import ConfigError
@@ -85,23 +84,6 @@ def test_a_run_on_cpus_takes_no_gpu() -> None:
     only([gpu_finding(DeviceShare((), 0, 0), 4, collectives_on_device=True)], "ok")
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "severity", "reported"),
-    [
-        (1024, 4096, "ok", ""),
-        (-1, -1, "ok", ""),
-        (512, 4096, "warning", "ulimit -n 784"),
-        (512, 512, "warning", "raise the hard limit to 784"),
-    ],
-)
-def test_open_files_are_enough_for_replicas_and_clients(
-    soft: int, hard: int, severity: str, reported: str
-) -> None:
-    found = only([open_files_finding(soft, hard, replicas=1, client_calls=512)], severity)
-    assert reported in found.remedy
-
-
-@pytest.mark.parametrize(
     ("free", "processes", "severity"),
     [
         (64 * MIB, 0, "ok"),
