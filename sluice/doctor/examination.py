@@ -115,7 +115,6 @@ CHECKS: tuple[Check, ...] = (
         deadline_s=packages.TORCH_DEADLINE_S,
     ),
     Check("npu", "NPUs, CANN and their variables", machine.check_npus, needs_run=False),
-    Check("network", "the networks of collectives", network.check_network, needs_run=False),
     Check(
         "sandbox",
         "the sandbox of programs",

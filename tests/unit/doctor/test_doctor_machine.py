@@ -84,6 +84,7 @@ def test_a_run_on_cpus_takes_no_gpu() -> None:
     only([gpu_finding(DeviceShare((), 0, 0), 4, collectives_on_device=True)], "ok")
 
 
+@pytest.mark.parametrize(
     ("free", "processes", "severity"),
     [
         (64 * MIB, 0, "ok"),
