@@ -14,16 +14,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from sluice.config.problems import Problem, Severity
-from sluice.doctor import (
-    configuration,
-    environment,
-    files,
-    machine,
-    network,
-    packages,
-    prompts,
-    reward,
-)
+from sluice.doctor import configuration, files, machine, network, packages, prompts, reward
 from sluice.doctor.finding import Examined, Finding, FindingLevel, fine, of_text, problem
 from sluice.errors import SluiceError
 
@@ -160,8 +151,8 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "environment",
         "the environment of episodes",
-        environment.check_environment,
-        deadline_s=environment.DEADLINE_S,
+        reward.check_environment,
+        deadline_s=reward.ENVIRONMENT_DEADLINE_S,
         before_start=True,
     ),
     Check(

@@ -18,10 +18,9 @@ from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor import examination as module
 from sluice.doctor.examination import CHECKS, Check, preflight
-from sluice.doctor.finding import Examined, Finding, problem, warning
+from sluice.doctor.finding import Examined, Finding, opened_rows, problem, warning
 from sluice.doctor.machine import cores_finding
 from sluice.doctor.prompts import overlong_findings, template_findings
-from sluice.doctor.rows import opened_rows
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError
 from tests.support.doctor_findings import only, run_of, write_model
