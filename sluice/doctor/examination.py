@@ -155,12 +155,7 @@ CHECKS: tuple[Check, ...] = (
         deadline_s=reward.ENVIRONMENT_DEADLINE_S,
         before_start=True,
     ),
-    Check(
-        "memory",
-        "the host's memory",
-        machine.check_memory,
-        deadline_s=machine.COUNT_DEADLINE_S,
-    ),
+    Check("memory", "the host's memory", machine.check_memory),
     Check("shared-memory", "shared memory (/dev/shm)", machine.check_shared_memory),
     Check("disk", "space for checkpoints", files.check_disk),
     Check("ports", "fixed ports", network.check_ports, before_start=True, of_host=True),

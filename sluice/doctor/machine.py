@@ -27,7 +27,7 @@ from sluice.device.host import (
     wants_npu,
 )
 from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, of_text, problem, warning
-from sluice.errors import ConfigError, SluiceError
+from sluice.errors import SluiceError
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
 from sluice.plan.host import (
     ModelBytes,
@@ -35,7 +35,7 @@ from sluice.plan.host import (
     has_reference_model,
     rank_host_bytes,
 )
-from sluice.plan.launch_plan import is_small, local_model, written_trainer
+from sluice.plan.launch_plan import local_model
 from sluice.sandbox.choice import backend_of, proven_sandbox
 
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
@@ -48,8 +48,6 @@ _RECLAIMABLE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read; nothing is written
 # The queue between vLLM's workers takes most of it, NCCL's buffers between neighbours the rest.
 SHARED_BYTES_EACH, LEAST_SHARED_BYTES = 256 * MIB, GIB
-# The trainer's own code may be asked; the machine may be busy.
-COUNT_DEADLINE_S = 120.0
 SANDBOX_DEADLINE_S = 60.0
 
 
@@ -113,7 +111,8 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
     replica_most = replica + staged
     if not _is_on_device(config.trainer.device, examined):
         bare = BARE_BYTES
-        state, peak = trained_bytes(config, shape)
+        guess = guessed_memory(shape, own)
+        state, peak = guess.state, guess.peak
     rank = bare + reference + state
     rank_most = bare + max(peak + held, reference + weights)
     ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
@@ -148,22 +147,6 @@ def held_on_host(config: RunConfig, shape: ModelShape) -> float:
     planned = local_model(model.path)
     encoder = None if planned is None else planned.encoder
     return rank_host_bytes(config, shape, ModelBytes(weights, trained, 2 * trained), encoder)
-
-
-def trained_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
-    """Return what a rank on the CPU holds, and its peak: counted, or guessed where it is little or
-    cannot be counted; other checks say why.
-    """
-    guess = guessed_memory(shape, training_layout(config))
-    model = local_model(config.actor_rollout_ref.model.path)
-    if model is None or is_small(config, shape):
-        return guess.state, guess.peak
-    try:
-        trainer = written_trainer(config, model, timeout_s=0.75 * COUNT_DEADLINE_S)
-    except ConfigError:
-        return guess.state, guess.peak
-    held = ("weights", "gradients", "moments")
-    return sum(trainer.parts[name] for name in held), trainer.peak
 
 
 def _is_on_device(name: str | None, examined: Examined) -> bool:

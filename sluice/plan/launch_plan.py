@@ -149,16 +149,14 @@ def is_small(config: RunConfig, shape: ModelShape) -> bool:
     return guessed_memory(shape, training_layout(config)).peak < SMALL_BYTES
 
 
-def written_trainer(
-    config: RunConfig, model: PlannedModel, *, timeout_s: float = DEADLINE_S
-) -> TrainerPool:
+def written_trainer(config: RunConfig, model: PlannedModel) -> TrainerPool:
     """Count the trainer of a configuration as it is written. Takes seconds, to load torch.
 
     Raises:
         ConfigError: sizes do not divide, or the trainer's code does not run here.
     """
     trainer_layout(config, world_size(config))
-    return _counted(config, model, _ANY_DEVICE, timeout_s)
+    return _counted(config, model, _ANY_DEVICE)
 
 
 def written_change(
@@ -238,9 +236,7 @@ class _Launch:
         return _counted(config, self.model, self.device)
 
 
-def _counted(
-    config: RunConfig, model: PlannedModel, device: DeviceKind, timeout_s: float = DEADLINE_S
-) -> TrainerPool:
+def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> TrainerPool:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -260,7 +256,7 @@ def _counted(
         DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), runs),
         list[PassBytes],
         what="the dry run of the trainer",
-        timeout_s=timeout_s,
+        timeout_s=DEADLINE_S,
         remedy="run it while the machine is idle",
     )
     counted: dict[int, dict[int, PassBytes]] = {stage: {} for stage in layers}

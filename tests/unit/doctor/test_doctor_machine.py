@@ -11,7 +11,6 @@ from sluice.config.memory.image_encoder import image_encoder
 from sluice.config.memory.layouts import rollout_layout
 from sluice.config.memory.published import published_encoder
 from sluice.config.memory.rollout import rollout_memory
-from sluice.config.parallel_layout import trainer_layout
 from sluice.device.ascend_checks import AscendDemand, AscendHost
 from sluice.doctor import machine
 from sluice.doctor.files import (
@@ -32,9 +31,7 @@ from sluice.doctor.machine import (
     npu_findings,
     shared_memory_finding,
 )
-from sluice.errors import ConfigError
 from sluice.launch.device_share import DeviceShare
-from sluice.plan.pools import TrainerPool
 from tests.support.doctor_findings import only, run_of, severities, write_model
 
 
@@ -218,29 +215,6 @@ def test_kept_prefixes_of_the_torch_engine_take_as_much_as_its_slots(tmp_path: P
         memory = rollout_memory(examined.shape, rollout_layout(examined.config), None)
         most.append(needed_memory(examined, examined.shape)[1].at_most)
     assert most[1] - most[0] == memory.kv_of_all_sequences
-
-
-def test_a_rank_on_the_cpu_holds_what_its_own_code_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_model(tmp_path)
-    examined = run_of(f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cpu")
-    assert examined.shape is not None
-    small, *_ = needed_memory(examined, examined.shape)
-    held = {"weights": 4.0 * GIB, "gradients": 4.0 * GIB, "moments": 8.0 * GIB, "activations": 1.0}
-    layout = trainer_layout(examined.config, 1)
-    counted = TrainerPool(layout, held, {"backward": 20.0 * GIB}, {}, 1, 0.0, 0.0, 0.0)
-    monkeypatch.setattr(machine, "is_small", lambda *_: False)
-    monkeypatch.setattr(machine, "written_trainer", lambda *_, **__: counted)
-    large, *_ = needed_memory(examined, examined.shape)
-    assert large.at_least - small.at_least == pytest.approx(16 * GIB, rel=0.01)
-    assert large.at_most - small.at_most == pytest.approx(20 * GIB, rel=0.01)
-
-    def fails(*_: object, **__: object) -> TrainerPool:
-        raise ConfigError("no torch")
-
-    monkeypatch.setattr(machine, "written_trainer", fails)
-    assert needed_memory(examined, examined.shape)[0] == small
 
 
 @pytest.mark.parametrize(
