@@ -23,7 +23,7 @@ from sluice.config.memory.rollout import (
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
 from sluice.config.rules.checks import all_problems
-from sluice.config.rules.sampling import strategy_notes
+from sluice.config.rules.sampling import strategy_notes, truncation_notes
 from sluice.config.run import RunConfig
 from sluice.config.sources import source_configs
 from sluice.config.verl_sizes import (
@@ -62,10 +62,10 @@ def remarks(config: RunConfig) -> list[Problem]:
     """Return notes on what settings mean together."""
     return [
         *_divergence(config),
-        *_adpo(config),
         *_correction(config),
         *_lone_responses(config),
         *strategy_notes(config),
+        *truncation_notes(config),
     ]
 
 
@@ -82,22 +82,6 @@ def _divergence(config: RunConfig) -> Iterator[Problem]:
             True,
             f"with {ACTOR}.use_kl_loss = true: the divergence from the reference model counts "
             "twice, in the reward and in the loss",
-        )
-    if in_reward or in_loss:
-        yield _note(
-            "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss",
-            True,
-            ": a reference model is kept; every trainer rank holds its share in host memory, and "
-            "on its device during one more forward pass of every row",
-        )
-
-
-def _adpo(config: RunConfig) -> Iterator[Problem]:
-    if config.actor_rollout_ref.actor.policy_loss.loss_mode == "adpo":
-        yield _note(
-            "algorithm.adv_estimator",
-            "adpo",
-            f"and {ACTOR}.policy_loss.loss_mode = adpo: each sets the other where that is left out",
         )
 
 
