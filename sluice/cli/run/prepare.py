@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -23,10 +23,8 @@ from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
-from sluice.config.explain import replaced_values
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import dump_config, write_config
-from sluice.config.problems import Problem
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.doctor.reward import try_scorer
@@ -134,8 +132,8 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         base = job if quickstart else file
         config = load_config(base, [*settings, *overrides])
         notes = launch_notes(config, read_settings(base, overrides))
-    replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
-    _report_notices((*notes, *replaced), report)
+    for note in notes:
+        report(f"notice: {note.text}")
     check_config(config)
     try_scorer(config, ())
     if stop_grace is not None:
@@ -148,11 +146,6 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     elif written.read_text(encoding="utf-8") != dump_config(config):
         report(f"notice: {written} {_KEPT}")
     _show(written, is_active=is_active, as_json=as_json)
-
-
-def _report_notices(notes: Sequence[Problem], report: Callable[[str], None]) -> None:
-    for note in notes:
-        report(f"notice: {note.text}")
 
 
 def _show(written: Path, *, is_active: bool, as_json: bool) -> None:
