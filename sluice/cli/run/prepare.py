@@ -28,16 +28,15 @@ from sluice.config.loading.yaml_text import dump_config, write_config
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.doctor.reward import try_scorer
-from sluice.launch.container_settings import (
+from sluice.launch.network_layout import (
     DASHBOARD_VARIABLE,
     DEVICE_VARIABLE,
     OBSERVED_VARIABLE,
-    STOP_GRACE_VARIABLE,
-    check_stop_grace,
+    dashboard_settings,
     device_settings,
+    network_settings,
     observed_settings,
 )
-from sluice.launch.network_layout import dashboard_settings, network_settings
 from sluice.launch.shared_run import SharedRun
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.service_contract import CONFIG_NAME
@@ -79,14 +78,6 @@ _Restart = Annotated[
 _RunFolder = Annotated[
     Path, typer.Option("--run", "--run-dir", help="Folder that all services of the run see.")
 ]
-_StopGrace = Annotated[
-    str | None,
-    typer.Option(
-        help="Time that the container engine gives a service to stop, such as 90s; a job that "
-        "may need longer is refused.",
-        envvar=STOP_GRACE_VARIABLE,
-    ),
-]
 
 
 def prepare(  # noqa: PLR0913 - one parameter an option
@@ -98,7 +89,6 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     observed: _Observed = False,
     dashboard: _Dashboard = False,
     device: _Device = None,
-    stop_grace: _StopGrace = None,
     restart: _Restart = False,
     trust_script: TrustScript = False,
     as_json: AsJson = False,
@@ -136,9 +126,6 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         report(f"notice: {note.text}")
     check_config(config)
     try_scorer(config, ())
-    if stop_grace is not None:
-        # The services of an active run read the configuration that it began with.
-        check_stop_grace(load_config(written, ()) if is_active else config, stop_grace)
     if secure:
         renew_certificates(certificates, report, run_is_active=is_active)
     if not is_active:
