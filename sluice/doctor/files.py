@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from sluice.config.derived import checkpoint_folder, uses_critic
-from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
 from sluice.config.rules.files import MODEL_KEY, model_problems
 from sluice.config.run import RunConfig
 from sluice.doctor.finding import (
@@ -32,7 +32,6 @@ _AGAIN = "copy or download it again"
 _NOT_LOADED = "the trainer ends while it loads the weights"
 # Logs, metrics, ledger and dumps of samples.
 RUN_BYTES = GIB
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STATES = 3  # weights and AdamW's two moments, each as large as the weights
 
 
@@ -183,7 +182,7 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape | None) -> int | None:
     """Return the size of one checkpoint: twice a model's with a critic; ``None`` if not known."""
     if shape is None:
         return None
-    width = _BYTES[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    width = DTYPE_BYTES[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
     return shape.total_parameters * width * _STATES * (2 if uses_critic(config) else 1)
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.config.derived import adapts, replica_devices
-from sluice.config.memory.layouts import rollout_layout, training_layout
+from sluice.config.memory.rollout import rollout_layout
+from sluice.config.memory.training import training_layout
 from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import guessed_memory

@@ -19,8 +19,8 @@ from sluice.config.device_split import (
 )
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind, device_kind
-from sluice.config.memory.layouts import training_layout
-from sluice.config.memory.published import published_name, published_shape
+from sluice.config.memory.training import training_layout
+from sluice.config.memory.shape import published_name, published_shape
 from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.config.memory.training import guessed_memory
 from sluice.config.run import RunConfig, changed

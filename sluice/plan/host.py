@@ -15,13 +15,12 @@ from sluice.config.derived import (
     world_size,
 )
 from sluice.config.memory.image_encoder import ImageEncoder
-from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 
 MIB = 1 << 20
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)

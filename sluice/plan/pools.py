@@ -16,18 +16,18 @@ from sluice.config.derived import (
 )
 from sluice.config.memory.devices import DeviceKind
 from sluice.config.memory.image_encoder import ImageEncoder
-from sluice.config.memory.layouts import rollout_layout, training_layout
+from sluice.config.memory.rollout import rollout_layout
+from sluice.config.memory.training import training_layout
 from sluice.config.memory.rollout import GIB, rollout_memory
 from sluice.config.memory.rollout import fits as weights_fit
-from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.work import MEAN_RESPONSE, group_flops
+from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
+from sluice.config.memory.training import MEAN_RESPONSE, group_flops
 from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.sources import responses_per_step
 from sluice.plan.dry_run import PassBytes
 from sluice.plan.host import (
-    DTYPE_BYTES,
     MIB,
     ModelBytes,
     encoder_bytes,

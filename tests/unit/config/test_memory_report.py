@@ -8,8 +8,9 @@ import pytest
 
 from sluice.config.check import EngineReport, engine_problems, engine_report
 from sluice.config.loading.loader import load_config
-from sluice.config.memory.layouts import rollout_layout, training_layout
-from sluice.config.memory.published import published_shape
+from sluice.config.memory.rollout import rollout_layout
+from sluice.config.memory.training import training_layout
+from sluice.config.memory.shape import published_shape
 from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import (
     Guess,

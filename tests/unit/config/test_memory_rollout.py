@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sluice.config.memory.published import published_shape
+from sluice.config.memory.shape import published_shape
 from sluice.config.memory.rollout import (
     GIB,
     RolloutLayout,

@@ -15,7 +15,7 @@ from sluice.config.loading.loader import (
     read_settings,
     settings_of,
 )
-from sluice.config.memory.published import published_shape
+from sluice.config.memory.shape import published_shape
 from sluice.config.problems import Problem
 from sluice.config.rules.checks import all_problems
 from sluice.config.run import RunConfig

@@ -10,7 +10,7 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.devices import device_kind
-from sluice.config.memory.layouts import training_layout
+from sluice.config.memory.training import training_layout
 from sluice.config.memory.shape import shape_of
 from sluice.config.memory.training import guessed_memory
 from sluice.config.run import RunConfig
