@@ -14,11 +14,11 @@ from itertools import takewhile
 from pathlib import Path
 
 from sluice import installed_version
+from sluice.config.problems import Problem, errors
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import EndpointConfig
 from sluice.device.ascend_checks import (
     AscendDemand,
-    AscendFinding,
     AscendHost,
     ascend_findings,
     visible_devices,
@@ -125,16 +125,17 @@ def prepare_process(
     if device is not None and device != "auto":
         demand = AscendDemand(1, collectives_on_device, runs_vllm, captures_graphs)
         findings = ascend_findings(ascend_host(environment), demand)
-        _warn(finding for finding in findings if not finding.is_fatal)
-        if fatal := [str(finding) for finding in findings if finding.is_fatal]:
-            raise ConfigError('device "npu": ' + "; ".join(fatal))
+        fatal = errors(findings)
+        _warn(one for one in findings if one not in fatal)
+        if fatal:
+            raise ConfigError('device "npu": ' + "; ".join(one.text for one in fatal))
     elif runs_vllm:
         _warn(vllm_findings(ascend_host(environment)))
 
 
-def _warn(findings: Iterable[AscendFinding]) -> None:
+def _warn(findings: Iterable[Problem]) -> None:
     for finding in findings:
-        _log.warning("NPU: %s", finding)
+        _log.warning("NPU: %s", finding.text)
 
 
 def _files(devices: Path) -> tuple[str, ...]:

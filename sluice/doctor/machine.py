@@ -17,6 +17,7 @@ from sluice.config.memory.training import training_layout
 from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import guessed_memory
+from sluice.config.problems import Severity
 from sluice.config.run import RunConfig
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
@@ -224,10 +225,10 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
         return
     found = ascend_findings(host, demand)
     for one in found:
-        if one.is_fatal and is_wanted:
-            yield problem(one.what, "a process on an NPU refuses to start", one.remedy)
+        if one.severity is Severity.ERROR and is_wanted:
+            yield problem(one.statement, "a process on an NPU refuses to start", one.remedy)
         else:
-            yield warning(one.what, "a process on an NPU is slower, or fails later", one.remedy)
+            yield warning(one.statement, "a process on an NPU is slower, or fails later", one.remedy)
     if not found:
         yield fine(f"{host.num_devices} NPU(s), torch_npu {host.torch_npu_version}")
 
