@@ -44,7 +44,6 @@ class CpuDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        """``torch.device("cpu")``."""
         return torch.device("cpu")
 
     def set_device(self) -> None:
