@@ -149,12 +149,7 @@ class EngineReport:
 
 
 def engine_report(config: RunConfig, shape: ModelShape, device_gib: float | None) -> EngineReport:
-    """Estimate the memory of each device.
-
-    Args:
-        shape: the trained model's.
-        device_gib: memory of one device, GiB; `None`: unknown, so nothing is compared with it.
-    """
+    """Estimate the memory of each device."""
     engine = rollout_layout(config)
     device = None if device_gib is None else device_gib * GIB
     smallest = None

@@ -261,7 +261,6 @@ def taken_samples_mb(config: RunConfig, data_ranks: int) -> int:
     """Return the MiB of samples that a trainer rank takes of a batch of longest responses.
 
     Args:
-        config: of the run.
         data_ranks: ranks, or groups of ranks, that train different samples.
     """
     data = config.data

@@ -168,10 +168,6 @@ def preflight(
 ) -> list[Problem]:
     """Return what the checks before the start find, each once: errors, and notes that a user would
     want to know.
-
-    Args:
-        examined: the machine and the run.
-        wanted: chooses among these checks.
     """
     checks = [one for one in CHECKS if one.before_start and wanted(one)]
     found = [

@@ -116,13 +116,7 @@ def found_devices(config: RunConfig, given: Mapping[str, str]) -> FoundDevices |
 
 
 def local_devices(config: RunConfig, settings: KeySettings, given: Mapping[str, str]) -> DevicePlan:
-    """Plan a launch on this host.
-
-    Args:
-        config: of the launch.
-        settings: its keys as the user set them.
-        given: variables of the launcher.
-    """
+    """Plan a launch on this host."""
     devices = found_devices(config, given)
     if devices is None:
         return DevicePlan(config)

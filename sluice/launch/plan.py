@@ -88,12 +88,7 @@ class LaunchPlan:
 
 
 def local_plan(config: RunConfig, config_file: Path) -> LaunchPlan:
-    """Return the plan of a run on this machine.
-
-    Args:
-        config: with ports.
-        config_file: where the processes read the same configuration.
-    """
+    """Return the plan of a run on this machine."""
     return LaunchPlan(
         config,
         local_services(config, config_file),

@@ -175,12 +175,7 @@ def with_ports(config: RunConfig) -> RunConfig:
 
 
 def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, ...]:
-    """Return the processes of a run on one machine, in the order of their start.
-
-    Args:
-        config: resolved, with ports.
-        config_file: where the processes read the same configuration.
-    """
+    """Return the processes of a run on one machine, in the order of their start."""
     rollouts = [
         rollout_service(config, config_file, index)
         for index in range(config.sluice.rollout.replicas)
@@ -239,7 +234,6 @@ def placed_trainer(
     """Return all ranks of the trainer, one crew; placement adds devices.
 
     Args:
-        config: of the run.
         config_file: the same path on all nodes.
         checkpoints_before: the mark of the checkpoints that existed before the run.
         meeting: host and port of rank 0, where several ranks find each other.
@@ -303,7 +297,6 @@ def replica_in_container(
     """Return a replica that has a container to itself.
 
     Args:
-        config: of the run.
         config_file: where the replica reads the same configuration.
         name: unique in the fleet.
         address: its host as peers reach it.

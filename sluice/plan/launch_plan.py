@@ -166,11 +166,7 @@ def written_change(
     device: DeviceKind,
     trainer: TrainerPool,
 ) -> tuple[str, ...] | None:
-    """Return the smallest change with which a trainer fits the devices that its launch names.
-
-    Args:
-        trainer: as counted by `written_trainer`; it does not fit.
-    """
+    """Return the smallest change with which a trainer fits the devices that its launch names."""
     launch = _Launch(file, tuple(overrides), model, device)
     written = launch.read(())
     plan = _as_it_is(launch, written.config, named_split(written.config), trainer)
@@ -182,12 +178,6 @@ def launch_plan(
     file: Path | None, overrides: Sequence[str], model: PlannedModel, device: DeviceKind
 ) -> PlannedLaunch:
     """Plan a launch.
-
-    Args:
-        file: YAML or overrides; `None`: the defaults.
-        overrides: on top of it.
-        model: trained.
-        device: each of the launch's devices.
 
     Raises:
         ConfigError: keys or values are wrong, or no split of the devices is possible.

@@ -227,12 +227,7 @@ def trainer_pool(
     counted: PassBytes,
     encoder: ImageEncoder | None = None,
 ) -> TrainerPool:
-    """Return the pool of one stage, or of the only one.
-
-    Args:
-        counted: of all its layers of the decoder.
-        encoder: encodes images; the passes were counted without it.
-    """
+    """Return the pool of one stage, or of the only one."""
     layout = trainer_layout(config, world_size(config))
     sharding = config.actor_rollout_ref.actor.fsdp_config
     images = _images(config, layout, encoder)

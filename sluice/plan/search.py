@@ -123,12 +123,7 @@ def promising(
     config: RunConfig,
     correction: float,
 ) -> Iterator[Change]:
-    """Yield the changes that should fit.
-
-    Args:
-        config: without them.
-        correction: see `Guess`.
-    """
+    """Yield the changes that should fit."""
     for change in changes:
         other = changed(config, change.overrides)
         found = guess(other, shape)

@@ -57,11 +57,7 @@ def _page_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def server_problems(security: SecurityConfig, host: str) -> list[Problem]:
-    """Return what keeps a service from being served with these settings.
-
-    Args:
-        host: the name or address that peers connect to.
-    """
+    """Return what keeps a service from being served with these settings."""
     problems = _missing(security, for_server=True)
     if problems:
         return problems

@@ -24,10 +24,6 @@ def source_problems(
 ) -> Iterator[Problem]:
     """Yield what keeps the sources from training together, and every broken rule of their
     configurations. The run's own values break a rule only where every source has them.
-
-    Args:
-        config: of the run, with sources.
-        check_source: returns the problems of the configuration of one source.
     """
     yield from named("sources", _share_problems(config))
     yield from named("sources", _run_problems(config))

@@ -120,12 +120,7 @@ class NodeFacts:
 
 
 def look_around(plan: ServicePlan, address: str) -> NodeFacts:
-    """Get this node ready for a service, which includes writing the configuration.
-
-    Args:
-        plan: of the service.
-        address: this node's.
-    """
+    """Get this node ready for a service, which includes writing the configuration."""
     problems = [_version_problem(plan), _unshared(plan)]
     environment: dict[str, str] = {}
     try:

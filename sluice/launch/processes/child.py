@@ -24,12 +24,7 @@ KILLED_S = 30.0
 
 
 class Child(ABC):
-    """A started process, on this machine or on another one.
-
-    Args:
-        name: of the process, for logs.
-        pid: on its machine.
-    """
+    """A started process, on this machine or on another one."""
 
     def __init__(self, name: str, pid: int) -> None:
         self.name = name
