@@ -27,9 +27,9 @@ from sluice import UNINSTALLED, own_version
 from sluice.config.addresses import bare_host
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.config.schema.data import file_list
 from sluice.config.schema.security import FILE_FIELDS
 from sluice.config.schema.service import EndpointConfig
+from sluice.config.sources import prompt_files
 from sluice.device.host import launch_environment
 from sluice.errors import ConfigError
 from sluice.launch.network_layout import Kind
@@ -69,18 +69,11 @@ def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
         if config.critic.model.path:
             yield "critic.model.path", config.critic.model.path
     if kind == "reward":
-        yield from _prompt_files(config)
+        for key, files in prompt_files(config).items():
+            yield from ((f"{key}[{number}]", file) for number, file in enumerate(files))
         path = config.reward.custom_reward_function.path
         if path and not path.startswith("pkg://"):
             yield "reward.custom_reward_function.path", path
-
-
-def _prompt_files(config: RunConfig) -> Iterator[tuple[str, str]]:
-    files = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
-    files |= {f"sluice.sources.{name}.files": o.files for name, o in config.sluice.sources.items()}
-    for key, given in files.items():
-        for number, file in enumerate(file_list(given)):
-            yield f"{key}[{number}]", file
 
 
 @dataclass(frozen=True, slots=True)
