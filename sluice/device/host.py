@@ -34,6 +34,7 @@ from sluice.errors import ConfigError
 
 CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _log = logging.getLogger(__name__)
+_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _DEVICE_FOLDER = Path("/dev")
 _GPU_FILE = re.compile(r"nvidia\d+")
 _NPU_FILE = re.compile(r"v?davinci(\d+)")  # a share of one begins with "v"
@@ -195,3 +196,16 @@ def wants_gpu(
         there = bool(gpu_numbers(environment, devices))
         return there and not wants_npu(name, environment, devices)
     return name == "cuda"
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return Linux's estimate of what can be allocated without swapping, bytes; elsewhere ``None``.
+
+    Args:
+        root: of the file system with ``proc``.
+    """
+    try:
+        match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="ascii"))
+    except OSError:
+        return None
+    return int(match[1]) * 1024 if match else None

@@ -24,6 +24,7 @@ from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_finding
 from sluice.device.host import (
     CUDA_VISIBLE_VARIABLE,
     ascend_host,
+    available_memory,
     has_torch_npu,
     wants_gpu,
     wants_npu,
@@ -44,7 +45,6 @@ from sluice.sandbox.choice import backend_of, proven_sandbox
 BARE_BYTES, BARE_ON_DEVICE_BYTES = GIB // 2, 3 * GIB
 # The trainer has two snapshots; a replica holds the base of deltas and a staged copy.
 COPIES = 2
-_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 # Files that were read or copied lately count as used, but the kernel gives their memory away.
 _RECLAIMABLE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read; nothing is written
@@ -161,17 +161,14 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: of the file system with ``proc`` and ``sys``.
     """
-    found: list[int] = []
-    with suppress(OSError):
-        match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="ascii"))
-        found += [int(match[1]) * 1024] if match else []
+    found = [available_memory(root)]
     group = root / "sys/fs/cgroup"
     with suppress(OSError, ValueError):  # "max": no limit
         limit = int((group / "memory.max").read_text(encoding="ascii"))
         used = int((group / "memory.current").read_text(encoding="ascii"))
         match = _RECLAIMABLE.search((group / "memory.stat").read_text(encoding="ascii"))
         found.append(max(0, limit - used + (int(match[1]) if match else 0)))
-    return min(found, default=None)
+    return min((one for one in found if one is not None), default=None)
 
 
 def check_shared_memory(examined: Examined) -> Iterator[Finding]:
