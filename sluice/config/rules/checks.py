@@ -7,7 +7,7 @@ training; batch and parallel sizes are in `batch`, estimators and losses in `alg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -119,20 +119,10 @@ def _rule_problems(
     found = [*verl_problems(sizes), *engine_problems(sizes)]
     if shape is not None:
         found += shape_problems(config, sizes, shape)
-        found += named("context", context_problems(config, shape))
-        found += named("repeated-samples", repeat_problems(config, shape))
-        found += named("routing", routing_problems(config, shape))
-        found += named("stages", stage_problems(config, shape))
-    for check in _CHECKS:
-        found += named(check.__name__.strip("_").replace("_", "-"), check(config))
-    found += named("cuts", cut_problems(config))
-    found += named("algorithm", algorithm_problems(config))
-    found += named("environment", environment_problems(config))
-    found += named("guards", guard_problems(config))
-    found += named("stragglers", straggler_problems(config))
-    found += named("sampling-strategy", strategy_problems(config))
-    found += named("truncated-training", truncation_problems(config))
-    found += correction_problems(config)
+        for name, of_model in _OF_MODEL.items():
+            found += named(name, of_model(config, shape))
+    for name, check in _CHECKS.items():
+        found += named(name, check(config))
     return found
 
 
@@ -502,23 +492,37 @@ def _routing_replay(config: RunConfig) -> Iterator[Problem]:
         yield Problem(caching, False, only, overrides=(f"{caching}=true",))
 
 
-_CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _idle_ranks,
-    _parallel_layout,
-    _critic_layout,
-    _group_size,
-    _devices,
-    _clip,
-    _sampling,
-    _overlong,
-    _validation_files,
-    _reward_model,
-    _profiler,
-    _resume,
-    _endpoints,
-    _draining,
-    _heartbeats,
-    _watchdog,
-    _message_size,
-    _routing_replay,
-)
+_CHECKS: Mapping[str, Callable[[RunConfig], Iterable[Problem]]] = {
+    "idle-ranks": _idle_ranks,
+    "parallel-layout": _parallel_layout,
+    "critic-layout": _critic_layout,
+    "group-size": _group_size,
+    "devices": _devices,
+    "clip": _clip,
+    "sampling": _sampling,
+    "overlong": _overlong,
+    "validation-files": _validation_files,
+    "reward-model": _reward_model,
+    "profiler": _profiler,
+    "resume": _resume,
+    "endpoints": _endpoints,
+    "draining": _draining,
+    "heartbeats": _heartbeats,
+    "watchdog": _watchdog,
+    "message-size": _message_size,
+    "routing-replay": _routing_replay,
+    "cuts": cut_problems,
+    "algorithm": algorithm_problems,
+    "environment": environment_problems,
+    "guards": guard_problems,
+    "stragglers": straggler_problems,
+    "sampling-strategy": strategy_problems,
+    "truncated-training": truncation_problems,
+    "correction": correction_problems,
+}
+_OF_MODEL: Mapping[str, Callable[[RunConfig, ModelShape], Iterable[Problem]]] = {
+    "context": context_problems,
+    "repeated-samples": repeat_problems,
+    "routing": routing_problems,
+    "stages": stage_problems,
+}
