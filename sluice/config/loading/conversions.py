@@ -12,6 +12,7 @@ from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.problems import Problem
 from sluice.config.run import value_at
+from sluice.config.schema.security import FILE_FIELDS
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _V1, _ENGINE = "trainer.v1", f"{_ROLLOUT}.checkpoint_engine"
@@ -116,7 +117,24 @@ def _home(value: object) -> object:
     return str(Path(str(value)).expanduser()) if is_home else value
 
 
+PATH_KEYS = (
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.lora_adapter_path",
+    "critic.model.path",
+    "data.train_files",
+    "data.val_files",
+    "reward.custom_reward_function.path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "sluice.run_dir",
+    *(f"sluice.security.{name}" for name in FILE_FIELDS),
+)
+"""Keys that name files and folders, without the files of `sluice.sources`."""
+
 WORDS: dict[str, Callable[[object], object]] = {
+    **dict.fromkeys(PATH_KEYS, _home),
     f"{_ACTOR}.fsdp_config.model_dtype": _words(_DTYPES),
     f"{_ACTOR}.fsdp_config.dtype": _words(_DTYPES),
     "critic.fsdp.model_dtype": _words(_DTYPES),
@@ -125,16 +143,8 @@ WORDS: dict[str, Callable[[object], object]] = {
     f"{_ROLLOUT}.quantization": lambda value: None if value is False else value,
     "reward.reward_manager.name": _words(_MANAGERS),
     "trainer.logger": _loggers,
-    "trainer.default_local_dir": _home,
-    "trainer.resume_from_path": _home,
-    "data.train_files": _home,
-    "data.val_files": _home,
     "sluice.sources": _homes,
-    "actor_rollout_ref.model.path": _home,
-    "critic.model.path": _home,
-    "actor_rollout_ref.model.lora_adapter_path": _home,
     "actor_rollout_ref.model.lora.adapter_path": _home,
-    "reward.custom_reward_function.path": _home,
     "trainer.max_actor_ckpt_to_keep": _keep_all,
     "trainer.max_critic_ckpt_to_keep": _keep_all,
 }
