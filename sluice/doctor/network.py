@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
-from sluice.config.addresses import advertised_host, is_loopback
+from sluice.config.addresses import advertised_host, configured_ports, is_loopback
 from sluice.doctor.finding import Examined, Finding, fine, problem
 from sluice.errors import ConfigError
 from sluice.rpc.ports import check_bindable
@@ -23,7 +21,7 @@ def has_remote_peers(examined: Examined) -> bool:
 
 def check_ports(examined: Examined) -> Iterator[Finding]:
     """Bind each fixed port for a moment; nothing listens."""
-    ports = list(fixed_ports(examined))
+    ports = list(configured_ports(examined.config.sluice))
     free = []
     for key, host, port in ports:
         try:
@@ -38,15 +36,3 @@ def check_ports(examined: Examined) -> Iterator[Finding]:
             )
     if len(free) == len(ports):
         yield fine(f"free: {', '.join(free)}" if ports else "the run chooses all ports")
-
-
-def fixed_ports(examined: Examined) -> Iterator[tuple[str, str, int]]:
-    """Yield key, host and port of every endpoint's port that is set, and the dashboard's."""
-    services = examined.config.sluice
-    for kind in ("trainer", "reward", "rollout"):
-        endpoint = getattr(services, kind).endpoint
-        for name, port in msgspec.structs.asdict(endpoint).items():
-            if name.endswith("port") and port:
-                yield f"sluice.{kind}.endpoint.{name}", endpoint.host, port
-    if services.dashboard.port:
-        yield "sluice.dashboard.port", services.dashboard.host, services.dashboard.port

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sluice.doctor.network import check_ports, fixed_ports, has_remote_peers
+from sluice.config.addresses import configured_ports
+from sluice.doctor.network import check_ports, has_remote_peers
 from sluice.rpc.ports import bound_socket
 from tests.support.doctor_findings import only, run_of
 
@@ -54,7 +55,7 @@ def test_free_ports_are_fine_and_every_port_of_an_endpoint_is_tried(kept_port: i
         f"sluice.reward.endpoint.metrics_port={kept_port}",
         f"sluice.dashboard.port={kept_port}",
     )
-    assert {key for key, _, _ in fixed_ports(examined)} == {
+    assert {key for key, _, _ in configured_ports(examined.config.sluice)} == {
         "sluice.trainer.endpoint.port",
         "sluice.trainer.endpoint.health_port",
         "sluice.reward.endpoint.metrics_port",
