@@ -39,7 +39,7 @@ class Check:
     about: str
     examine: Callable[[Examined], Iterable[Finding]]
     needs_run: bool = True
-    deadline_s: float = 30.0
+    deadline_s: float = 120.0
     before_start: bool = False
     of_host: bool = False
 
@@ -98,63 +98,27 @@ def _findings(check: Check, examined: Examined) -> tuple[Finding, ...]:
 
 CHECKS: tuple[Check, ...] = (
     Check("packages", "required packages", packages.check_requirements, needs_run=False),
-    Check(
-        "torch",
-        "torch, driver and GPUs",
-        packages.check_torch,
-        needs_run=False,
-        deadline_s=packages.TORCH_DEADLINE_S,
-    ),
+    Check("torch", "torch, driver and GPUs", packages.check_torch, needs_run=False),
     Check("npu", "NPUs, CANN and their variables", machine.check_npus, needs_run=False),
     Check(
         "sandbox",
         "the sandbox of programs",
         machine.check_sandbox,
         needs_run=False,
-        deadline_s=machine.SANDBOX_DEADLINE_S,
         before_start=True,
         of_host=True,
     ),
-    Check(
-        "configuration",
-        "the configuration's rules",
-        configuration.check_configuration,
-        before_start=True,
-    ),
+    Check("configuration", "its rules", configuration.check_configuration, before_start=True),
     Check("extras", "optional packages", packages.check_extras, before_start=True, of_host=True),
     Check("engine", "the inference engine", packages.check_engine, before_start=True, of_host=True),
     Check("gpus", "devices for every process", machine.check_gpus, before_start=True, of_host=True),
     Check(
         "cores", "CPU cores for trainer ranks", machine.check_cores, before_start=True, of_host=True
     ),
-    Check(
-        "model",
-        "the model's folder",
-        files.check_model,
-        deadline_s=files.DEADLINE_S,
-        before_start=True,
-    ),
-    Check(
-        "data",
-        "the files of prompts",
-        prompts.check_data,
-        deadline_s=prompts.DEADLINE_S,
-        before_start=True,
-    ),
-    Check(
-        "reward",
-        "what grades responses",
-        reward.check_reward,
-        deadline_s=reward.DEADLINE_S,
-        before_start=True,
-    ),
-    Check(
-        "environment",
-        "the environment of episodes",
-        reward.check_environment,
-        deadline_s=reward.ENVIRONMENT_DEADLINE_S,
-        before_start=True,
-    ),
+    Check("model", "the model's folder", files.check_model, before_start=True),
+    Check("data", "the files of prompts", prompts.check_data, before_start=True),
+    Check("reward", "what grades responses", reward.check_reward, before_start=True),
+    Check("environment", "what plays episodes", reward.check_environment, before_start=True),
     Check("memory", "the host's memory", machine.check_memory),
     Check("shared-memory", "shared memory (/dev/shm)", machine.check_shared_memory),
     Check("disk", "space for checkpoints", files.check_disk),

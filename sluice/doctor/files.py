@@ -25,7 +25,6 @@ from sluice.doctor.finding import (
 )
 from sluice.errors import DataError
 
-DEADLINE_S = 60.0  # hundreds of shards on a file server
 _POINTER = b"version https://git-lfs"
 _INDEX_FILE = "model.safetensors.index.json"
 _AGAIN = "copy or download it again"

@@ -50,7 +50,6 @@ _RECLAIMABLE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read; nothing is written
 # The queue between vLLM's workers takes most of it, NCCL's buffers between neighbours the rest.
 SHARED_BYTES_EACH, LEAST_SHARED_BYTES = 256 * MIB, GIB
-SANDBOX_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

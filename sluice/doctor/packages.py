@@ -30,7 +30,6 @@ _LOGGER_EXTRAS = {
     "trackio": "trackio",
 }
 
-TORCH_DEADLINE_S = 120.0
 _PROBE_S = 110.0
 # torch's own message distinguishes a missing driver from an old one.
 _PROBE = """

@@ -19,7 +19,6 @@ from sluice.errors import DataError, SluiceError
 from sluice.sandbox.choice import backend_of
 
 _GRADE, _LOAD = "services.reward.scorer_check", "sluice.environment.check"
-DEADLINE_S, ENVIRONMENT_DEADLINE_S = 95.0, 65.0
 ENOUGH_S = 20.0  # a row after this is not graded any more
 _TRIAL_S = 70.0  # above the deadline of loading, and of the row in work
 ROWS_OF_A_SOURCE, ROWS_LOOKED_AT = 4, 16
