@@ -13,16 +13,7 @@ from sluice.config.derived import checkpoint_folder, uses_critic
 from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
 from sluice.config.rules.files import MODEL_KEY, model_problems
 from sluice.config.run import RunConfig
-from sluice.doctor.finding import (
-    GIB,
-    Examined,
-    Finding,
-    fine,
-    gib,
-    of_text,
-    problem,
-    warning,
-)
+from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import DataError
 
 _POINTER = b"version https://git-lfs"

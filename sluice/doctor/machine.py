@@ -32,12 +32,7 @@ from sluice.device.host import (
 from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import SluiceError
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
-from sluice.plan.host import (
-    ModelBytes,
-    batch_expert_bytes,
-    has_reference_model,
-    rank_host_bytes,
-)
+from sluice.plan.host import ModelBytes, batch_expert_bytes, has_reference_model, rank_host_bytes
 from sluice.plan.launch_plan import local_model
 from sluice.sandbox.choice import backend_of, proven_sandbox
 

@@ -12,13 +12,7 @@ import msgspec
 
 from sluice.concurrency.answers import answer_of
 from sluice.config.derived import world_size
-from sluice.config.device_split import (
-    DeviceSplit,
-    device_split,
-    is_colocated,
-    named_split,
-    splits,
-)
+from sluice.config.device_split import DeviceSplit, device_split, is_colocated, named_split, splits
 from sluice.config.loading.conversions import names_set
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import DeviceKind, device_kind
@@ -42,12 +36,7 @@ from sluice.plan.pools import (
     layer_counts,
     of_all_layers,
 )
-from sluice.plan.search import (
-    engine_change,
-    guess,
-    promising,
-    trainer_changes,
-)
+from sluice.plan.search import engine_change, guess, promising, trainer_changes
 
 DEADLINE_S = 300.0
 SMALL_BYTES = GIB / 10

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from sluice.config.derived import (
-    is_whole,
-    max_row_tokens,
-    uses_critic,
-    world_size,
-)
+from sluice.config.derived import is_whole, max_row_tokens, uses_critic, world_size
 from sluice.config.memory.devices import DeviceKind
 from sluice.config.memory.image_encoder import ImageEncoder
 from sluice.config.memory.rollout import rollout_layout

@@ -35,11 +35,7 @@ from sluice.config.rules.model import (
     shape_problems,
     stage_problems,
 )
-from sluice.config.rules.sampling import (
-    straggler_problems,
-    strategy_problems,
-    truncation_problems,
-)
+from sluice.config.rules.sampling import straggler_problems, strategy_problems, truncation_problems
 from sluice.config.rules.sources import source_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig

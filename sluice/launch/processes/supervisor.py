@@ -24,13 +24,7 @@ from sluice.concurrency.waits import unless
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
-from sluice.launch.processes.crew import (
-    REQUESTS,
-    Crew,
-    CrewEnd,
-    LogLine,
-    crews_of,
-)
+from sluice.launch.processes.crew import REQUESTS, Crew, CrewEnd, LogLine, crews_of
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)

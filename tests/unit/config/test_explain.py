@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.config.catalogue.table import KeyStatus, catalogue
-from sluice.config.explain import (
-    explain_key,
-    key_statuses,
-    notices,
-)
+from sluice.config.explain import explain_key, key_statuses, notices
 from sluice.config.loading.keys import is_known, other_spellings
 from sluice.config.loading.loader import load_config, read_settings, settings_of
 from sluice.errors import ConfigError

@@ -17,11 +17,7 @@ from sluice.doctor.configuration import (
     date_findings,
     tls_off_findings,
 )
-from sluice.doctor.files import (
-    check_model,
-    model_findings,
-    tensor_names,
-)
+from sluice.doctor.files import check_model, model_findings, tensor_names
 from sluice.doctor.prompts import check_data, source_findings
 from sluice.errors import DataError
 from sluice.security.development_ca import DevelopmentCa

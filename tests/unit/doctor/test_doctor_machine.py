@@ -13,12 +13,7 @@ from sluice.config.memory.shape import published_encoder
 from sluice.config.memory.rollout import rollout_memory
 from sluice.device.ascend_checks import AscendDemand, AscendHost
 from sluice.doctor import machine
-from sluice.doctor.files import (
-    check_disk,
-    checkpoint_bytes,
-    checkpoints_kept,
-    disk_finding,
-)
+from sluice.doctor.files import check_disk, checkpoint_bytes, checkpoints_kept, disk_finding
 from sluice.doctor.finding import GIB, MIB, Finding
 from sluice.doctor.machine import (
     BARE_ON_DEVICE_BYTES,
