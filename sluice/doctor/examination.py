@@ -97,7 +97,6 @@ def _findings(check: Check, examined: Examined) -> tuple[Finding, ...]:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("packages", "required packages", packages.check_requirements, needs_run=False),
     Check("torch", "torch, driver and GPUs", packages.check_torch, needs_run=False),
     Check("npu", "NPUs, CANN and their variables", machine.check_npus, needs_run=False),
     Check(
@@ -110,7 +109,6 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("configuration", "its rules", configuration.check_configuration, before_start=True),
     Check("extras", "optional packages", packages.check_extras, before_start=True, of_host=True),
-    Check("engine", "the inference engine", packages.check_engine, before_start=True, of_host=True),
     Check("gpus", "devices for every process", machine.check_gpus, before_start=True, of_host=True),
     Check(
         "cores", "CPU cores for trainer ranks", machine.check_cores, before_start=True, of_host=True

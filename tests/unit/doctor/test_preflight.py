@@ -71,7 +71,7 @@ def test_a_check_that_is_late_refuses_no_run(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_run_on_other_hosts_is_not_checked_for_packages_and_devices_of_this_one() -> None:
     names = {one.name for one in CHECKS if one.before_start and one.of_host}
-    assert names == {"extras", "engine", "gpus", "cores", "ports", "sandbox"}
+    assert names == {"extras", "gpus", "cores", "ports", "sandbox"}
 
 
 def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None:
