@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.config.derived import adapts, replica_devices
@@ -47,15 +46,6 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read; nothing is written
 SHARED_BYTES_EACH, LEAST_SHARED_BYTES = 256 * MIB, GIB
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """Bytes that some processes take: at least (with weights), and with all they may hold."""
-
-    name: str
-    at_least: float
-    at_most: float
-
-
 def check_memory(examined: Examined) -> Iterator[Finding]:
     """Estimate the host's memory; `sluice config check --device-memory` looks at a device's."""
     if examined.shape is None:
@@ -68,16 +58,15 @@ def check_memory(examined: Examined) -> Iterator[Finding]:
         yield memory_finding(available_bytes(), needed_memory(examined, examined.shape))
 
 
-def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Finding:
+def memory_finding(available: int | None, needed: Mapping[str, float]) -> Finding:
     """Judge whether memory suffices; `available` is in bytes, ``None`` if unknown."""
-    whole = sum(one.at_most for one in needed)
-    parts = ", ".join(f"{one.name} {gib(one.at_most)}" for one in needed)
+    whole = sum(needed.values())
+    parts = ", ".join(f"{name} {gib(one)}" for name, one in needed.items())
     free = "an unknown amount" if available is None else gib(available)
     what = f"{free} free, up to {gib(whole)} needed ({parts})"
     if available is None or whole <= available:
         return fine(what)
-    report = problem if sum(one.at_least for one in needed) > available else warning
-    return report(
+    return warning(
         what,
         "the kernel kills the process that asks for the rest",
         "lower sluice.rollout.replicas or the token budgets "
@@ -86,8 +75,8 @@ def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Fin
     )
 
 
-def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ...]:
-    """Return the memory that trainer ranks, replicas and the reward service need on this host.
+def needed_memory(examined: Examined, shape: ModelShape) -> dict[str, float]:
+    """Return the most bytes that ranks, replicas and the reward service may take on this host.
 
     A rank may read the whole model before it keeps its shards. What it holds later is what
     `sluice plan` counts; a checkpoint takes no more, as each rank writes its own parts. Each device
@@ -95,40 +84,28 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
     the batch that is trained and of the next one.
     """
     config = examined.config
-    own, layout = training_layout(config), rollout_layout(config)
-    rollout = rollout_memory(shape, layout, None)
-    weights = shape.total_parameters * own.master_bytes
-    snapshots = COPIES * shape.total_parameters * layout.kv_bytes  # the wire has the cache's dtype
-    staged = snapshots * replica_devices(config)
-    held = held_on_host(config, shape)
-    reference = weights / own.shard if has_reference_model(config) else 0.0
-    bare = replica = float(BARE_ON_DEVICE_BYTES)
-    state = peak = 0.0
-    replica_most = replica + staged
-    if not _is_on_device(config.trainer.device, examined):
-        bare = BARE_BYTES
-        guess = guessed_memory(shape, own)
-        state, peak = guess.state, guess.peak
-    rank = bare + reference + state
-    rank_most = bare + max(peak + held, reference + weights)
     ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
+    own, layout = training_layout(config), rollout_layout(config)
+    # The wire has the cache's dtype.
+    snapshots = COPIES * shape.total_parameters * layout.kv_bytes
+    weights = shape.total_parameters * own.master_bytes
+    reference = weights / own.shard if has_reference_model(config) else 0.0
+    bare, peak = float(BARE_ON_DEVICE_BYTES), 0.0
+    if not _is_on_device(config.trainer.device, examined):
+        bare, peak = BARE_BYTES, guessed_memory(shape, own).peak
+    rank = bare + max(peak + held_on_host(config, shape), reference + weights)
+    replica = BARE_ON_DEVICE_BYTES + snapshots * replica_devices(config)
     if not _is_on_device(config.sluice.rollout.device, examined):
-        replica = BARE_BYTES + rollout.weights
-        engine = config.actor_rollout_ref.rollout
+        engine, memory = config.actor_rollout_ref.rollout, rollout_memory(shape, layout, None)
         # The torch engine keeps as many tokens of ended turns as its slots hold.
         caches = 2 if engine.name == "torch" and engine.enable_prefix_caching else 1
-        replica_most = replica + staged + rollout.activations + caches * rollout.kv_of_all_sequences
-    return (
-        MemoryPart(
-            f"{ranks} trainer rank(s)",
-            ranks * rank,
-            ranks * rank_most + snapshots,
-        ),
-        MemoryPart(f"{replicas} replica(s)", replicas * replica, replicas * replica_most),
-        MemoryPart(
-            "reward service", BARE_BYTES, BARE_BYTES + 2 * batch_expert_bytes(config, shape)
-        ),
-    )
+        replica += BARE_BYTES - BARE_ON_DEVICE_BYTES + memory.weights + memory.activations
+        replica += caches * memory.kv_of_all_sequences
+    return {
+        f"{ranks} trainer rank(s)": ranks * rank + snapshots,
+        f"{replicas} replica(s)": replicas * replica,
+        "reward service": BARE_BYTES + 2 * batch_expert_bytes(config, shape),
+    }
 
 
 def held_on_host(config: RunConfig, shape: ModelShape) -> float:
