@@ -118,7 +118,6 @@ CHECKS: tuple[Check, ...] = (
     Check("reward", "what grades responses", reward.check_reward, before_start=True),
     Check("environment", "what plays episodes", reward.check_environment, before_start=True),
     Check("memory", "the host's memory", machine.check_memory),
-    Check("shared-memory", "shared memory (/dev/shm)", machine.check_shared_memory),
     Check("disk", "space for checkpoints", files.check_disk),
     Check("ports", "fixed ports", network.check_ports, before_start=True, of_host=True),
     Check("security", "certificates and tokens", configuration.check_security, before_start=True),

@@ -28,7 +28,7 @@ from sluice.device.host import (
     wants_gpu,
     wants_npu,
 )
-from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, of_text, problem, warning
+from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import SluiceError
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
 from sluice.plan.host import ModelBytes, batch_expert_bytes, has_reference_model, rank_host_bytes
@@ -41,9 +41,6 @@ BARE_BYTES, BARE_ON_DEVICE_BYTES = GIB // 2, 3 * GIB
 COPIES = 2
 # Files that were read or copied lately count as used, but the kernel gives their memory away.
 _RECLAIMABLE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read; nothing is written
-# The queue between vLLM's workers takes most of it, NCCL's buffers between neighbours the rest.
-SHARED_BYTES_EACH, LEAST_SHARED_BYTES = 256 * MIB, GIB
 
 
 def check_memory(examined: Examined) -> Iterator[Finding]:
@@ -140,36 +137,6 @@ def available_bytes(root: Path = Path("/")) -> int | None:
         match = _RECLAIMABLE.search((group / "memory.stat").read_text(encoding="ascii"))
         found.append(max(0, limit - used + (int(match[1]) if match else 0)))
     return min((one for one in found if one is not None), default=None)
-
-
-def check_shared_memory(examined: Examined) -> Iterator[Finding]:
-    """Compare /dev/shm with the processes on devices; a container has 64 MiB by default."""
-    try:
-        found = os.statvfs(SHARED_MEMORY)
-        free = found.f_frsize * found.f_bavail
-    except OSError:
-        free = None
-    replicas = examined.config.sluice.rollout.replicas
-    shares = (share(examined.config, examined.environment) for share in (gpu_share, device_share))
-    yield shared_memory_finding(free, sum(one.wanted(replicas) for one in shares))
-
-
-def shared_memory_finding(free: int | None, num_device_processes: int) -> Finding:
-    """Judge the free bytes of /dev/shm; ``None``: it is missing."""
-    found = "is missing" if free is None else f"has {gib(free)} free"
-    if not num_device_processes:
-        return fine(f"{SHARED_MEMORY} {found}; processes on the CPU use none of it")
-    needed = max(LEAST_SHARED_BYTES, num_device_processes * SHARED_BYTES_EACH)
-    if free is not None and free >= needed:
-        return fine(f"{SHARED_MEMORY} {found}")
-    size = f"{-(-needed // GIB)}g"
-    return warning(
-        f"{SHARED_MEMORY} {found}, and {num_device_processes} processes on devices may take "
-        f"{gib(needed)}",
-        "NCCL and engines of several processes end with a bus error where it is full",
-        f"start the container with --shm-size={size} (shm_size in Compose, an emptyDir with medium "
-        f"Memory in Kubernetes), or enlarge it: mount -o remount,size={size} {SHARED_MEMORY}",
-    )
 
 
 def check_npus(examined: Examined) -> Iterator[Finding]:

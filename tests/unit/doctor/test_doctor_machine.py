@@ -23,7 +23,6 @@ from sluice.doctor.machine import (
     memory_finding,
     needed_memory,
     npu_findings,
-    shared_memory_finding,
 )
 from sluice.launch.device_share import DeviceShare
 from tests.support.doctor_findings import only, run_of, severities, write_model
@@ -73,23 +72,6 @@ def test_gpus_are_counted_for_every_process(replicas: int, on_device: bool, seve
 
 def test_a_run_on_cpus_takes_no_gpu() -> None:
     only([gpu_finding(DeviceShare((), 0, 0), 4, collectives_on_device=True)], "ok")
-
-
-@pytest.mark.parametrize(
-    ("free", "processes", "severity"),
-    [
-        (64 * MIB, 0, "ok"),
-        (None, 0, "ok"),
-        (64 * MIB, 2, "warning"),
-        (None, 2, "warning"),
-        (8 * GIB, 8, "ok"),
-        (GIB, 8, "warning"),
-    ],
-)
-def test_shared_memory_matters_where_processes_are_on_devices(
-    free: int | None, processes: int, severity: str
-) -> None:
-    only([shared_memory_finding(free, processes)], severity)
 
 
 @pytest.mark.parametrize(
