@@ -12,11 +12,11 @@ from sluice.config.derived import is_bypassed, is_corrected, total_training_step
 from sluice.config.explain import key_statuses, notices
 from sluice.config.loading.loader import KeySettings
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.memory.rollout import rollout_layout
 from sluice.config.memory.rollout import (
     GIB,
     RolloutMemory,
     fits,
+    rollout_layout,
     rollout_memory,
     smallest_tensor_parallel,
 )

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from sluice.config.derived import max_row_tokens, replica_devices, world_size
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.rollout import rollout_layout
-from sluice.config.memory.training import training_layout
-from sluice.config.memory.rollout import engine_weights, rollout_memory
+from sluice.config.memory.rollout import engine_weights, rollout_layout, rollout_memory
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import guessed_memory
-from sluice.config.memory.training import MEAN_RESPONSE, group_flops
+from sluice.config.memory.training import (
+    MEAN_RESPONSE,
+    group_flops,
+    guessed_memory,
+    training_layout,
+)
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.sources import responses_per_step

@@ -11,11 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from sluice.config.derived import adapts, replica_devices
-from sluice.config.memory.rollout import rollout_layout
-from sluice.config.memory.training import training_layout
-from sluice.config.memory.rollout import rollout_memory
+from sluice.config.memory.rollout import rollout_layout, rollout_memory
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import guessed_memory
+from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.problems import Severity
 from sluice.config.run import RunConfig
 from sluice.config.schema.sandbox import SandboxConfig
@@ -163,7 +161,9 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
         if one.severity is Severity.ERROR and is_wanted:
             yield problem(one.statement, "a process on an NPU refuses to start", one.remedy)
         else:
-            yield warning(one.statement, "a process on an NPU is slower, or fails later", one.remedy)
+            yield warning(
+                one.statement, "a process on an NPU is slower, or fails later", one.remedy
+            )
     if not found:
         yield fine(f"{host.num_devices} NPU(s), torch_npu {host.torch_npu_version}")
 

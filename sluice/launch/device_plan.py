@@ -19,10 +19,8 @@ from sluice.config.device_split import (
 )
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind, device_kind
-from sluice.config.memory.training import training_layout
-from sluice.config.memory.shape import published_name, published_shape
-from sluice.config.memory.shape import ModelShape, find_shape
-from sluice.config.memory.training import guessed_memory
+from sluice.config.memory.shape import ModelShape, find_shape, published_name, published_shape
+from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.run import RunConfig, changed
 from sluice.device import host
 from sluice.device.ascend_environment import VISIBLE_VARIABLE

@@ -12,9 +12,8 @@ from itertools import combinations, product
 from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.training import training_layout
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import Guess, guessed_memory
+from sluice.config.memory.training import Guess, guessed_memory, training_layout
 from sluice.config.parallel_layout import (
     EXPERT_KEY,
     SEQUENCE_KEY,

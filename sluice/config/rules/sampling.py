@@ -18,9 +18,7 @@ _REWARD_KEY = "sluice.reward"
 INTERVALS_BEFORE_A_STALL = 4
 
 _SAMPLING_KEY = "sluice.sampling"
-_TRUNCATES = (
-    "truncates sampling in training: the engine's logprobs are of the tokens that it kept"
-)
+_TRUNCATES = "truncates sampling in training: the engine's logprobs are of the tokens that it kept"
 _ON_POLICY: Mapping[OnPolicyFill, str] = {
     "exact": (
         f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = exact no "

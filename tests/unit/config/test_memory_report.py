@@ -9,10 +9,14 @@ import pytest
 from sluice.config.check import EngineReport, engine_problems, engine_report
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.rollout import rollout_layout
-from sluice.config.memory.training import training_layout
-from sluice.config.memory.shape import published_shape
-from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import Guess, TrainingLayout, activation_values, guessed_memory
+from sluice.config.memory.shape import ModelShape, published_shape
+from sluice.config.memory.training import (
+    Guess,
+    TrainingLayout,
+    activation_values,
+    guessed_memory,
+    training_layout,
+)
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 

@@ -8,7 +8,6 @@ from sluice.config.check import remarks
 from sluice.config.loading.loader import KeySettings, load_config, settings_of
 from sluice.config.rules.checks import all_problems
 
-
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
