@@ -89,7 +89,7 @@ def needed_memory(examined: Examined, shape: ModelShape) -> dict[str, float]:
     if not _is_on_device(config.trainer.device, examined):
         bare, peak = BARE_BYTES, guessed_memory(shape, own).peak
     rank = bare + max(peak + held_on_host(config, shape), reference + weights)
-    replica = BARE_ON_DEVICE_BYTES + snapshots * replica_devices(config)
+    replica = float(BARE_ON_DEVICE_BYTES + snapshots * replica_devices(config))
     if not _is_on_device(config.sluice.rollout.device, examined):
         engine, memory = config.actor_rollout_ref.rollout, rollout_memory(shape, layout, None)
         # The torch engine keeps as many tokens of ended turns as its slots hold.
