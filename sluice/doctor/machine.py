@@ -19,7 +19,6 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
 from sluice.device.host import (
-    CUDA_VISIBLE_VARIABLE,
     ascend_host,
     available_memory,
     has_torch_npu,
@@ -28,7 +27,7 @@ from sluice.device.host import (
 )
 from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import SluiceError
-from sluice.launch.device_share import DeviceShare, device_share, gpu_share
+from sluice.launch.device_share import device_share
 from sluice.plan.host import ModelBytes, batch_expert_bytes, has_reference_model, rank_host_bytes
 from sluice.plan.launch_plan import local_model
 from sluice.sandbox.choice import backend_of, proven_sandbox
@@ -169,20 +168,12 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
 
 
 def check_gpus(examined: Examined) -> Iterator[Finding]:
-    """Compare the devices with those that the processes take, each for one of them."""
+    """Say how the launch divides this host's devices, or that they do not suffice."""
     plan = examined.devices
     if plan.lack:
         yield of_text(plan.lack, "a process would find no device of its own")
-        return
-    if plan.line:
-        yield fine(plan.line)
-    if plan.is_shared:
-        return
-    yield gpu_finding(
-        gpu_share(examined.config, examined.environment),
-        examined.config.sluice.rollout.replicas,
-        collectives_on_device=examined.config.sluice.weights.backend != "gloo",
-    )
+    else:
+        yield fine(plan.line or "trainer and replicas do not both compute on devices of this host")
 
 
 def check_cores(examined: Examined) -> Iterator[Finding]:
@@ -203,25 +194,6 @@ def cores_finding(ranks: int, cores: int) -> Finding:
         f"{cores} CPU core(s)",
         "each rank holds the whole run's collectives and a process of its own, and gains nothing",
         f"set trainer.n_gpus_per_node={max(cores // 2, 1)}, or make GPUs visible",
-    )
-
-
-def gpu_finding(share: DeviceShare, replicas: int, *, collectives_on_device: bool) -> Finding:
-    """Judge whether every process has its own GPU."""
-    wanted, found = share.wanted(replicas), len(share.numbers)
-    if wanted == 0:
-        return fine("no process of the run takes a GPU of its own")
-    if found >= wanted:
-        return fine(f"{found} GPU(s) are visible, the run takes {wanted}")
-    report = problem if collectives_on_device or not found else warning
-    return report(
-        f"the run takes {wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} "
-        f"replicas of {share.devices_per_replica}), and {found} are visible",
-        "processes would share GPUs, and NCCL takes one for one member of a group only"
-        if collectives_on_device
-        else "processes would share GPUs and their memory",
-        "lower trainer.n_gpus_per_node or sluice.rollout.replicas, make more visible "
-        f"({CUDA_VISIBLE_VARIABLE}), or set sluice.weights.backend=gloo",
     )
 
 

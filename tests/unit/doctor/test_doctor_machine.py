@@ -18,12 +18,10 @@ from sluice.doctor.machine import (
     BARE_ON_DEVICE_BYTES,
     available_bytes,
     check_npus,
-    gpu_finding,
     memory_finding,
     needed_memory,
     npu_findings,
 )
-from sluice.launch.device_share import DeviceShare
 from tests.support.doctor_findings import only, run_of, severities, write_model
 
 
@@ -58,19 +56,6 @@ def test_a_run_with_vllm_on_npus_is_reported_that_its_plugin_is_missing() -> Non
     assert any("vllm_ascend is not installed" in one.what for one in with_vllm)
     trained = list(check_npus(run_of(engine, "trainer.device=npu", "sluice.rollout.device=cpu")))
     assert not any("vllm_ascend" in one.what for one in trained)
-
-
-@pytest.mark.parametrize(
-    ("replicas", "on_device", "severity"),
-    [(2, True, "ok"), (3, True, "problem"), (3, False, "warning")],
-)
-def test_gpus_are_counted_for_every_process(replicas: int, on_device: bool, severity: str) -> None:
-    share = DeviceShare(("0", "1", "2", "3"), trainer_ranks=2, devices_per_replica=1)
-    only([gpu_finding(share, replicas, collectives_on_device=on_device)], severity)
-
-
-def test_a_run_on_cpus_takes_no_gpu() -> None:
-    only([gpu_finding(DeviceShare((), 0, 0), 4, collectives_on_device=True)], "ok")
 
 
 @pytest.mark.parametrize(
