@@ -26,7 +26,6 @@ from sluice.device.ascend_checks import (
 )
 from sluice.device.ascend_environment import (
     hccl_environment,
-    hccl_settings,
     import_environment,
     queue_environment,
 )
@@ -97,7 +96,7 @@ def launch_environment(
         endpoint: where it serves.
     """
     if wants_npu(device, given):
-        return hccl_environment(hccl_settings(config, endpoint), given)
+        return hccl_environment(config, endpoint, given)
     return import_environment(has_torch_npu=has_torch_npu(), given=given)
 
 
@@ -120,7 +119,7 @@ def prepare_process(
     """
     if not wants_npu(device, environment):
         return
-    environment.update(hccl_environment(hccl_settings(config, endpoint), environment))
+    environment.update(hccl_environment(config, endpoint, environment))
     captures_graphs = runs_vllm and not config.actor_rollout_ref.rollout.enforce_eager
     environment.update(queue_environment(captures_graphs=captures_graphs, given=environment))
     if device is not None and device != "auto":
