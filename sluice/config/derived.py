@@ -128,19 +128,15 @@ def batch_invariant(config: RunConfig) -> bool:
 
 
 def on_policy_fill(config: RunConfig) -> OnPolicyFill:
-    """Return which groups start in synchronous mode: by default those that a run can repeat."""
+    """Return which groups start in synchronous mode: by default those that a run can repeat.
+
+    Engines other than ``torch`` repeat samples only if `batch_invariant` is set.
+    """
     if (chosen := config.sluice.sampling.on_policy_fill) is not None:
         return chosen
-    return "exact" if samples_repeat(config) else "expected"
-
-
-def samples_repeat(config: RunConfig) -> bool:
-    """Return whether the engine samples the same tokens whatever else runs.
-
-    Engines other than ``torch`` do so only if `batch_invariant` is set.
-    """
     is_torch = config.actor_rollout_ref.rollout.name == "torch"
-    return batch_invariant(config) if is_torch else bool(config.sluice.rollout.batch_invariant)
+    repeats = batch_invariant(config) if is_torch else config.sluice.rollout.batch_invariant
+    return "exact" if repeats else "expected"
 
 
 def is_bypassed(config: RunConfig) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import UNSET
 
-from sluice.config.run import annotation_at, default_at, expectation, leaf_keys, text_at
+from sluice.config.run import annotation_at, defaults, expectation, leaf_keys, text_at, value_at
 
 SECTIONS: dict[str, str] = {
     "data": "data",
@@ -253,7 +253,7 @@ def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> En
     annotation = annotation_at(keys) if in_schema else _type(row)
     if annotation is None:
         raise ValueError(f"{path} has a row without a meaning, but the schema has no such key")
-    default = default_at(keys, UNSET) if in_schema else ({} if row.block else row.default)
+    default = value_at(defaults(), keys, UNSET) if in_schema else ({} if row.block else row.default)
     silent = () if in_schema or row.block else (row.default,)
     return Entry(
         path=path,
