@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from sluice.config.problems import Problem, Severity
-from sluice.doctor import configuration, files, machine, network, packages, prompts, reward
+from sluice.doctor import configuration, files, machine, packages, prompts, reward
 from sluice.doctor.finding import Examined, Finding, FindingLevel, fine, of_text, problem
 from sluice.errors import SluiceError
 
@@ -119,7 +119,7 @@ CHECKS: tuple[Check, ...] = (
     Check("environment", "what plays episodes", reward.check_environment, before_start=True),
     Check("memory", "the host's memory", machine.check_memory),
     Check("disk", "space for checkpoints", files.check_disk),
-    Check("ports", "fixed ports", network.check_ports, before_start=True, of_host=True),
+    Check("ports", "fixed ports", machine.check_ports, before_start=True, of_host=True),
     Check("security", "certificates and tokens", configuration.check_security, before_start=True),
 )
 

@@ -1,6 +1,4 @@
-"""Check the machine against what a run's processes take: memory, NPUs and GPUs, and the
-sandbox of programs.
-"""
+"""Check the machine against what a run takes: memory, devices, cores, ports, the sandbox."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from sluice.config.addresses import configured_ports
 from sluice.config.derived import adapts, replica_devices
 from sluice.config.memory.rollout import rollout_layout, rollout_memory
 from sluice.config.memory.shape import ModelShape
@@ -26,10 +25,11 @@ from sluice.device.host import (
     wants_npu,
 )
 from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
-from sluice.errors import SluiceError
+from sluice.errors import ConfigError, SluiceError
 from sluice.launch.device_share import device_share
 from sluice.plan.host import ModelBytes, batch_expert_bytes, has_reference_model, rank_host_bytes
 from sluice.plan.launch_plan import local_model
+from sluice.rpc.ports import check_bindable
 from sluice.sandbox.choice import backend_of, proven_sandbox
 
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
@@ -195,6 +195,25 @@ def cores_finding(ranks: int, cores: int) -> Finding:
         "each rank holds the whole run's collectives and a process of its own, and gains nothing",
         f"set trainer.n_gpus_per_node={max(cores // 2, 1)}, or make GPUs visible",
     )
+
+
+def check_ports(examined: Examined) -> Iterator[Finding]:
+    """Bind each fixed port for a moment; nothing listens."""
+    ports = list(configured_ports(examined.config.sluice))
+    free = []
+    for key, host, port in ports:
+        try:
+            check_bindable(host, port)
+            free.append(str(port))
+        except ConfigError as error:
+            what, _, remedy = str(error).partition("; ")
+            yield problem(
+                f"{key} = {port}: {what}",
+                "the service that listens there refuses to start",
+                f"{remedy} (`ss -ltnp` lists processes)",
+            )
+    if len(free) == len(ports):
+        yield fine(f"free: {', '.join(free)}" if ports else "the run chooses all ports")
 
 
 def check_sandbox(examined: Examined) -> Iterator[Finding]:

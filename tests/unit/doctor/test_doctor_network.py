@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from sluice.config.addresses import configured_ports
-from sluice.doctor.network import check_ports, has_remote_peers
+from sluice.doctor.configuration import has_remote_peers
+from sluice.doctor.machine import check_ports
 from sluice.rpc.ports import bound_socket
 from tests.support.doctor_findings import only, run_of
 
