@@ -26,7 +26,7 @@ from sluice.device.host import (
 )
 from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import ConfigError, SluiceError
-from sluice.launch.device_share import device_share
+from sluice.launch.device_plan import device_share
 from sluice.plan.host import ModelBytes, batch_expert_bytes, has_reference_model, rank_host_bytes
 from sluice.plan.launch_plan import local_model
 from sluice.rpc.ports import check_bindable

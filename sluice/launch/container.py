@@ -30,8 +30,7 @@ from sluice.config.run import RunConfig, changed
 from sluice.device.ascend_environment import VISIBLE_VARIABLE
 from sluice.device.host import CUDA_VISIBLE_VARIABLE, launch_environment
 from sluice.errors import ConfigError
-from sluice.launch.device_plan import local_devices
-from sluice.launch.device_share import device_share, gpu_share, replica_environment
+from sluice.launch.device_plan import device_share, gpu_share, local_devices, replica_environment
 from sluice.launch.network_layout import KINDS, Kind, launcher_grace_s
 from sluice.launch.processes.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.launch.service_spec import (

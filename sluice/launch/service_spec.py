@@ -18,7 +18,7 @@ from sluice.config.addresses import configured_ports, split_host_port
 from sluice.config.derived import checkpoint_folder, world_size
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.launch.device_share import rank_environment, replica_environment
+from sluice.launch.device_plan import rank_environment, replica_environment
 from sluice.rpc.ports import bound_socket, check_bindable
 from sluice.service_contract import MARK_VARIABLE, checkpoint_mark
 
