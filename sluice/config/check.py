@@ -22,7 +22,7 @@ from sluice.config.memory.rollout import (
 )
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
-from sluice.config.rules.checks import all_problems
+from sluice.config.rules.checks import NEEDS_OTHERS, all_problems
 from sluice.config.rules.sampling import strategy_notes, truncation_notes
 from sluice.config.run import RunConfig
 from sluice.config.sources import source_configs
@@ -38,19 +38,8 @@ from sluice.config.verl_sizes import (
     verl_sizes,
 )
 
-_KEEPS_LONE_REWARDS = frozenset(
-    {
-        "grpo",
-        "grpo_vectorized",
-        "gdpo",
-        "rloo",
-        "opo",
-        "gpg",
-        "reinforce_plus_plus_baseline",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    }
-)
+_OVER_ROWS = ("gae", "remax", "reinforce_plus_plus")
+"""Estimators that compare no responses of a group."""
 
 
 def launch_notes(config: RunConfig, as_set: SettingsTree) -> list[Problem]:
@@ -112,7 +101,7 @@ def _correction(config: RunConfig) -> Iterator[Problem]:
 def _lone_responses(config: RunConfig) -> Iterator[Problem]:
     for name, one in source_configs(config).items():
         estimator = one.algorithm.adv_estimator
-        if one.actor_rollout_ref.rollout.n == 1 and estimator in _KEEPS_LONE_REWARDS:
+        if one.actor_rollout_ref.rollout.n == 1 and estimator not in (*_OVER_ROWS, *NEEDS_OTHERS):
             yield _note(
                 f"sluice.sources.{name}.n" if name else f"{ROLLOUT}.n",
                 1,

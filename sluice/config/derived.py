@@ -26,9 +26,6 @@ _LAYERS = 128
 # Versions, scores and the scorer's further numbers.
 _OUTLINE_SAMPLE_BYTES = 512
 
-GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
-"""Advantage estimators whose baseline is the reward of a greedy response to the prompt."""
-
 OLD_LOGPROB_ESTIMATORS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 """Advantage estimators that read the old policy's logprobs and squared probabilities."""
 
@@ -266,7 +263,7 @@ def taken_samples_mb(config: RunConfig, data_ranks: int) -> int:
 
 def needs_greedy_baseline(config: RunConfig) -> bool:
     """Return whether every group carries the reward of a greedy response."""
-    return config.algorithm.adv_estimator in GREEDY_BASELINE_ESTIMATORS
+    return config.algorithm.adv_estimator == "remax"
 
 
 def needs_whole_groups(config: RunConfig) -> bool:

@@ -51,7 +51,7 @@ _NO_PORT = {
 }
 DEVICES = ("cpu", "cuda", "npu")
 _SHORTEST_STALL_S = 1.0
-_NEEDS_OTHERS = ("grpo_passk", "rloo_vectorized", "adpo")  # the others keep a lone raw reward
+NEEDS_OTHERS = ("grpo_passk", "rloo_vectorized", "adpo")  # the others keep a lone raw reward
 
 
 def check_config(config: RunConfig, *, files: bool = True) -> None:
@@ -172,7 +172,7 @@ def _critic_layout(config: RunConfig) -> Iterator[Problem]:
 def _group_size(config: RunConfig) -> Iterator[Problem]:
     n, most = config.actor_rollout_ref.rollout.n, config.sluice.rollout.max_n
     key, estimator = f"{ROLLOUT}.n", config.algorithm.adv_estimator
-    if n == 1 and estimator in _NEEDS_OTHERS:
+    if n == 1 and estimator in NEEDS_OTHERS:
         yield Problem(
             key,
             n,
