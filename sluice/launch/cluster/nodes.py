@@ -45,14 +45,7 @@ _EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 recognised, not bound
 
 def paths_of(kind: Kind, config: RunConfig) -> dict[str, str]:
     """Return the paths that must exist before a service starts, by the key that names each."""
-    return {
-        **dict(_own_paths(kind, config)),
-        **{
-            f"sluice.security.{name}": path
-            for name in FILE_FIELDS
-            if (path := getattr(config.sluice.security, name))
-        },
-    }
+    return dict(_paths(kind, config))
 
 
 def missing_paths(paths: Mapping[str, str]) -> list[str]:
@@ -60,7 +53,7 @@ def missing_paths(paths: Mapping[str, str]) -> list[str]:
     return [f"{key} = {path}" for key, path in paths.items() if not Path(path).exists()]
 
 
-def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
+def _paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
     if kind != "reward":
         yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
     if kind == "trainer":
@@ -74,6 +67,9 @@ def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
         path = config.reward.custom_reward_function.path
         if path and not path.startswith("pkg://"):
             yield "reward.custom_reward_function.path", path
+    for name in FILE_FIELDS:
+        if path := getattr(config.sluice.security, name):
+            yield f"sluice.security.{name}", path
 
 
 @dataclass(frozen=True, slots=True)
