@@ -253,12 +253,11 @@ class SimulatedFleet:
         return sum(self._replicas[part.replica].sampled(part.samples, now) for part in group.parts)
 
     def _start(self, part: GroupPart) -> None:
-        group, replica, now = part.group, self._replicas[part.replica], self._events.now
+        group, replica = part.group, self._replicas[part.replica]
         if group.start_version is None:
-            group.start_version, group.started_s = replica.version, now
+            group.start_version = replica.version
             self._on_started(group)
         group.parts.append(part)
-        group.replicas.append(part.replica)
         sampled = slice(group.num_asked, group.num_asked + part.num_missing)
         group.num_asked += part.num_missing
         part.samples = [
@@ -267,7 +266,7 @@ class SimulatedFleet:
                 group.samples.tokens[sampled], group.samples.are_right[sampled], strict=True
             )
         ]
-        replica.add(part.samples, now)
+        replica.add(part.samples, self._events.now)
         self._plan(part.replica)
 
     def _plan(self, number: int) -> None:

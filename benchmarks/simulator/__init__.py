@@ -1,1 +1,0 @@
-"""Fit the simulator to a recorded run, and set both side by side."""
