@@ -12,12 +12,7 @@ import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
-from sluice.cli.run.certificates import (
-    CERTIFICATES,
-    ensure_certificates,
-    renew_certificates,
-    security_settings,
-)
+from sluice.cli.run.certificates import CERTIFICATES, ensure_certificates, security_settings
 from sluice.cli.run.quickstart import made_settings
 from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
@@ -123,8 +118,8 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []
     settings += made_settings(run_dir, "quickstart", _SEED, console) if quickstart else ()
-    if secure:  # the checks need usable files; a renewal can wait until after them
-        ensure_certificates(certificates, report)
+    if secure:
+        ensure_certificates(certificates, report, run_is_active=is_active)
         settings += security_settings(certificates)
     settings += observed_settings() if observed else ()
     settings += dashboard_settings() if dashboard else ()
@@ -141,8 +136,6 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     if stop_grace is not None:
         # The services of an active run read the configuration that it began with.
         check_stop_grace(load_config(written, ()) if is_active else config, stop_grace)
-    if secure:
-        renew_certificates(certificates, report, run_is_active=is_active)
     if not is_active:
         _begin(run, config, written, report)
     elif written.read_text(encoding="utf-8") != dump_config(config):
