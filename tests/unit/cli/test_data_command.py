@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
 from sluice.cli.data import SetName, data_commands
@@ -169,15 +168,6 @@ def test_rows_of_ones_own_take_their_names_from_the_command(tmp_path: Path) -> N
 
 def test_every_set_can_be_named() -> None:
     assert set(get_args(SetName)) == set(PUBLISHED_SETS)
-
-
-@pytest.mark.parametrize("name", ["prepare", "inspect"])
-def test_help_shows_an_example_and_says_what_every_option_does(name: str) -> None:
-    text = invoke(name, "--help").output
-    assert f"\n    sluice data {name}" in text
-    group = typer.main.get_command(data_commands)
-    command = group.commands[name]  # type: ignore[attr-defined]
-    assert all(getattr(parameter, "help", None) for parameter in command.params)
 
 
 def test_bins_hold_every_length_once() -> None:
