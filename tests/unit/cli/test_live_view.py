@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -152,24 +151,6 @@ async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_pa
     assert lines[2] == "validation after step 2: accuracy 0.750"
     assert lines[3].startswith("step 2/2  ")
     assert len(lines) == 4
-
-
-@pytest.mark.usefixtures("_lines_at_once")
-async def test_a_deleted_folder_of_an_active_run_is_one_notice(tmp_path: Path) -> None:
-    screen = Screen()
-    folder = run_folder(tmp_path / "run")
-    (folder / "config.yaml").touch()
-    view = view_on(screen, folder)
-    trainer = ScriptedTrainer(never_ends=True)
-    async with monitored(trainer) as monitor, asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(view.follow(monitor))
-        await screen.until("step 2/2")
-        assert "notice" not in screen.getvalue()
-        shutil.rmtree(folder)
-        await screen.until("was deleted or replaced while the run is active")
-        await asyncio.sleep(0.1)
-        following.cancel()
-    assert screen.getvalue().count("was deleted") == 1
 
 
 class Refusing:
