@@ -206,7 +206,8 @@ def log_names(run_dir: Path) -> list[str]:
     except OSError:
         return []
     names = [name.removesuffix(_LOG_SUFFIX) for name in found if name.endswith(_LOG_SUFFIX)]
-    return sorted(names, key=lambda name: (not name.startswith(_FIRST_LOGS), name != _FIRST_LOGS[0], name))
+    first = _FIRST_LOGS
+    return sorted(names, key=lambda name: (not name.startswith(first), name != first[0], name))
 
 
 def log_tail(run_dir: Path, service: str) -> dict[str, Any]:
