@@ -63,9 +63,7 @@ def assets(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> As
     write_prompts(folder / "train.parquet", rows)
     write_prompts(folder / "val.parquet", rows[:4])
     tree: dict[str, Any] = yaml.safe_load(small_assets.config.read_text(encoding="utf-8"))
-    tree["data"] |= {
-        f"{name}_files": str(folder / f"{name}.parquet") for name in ("train", "val")
-    }
+    tree["data"] |= {f"{name}_files": str(folder / f"{name}.parquet") for name in ("train", "val")}
     tree["actor_rollout_ref"]["model"] = {"path": str(folder / "model")}
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")

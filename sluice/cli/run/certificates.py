@@ -171,7 +171,9 @@ def security_settings(folder: Path) -> list[str]:
     ]
 
 
-def ensure_certificates(folder: Path, report: Callable[[str], None], *, run_is_active: bool) -> None:
+def ensure_certificates(
+    folder: Path, report: Callable[[str], None], *, run_is_active: bool
+) -> None:
     """Make certificates for all services in `folder`, unless usable ones are there.
 
     All services share one name, because replicas come and go. All files, with the authority and
