@@ -24,6 +24,7 @@ from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import ACTOR, assert_like, copies, step, wire_digest
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.saved_states import are_equal, optimizer_tensors
+from tests.support.steered_process import ANSWER_S
 from tests.support.tiny_policy import (
     freezing,
     make_config,
@@ -31,7 +32,7 @@ from tests.support.tiny_policy import (
     save_model,
     with_critic,
 )
-from tests.support.trainer_ranks import ANSWER_S, trainer
+from tests.support.trainer_ranks import trainer
 
 FROZEN = "model.norm.weight"
 FLOAT32 = {"dtype": "float32"}
