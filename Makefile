@@ -16,7 +16,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	nodejs npm" >&2; exit 1; }; } && cd tests/support/node_client && \
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
-.PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients test-agents test-harness lint format structure protos \
+.PHONY: help quickstart quickstart-tools test test-fast test-loggers test-vllm test-sglang test-clients test-agents test-harness demo-clients lint format structure protos \
 	quickstart-parallel bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-layouts bench-trainer bench-devices bench-episodes bench-recipes bench-eval bench-telemetry \
 	gpu-smoke gpu-day1 fuzz first-hour chaos compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
@@ -69,6 +69,10 @@ test-clients: $(VENV)/.installed-dev  ## Test clients in other languages, in Nod
 		$(MAKE) -s --no-print-directory $(GRPCURL)
 	@PATH="$$PATH:$(CURDIR)/$(dir $(GRPCURL))" \
 		$(PY) -m pytest -q -rs tests/multiprocess/test_other_clients.py $(ARGS)
+
+demo-clients: $(VENV)/.installed-train  ## Sample with 50 clients, in Python and Node, from a run that trains; needs node
+	@$(NODE_PACKAGES)
+	@$(PY) -m tools.client_demo $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## Run the checks that read only: style, types, imports, protos, spelling
 	@$(PY) tools/run_checks.py --static

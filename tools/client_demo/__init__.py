@@ -1,0 +1,1 @@
+"""Load a run that trains with many gRPC clients in two languages; `make demo-clients`."""
