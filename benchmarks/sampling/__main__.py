@@ -2,8 +2,8 @@
 
 Simulated: every strategy on the three mixtures of docs/simulator.md, G = 16, 64 groups a batch.
 Real: the quickstart's harder task on the embedded engine, one run a strategy, then synchronous
-against asynchronous training with one thread on each side. The last line printed is one JSON
-object; docs/benchmarks.md explains the figures.
+against asynchronous training with one thread on each side, and the run of `stream` against its
+simulation. The last line printed is one JSON object; docs/benchmarks.md explains the figures.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.sampling.real import (
     measure_strategies,
     measure_synchrony,
     steps_to_accuracy,
+    twin_errors,
 )
 from tools.phases import tool_parser
 
@@ -67,6 +68,7 @@ def _real(parsed: argparse.Namespace) -> dict[str, object]:
         for share in AHEAD_SHARES
     }
     all_ahead = overlapped[1.0]
+    stream = next(run for run in strategies if run.name == "stream")
     return {
         "real_gen_per_trained": {run.name: run.gen_per_trained for run in strategies},
         "real_surplus_discarded": {run.name: run.surplus_discarded for run in strategies},
@@ -78,6 +80,8 @@ def _real(parsed: argparse.Namespace) -> dict[str, object]:
         "accuracy_async": all_ahead["accuracy"],
         "accuracies_sync": [round(accuracy_of_end(runs[0.0]), 4) for runs in by_seed],
         "async_by_ahead_share": {f"{share:g}": found for share, found in overlapped.items()},
+        # The pairs' validations hold steps up, and no simulation knows of them.
+        **twin_errors(stream),
     }
 
 

@@ -1,4 +1,4 @@
-"""Run the quickstart's harder task for real."""
+"""Run the quickstart's harder task for real, and simulate those runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.reporting import empty_run_folder, quickstart
+from benchmarks.simulator.fit import fitted_simulation
+from benchmarks.simulator.twin import twin
 from sluice.report.run_record import AccuracyPoint, RunRecord, read_progress
 
 TASK = "stretch"
@@ -29,6 +31,7 @@ class RealRun:
     """
 
     name: str
+    folder: Path
     record: RunRecord
     step_s: float
     gen_per_trained: float
@@ -70,6 +73,7 @@ def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> 
     ]
     return RealRun(
         name,
+        folder,
         record,
         step_s=fmean(timed),
         gen_per_trained=round(summary["generated_tokens"] / summary["trained_tokens"], 3),
@@ -101,3 +105,27 @@ def steps_to_accuracy(run: RealRun, accuracy: float) -> float:
             return before.step + share * (point.step - before.step)
         before = point
     return float(before.step)
+
+
+def twin_errors(run: RealRun) -> dict[str, object]:
+    """Set a run beside its simulation; return absolute errors.
+
+    `twin_error` has relative ones for times and waste, and the larger one of the idle shares;
+    `twin_idle_error` has both idle shares, errors in points, and over the run's share.
+    """
+    figures = twin(*fitted_simulation(run.folder))
+    idle = {"trainer": figures["trainer_idle"], "fleet": figures["fleet_idle"]}
+    errors = {name: round(abs(figures[name].error), 4) for name in ("step_time", "waste")}
+    errors["idle"] = round(max(abs(figure.error) for figure in idle.values()), 4)
+    return {
+        "twin_error": errors,
+        "twin_idle_error": {
+            owner: {
+                "run": round(figure.real, 4),
+                "simulated": round(figure.simulated, 4),
+                "points": round(100 * abs(figure.difference), 2),
+                "relative": figure.relative_error and round(abs(figure.relative_error), 4),
+            }
+            for owner, figure in idle.items()
+        },
+    }

@@ -253,11 +253,12 @@ class SimulatedFleet:
         return sum(self._replicas[part.replica].sampled(part.samples, now) for part in group.parts)
 
     def _start(self, part: GroupPart) -> None:
-        group, replica = part.group, self._replicas[part.replica]
+        group, replica, now = part.group, self._replicas[part.replica], self._events.now
         if group.start_version is None:
-            group.start_version = replica.version
+            group.start_version, group.started_s = replica.version, now
             self._on_started(group)
         group.parts.append(part)
+        group.replicas.append(part.replica)
         sampled = slice(group.num_asked, group.num_asked + part.num_missing)
         group.num_asked += part.num_missing
         part.samples = [
@@ -266,7 +267,7 @@ class SimulatedFleet:
                 group.samples.tokens[sampled], group.samples.are_right[sampled], strict=True
             )
         ]
-        replica.add(part.samples, self._events.now)
+        replica.add(part.samples, now)
         self._plan(part.replica)
 
     def _plan(self, number: int) -> None:

@@ -49,6 +49,7 @@ class SimulatedGroup:
         num_finished: of those, finished.
         grades: of those that are graded one by one, as first samples are: whether each is right.
         parts: what is at replicas.
+        replicas: where it has been, in order.
         start_version: of its oldest sample; ``None`` until a replica starts it.
         num_restarts: how often it was cancelled.
         admitted_as: the decision when its prompt was issued.
@@ -65,10 +66,14 @@ class SimulatedGroup:
     num_finished: int = 0
     start_version: int | None = None
     issued_s: float = 0.0
+    started_s: float = 0.0
+    generated_s: float = 0.0
     finished_tokens: int = 0
     grades: list[bool] = field(default_factory=list)
     sample_versions: list[int] = field(default_factory=list)
     parts: list[GroupPart] = field(default_factory=list)
+    replicas: list[int] = field(default_factory=list)
+    is_cancelled: bool = False
     admitted_as: Attempt = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,3 +110,7 @@ class SimulatedGroup:
         if len(self.grades) < LEAST_SAMPLES:
             return False
         return filter_values(self.grades, self.grades) is None
+
+    def graded(self, *, is_right: bool) -> None:
+        """Record the grade of one of its first samples."""
+        self.grades.append(is_right)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 
@@ -31,14 +32,16 @@ from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.fleet import EventQueue, SimulatedFleet
 from sluice.simulate.group import SimulatedGroup
-from sluice.simulate.recorder import LeaseMark, SimulationRecorder, TokenCause
+from sluice.simulate.recorder import LeaseMark, SimulatedStepTimes, SimulationRecorder, TokenCause
 from sluice.simulate.settings import SimulationSettings
-from sluice.simulate.workload import Workload
+from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples, Workload
 
 _REMEDY = (
     "simulate prompts that are solved sometimes (--mixture, --workload), or larger groups "
-    "(--group-size)"
+    "(--group-size); of a run, lower its min_yield"
 )
+_BATCHES_WITHOUT_BOUND = 100
+"""Without a bound of the run, a simulation ends when none of so many batches' groups is kept."""
 
 
 class _Preemptions:
@@ -235,11 +238,14 @@ class SimulatedLoop:
         self._version = 0  # announced
         self._trained = 0  # versions that the trainer has made
         self._asked_s: float | None = 0.0
-        self._overlaps = may_overlap(rules.max_staleness)
+        self._overlaps = settings.trainer.overlaps and may_overlap(rules.max_staleness)
         self._is_publishing = False
-        self._is_trained_early = False  # a version waits for the publication before it
+        self._waiting: tuple[float, float, float] | None = None  # for the publication before
         self._trainer_wait_s = 0.0
-        self._floor = YieldFloor()
+        self._floor = settings.yield_floor
+        if not self._floor.min_yield:
+            num_groups = _BATCHES_WITHOUT_BOUND * rules.train_batch_size
+            self._floor = YieldFloor(1.0 / num_groups, num_groups)
         self._last_kept: deque[bool] = deque(maxlen=self._floor.num_groups)
         self._has_changed = True
         self._is_over = False
@@ -319,8 +325,7 @@ class SimulatedLoop:
         num_restarts, issued_version = 0, self._version
         if again is not None:
             num_restarts, issued_version = again.num_restarts + 1, again.issued_version
-        num_samples = self._rules.samples_per_group
-        samples = self._workload.samples(prompt, position, num_restarts, num_samples)
+        samples = self._samples(prompt, position, num_restarts)
         group = SimulatedGroup(position, prompt, issued_version, attempt, samples, num_restarts)
         group.issued_s = self._events.now
         if self._preemptions.reserves_slot(group.name):
@@ -330,6 +335,13 @@ class SimulatedLoop:
         self._recorder.issued(group)
         self._in_flight[position] = group
         self._ask(group, attempt.first_samples)
+
+    def _samples(
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int
+    ) -> SimulatedSamples:
+        num_samples = self._rules.samples_per_group
+        samples = self._workload.samples(prompt, position, num_restarts, num_samples)
+        return samples if self._settings.filters_groups else replace(samples, is_filtered=False)
 
     def _ask(self, group: SimulatedGroup, num_samples: int) -> None:
         self.num_samples += num_samples
@@ -341,19 +353,35 @@ class SimulatedLoop:
         self._batching.started(group)
         self._has_changed = True
 
+    def _after_grading(self, graded: Callable[[], None]) -> None:
+        if self._settings.fleet.grading_s:
+            self._events.after(self._settings.fleet.grading_s, graded)
+        else:
+            graded()
+
     def _sample_ended(self, group: SimulatedGroup, is_right: bool) -> None:
+        if group.num_needed < self._rules.samples_per_group:
+            self._after_grading(partial(self._sample_graded, group, is_right=is_right))
+
+    def _sample_graded(self, group: SimulatedGroup, *, is_right: bool) -> None:
         """Request the rest as soon as the grades of two of the first samples differ."""
-        rest = self._rules.samples_per_group - group.num_needed
-        if not rest:
+        if group.is_cancelled:
             return
-        group.grades.append(is_right)
-        if group.differs:
+        group.graded(is_right=is_right)
+        rest = self._rules.samples_per_group - group.num_needed
+        if rest and group.differs:
             self._sure.add(group.position)
             self._has_changed = True
             self._ask(group, rest)
 
     def _generated(self, group: SimulatedGroup) -> None:
-        """Judge a group, unless the strategy requests its other samples."""
+        group.generated_s = self._events.now
+        self._after_grading(partial(self._graded, group, group.num_needed))
+
+    def _graded(self, group: SimulatedGroup, num_samples: int) -> None:
+        """Judge a group, unless the strategy requested more samples while these were graded."""
+        if group.is_cancelled or group.num_needed > num_samples:
+            return
         self._has_changed = True
         rest = self._rules.samples_per_group - group.num_needed
         if rest:
@@ -396,7 +424,7 @@ class SimulatedLoop:
         if is_kept:
             self._batching.keep(group)
         else:
-            self._recorder.filtered(group)
+            self._recorder.filtered(group, self._events.now)
 
     def _check_yield(self) -> None:
         """Give up where a batch lacks groups and the yield is hopeless."""
@@ -418,7 +446,7 @@ class SimulatedLoop:
     def _break_off(self, group: SimulatedGroup) -> None:
         preempts, next_version = self._rules.preempts, self._batching.next_version(self._version)
         is_dropped = not preempts and self._batching.drops(group, next_version)
-        self._has_changed = True
+        group.is_cancelled = self._has_changed = True
         self._left(group)
         tokens = group.finished_tokens + self._fleet.cancel(group)
         if preempts:
@@ -452,7 +480,7 @@ class SimulatedLoop:
 
     def _discard(self, group: SimulatedGroup, cause: TokenCause) -> None:
         self._batching.remove(group)
-        self._recorder.kept_discarded(group, cause)
+        self._recorder.kept_discarded(group, cause, self._events.now)
         self._has_changed = True
 
     def _lease(self, groups: list[SimulatedGroup], asked_s: float) -> None:
@@ -462,23 +490,31 @@ class SimulatedLoop:
         if self._strategy.discards_surplus:
             for group in self._batching.kept:
                 self._discard(group, TokenCause.SURPLUS)
-        self._trainer_wait_s += now - asked_s
-        self._recorder.leased(groups, self._trained)
+        leased_s = now + trainer.handover_s
+        self._trainer_wait_s += leased_s - asked_s
+        self._recorder.leased(groups, self._trained, now)
         self._recorder.marks.append(self._mark(now))
         self._asked_s = None
         self._has_changed = True
-        spread = trainer.spread_s * float(self._train_times.standard_normal())
-        self._events.after(max(0.0, trainer.train_s + spread), self._end_step)
+        trained_s = leased_s + self._train_s(len(self._recorder.marks) - 1)
+        self._events.at(trained_s, partial(self._end_step, asked_s, leased_s, trained_s))
         if self._on_step is not None:
             self._on_step(len(self._recorder.marks))
 
-    def _end_step(self) -> None:
-        if self._is_publishing:
-            self._is_trained_early = True
-        else:
-            self._publish()
+    def _train_s(self, step: int) -> float:
+        trainer = self._settings.trainer
+        if step < len(trainer.recorded_s):
+            return trainer.recorded_s[step]
+        spread = trainer.spread_s * float(self._train_times.standard_normal())
+        return max(0.0, trainer.train_s + spread)
 
-    def _publish(self) -> None:
+    def _end_step(self, asked_s: float, leased_s: float, trained_s: float) -> None:
+        if self._is_publishing:
+            self._waiting = asked_s, leased_s, trained_s
+        else:
+            self._publish(asked_s, leased_s, trained_s)
+
+    def _publish(self, asked_s: float, leased_s: float, trained_s: float) -> None:
         """Send the trained version: the replicas swap in turns at the end of it."""
         trainer, now, num_replicas = self._settings.trainer, self._events.now, self._fleet.size
         self._is_publishing = True
@@ -490,17 +526,21 @@ class SimulatedLoop:
             swapping = range(first, min(first + at_once, num_replicas))
             self._events.at(swap_s, partial(self._swap, self._trained, swapping))
             swap_s += trainer.stall_s
-        self._events.at(swap_s, self._published)
+        self._events.at(swap_s, partial(self._published, asked_s, leased_s, trained_s))
         if self._overlaps and self._trained < self._settings.num_steps:
             self._asked_s, self._has_changed = now, True
 
     def _swap(self, version: int, replicas: range) -> None:
         self._fleet.swap(version, self._settings.trainer.stall_s, replicas)
 
-    def _published(self) -> None:
+    def _published(self, asked_s: float, leased_s: float, trained_s: float) -> None:
+        generated, busy_s, _ = self._fleet.totals
         now = self._events.now
+        self._recorder.steps.append(
+            SimulatedStepTimes(asked_s, leased_s, trained_s, now, generated, busy_s)
+        )
+        self._is_over = len(self._recorder.steps) == self._settings.num_steps
         self._version += 1
-        self._is_over = self._version == self._settings.num_steps
         for key, seen in self._strategy.new_version():
             self._histories[key] = remembered(self._histories.get(key), seen)
         self._strategy.forecast.announced(now)
@@ -509,9 +549,9 @@ class SimulatedLoop:
         self._is_publishing, self._has_changed = False, not self._is_over
         if not self._overlaps:
             self._asked_s = now
-        elif self._is_trained_early:
-            self._is_trained_early = False
-            self._publish()
+        elif self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            self._publish(*waiting)
 
     def _mark(self, now: float) -> LeaseMark:
         generated, busy_s, slot_s = self._fleet.totals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,6 +19,21 @@ class TokenCause(StrEnum):
     STALE = "stale"
     PREEMPTED = "preempted"
     SURPLUS = "surplus"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStepTimes:
+    """When the parts of a step happened, seconds; `generated` and `busy_s` are the fleet's so far.
+
+    `published_s` is when the version that the step made was announced.
+    """
+
+    asked_s: float
+    leased_s: float
+    trained_s: float
+    published_s: float
+    generated: float
+    busy_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +63,18 @@ class Issue:
 
 @dataclass(slots=True)
 class SimulationRecorder:
-    """Counts of one simulation."""
+    """Counts of one simulation.
 
+    `on_end` is called for each group that ends, with its cause and the time.
+    """
+
+    on_end: Callable[[SimulatedGroup, TokenCause, float], None] | None = None
     tokens: Counter[TokenCause] = field(default_factory=Counter)
     stale_tokens: float = 0.0  # of running groups that were cancelled
     preempted_tokens: float = 0.0  # likewise, by a full batch that was expected to
     staleness: Counter[int] = field(default_factory=Counter)
     marks: list[LeaseMark] = field(default_factory=list)
+    steps: list[SimulatedStepTimes] = field(default_factory=list)
     num_trained: list[int] = field(default_factory=list)  # groups, by step
     num_hard: list[int] = field(default_factory=list)
     issues: dict[int, Issue] = field(default_factory=dict)
@@ -68,20 +89,20 @@ class SimulationRecorder:
             self.issues[group.position] = issue
         issue.is_mixed = group.samples.is_mixed
 
-    def leased(self, groups: list[SimulatedGroup], version: int) -> None:
+    def leased(self, groups: list[SimulatedGroup], version: int, now: float) -> None:
         """Record that a batch for `version` is at the trainer."""
         for group in groups:
             self.issues[group.position].is_trained = True
             self.staleness.update(version - oldest for oldest in group.sample_versions)
-            self.tokens[TokenCause.TRAINED] += group.finished_tokens
+            self.ended(group, TokenCause.TRAINED, now)
         self.num_trained.append(len(groups))
         self.num_hard.append(sum(group.prompt.is_hard for group in groups))
 
-    def filtered(self, group: SimulatedGroup) -> None:
+    def filtered(self, group: SimulatedGroup, now: float) -> None:
         """Record a group whose grades are all equal."""
         self.issues[group.position].is_mixed = False
-        cause = TokenCause.ALL_RIGHT if group.num_right else TokenCause.ALL_WRONG
-        self.tokens[cause] += group.finished_tokens
+        is_right = group.num_right > 0
+        self.ended(group, TokenCause.ALL_RIGHT if is_right else TokenCause.ALL_WRONG, now)
 
     def broken_off(self, num_tokens: float, *, restarts: bool) -> None:
         """Record a running group that was cancelled as stale."""
@@ -93,7 +114,13 @@ class SimulationRecorder:
         self.preempted_tokens += num_tokens
         self.num_restarted += 1
 
-    def kept_discarded(self, group: SimulatedGroup, cause: TokenCause) -> None:
+    def kept_discarded(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:
         """Record a kept group that was thrown away."""
         self.num_kept_discarded += 1
+        self.ended(group, cause, now)
+
+    def ended(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:
+        """Attribute a whole group's tokens."""
         self.tokens[cause] += group.finished_tokens
+        if self.on_end is not None:
+            self.on_end(group, cause, now)

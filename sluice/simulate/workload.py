@@ -62,19 +62,25 @@ class SimulatedSamples:
     Args:
         tokens: response length of each.
         are_right: whether each is right.
+        values: the group filter's metric of each; ``None``: 1 of a right one, 0 of a wrong one.
+        is_filtered: whether there is a group filter.
     """
 
     tokens: list[int]
     are_right: list[bool]
+    values: list[float] | None = None
+    is_filtered: bool = True
 
     def end(self, num_samples: int) -> PromptEnd | None:
-        """Return how a group of its first `num_samples` ends if filtered; ``None``: it is kept."""
+        """Return how a group of its first `num_samples` (>= 1) ends if filtered; ``None``: kept."""
+        if not self.is_filtered:
+            return None
         grades = self.are_right[:num_samples]
-        return filter_values(grades, grades)
+        return filter_values(self.values[:num_samples] if self.values else grades, grades)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the whole group would be kept."""
+        """Whether the whole group would be kept: its metric differs, or there is no filter."""
         return self.end(len(self.are_right)) is None
 
 

@@ -33,23 +33,44 @@ class AllAlike:
         return self._sampled
 
 
-def test_the_rest_is_asked_for_when_two_grades_differ() -> None:
-    tokens, are_right = [10, 20, 30, 500], [True, False, True, True]
+def one_group(tokens: list[int], are_right: list[bool], grading_s: float, probes: int) -> float:
+    """Seconds until a single group is leased to a trainer that waits for it."""
     chosen = small(
         StrategyName.STAGED,
         batch_size=1,
         max_staleness=0,
         group_size=len(tokens),
         num_steps=2,
-        fleet=ONE,
+        warmup_steps=0,
+        fleet=replace(ONE, grading_s=grading_s),
         trainer=IDEAL_TRAINER,
     )
-    chosen = replace(chosen, rules=replace(chosen.rules, probe_samples=3))
+    chosen = replace(chosen, rules=replace(chosen.rules, probe_samples=probes))
     recorder = SimulationRecorder()
     SimulatedLoop(chosen, AllAlike(tokens, are_right), recorder).run()
     assert recorder.tokens[TokenCause.TRAINED] == 2 * sum(tokens)
-    # The second sample, which ends at 20, differs: the rest of 500 follows.
-    assert recorder.marks[0].time_s == pytest.approx(20.0 + 500.0)
+    return recorder.marks[0].time_s
+
+
+@pytest.mark.parametrize(
+    ("grading_s", "leased_s"),
+    [
+        # The second sample differs at 20: graded, the rest of 500 follows, is graded as well.
+        (0.0, 20.0 + 500.0),
+        (5.0, 20.0 + 5.0 + 500.0 + 5.0),
+        # Graded after the last probe has ended and before its grade is there.
+        (15.0, 20.0 + 15.0 + 500.0 + 15.0),
+    ],
+)
+def test_the_rest_is_asked_for_when_two_grades_differ(grading_s: float, leased_s: float) -> None:
+    tokens, are_right = [10, 20, 30, 500], [True, False, True, True]
+    assert one_group(tokens, are_right, grading_s, probes=3) == pytest.approx(leased_s)
+
+
+def test_a_rest_that_ends_before_the_probes_are_graded_is_awaited_with_its_grades() -> None:
+    # Rest asked for at 20 + 15, over at 36; the last probe's grade comes at 45, the rest's at 51.
+    tokens, are_right = [10, 20, 30, 1], [True, False, True, True]
+    assert one_group(tokens, are_right, 15.0, probes=3) == pytest.approx(51.0)
 
 
 class WatchedLoop(SimulatedLoop):

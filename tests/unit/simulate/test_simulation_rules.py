@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.algorithm.sampling.admission import YieldFloor
 from sluice.algorithm.sampling.rules import OnPolicyFill, StrategyName
 from sluice.errors import BatchUnfillableError, ConfigError
 from sluice.simulate.recorder import SimulationRecorder
@@ -30,6 +31,7 @@ FLEETS = st.builds(
     slack=st.sampled_from([1.0, 1.5, 3.0]),
     base_step_s=st.just(0.01),
     per_sequence_s=st.sampled_from([0.0, 0.001]),
+    grading_s=st.sampled_from([0.0, 1.0]),
 )
 TRAINERS = st.sampled_from(
     [IDEAL_TRAINER, TrainerSettings(0.5, 0.2, 0.2, 0.1), TrainerSettings(20.0, 0.0, 1.0, 1.0)]
@@ -231,6 +233,31 @@ def test_a_hopeless_workload_ends_with_the_services_error(strategy: StrategyName
         simulate(small(strategy), Hopeless())
 
 
+class Rare(SmallWorkload):
+    """One group of 20 is mixed."""
+
+    def samples(
+        self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
+    ) -> SimulatedSamples:
+        are_right = [position % 20 == 0] + [False] * (num_samples - 1)
+        return SimulatedSamples([5] * num_samples, are_right)
+
+
+@pytest.mark.parametrize("strategy", [StrategyName.ROUNDS, StrategyName.STREAM])
+def test_the_simulation_gives_up_at_the_services_yield_floor(strategy: StrategyName) -> None:
+    chosen = small(strategy)
+    simulate(replace(chosen, yield_floor=YieldFloor(0.04, 100)), Rare())
+    with pytest.raises(BatchUnfillableError, match=r"only 5.00% of the last 100.*= 0.06"):
+        simulate(replace(chosen, yield_floor=YieldFloor(0.06, 100)), Rare())
+
+
+def test_a_simulation_without_a_floor_ends_when_nothing_at_all_is_kept() -> None:
+    chosen = replace(small(StrategyName.STREAM), yield_floor=YieldFloor(0.0))
+    simulate(chosen, Rare())
+    with pytest.raises(BatchUnfillableError, match=r"only 0.00% of the last .*--workload"):
+        simulate(chosen, Hopeless())
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="capacity for a sequence"):
         FleetSettings(num_replicas=0)
@@ -238,11 +265,13 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         FleetSettings(base_step_s=-1.0)
     with pytest.raises(ConfigError, match="a stall no longer than the publication"):
         TrainerSettings(1.0, 0.0, 1.0, 2.0)
+    with pytest.raises(ConfigError, match="warm up"):
+        small(num_steps=3, warmup_steps=2)
 
 
-def _trainer_bound(max_staleness: int) -> float:
+def _trainer_bound(max_staleness: int, *, overlaps: bool) -> float:
     """Return seconds of a step that trains for 20 s and publishes for 10 s."""
-    trainer = TrainerSettings(20.0, publish_s=10.0, stall_s=0.1)
+    trainer = TrainerSettings(20.0, publish_s=10.0, stall_s=0.1, overlaps=overlaps)
     chosen = small(max_staleness=max_staleness, num_steps=12, trainer=trainer)
     return simulate(chosen, SmallWorkload()).step_s
 
@@ -251,15 +280,19 @@ def _trainer_bound(max_staleness: int) -> float:
 def test_a_step_does_not_wait_for_a_publication_that_staleness_leaves_places(
     max_staleness: int,
 ) -> None:
-    assert _trainer_bound(max_staleness) == pytest.approx(20.0)
+    assert _trainer_bound(max_staleness, overlaps=False) == pytest.approx(30.0)
+    assert _trainer_bound(max_staleness, overlaps=True) == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_publication_that_staleness_leaves_no_places_is_awaited(max_staleness: int) -> None:
-    assert _trainer_bound(max_staleness) >= 30.0
+    steps_s = [_trainer_bound(max_staleness, overlaps=overlaps) for overlaps in (False, True)]
+    assert steps_s[0] == steps_s[1] >= 30.0
 
 
 def test_a_publication_waits_for_the_one_before() -> None:
     trainer = TrainerSettings(1.0, publish_s=10.0, stall_s=0.1)
-    chosen = small(max_staleness=3, trainer=trainer)
-    assert simulate(chosen, SmallWorkload()).step_s >= 10.0 - 1e-9
+    recorder = SimulationRecorder()
+    simulate(small(max_staleness=3, trainer=trainer), SmallWorkload(), recorder)
+    for before, after in pairwise(recorder.steps):
+        assert after.published_s >= before.published_s + 10.0 - 1e-9

@@ -8,21 +8,9 @@ from sluice.algorithm.sampling.rules import StrategyName
 from sluice.algorithm.sampling.strategy import LoopLoad
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.loop import SimulatedLoop
-from sluice.simulate.recorder import SimulationRecorder
+from sluice.simulate.recorder import SimulationRecorder, TokenCause
 from sluice.simulate.settings import SimulationSettings
 from tests.unit.simulate.simulations import SmallWorkload, small
-
-
-class NotingRecorder(SimulationRecorder):
-    """Notes which attempts of groups were filtered."""
-
-    def __init__(self, noted: set[str]) -> None:
-        super().__init__()
-        self.noted = noted
-
-    def filtered(self, group: SimulatedGroup) -> None:
-        self.noted.add(f"{group.name}/{group.num_restarts}")
-        super().filtered(group)
 
 
 class WatchedLoop(SimulatedLoop):
@@ -32,7 +20,7 @@ class WatchedLoop(SimulatedLoop):
         self.filtered: set[str] = set()
         self.sure: set[str] = set()
         self.num_sure: list[int] = []
-        super().__init__(settings, SmallWorkload(), NotingRecorder(self.filtered))
+        super().__init__(settings, SmallWorkload(), SimulationRecorder(on_end=self._note_end))
 
     def _load(self, capacity: int) -> LoopLoad:
         load = super()._load(capacity)
@@ -41,6 +29,10 @@ class WatchedLoop(SimulatedLoop):
         self.num_sure.append(load.num_sure)
         self.sure |= {f"{group.name}/{group.num_restarts}" for group in sure}
         return load
+
+    def _note_end(self, group: SimulatedGroup, cause: TokenCause, _now: float) -> None:
+        if cause in (TokenCause.ALL_RIGHT, TokenCause.ALL_WRONG):
+            self.filtered.add(f"{group.name}/{group.num_restarts}")
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])

@@ -1,0 +1,1 @@
+"""Fit the simulator to a recorded run, and set both side by side."""
