@@ -15,7 +15,7 @@ from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.client.channels import ServiceChannels
-from sluice.codec.leases import chat_to_proto
+from sluice.codec.reward import chat_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
 from sluice.errors import SluiceError
 from sluice.rpc.client import reward_stub, unary_call

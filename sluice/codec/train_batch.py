@@ -19,6 +19,7 @@ from sluice.codec.fields import (
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
+from sluice.codec.messages import bundles
 from sluice.codec.reward import (
     progress_from_proto,
     progress_to_proto,
@@ -101,18 +102,8 @@ def packed(
     A message costs the service a turn of its loop, which at a large fleet is longer than what a
     small sample takes. A larger part travels alone.
     """
-    message, size = reward.TakeSamplesResponse(), 0
-    for part in parts:
-        added = part.ByteSize()
-        if size and size + added > most_bytes:
-            yield message
-            size = 0
-        if size:
-            message.more.append(part)
-        else:
-            message = part
-        size += added
-    if size:
+    for message, *more in bundles(parts, lambda part: part.ByteSize(), most_bytes):
+        message.more.extend(more)
         yield message
 
 
