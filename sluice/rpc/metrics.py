@@ -86,7 +86,7 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentRe
         yield reading("sluice_rpc_errors_total", count, *kind)
     for limit, count in QUOTA_REFUSALS.counts().items():
         yield reading("sluice_quota_refusals_total", count, *limit)
-    for file, end in CERTIFICATE_ENDS.by_file.items():
+    for file, end in CERTIFICATE_ENDS.items():
         yield reading("sluice_certificate_end_seconds", end.timestamp(), file)
     cpu_s = TELEMETRY_CPU.counts()
     for part in TelemetryPart:

@@ -151,7 +151,16 @@ class OtelRecorder:
         trace_id: int = 0,
         began: Moment | None = None,
     ) -> OtelSpan:
-        """Begin a span; see `sluice.telemetry.tracing.Recorder`."""
+        """Begin a span.
+
+        Args:
+            name: what is timed.
+            parent: the span above it; ``None``: it is the first of its trace.
+            kind: its side of a call.
+            attributes: known at its beginning.
+            trace_id: of the trace that it is the first of.
+            began: its beginning; ``None``: now.
+        """
         began = began or Moment.now()
         if parent is None:
             _first_of_trace.set(trace_id)

@@ -17,7 +17,10 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
 from enum import IntEnum, StrEnum
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+if TYPE_CHECKING:
+    from sluice.telemetry.otel import OtelRecorder
 
 TRACE_BITS, SPAN_BITS = 128, 64
 _LONGEST_HEADER = 256
@@ -224,7 +227,7 @@ class ContextSpan(Span):
 class RecordedSpan(ContextSpan):
     """A span that is recorded, from its creation until `end`.
 
-    An exception that leaves its block becomes its error.
+    An exception that leaves its block becomes its error. `sluice.telemetry.otel` has the rest.
     """
 
     __slots__ = ()
@@ -247,32 +250,6 @@ class RecordedSpan(ContextSpan):
         self.end()
 
 
-class Recorder(Protocol):
-    """Records the spans of chosen traces."""
-
-    def begin(
-        self,
-        name: SpanName,
-        parent: TraceContext | None,
-        kind: SpanKind,
-        attributes: Attributes,
-        *,
-        trace_id: int = 0,
-        began: Moment | None = None,
-    ) -> RecordedSpan:
-        """Begin a span.
-
-        Args:
-            name: what is timed.
-            parent: the span above it; ``None``: it is the first of its trace.
-            kind: its side of a call.
-            attributes: known at its beginning.
-            trace_id: of the trace that it is the first of.
-            began: its beginning; ``None``: now.
-        """
-        ...
-
-
 class Tracer:
     """Begins spans if this process is traced.
 
@@ -281,7 +258,7 @@ class Tracer:
     """
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None
+        self._recorder: OtelRecorder | None = None
         self._sample_ratio = 0.0
         self._follows_callers = True
 
@@ -291,7 +268,7 @@ class Tracer:
         return self._recorder is not None
 
     def start(
-        self, recorder: Recorder, sample_ratio: float, *, follows_callers: bool = True
+        self, recorder: OtelRecorder, sample_ratio: float, *, follows_callers: bool = True
     ) -> None:
         """Record spans from now on.
 
