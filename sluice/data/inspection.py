@@ -128,25 +128,3 @@ def quantiles(lengths: Lengths) -> tuple[int, ...]:
     if lengths.size == 0:
         return ()
     return tuple(int(one) for one in np.quantile(lengths, QUANTILES, method="inverted_cdf"))
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """The number of lengths in ``[low, high]``."""
-
-    low: int
-    high: int
-    count: int
-
-
-def histogram(lengths: Lengths, num_bins: int = 10) -> tuple[Bin, ...]:
-    """Return at most `num_bins` bins of equal width, which together hold every length."""
-    if lengths.size == 0:
-        return ()
-    low, high = int(lengths.min()), int(lengths.max())
-    width = -(-(high - low + 1) // num_bins)
-    counts = np.bincount((lengths - low) // width)
-    return tuple(
-        Bin(low + i * width, min(low + (i + 1) * width - 1, high), int(count))
-        for i, count in enumerate(counts)
-    )
