@@ -253,23 +253,21 @@ async def unary_call(
     *,
     peer: str,
     phase: str,
-    name: str | None = None,
     deadline_s: float | None = None,
 ) -> ResponseT:
-    """Call a unary method and return its answer.
+    """Call a unary method of a stub and return its answer.
 
     Args:
-        method: the stub's method.
+        method: of the service that has the request's type; see `policy_key`.
         request: the message.
         peer: the called process, for errors.
         phase: the purpose of the call, for errors ("taking a batch").
-        name: the key in `CALL_POLICIES`; None: that of the request's type.
         deadline_s: seconds per try; None: the table's.
 
     Raises:
         SluiceError: as mapped by `sluice.rpc.status`.
     """
-    name = name or policy_key(cast("Message", request))
+    name = policy_key(cast("Message", request))
     policy = CALL_POLICIES[name]
     seconds = policy.deadline_s if deadline_s is None else deadline_s
     for attempt in range(policy.attempts):
@@ -299,8 +297,8 @@ async def stream_call(
     """Call a server-streaming method and yield its messages. Leaving early cancels the call.
 
     Consume it inside `contextlib.aclosing`. Takes the arguments and raises the errors of
-    `unary_call`, but a stream of requests needs a `name`, and `traceparent` (W3C) replaces the
-    present span as the caller's. Streams are never retried.
+    `unary_call`, but a stream of requests needs a `name`, its key in `CALL_POLICIES`, and
+    `traceparent` (W3C) replaces the present span as the caller's. Streams are never retried.
     """
     name = name or policy_key(cast("Message", request))
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s

@@ -226,7 +226,6 @@ async def _error_of_a_call() -> PeerError:
                 await unary_call(
                     reward_stub(channel).GetStatus,
                     reward_pb2.GetStatusRequest(),
-                    name="RewardService/GetStatus",
                     peer="rollout-1",
                     phase="asking",
                     deadline_s=60.0,
