@@ -37,41 +37,32 @@ RequestT = TypeVar("RequestT", contravariant=True)
 ResponseT = TypeVar("ResponseT", covariant=True)
 
 
-def rollout_stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
-    """Return a replica's sampling calls."""
-    stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-    return cast("rollout_pb2_grpc.RolloutServiceAsyncStub", stub)
-
-
-def weight_sync_stub(channel: grpc.aio.Channel) -> weights_pb2_grpc.WeightSyncServiceAsyncStub:
-    """Return a replica's weight updates."""
-    stub = weights_pb2_grpc.WeightSyncServiceStub(channel)
-    return cast("weights_pb2_grpc.WeightSyncServiceAsyncStub", stub)
-
-
-def reward_stub(channel: grpc.aio.Channel) -> reward_pb2_grpc.RewardServiceAsyncStub:
-    """Return the calls of the reward service."""
-    stub = reward_pb2_grpc.RewardServiceStub(channel)
-    return cast("reward_pb2_grpc.RewardServiceAsyncStub", stub)
-
-
-def environment_stub(channel: grpc.aio.Channel) -> environment_pb2_grpc.EnvironmentServiceAsyncStub:
-    """Return the calls of an environment."""
-    stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
-    return cast("environment_pb2_grpc.EnvironmentServiceAsyncStub", stub)
-
-
-def launch_stub(channel: grpc.aio.Channel) -> launch_pb2_grpc.LaunchServiceAsyncStub:
-    """Return the calls of the launcher."""
-    stub = launch_pb2_grpc.LaunchServiceStub(channel)
-    return cast("launch_pb2_grpc.LaunchServiceAsyncStub", stub)
-
-
-def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
-    """Return the calls of the trainer."""
-    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-    return cast("trainer_pb2_grpc.TrainerServiceAsyncStub", stub)
-
+_Channel = grpc.aio.Channel
+# The generated classes serve both kinds of channels; their types are those of the other kind.
+rollout_stub = cast(
+    "Callable[[_Channel], rollout_pb2_grpc.RolloutServiceAsyncStub]",
+    rollout_pb2_grpc.RolloutServiceStub,
+)
+weight_sync_stub = cast(
+    "Callable[[_Channel], weights_pb2_grpc.WeightSyncServiceAsyncStub]",
+    weights_pb2_grpc.WeightSyncServiceStub,
+)
+reward_stub = cast(
+    "Callable[[_Channel], reward_pb2_grpc.RewardServiceAsyncStub]",
+    reward_pb2_grpc.RewardServiceStub,
+)
+environment_stub = cast(
+    "Callable[[_Channel], environment_pb2_grpc.EnvironmentServiceAsyncStub]",
+    environment_pb2_grpc.EnvironmentServiceStub,
+)
+launch_stub = cast(
+    "Callable[[_Channel], launch_pb2_grpc.LaunchServiceAsyncStub]",
+    launch_pb2_grpc.LaunchServiceStub,
+)
+trainer_stub = cast(
+    "Callable[[_Channel], trainer_pb2_grpc.TrainerServiceAsyncStub]",
+    trainer_pb2_grpc.TrainerServiceStub,
+)
 
 # ruff: noqa: ANN401 - grpc.aio.Channel is typed with Any
 
