@@ -59,7 +59,7 @@ MOST_HIDING_BUCKETS = 2 * _WANTED_BUCKETS + 1
 neighbors together are larger than one may be."""
 _WORTHWHILE_BUCKET_BYTES = 4 << 20
 
-_FRAMING = "store over gRPC; header, buckets, trailer; XXH3-128 of each tensor"
+_FRAMING = "store over gRPC; header, buckets, trailer; gaps of a byte; XXH3-128 of each tensor"
 """Part of the plan's digest: two ends that would disagree on it do not begin."""
 
 
