@@ -158,7 +158,7 @@ class AsyncClient:
 
         Raises:
             InvalidRequestError: an item or the deadline is not valid.
-            DeadlineError: `deadline_s` has passed, or a single response took over ten minutes.
+            DeadlineError: `deadline_s` has passed, or 16 responses took over two hours.
             SluiceError: the reward service refuses the call, or stays away.
         """
         return await score_items(

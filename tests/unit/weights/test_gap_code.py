@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sluice.weights.delta import decode_gaps, encode_gaps
 
+
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 65534, 65535, 65536])
 def test_gaps_at_the_edges_of_a_word_come_back(gap: int) -> None:
     for repeats in (1, 3):
