@@ -17,7 +17,7 @@ from sluice.client.generation_types import (
     SampleFinished,
     Sampling,
 )
-from sluice.client.prompts import NewPrompt, PromptEvent
+from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run, credentials_from_environment
 from sluice.client.scoring import ScoreItem
 from sluice.client.sync_client import Client

@@ -21,7 +21,7 @@ from sluice.client.generation_types import (
     SampleFinished,
 )
 from sluice.client.leases import Leases
-from sluice.client.prompts import NewPrompt, PromptEvent
+from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.scoring import MOST_CALLS, ScoreItem, score_items

@@ -23,7 +23,7 @@ from sluice.client import (
     submission,
 )
 from sluice.client.generation_types import encoded_images
-from sluice.client.prompts import prompt_to_proto
+from sluice.client.submission import prompt_to_proto
 from sluice.client.submission import OpenPrompts
 from sluice.errors import DataError, InvalidRequestError
 from tests.support.image_files import png

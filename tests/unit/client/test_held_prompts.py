@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sluice.client import PromptEvent, RetryPolicy
-from sluice.client.held_prompts import RefusedPrompts
+from sluice.client.submission import RefusedPrompts
 
 POLICY = RetryPolicy(first_s=1.0, most_s=4.0, patience_s=60.0)
 
