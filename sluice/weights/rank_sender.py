@@ -14,7 +14,7 @@ from sluice.weight_share import WeightShare
 from sluice.weights.digest import WeightDigests
 from sluice.weights.group import TransferGroup, run_together
 from sluice.weights.plan import TransferPlan, WeightBuffer, stream_of
-from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
+from sluice.weights.delta import ChangeSendingPort, SparseUpdate, encode_update
 from sluice.weights.transfer import (
     IN_FLIGHT,
     Base,

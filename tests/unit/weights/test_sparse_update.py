@@ -16,7 +16,7 @@ from sluice.types import TensorSpec
 from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
-from sluice.weights.sparse_update import ChangeReceivingPort, encode_update
+from sluice.weights.delta import ChangeReceivingPort, encode_update
 from sluice.weights.transfer import Base
 from tests.support.weight_digest import plain_digest
 
