@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.data import SetName, data_commands
 from sluice.data.inspection import quantiles
-from sluice.data.published_rows import PUBLISHED_SETS
+from sluice.data.prepare import PUBLISHED_SETS
 from sluice.errors import ConfigError, DataError
 from sluice.quickstart.arithmetic import TASKS, draw_problem, make_dialogues
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer

@@ -19,7 +19,7 @@ from sluice.data.prompt_files import (
     without_duplicates,
 )
 from sluice.data.prompt_rows import PromptColumns
-from sluice.data.published_rows import Wishes
+from sluice.data.prepare import Wishes
 from sluice.data.row_files import digest_of
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
