@@ -266,13 +266,7 @@ class _StallError(PeerError):
 
 
 class ResumableGeneration:
-    """Generation on the replicas of a run.
-
-    Args:
-        fleet: chooses the replica for each try.
-        channels: to replicas.
-        policy: how failures are retried.
-    """
+    """Generation on the replicas of a run."""
 
     def __init__(self, fleet: ClientFleet, channels: ServiceChannels, policy: RetryPolicy) -> None:
         self._fleet = fleet

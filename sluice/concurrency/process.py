@@ -48,8 +48,7 @@ def service_parser(service: str, description: str, example: str) -> argparse.Arg
 
     Args:
         service: the module that is run, such as ``services.reward``.
-        description: what it does.
-        example: of its arguments.
+        description, example: of its help.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {service}",
@@ -233,12 +232,7 @@ def stop_on_signals(
 
 
 async def until_signal(work: Coroutine[Any, Any, ResultT], farewell: str = "") -> ResultT | None:
-    """Return the result of `work`; None if SIGTERM or SIGINT cancelled it first.
-
-    Args:
-        work: to do.
-        farewell: logged on the signal.
-    """
+    """Return the result of `work`; None if a signal to stop, which logs `farewell`, ended it."""
     stop = asyncio.Event()
     with stop_on_signals(stop, farewell=farewell):
         return await unless(stop, work)
@@ -253,12 +247,8 @@ def end_by_sigterm() -> NoReturn:
 
 
 def exit_status(name: str, run: Callable[[], object]) -> int:
-    """Run a program's body; return 0 when it returns, 1 after errors of ours, which are printed;
-    `EXIT_MISSING_PACKAGE` if they are missing packages.
-
-    Args:
-        name: prefix of each message.
-        run: the body.
+    """Run a program's body; return 0 when it returns, 1 after errors of ours, which are printed
+    after `name`; `EXIT_MISSING_PACKAGE` if they are missing packages.
     """
     try:
         run()

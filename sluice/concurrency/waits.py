@@ -208,8 +208,7 @@ async def while_progressing(
         progress: returns a value that differs whenever something moved; None if it is not known.
         stall_s: longest time without a change.
         interval_s: time between two looks; well below `stall_s`.
-        peer: the process that does the work, for the error.
-        phase: what the work is, for the error.
+        peer, phase: who does the work, and what it is, for the error.
 
     Raises:
         DeadlineError: nothing moved for `stall_s`.

@@ -379,8 +379,7 @@ def watched_service(
 
     Args:
         name: the service's, or the replica's.
-        service: the run's settings.
-        work_state: describes its work; see `Watchdog`.
+        work_state: see `Watchdog`.
         address: where it serves, host:port.
     """
     run_dir, limits = Path(service.run_dir), service.watchdog

@@ -283,13 +283,9 @@ def batches_of(
     row_groups: list[int] | None = None,
     columns: list[str] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of at most `num_rows` rows. Raise DataError if the file is damaged.
+    """Yield batches of at most `num_rows` rows of these row groups and columns; ``None``: all.
 
-    Args:
-        path: of the file, for errors.
-        file: is read.
-        num_rows: of a batch.
-        row_groups, columns: what to read; ``None``: all.
+    Raise DataError, which names `path`, if the file is damaged.
     """
     try:
         yield from file.iter_batches(

@@ -154,10 +154,7 @@ def _connected(
 class ChannelPool:
     """One channel to each address, opened by its first use. Close it.
 
-    Args:
-        max_message_bytes: largest message either way.
-        credentials: shown to the peers.
-        metadata: returns what each call sends besides, such as the caller's name.
+    Takes the arguments of `open_channel`.
     """
 
     def __init__(

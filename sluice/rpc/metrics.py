@@ -108,9 +108,7 @@ def served_metrics(
     Call it in a running event loop.
 
     Args:
-        service: the run's settings.
-        endpoint: of this process.
-        who: this process.
+        service, endpoint, who: settings, endpoint and name of this process.
         read: returns the service's readings; runs in the event loop and must not block.
 
     Raises:

@@ -157,11 +157,9 @@ def error_of(
     is the same. So does any status that the table cannot place. INTERNAL is a `PeerDefectError`.
 
     Args:
-        code: of the status.
-        details: of the status.
+        code, details: of the status.
         class_name: under `CLASS_KEY` in the trailing metadata; None: it was not sent.
-        peer: the called process.
-        phase: the purpose of the call.
+        peer, phase: for the error.
         deadline_s: seconds that the call had.
     """
     named = _ERROR_BY_NAME.get((class_name or "", code))

@@ -12,10 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sluice.rpc.auth import HEALTH_CHECK
+from sluice.rpc.auth import HEALTH_CHECK, LONGEST_CHECK_BYTES, BoundedChecks
 from sluice.rpc.client import open_channel
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.health import LONGEST_CHECK_BYTES, BoundedChecks
 from sluice.rpc.server import RpcServer
 from tests.support.certified import ACCEPTED, CLIENT_TOKEN, bearing
 from tests.support.rpc_server import LIMIT_BYTES, REWARD
