@@ -6,7 +6,6 @@ sharded). Under hybrid sharding every group of ranks holds all shards; the first
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-FSDP_CONFIG_FILE = "fsdp_config.json"
 _MESH_NAMES = (("fsdp",), ("ddp", "fsdp"))
 # torch itself allows the classes of a DTensor under their present names; before 2.5 they had these.
 _FORMER_PACKAGE = "torch.distributed._tensor"
@@ -63,20 +61,13 @@ Shape = tuple[int, ...]
 
 
 def read_world_size(folder: Path) -> int:
-    """Return the ranks of the run that saved `folder`, by ``fsdp_config.json`` or the file names.
+    """Return the ranks of the run that saved `folder`, by the file names.
 
     Raises:
-        CheckpointError: unreadable, or the file names disagree.
+        CheckpointError: the file names disagree.
     """
-    file = folder / FSDP_CONFIG_FILE
-    if file.is_file():
-        try:
-            return int(json.loads(file.read_text(encoding="utf-8"))["world_size"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{file} holds no world_size ({error!r}); copy it again"
-            ) from error
-    sizes = {int(m[1]) for m in map(SHARD_NAME.fullmatch, _names(folder)) if m is not None}
+    names = (file.name for file in folder.iterdir())
+    sizes = {int(m[1]) for m in map(SHARD_NAME.fullmatch, names) if m is not None}
     if len(sizes) != 1:
         raise CheckpointError(
             f"{folder}: files of runs with {sorted(sizes)} ranks; leave those of one run there"
@@ -222,10 +213,6 @@ def _part(state: Mapping[str, Tensor], name: str, file: Path) -> Tensor:
 
 def _file(folder: Path, world_size: int, rank: int) -> Path:
     return folder / f"model_world_size_{world_size}_rank_{rank}.pt"
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(file.name for file in folder.iterdir())
 
 
 def assemble_model(

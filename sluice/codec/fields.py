@@ -59,10 +59,10 @@ def check_range(field: str, value: int, lowest: int, highest: int) -> None:
         raise InvalidRequestError(f"{field}: {value}; send {lowest} to {highest}")
 
 
-def check_finite(field: str, value: float, lowest: float = 0.0) -> None:
-    """Check for a finite number not below `lowest`."""
-    if not math.isfinite(value) or value < lowest:
-        raise InvalidRequestError(f"{field}: {value}; send a finite number of at least {lowest:g}")
+def check_finite(field: str, value: float) -> None:
+    """Check for a finite number not below 0."""
+    if not math.isfinite(value) or value < 0:
+        raise InvalidRequestError(f"{field}: {value}; send a finite number of at least 0")
 
 
 def check_count(field: str, values: Sized, highest: int) -> None:

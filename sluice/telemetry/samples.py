@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout, Turn
+from sluice.whole_file import write_whole
 
 FOLDER_NAME = "samples"
 _NUM_FILES = 8
@@ -292,10 +293,8 @@ def write_dump(folder: Path, samples: Iterable[DumpedSample], step: int) -> Path
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{step}.jsonl"
-    partial = folder / f".{step}.jsonl.partial"
-    text = "".join(_line(sample, step) + "\n" for sample in samples)
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(target)
+    write_whole(target, "".join(_line(sample, step) + "\n" for sample in samples).encode())
+    return target
 
 
 def _line(sample: DumpedSample, step: int) -> str:
