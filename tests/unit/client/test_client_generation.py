@@ -228,21 +228,6 @@ def test_what_is_no_trace_context_is_refused(header: str) -> None:
         GenerateOptions(traceparent=header)
 
 
-@pytest.mark.parametrize("prompt", [[], ["a"], [ChatMessage("user", "a"), 3], [-1], [1 << 40]])
-async def test_a_prompt_that_is_none_of_the_forms_is_refused(prompt: Prompt) -> None:
-    async with token_replicas(TokenReplica()) as addresses, client_of(*addresses) as client:
-        with pytest.raises(InvalidRequestError, match="prompt: "):
-            await client.generate(prompt)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"n": 0}, {"n": 1025}, {"deadline_s": 0.0}, {"n": 3, "token_budget": 2}]
-)
-def test_options_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(InvalidRequestError, match="|".join(wrong)):
-        GenerateOptions(**wrong)  # type: ignore[arg-type]
-
-
 def test_a_full_queue_is_worth_another_try() -> None:
     assert is_transient(ExhaustedError("full"))
     assert not is_transient(InvalidRequestError("wrong"))

@@ -44,12 +44,6 @@ def test_a_wait_is_reported_while_its_block_runs_and_not_after(
     assert waits.snapshot() == ()
 
 
-def test_a_wait_that_fails_is_over(waits: WaitRegistry) -> None:
-    with pytest.raises(ValueError, match="lost"), waits.waiting_for("disk", "committing"):
-        raise ValueError("lost")
-    assert waits.snapshot() == ()
-
-
 def test_waits_for_the_same_are_one_line_with_the_longest_first(
     waits: WaitRegistry, clock: Clock
 ) -> None:

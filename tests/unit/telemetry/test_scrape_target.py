@@ -51,11 +51,6 @@ def test_a_file_that_a_later_process_wrote_stays(tmp_path: Path) -> None:
     assert file.read_text(encoding="utf-8") == "another"
 
 
-def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
-    with scrape_target(tmp_path / "absent", "a", "127.0.0.1:9", {}):
-        assert not (tmp_path / "absent").exists()
-
-
 def test_a_run_that_begins_forgets_the_targets_of_an_earlier_one(tmp_path: Path) -> None:
     forget_targets(tmp_path)
     (tmp_path / FOLDER).mkdir()
