@@ -150,11 +150,6 @@ def share_classes(
     )
 
 
-def bucket_bytes_of(classes: Sequence[ShareClass]) -> int:
-    """Return the bucket size of all streams."""
-    return next(p.bucket_bytes for one in classes for p in one.plans if p is not None)
-
-
 def specs_of(
     spec: TransferGroupSpec, classes: Sequence[ShareClass]
 ) -> dict[str, TransferGroupSpec]:
@@ -177,12 +172,8 @@ def _placed(spec: TransferGroupSpec, places: Sequence[WorkerPlace]) -> TransferG
     return replace(first, ranks=len(places), places=() if in_one else tuple(places))
 
 
-def rank_names(one: ShareClass, several: set[str]) -> dict[int, str]:
-    """Return the member of each rank, for errors.
-
-    Args:
-        several: members with more than one worker.
-    """
+def _rank_names(one: ShareClass, several: set[str]) -> dict[int, str]:
+    """Return the member of each rank, for errors; `several` have more than one worker."""
     return {
         rank: f"{name} worker {number}" if name in several else name
         for rank, (name, number) in enumerate(one.workers, 1)
@@ -285,7 +276,9 @@ class WeightSender:
             rank=0,
             world_size=0,
             backend=self._device.collective_backend,
-            bucket_bytes=bucket_bytes_of(classes),
+            bucket_bytes=next(
+                plan.bucket_bytes for one in classes for plan in one.plans if plan is not None
+            ),
             timeout_s=self._timeout_s,
             tensors=tuple(tensors),
             plan_digest="",
@@ -293,7 +286,7 @@ class WeightSender:
             holdings=self._holdings,
         )
         several = {name for name, given in shares.items() if len(given) > 1}
-        names = [rank_names(one, several) for one in classes]
+        names = [_rank_names(one, several) for one in classes]
         self._classes, self._tensors = classes, tuple(tensors)
         # Members verify the store by certificates of their own; these hold the private key.
         own = replace(spec, certificates=self._certificates)
