@@ -61,7 +61,7 @@ async def score_items(
     retries = Retries(policy, reward, _PHASE, deadline_s=deadline_s)
     try:
         async with asyncio.timeout(deadline_s) as whole:
-            return await _Grading(channels, reward, encoded, retries, calls).outcomes(deadline_s)
+            return await _Grading(channels, reward, encoded, retries, calls).grade(deadline_s)
     except TimeoutError as error:
         if not whole.expired():
             raise
@@ -69,27 +69,23 @@ async def score_items(
         raise DeadlineError(reward, _PHASE, deadline_s or 0.0) from error
 
 
+@dataclass(slots=True)
 class _Grading:
     """The responses of one `score_items`: those to send, and the outcomes of the others."""
 
-    def __init__(
-        self,
-        channels: ServiceChannels,
-        reward: str,
-        items: Sequence[reward_pb2.ScoreItem],
-        retries: Retries,
-        calls: asyncio.Semaphore,
-    ) -> None:
-        self._channels = channels
-        self._reward = reward
-        self._items = items
-        self._retries = retries
-        self._calls = calls
-        self._outcomes: dict[int, Scored | Failed] = {}
-        self._waiting = deque(range(0, len(items), ITEMS_PER_CALL))  # the first item of each call
-        self._num_senders = CALLS_UNDER_WAY
+    channels: ServiceChannels
+    reward: str
+    items: Sequence[reward_pb2.ScoreItem]
+    retries: Retries
+    calls: asyncio.Semaphore
+    outcomes: dict[int, Scored | Failed] = field(default_factory=dict)
+    num_senders: int = CALLS_UNDER_WAY
+    waiting: deque[int] = field(init=False)  # the first item of each call
 
-    async def outcomes(self, deadline_s: float | None) -> list[Scored | Failed]:
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(0, len(self.items), ITEMS_PER_CALL))
+
+    async def grade(self, deadline_s: float | None) -> list[Scored | Failed]:
         """Grade all; a call has until `deadline_s`, if there is one."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -97,40 +93,40 @@ class _Grading:
                     tasks.create_task(self._send(deadline_s), name="scoring")
         except ExceptionGroup as group:
             raise leaves(group)[0] from group
-        if len(self._outcomes) < len(self._items):
+        if len(self.outcomes) < len(self.items):
             raise asyncio.CancelledError  # gRPC cancelled the calls: their channel was closed
-        return [self._outcomes[index] for index in range(len(self._items))]
+        return [self.outcomes[index] for index in range(len(self.items))]
 
     async def _send(self, deadline_s: float | None) -> None:
         """Send waiting items, one call after another."""
-        while self._waiting:
-            first = self._waiting.popleft()
-            items = self._items[first : first + ITEMS_PER_CALL]
+        while self.waiting:
+            first = self.waiting.popleft()
+            items = self.items[first : first + ITEMS_PER_CALL]
             try:
                 results = await self._call(items, deadline_s)
             except SluiceError as error:
-                self._waiting.appendleft(first)
-                if isinstance(error, ExhaustedError) and self._num_senders > 1:
+                self.waiting.appendleft(first)
+                if isinstance(error, ExhaustedError) and self.num_senders > 1:
                     break  # the other senders use the capacity that there is
-                await self._retries.wait_after(error)
+                await self.retries.wait_after(error)
             else:
                 if len(results) != len(items):
                     detail = f"{len(results)} results for {len(items)} responses"
-                    raise PeerDefectError(self._reward, _PHASE, detail)
-                self._outcomes.update(enumerate(map(_from_proto, results), first))
-                self._retries.note_progress()
-        self._num_senders -= 1
+                    raise PeerDefectError(self.reward, _PHASE, detail)
+                self.outcomes.update(enumerate(map(_from_proto, results), first))
+                self.retries.note_progress()
+        self.num_senders -= 1
 
     async def _call(
         self, items: Sequence[reward_pb2.ScoreItem], deadline_s: float | None
     ) -> Sequence[reward_pb2.ScoreResult]:
-        async with self._calls:
+        async with self.calls:
             request = reward_pb2.ScoreRequest(items=items)
-            self._channels.check_size("items", request)
+            self.channels.check_size("items", request)
             answer = await unary_call(
-                reward_stub(self._channels.to(self._reward)).Score,
+                reward_stub(self.channels.to(self.reward)).Score,
                 request,
-                peer=self._reward,
+                peer=self.reward,
                 phase=_PHASE,
                 deadline_s=deadline_s,
             )

@@ -132,44 +132,38 @@ def served_metrics(
         server.close()
 
 
+@dataclass(slots=True)
 class _ServedPage:
     """All readings of a process, collected in a scrape's thread."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        read: ReadMetrics,
-        who: ProcessName,
-        disk: DiskSpace,
-    ) -> None:
-        self._loop = loop
-        self._read = read
-        self._who = who
-        self._disk = disk
-        self._has_failed = False
+    loop: asyncio.AbstractEventLoop
+    read: ReadMetrics
+    who: ProcessName
+    disk: DiskSpace
+    has_failed: bool = False
 
     def readings(self) -> Iterator[InstrumentReading]:
-        yield from process_readings(self._who, self._disk)
+        yield from process_readings(self.who, self.disk)
         own = self._own()
         yield reading("sluice_scrape_complete", float(own is not None))
         yield from own or ()
 
     def _own(self) -> tuple[InstrumentReading, ...] | None:
         try:
-            own = ask_loop(self._loop, self._read_service, _LOOP_TIMEOUT_S)
+            own = ask_loop(self.loop, self._read_service, _LOOP_TIMEOUT_S)
         except Exception:  # such as a broken engine; the rest of the page reports it
-            if not self._has_failed:
-                logger.exception("the metrics of %s cannot be read", self._who.name)
-            self._has_failed = True
+            if not self.has_failed:
+                logger.exception("the metrics of %s cannot be read", self.who.name)
+            self.has_failed = True
             return None
         if own is not None:
-            self._has_failed = False
+            self.has_failed = False
         return own
 
     def _read_service(self) -> tuple[InstrumentReading, ...]:
         """Read them in the event loop."""
         with charged_cpu(TelemetryPart.SCRAPES):
-            return tuple(self._read())
+            return tuple(self.read())
 
 
 def _announce(host: str, address: str) -> None:

@@ -172,10 +172,12 @@ def _placed(spec: TransferGroupSpec, places: Sequence[WorkerPlace]) -> TransferG
     return replace(first, ranks=len(places), places=() if in_one else tuple(places))
 
 
-def _rank_names(one: ShareClass, several: set[str]) -> dict[int, str]:
-    """Return the member of each rank, for errors; `several` have more than one worker."""
+def _rank_names(
+    one: ShareClass, shares: Mapping[str, Sequence[WeightShare]]
+) -> dict[int, str]:
+    """Return the member of each rank, for errors."""
     return {
-        rank: f"{name} worker {number}" if name in several else name
+        rank: f"{name} worker {number}" if len(shares.get(name, ())) > 1 else name
         for rank, (name, number) in enumerate(one.workers, 1)
     }
 
@@ -285,8 +287,7 @@ class WeightSender:
             store_key=store_key,
             holdings=self._holdings,
         )
-        several = {name for name, given in shares.items() if len(given) > 1}
-        names = [_rank_names(one, several) for one in classes]
+        names = [_rank_names(one, shares) for one in classes]
         self._classes, self._tensors = classes, tuple(tensors)
         # Members verify the store by certificates of their own; these hold the private key.
         own = replace(spec, certificates=self._certificates)
