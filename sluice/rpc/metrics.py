@@ -36,7 +36,7 @@ from sluice.telemetry.metrics import (
     charged_cpu,
     reading,
 )
-from sluice.telemetry.metrics_page import PATH, MetricsPage, ask_loop, scrape_target
+from sluice.telemetry.metrics import PATH, MetricsPage, ask_loop, scrape_target
 
 logger = logging.getLogger(__name__)
 
