@@ -23,10 +23,9 @@ from sluice.data.inspection import (
     quantiles,
 )
 from sluice.data.known_sources import scorer_name
-from sluice.data.prepare import Preparation, Prepared, prepare
+from sluice.data.prepare import PUBLISHED_SETS, Preparation, Prepared, Wishes, prepare
 from sluice.data.prompt_files import open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
-from sluice.data.prepare import PUBLISHED_SETS, Wishes
 from sluice.data.row_files import check_raw_file
 from sluice.errors import ConfigError, DataError
 from sluice.safe_text import printable

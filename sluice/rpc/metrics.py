@@ -28,15 +28,18 @@ from sluice.rpc.credentials import CERTIFICATE_ENDS
 from sluice.rpc.ports import check_bindable
 from sluice.rpc.status import QUOTA_REFUSALS, RPC_ERRORS
 from sluice.telemetry.metrics import (
+    PATH,
     SPANS,
     TELEMETRY_CPU,
     InstrumentReading,
+    MetricsPage,
     SpanOutcome,
     TelemetryPart,
+    ask_loop,
     charged_cpu,
     reading,
+    scrape_target,
 )
-from sluice.telemetry.metrics import PATH, MetricsPage, ask_loop, scrape_target
 
 logger = logging.getLogger(__name__)
 

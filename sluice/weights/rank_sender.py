@@ -11,10 +11,10 @@ from typing import Protocol
 from sluice.device.protocol import Device
 from sluice.types import TransferGroupSpec
 from sluice.weight_share import WeightShare
+from sluice.weights.delta import ChangeSendingPort, SparseUpdate, encode_update
 from sluice.weights.digest import WeightDigests
 from sluice.weights.group import TransferGroup, run_together
 from sluice.weights.plan import TransferPlan, WeightBuffer, stream_of
-from sluice.weights.delta import ChangeSendingPort, SparseUpdate, encode_update
 from sluice.weights.transfer import (
     IN_FLIGHT,
     Base,

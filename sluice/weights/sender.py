@@ -172,9 +172,7 @@ def _placed(spec: TransferGroupSpec, places: Sequence[WorkerPlace]) -> TransferG
     return replace(first, ranks=len(places), places=() if in_one else tuple(places))
 
 
-def _rank_names(
-    one: ShareClass, shares: Mapping[str, Sequence[WeightShare]]
-) -> dict[int, str]:
+def _rank_names(one: ShareClass, shares: Mapping[str, Sequence[WeightShare]]) -> dict[int, str]:
     """Return the member of each rank, for errors."""
     return {
         rank: f"{name} worker {number}" if len(shares.get(name, ())) > 1 else name

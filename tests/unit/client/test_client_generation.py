@@ -23,7 +23,6 @@ from sluice.client import (
     ScoredPrompt,
 )
 from sluice.client.channels import default_client_name
-from sluice.client.generation_types import Prompt
 from sluice.errors import DeadlineError, ExhaustedError, InvalidRequestError, PeerError, SluiceError
 from sluice.rpc.metadata import MAX_NAME_LENGTH
 from sluice.rpc.retries import is_transient

@@ -13,8 +13,7 @@ import pytest
 
 from sluice.telemetry import metrics
 from sluice.telemetry.metric_names import Instrument
-from sluice.telemetry.metrics import InstrumentReading
-from sluice.telemetry.metrics import MetricsPage
+from sluice.telemetry.metrics import InstrumentReading, MetricsPage
 from tests.support.loopback import needs_ipv6
 from tests.support.scraped import fetch, parsed, value
 

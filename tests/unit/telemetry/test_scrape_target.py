@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry.metrics import EventCounts
-from sluice.telemetry.metrics import FOLDER, forget_targets, scrape_target
+from sluice.telemetry.metrics import FOLDER, EventCounts, forget_targets, scrape_target
 
 LABELS = {"service": "rollout", "name": "a/b", "run": "r"}
 

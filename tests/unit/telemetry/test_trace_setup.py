@@ -12,8 +12,7 @@ import pytest
 
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.telemetry.tracing import collector_url, traced_process
-from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
+from sluice.telemetry.tracing import TRACER, SpanName, TraceContext, collector_url, traced_process
 from tests.support.seen_spans import spans_in
 from tests.support.source_tree import ROOT
 

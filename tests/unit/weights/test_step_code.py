@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.weights.delta import Bits, decode_steps, encode_steps
+from sluice.weights.delta import decode_steps, encode_steps
 
 
 @pytest.mark.parametrize("step", [1, 2, 126, 127, 128, 129, 32767, 32768, 65408, 65409, 65535])
