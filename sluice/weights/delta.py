@@ -219,7 +219,7 @@ def _apply(code: ByteArray, elements: Bits) -> int:
         raise ValueError(f"a block's header has form {form}")
     is_plain = form == _PLAIN
     step_bytes = elements.nbytes if is_plain else changed
-    length = _HEADER.size + num_gaps + step_bytes + num_whole * elements.itemsize
+    length: int = _HEADER.size + num_gaps + step_bytes + num_whole * elements.itemsize
     if max(changed, num_whole) > elements.size or length > min(
         code.size, _HEADER.size + elements.nbytes
     ):
