@@ -163,7 +163,6 @@ async def counted(*errors: Exception) -> dict[tuple[str, ...], int]:
             await unary_call(
                 reward_stub(channel).GetStatus,
                 reward_pb2.GetStatusRequest(),
-                name=NAME,
                 peer="reward",
                 phase="asking",
             )
