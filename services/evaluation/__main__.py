@@ -31,7 +31,7 @@ from sluice.config.run import RunConfig
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.logs import configure_logging
-from sluice.telemetry.tracing import traced_process
+from sluice.telemetry.trace_setup import traced_process
 
 NAME = "evaluation"
 _LAST_ANSWERS_S = 1.0

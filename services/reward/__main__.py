@@ -41,7 +41,7 @@ from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.sandbox.choice import as_variable
 from sluice.telemetry.logs import configure_logging
-from sluice.telemetry.tracing import traced_process
+from sluice.telemetry.trace_setup import traced_process
 
 logger = logging.getLogger(__name__)
 

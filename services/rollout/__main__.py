@@ -55,7 +55,7 @@ from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import WEIGHTS_HEALTH, restarts
 from sluice.telemetry.logs import configure_logging
-from sluice.telemetry.tracing import traced_process
+from sluice.telemetry.trace_setup import traced_process
 from sluice.types import ReplicaInfo, layout_digest
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from sluice.config.rules.checks import check_config, training_problems
 from sluice.config.run import RunConfig
 from sluice.device.host import prepare_process
 from sluice.telemetry.logs import configure_logging
-from sluice.telemetry.tracing import traced_process
+from sluice.telemetry.trace_setup import traced_process
 
 
 def main() -> int:

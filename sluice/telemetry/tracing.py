@@ -1,7 +1,7 @@
 """Name spans, choose which traces are recorded, and find a span's parent across processes.
 
-While tracing is off, which is the default, every function returns `NOTHING`, a span that keeps
-nothing, and nothing here imports OpenTelemetry. `traced_process` turns it on.
+Nothing here imports OpenTelemetry. While tracing is off, which is the default, every function
+returns `NOTHING`, a span that keeps nothing. `sluice.telemetry.otel` turns it on.
 
 The current span is a context variable: tasks inherit it from their parent. Enter a span in
 coroutines and functions only; an asynchronous generator would leave its own to its consumer.
@@ -10,31 +10,19 @@ coroutines and functions only; an asynchronous generator would leave its own to 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
 from enum import IntEnum, StrEnum
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
-from urllib.parse import urlsplit
-
-from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sluice.config.run import RunConfig
     from sluice.telemetry.otel import OtelRecorder
 
-logger = logging.getLogger(__name__)
-
 TRACE_BITS, SPAN_BITS = 128, 64
-_OTLP_PORT = 4317
-_ENDPOINT = "sluice.telemetry.traces.endpoint"
-_SHARE_OF_GRACE, _MOST_CLOSING_S = 0.2, 3.0
 _LONGEST_HEADER = 256
 _SAMPLED = 1
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -394,75 +382,3 @@ class Tracer:
 
 TRACER = Tracer()
 """This process's tracer."""
-
-
-@contextmanager
-def traced_process(config: RunConfig, service: str, instance: str) -> Iterator[None]:
-    """Record this process's spans inside the block, if the run is traced.
-
-    At the end the last ones get a share of `sluice.shutdown_grace_s`, and never more than a few
-    seconds.
-
-    Args:
-        config: the run's.
-        service: ``trainer``, ``reward`` or ``rollout``.
-        instance: this process's name in the run.
-
-    Raises:
-        ConfigError: the collector's address is not one, or OpenTelemetry's packages are missing.
-    """
-    traces = config.sluice.telemetry.traces
-    if not (traces.file or traces.endpoint):
-        yield
-        return
-    # Only here: without tracing no process loads OpenTelemetry, which may not be installed.
-    from sluice.telemetry import otel
-
-    queues = []
-    if traces.file:
-        path = Path(config.sluice.run_dir) / traces.file
-        queues.append(otel.file_queue(path, traces.file_mb << 20))
-    if traces.endpoint:
-        queues.append(otel.collector_queue(collector_url(traces.endpoint)))
-    recorder = otel.OtelRecorder(_resource(config, service, instance), queues)
-    TRACER.start(recorder, traces.sample_ratio, follows_callers=traces.follow_callers)
-    logger.info("spans go to %s", " and ".join(queue.destination for queue in queues))
-    try:
-        yield
-    finally:
-        TRACER.stop()
-        seconds = min(_SHARE_OF_GRACE * config.sluice.shutdown_grace_s, _MOST_CLOSING_S)
-        for queue in queues:
-            queue.writer.close(seconds / len(queues))
-
-
-def collector_url(endpoint: str) -> str:
-    """Complete a collector's address: no scheme means no TLS, no port means OTLP's port.
-
-    Raises:
-        ConfigError: it is not an address.
-    """
-    url = endpoint if "://" in endpoint else f"http://{endpoint}"
-    try:
-        parts = urlsplit(url)
-        port = parts.port or _OTLP_PORT
-    except ValueError:
-        parts, port = urlsplit(""), 0
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise ConfigError(
-            f"{_ENDPOINT} = {endpoint!r}: not the address of a collector; use http://host:port, or "
-            "https://host:port for TLS"
-        )
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}:{port}"
-
-
-def _resource(config: RunConfig, service: str, instance: str) -> Attributes:
-    """Return this process's attributes by OpenTelemetry's conventions for resources."""
-    return {
-        "service.name": f"sluice-{service}",
-        "service.namespace": config.trainer.project_name,
-        "service.instance.id": instance,
-        "sluice.run": config.trainer.experiment_name,
-        "sluice.run_dir": config.sluice.run_dir,
-    }

@@ -12,7 +12,8 @@ import pytest
 
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.telemetry.tracing import TRACER, SpanName, TraceContext, collector_url, traced_process
+from sluice.telemetry.trace_setup import collector_url, traced_process
+from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from tests.support.seen_spans import spans_in
 from tests.support.source_tree import ROOT
 
@@ -24,7 +25,9 @@ import services.rollout.__main__
 import services.trainer.__main__
 import msgspec
 from sluice.config.run import RunConfig
-from sluice.telemetry.tracing import TRACER, traced_process
+from sluice.telemetry.trace_setup import traced_process
+from sluice.telemetry.tracing import TraceContext
+from sluice.telemetry.tracing import TRACER
 with traced_process(msgspec.convert({tree!r}, RunConfig), "reward", "reward"):
     print(TRACER.is_on, any(name.split(".")[0] == "opentelemetry" for name in sys.modules))
 """
