@@ -13,14 +13,11 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from enum import IntEnum, StrEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
-
-if TYPE_CHECKING:
-    from sluice.telemetry.otel import OtelRecorder
+from typing import NamedTuple, Protocol, Self
 
 TRACE_BITS, SPAN_BITS = 128, 64
 _LONGEST_HEADER = 256
@@ -250,6 +247,13 @@ class RecordedSpan(ContextSpan):
         self.end()
 
 
+class Recorder(Protocol):
+    """Records the spans of chosen traces: `sluice.telemetry.otel.OtelRecorder`."""
+
+    @property
+    def begin(self) -> Callable[..., RecordedSpan]: ...
+
+
 class Tracer:
     """Begins spans if this process is traced.
 
@@ -258,7 +262,7 @@ class Tracer:
     """
 
     def __init__(self) -> None:
-        self._recorder: OtelRecorder | None = None
+        self._recorder: Recorder | None = None
         self._sample_ratio = 0.0
         self._follows_callers = True
 
@@ -268,7 +272,7 @@ class Tracer:
         return self._recorder is not None
 
     def start(
-        self, recorder: OtelRecorder, sample_ratio: float, *, follows_callers: bool = True
+        self, recorder: Recorder, sample_ratio: float, *, follows_callers: bool = True
     ) -> None:
         """Record spans from now on.
 
