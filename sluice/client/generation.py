@@ -70,10 +70,8 @@ class GenerationProgress:
     """The unfinished samples of one request: their tokens so far, and the request for the rest.
 
     Args:
-        prompt: what to generate from.
         options: how to generate. Without a seed this class chooses one, so that a sample stays the
             same wherever it is continued.
-        every_token: report tokens as they come.
     """
 
     def __init__(self, prompt: Prompt, options: GenerateOptions, *, every_token: bool) -> None:

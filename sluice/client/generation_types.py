@@ -61,10 +61,6 @@ class Continuation:
 def encoded_images(owner: str, chat: ChatWithImages) -> list[bytes]:
     """Return the images as they are sent. Paths are relative to the current folder.
 
-    Args:
-        owner: the prompt, for errors.
-        chat: has the images.
-
     Raises:
         InvalidRequestError: the numbers of images and marks differ, or one is no whole image.
         DataError: a file cannot be read.

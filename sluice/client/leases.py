@@ -72,7 +72,6 @@ class Leases:
     """The leased samples of one run.
 
     Args:
-        channels: of the client.
         address: host:port of the reward service.
         policy: how long `chat` and `end` wait for a reward service that is away.
 

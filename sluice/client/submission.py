@@ -263,7 +263,6 @@ class _PromptReader:
     Args:
         prompts: iterated by one thread alone.
         on_ready: called in the event loop when the thread has read a prompt, or the end.
-        in_thread: read in a thread.
     """
 
     def __init__(

@@ -179,9 +179,6 @@ def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "")
     """Decode a JSON object. Whole numbers become integers up to 2**53, 1.0 like 1.
 
     Args:
-        struct: the object.
-        field: its name, for errors.
-        max_bytes: largest size.
         key: the setting of that size, for errors; empty: it is fixed.
 
     Raises:

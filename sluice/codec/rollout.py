@@ -217,7 +217,6 @@ def sampling_from_proto(
     """Decode sampling parameters; absent fields take the protocol's defaults.
 
     Args:
-        message: as received.
         default_seed: used when the caller gave none.
         longest: `max_tokens` when the caller gave none, tokens.
 

@@ -218,7 +218,6 @@ def _unsent_experts(group: TrainGroup, first: int, wanted: set[int]) -> RoutedEx
     """Return the experts of the first sample with any, if it is not sent: the prompt brings them.
 
     Args:
-        group: a group of the batch.
         first: number of its first sample in the batch.
         wanted: numbers of the samples to send.
     """

@@ -244,12 +244,10 @@ class Watchdog:
     """The thread that watches a process, and the beats of its event loop.
 
     Args:
-        judge: decides.
         work_state: describes the work; called in the event loop, must not block. If it raises
             `SluiceError`, there is no beat.
         stacks_file: where stacks are added; ``None``: nowhere.
         interval_s: seconds between two looks.
-        end: ends the process at once.
         cpu_deadline: pushed back by each look; ``None``: a kept interpreter's lock is tolerated.
     """
 

@@ -247,7 +247,6 @@ async def unary_call(
 
     Args:
         method: of the service that has the request's type; see `policy_key`.
-        request: the message.
         peer: the called process, for errors.
         phase: the purpose of the call, for errors ("taking a batch").
         deadline_s: seconds per try; None: the table's.

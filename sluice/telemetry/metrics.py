@@ -167,7 +167,6 @@ class MetricsPage:
 
     Args:
         read: returns all readings; called once a page, in a request's thread.
-        host: interface to listen on.
         port: 0 lets the system choose.
 
     Raises:
@@ -290,9 +289,7 @@ def ask_loop(
     """Return what `question` returns in the loop's thread.
 
     Args:
-        loop: another thread's.
         question: must not block.
-        timeout_s: seconds that the loop has for it.
 
     Returns:
         ``None`` if the loop was busy for that long, or is closed.
@@ -328,9 +325,6 @@ def scrape_target(
     process as down that was killed, or whose block ended with an error.
 
     Args:
-        run_dir: the run's folder.
-        name: the process's.
-        address: host:port of the metrics.
         labels: Prometheus adds them to all metrics of the process.
     """
     text = json.dumps([{"targets": [address], "labels": dict(labels)}]) + "\n"

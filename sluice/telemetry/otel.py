@@ -154,10 +154,7 @@ class OtelRecorder:
         """Begin a span.
 
         Args:
-            name: what is timed.
             parent: the span above it; ``None``: it is the first of its trace.
-            kind: its side of a call.
-            attributes: known at its beginning.
             trace_id: of the trace that it is the first of.
             began: its beginning; ``None``: now.
         """

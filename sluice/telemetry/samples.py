@@ -184,7 +184,6 @@ def sampled_group(
     """Return the archive's record of a group.
 
     Args:
-        graded: its samples with their outcomes; ``None`` if there are none.
         most_chars: of the prompt and of each response.
     """
     pairs = zip(graded.group.rollouts, graded.outcomes, strict=True) if graded else ()
@@ -269,10 +268,6 @@ class DumpedSample:
     """One response.
 
     Args:
-        input: the prompt's text.
-        output: the response's text.
-        gts: the ground truth.
-        score: the row's score.
         extras: further columns, such as the scorer's; columns named like verl's own are left out.
     """
 

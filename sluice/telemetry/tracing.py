@@ -277,7 +277,6 @@ class Tracer:
         """Record spans from now on.
 
         Args:
-            recorder: records them.
             sample_ratio: share of the traces that are recorded.
             follows_callers: callers from outside decide about their traces, whatever the share.
         """
@@ -324,10 +323,6 @@ class Tracer:
         """Record a span below `parent` that ends now, if that one is recorded.
 
         Args:
-            parent: the span above it.
-            name: what was timed.
-            began: its beginning.
-            attributes: of it.
             error: the failure; ``None``: a success.
         """
         span = self.child(parent, name, attributes, began=began)
@@ -347,12 +342,9 @@ class Tracer:
         """Begin the first span of a trace in this process.
 
         Args:
-            name: what is timed.
             caller: continue its trace, recorded or not as the caller decided; ``None``: begin one.
             trace_id: of the trace that begins; ``None``: a random one.
             is_always: record the trace that begins, whatever the share of recorded traces.
-            attributes: known at its beginning.
-            kind: its side of a call.
         """
         recorder = self._recorder
         if recorder is None:

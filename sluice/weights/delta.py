@@ -312,11 +312,8 @@ class ChangeReceivingPort:
 
     Args:
         plan: of the wire.
-        staging: memory for the new weights.
         base: the same parts of the base; only read, unless it is the staging memory itself.
         sizes: bytes of each bucket's changes.
-        sender: sends them, for errors.
-        phase: for errors.
 
     Raises:
         ValueError: no changes under this plan have these sizes.

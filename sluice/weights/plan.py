@@ -184,9 +184,7 @@ def hiding_bucket_bytes(
     last bucket has arrived, but not so small that starting collectives costs the time it saves.
 
     Args:
-        tensors: the weights.
         most: largest collective that is allowed; returned where the weights are large.
-        share: what will be sent of them.
     """
     cuts = cuts_by_name(share)
     total = sum(

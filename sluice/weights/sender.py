@@ -81,10 +81,7 @@ def broadcast_deadline_s(
     """Return the seconds that all collectives of one version may take together, of any share.
 
     Args:
-        tensors: the tensors to send, tied weights once.
-        bucket_bytes: of the `WeightSender`.
         timeout_s: for each collective.
-        holdings: of the `WeightSender`.
     """
     size = stream_bucket_bytes(tensors, bucket_bytes, WHOLE, holdings)
     plans = [p for p in stream_plans(tensors, size, WHOLE, holdings) if p is not None]
@@ -130,10 +127,7 @@ def share_classes(
     """Return the classes, in the order of their first workers.
 
     Args:
-        members: names of the receivers.
-        tensors: the weights.
         shares: of each member's workers; a member that is not named has one, which takes all.
-        most_bucket_bytes: largest collective.
         holdings: of the ranks that send; none: one rank holds all weights.
     """
     workers: dict[WeightShare, list[Worker]] = {}
