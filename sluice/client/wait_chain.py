@@ -8,11 +8,11 @@ runs on this machine.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -20,8 +20,8 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.run_address import RunLocation
-from sluice.codec.messages import WaitReport, wait_report_from_proto
-from sluice.concurrency.process import ProcessMark, process_marks
+from sluice.codec.messages import wait_report_from_proto
+from sluice.concurrency.process import process_marks
 from sluice.concurrency.waits import Waiting
 from sluice.errors import AccessDeniedError, DeadlineError, HandshakeError, PeerError, SluiceError
 from sluice.rpc.client import open_channel, reward_stub, rollout_stub, trainer_stub, unary_call
@@ -33,7 +33,6 @@ MIN_REPORTED_S = 1.0
 """Shorter waits are normal."""
 
 _MAX_WAITERS_REPORTED = 3
-ANSWER_TIMEOUT_S = 2.0
 _MARKED_AS = {"reward": REWARD}
 _MESSAGE_BYTES = 64 << 20
 _PHASE = "reporting what it waits for"
@@ -120,7 +119,8 @@ def explain(services: Sequence[ServiceWaits]) -> Explanation:
     silent = [service for service in services if service.failure]
     if refused:
         root = refused[0].name
-        cause = "; ".join([refused[0].failure, *_also_refused(refused[1:])])
+        others = ", ".join(service.name for service in refused[1:])
+        cause = refused[0].failure + (f"; also refused by {others}" if others else "")
     elif silent:
         root = max(silent, key=lambda one: (_num_led_to(one.name, by_name), one.name)).name
         cause = _silence(by_name[root], [s for s in silent if s.name != root], by_name)
@@ -177,11 +177,6 @@ def _num_led_to(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
     )
 
 
-def _also_refused(others: Sequence[ServiceWaits]) -> list[str]:
-    names = ", ".join(service.name for service in others)
-    return [f"also refused by {names}"] if names else []
-
-
 def _silence(
     root: ServiceWaits, others: Sequence[ServiceWaits], by_name: Mapping[str, ServiceWaits]
 ) -> str:
@@ -229,13 +224,11 @@ def _next(
     for wait in sorted(by_name[name].waits, key=lambda wait: -wait.seconds):
         targets = [each for each in _targets(wait.peer, by_name) if each not in seen]
         if targets and wait.seconds >= MIN_REPORTED_S:
-            own = {each: _count_for(each, by_name[name]) for each in targets}
+            own = Counter[str]()
+            for each in by_name[name].waits:
+                own[each.peer] += each.count
             return max(targets, key=lambda each: (own[each], each)), wait
     return None
-
-
-def _count_for(peer: str, service: ServiceWaits) -> int:
-    return sum(wait.count for wait in service.waits if wait.peer == peer)
 
 
 def _chain_in_words(
@@ -257,16 +250,9 @@ def _chain_in_words(
     return ", which ".join([f"{chain[0][0]} {links[0]}", *links[1:], end])
 
 
-@dataclass(frozen=True, slots=True)
-class _Replica:
+class _Replica(NamedTuple):
     address: str
     unheard_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _HeardWaits:
-    report: WaitReport
-    replicas: Mapping[str, _Replica]
 
 
 async def survey_waits(
@@ -275,94 +261,76 @@ async def survey_waits(
     run_dir: Path,
     *,
     since_s: float = 0.0,
-    timeout_s: float = ANSWER_TIMEOUT_S,
+    timeout_s: float = 2.0,
     credentials: Credentials = OPEN,
 ) -> tuple[ServiceWaits, ...]:
     """Return trainer, reward service and all replicas that these or the run's folder know.
 
     Args:
-        trainer: host:port of the trainer.
-        reward: host:port of the reward service.
+        trainer, reward: host:port.
         run_dir: the run's folder, which lists the processes on this machine.
         since_s: older entries there (seconds of the file system's clock) are of an earlier run.
         timeout_s: time that each service has to answer.
         credentials: what the services ask of callers.
     """
     marks = {_MARKED_AS.get(m.name, m.name): m for m in process_marks(run_dir, since_s)}
-    # Two rounds: the answers of the first name the replicas.
-    first = await _ask_all({TRAINER: trainer, REWARD: reward}, timeout_s, credentials)
-    replicas = _replicas(first.values(), marks)
-    addresses = {name: replica.address for name, replica in replicas.items()}
-    second = await _ask_all(addresses, timeout_s, credentials)
-    found = [_outcome(name, answer, timeout_s) for name, answer in first.items()]
-    for name, replica in replicas.items():
-        service = _outcome(name, second[name], timeout_s)
-        found.append(replace(service, unheard_s=replica.unheard_s, is_replica=True))
-    return tuple(_with_process(service, marks.get(service.name)) for service in found)
-
-
-def _replicas(
-    answers: Iterable[_HeardWaits | SluiceError], marks: Mapping[str, ProcessMark]
-) -> dict[str, _Replica]:
-    """Return replicas by name: those that ran here, updated by what trainer and reward know."""
-    known = {
+    replicas = {
         name: _Replica(mark.address)
         for name, mark in marks.items()
         if name not in {TRAINER, REWARD}
     }
-    for answer in answers:
-        if isinstance(answer, _HeardWaits):
-            for name, reported in answer.replicas.items():
-                earlier = known.get(name)
-                # Only the trainer knows the last heartbeat, and its answer comes first.
-                unheard_s = reported.unheard_s if earlier is None else earlier.unheard_s
-                known[name] = replace(reported, unheard_s=reported.unheard_s or unheard_s)
-    return dict(sorted(known.items()))
-
-
-def _outcome(name: str, answer: _HeardWaits | SluiceError, timeout_s: float) -> ServiceWaits:
-    if isinstance(answer, _HeardWaits):
-        return ServiceWaits(name, answer.report.waits, answer.report.still_s)
-    if isinstance(answer, DeadlineError):
-        return ServiceWaits(name, failure=f"no answer within {timeout_s:g} s")
-    if isinstance(answer, AccessDeniedError | HandshakeError):
-        return ServiceWaits(name, failure=str(answer), is_refused=True)
-    # The transport's words add nothing about a port where no process listens.
-    return ServiceWaits(name, failure="no answer" if type(answer) is PeerError else str(answer))
-
-
-def _with_process(service: ServiceWaits, mark: ProcessMark | None) -> ServiceWaits:
-    return service if mark is None else replace(service, pid=mark.pid, process=mark.state())
+    # Two rounds: the answers of the first name the replicas.
+    first = await _ask_all({TRAINER: trainer, REWARD: reward}, timeout_s, credentials)
+    for _, named in first:
+        for name, replica in named.items():
+            earlier = replicas.get(name)
+            # Only the trainer knows the last heartbeat, and its answer comes first.
+            unheard_s = replica.unheard_s or (earlier.unheard_s if earlier else None)
+            replicas[name] = _Replica(replica.address, unheard_s)
+    addresses = {name: replica.address for name, replica in sorted(replicas.items())}
+    second = await _ask_all(addresses, timeout_s, credentials)
+    found = [service for service, _ in first]
+    for service, _ in second:
+        unheard_s = replicas[service.name].unheard_s
+        found.append(replace(service, unheard_s=unheard_s, is_replica=True))
+    return tuple(
+        replace(service, pid=mark.pid, process=mark.state())
+        if (mark := marks.get(service.name))
+        else service
+        for service in found
+    )
 
 
 async def _ask_all(
     addresses: Mapping[str, str], timeout_s: float, credentials: Credentials
-) -> dict[str, _HeardWaits | SluiceError]:
-    async def answer(name: str, address: str) -> _HeardWaits | SluiceError:
-        try:
-            return await _ask(name, address, timeout_s, credentials)
-        except SluiceError as error:
-            return error
-
+) -> list[tuple[ServiceWaits, Mapping[str, _Replica]]]:
     async with asyncio.TaskGroup() as tasks:
-        asked = {
-            name: tasks.create_task(answer(name, address), name=f"asking {name}")
+        asked = [
+            tasks.create_task(_ask(name, address, timeout_s, credentials), name=f"asking {name}")
             for name, address in addresses.items()
-        }
-    return {name: task.result() for name, task in asked.items()}
+        ]
+    return [task.result() for task in asked]
 
 
-async def _ask(name: str, address: str, timeout_s: float, credentials: Credentials) -> _HeardWaits:
+async def _ask(
+    name: str, address: str, timeout_s: float, credentials: Credentials
+) -> tuple[ServiceWaits, Mapping[str, _Replica]]:
+    """Return what a service waits for, or why it does not say, and the replicas that it names."""
     stub, request = _STATUS_CALLS.get(name, _REPLICA_CALL)
     channel = open_channel(address, max_message_bytes=_MESSAGE_BYTES, credentials=credentials)
-    async with channel:
-        status: Any = await unary_call(
-            stub(channel).GetStatus,
-            request,
-            peer=name,
-            phase=_PHASE,
-            deadline_s=timeout_s,
-        )
+    try:
+        async with channel:
+            status: Any = await unary_call(
+                stub(channel).GetStatus, request, peer=name, phase=_PHASE, deadline_s=timeout_s
+            )
+    except DeadlineError:
+        return ServiceWaits(name, failure=f"no answer within {timeout_s:g} s"), {}
+    except (AccessDeniedError, HandshakeError) as error:
+        return ServiceWaits(name, failure=str(error), is_refused=True), {}
+    except SluiceError as error:
+        # The transport's words add nothing about a port where no process listens.
+        failure = "no answer" if type(error) is PeerError else str(error)
+        return ServiceWaits(name, failure=failure), {}
     replicas: dict[str, _Replica] = {}
     if name == TRAINER:
         replicas = {
@@ -371,4 +339,5 @@ async def _ask(name: str, address: str, timeout_s: float, credentials: Credentia
         }
     elif name == REWARD:
         replicas = {replica.name: _Replica(replica.address) for replica in status.replicas}
-    return _HeardWaits(wait_report_from_proto(status.wait_report), replicas)
+    report = wait_report_from_proto(status.wait_report)
+    return ServiceWaits(name, report.waits, report.still_s), replicas
