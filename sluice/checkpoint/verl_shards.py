@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import (
     AutoConfig,
@@ -108,8 +108,12 @@ def read_shards(
     states = [first, *(_load(file) for file in files[1:])]
     merged: dict[str, Tensor] = {}
     for number, name in enumerate(first, 1):
-        parts = [_part(state, name, file) for state, file in zip(states, files, strict=True)]
-        whole = join_parts(name, parts, shapes.get(name))
+        for state, file in zip(states, files, strict=True):
+            if name not in state:
+                raise CheckpointError(
+                    f"{file} lacks {name}, which rank 0 has; files of runs are mixed"
+                )
+        whole = join_parts(name, [state[name] for state in states], shapes.get(name))
         merged[name] = whole.to(dtype) if dtype and whole.is_floating_point() else whole.clone()
         on_tensor(number, len(first))
     return merged
@@ -122,22 +126,14 @@ def join_parts(name: str, parts: Sequence[Tensor], shape: Shape | None = None) -
     no DTensors are joined on dimension 0, unless each has the model's `shape` already.
 
     Raises:
-        CheckpointError: partial sums, mixed kinds, or a result that is not of the saved shape.
+        CheckpointError: ranks differ, it is not weights, or the result is not of the saved shape.
     """
-    sharded = parts[0]
-    if isinstance(sharded, DTensor):
-        placement = sharded.placements[-1]
-        local = [_local(part, name) for part in parts]
-        if any(list(p.placements) != list(sharded.placements) for p in parts):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{name}: ranks shard it differently; save the checkpoint again")
-        if isinstance(placement, Partial):
-            raise CheckpointError(f"{name} holds partial sums, which are no weights")
-        whole = local[0] if isinstance(placement, Replicate) else _joined(placement, local, name)
-        expected: Shape | None = tuple(sharded.shape)
+    first, expected = parts[0], shape
+    if isinstance(first, DTensor):
+        whole, expected = _joined(name, first.placements, parts), tuple(first.shape)
     else:
-        is_whole = not sharded.dim() or tuple(sharded.shape) == shape or len(parts) == 1
-        whole = sharded if is_whole else torch.cat([*parts], dim=0)
-        expected = shape
+        is_whole = not first.dim() or tuple(first.shape) == shape or len(parts) == 1
+        whole = first if is_whole else torch.cat([*parts], dim=0)
     if expected is not None and tuple(whole.shape) != expected:
         raise CheckpointError(
             f"{name}: the shards give shape {tuple(whole.shape)} instead of {expected}; files of "
@@ -146,16 +142,18 @@ def join_parts(name: str, parts: Sequence[Tensor], shape: Shape | None = None) -
     return whole
 
 
-def _joined(placement: object, local: Sequence[Tensor], name: str) -> Tensor:
+def _joined(name: str, placements: Sequence[object], parts: Sequence[Tensor]) -> Tensor:
+    local: list[Tensor] = []
+    for part in parts:
+        if not isinstance(part, DTensor) or list(part.placements) != list(placements):
+            raise CheckpointError(f"{name}: ranks shard it differently; save the checkpoint again")
+        local.append(part._local_tensor)  # to_local() would require the process group of the run
+    placement = placements[-1]
+    if isinstance(placement, Replicate):
+        return local[0]
     if not isinstance(placement, Shard):
-        raise CheckpointError(f"{name}: placement {placement} is not known; merge it with verl")
-    return torch.cat([*local], dim=placement.dim)
-
-
-def _local(part: Tensor, name: str) -> Tensor:
-    if not isinstance(part, DTensor):
-        raise CheckpointError(f"{name}: a DTensor on one rank and none on another")
-    return part._local_tensor  # to_local() would require the process group of the run
+        raise CheckpointError(f"{name}: {placement} is no shard and no copy; merge it with verl")
+    return torch.cat(local, dim=placement.dim)
 
 
 def _num_shards(folder: Path, state: Mapping[str, Tensor], world_size: int) -> int:
@@ -203,12 +201,6 @@ def _no_process_group_warnings() -> Iterator[None]:
         yield
     finally:
         loud.setLevel(level)
-
-
-def _part(state: Mapping[str, Tensor], name: str, file: Path) -> Tensor:
-    if name not in state:
-        raise CheckpointError(f"{file} lacks {name}, which rank 0 has; files of runs are mixed")
-    return state[name]
 
 
 def _file(folder: Path, world_size: int, rank: int) -> Path:
