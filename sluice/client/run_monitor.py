@@ -240,8 +240,14 @@ class RunMonitor:
         following = from_step
         while True:
             opened_s = time.monotonic()
+            calls = stream_call(
+                self._trainer.WatchSteps,
+                trainer_pb2.WatchStepsRequest(from_step=following),
+                peer=_TRAINER,
+                phase="watching steps",
+            )
             try:
-                async with aclosing(self._watch(following)) as messages:
+                async with aclosing(calls) as messages:
                     async for message in messages:
                         following = message.step + 1
                         yield message.step, dict(message.metrics)
@@ -251,14 +257,6 @@ class RunMonitor:
                     raise
             else:
                 return
-
-    def _watch(self, from_step: int) -> AsyncGenerator[trainer_pb2.WatchStepsResponse, None]:
-        return stream_call(
-            self._trainer.WatchSteps,
-            trainer_pb2.WatchStepsRequest(from_step=from_step),
-            peer=_TRAINER,
-            phase="watching steps",
-        )
 
     async def _reward_status(self) -> reward_pb2.GetStatusResponse:
         return await unary_call(

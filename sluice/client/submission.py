@@ -13,10 +13,11 @@ import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.channels import ServiceChannels
@@ -28,6 +29,7 @@ from sluice.client.generation_types import (
 )
 from sluice.codec.messages import struct_to_proto
 from sluice.codec.rollout import chat_prompt_to_proto
+from sluice.concurrency.threads import settle
 from sluice.errors import InvalidRequestError, PeerError, SluiceError
 from sluice.rpc.client import reward_stub, stream_call
 from sluice.rpc.retries import Retries, RetryPolicy, own_deadline_is_failure
@@ -46,6 +48,7 @@ _IMAGE_WINDOW_BYTES = 64 << 20
 _ECHOED_CHARACTERS = 128
 _PHASE = "submitting prompts"
 _DEFAULT_POLICY = RetryPolicy()
+_Read = Future["NewPrompt | None"]
 _FIRST_WARNING_PAUSE_S = 30.0
 _LONGEST_WARNING_PAUSE_S = 3600.0
 _MOST_CHARACTERS = 500
@@ -248,11 +251,6 @@ class RefusedPrompts:
         )
 
 
-class _ReadPrompt(NamedTuple):
-    prompt: NewPrompt | None  # None: the end, or a failure
-    failure: Exception | None = None
-
-
 class _PromptReader:
     """Prompts of an iterable, read one at a time, on demand.
 
@@ -272,70 +270,62 @@ class _PromptReader:
         self._iterator: Iterator[NewPrompt] | None = None
         self._on_ready = on_ready
         self._in_thread = in_thread
-        self._demands: SimpleQueue[bool] | None = None
-        self._is_reading = False
-        self._pending: _ReadPrompt | None = None
+        self._demands: SimpleQueue[_Read | None] | None = None
+        self._read: _Read | None = None
 
     def is_ready(self) -> bool:
         """Return whether a prompt, or the end, has come. If not, start to read it."""
-        if self._pending is None and not self._in_thread:
-            self._pending = self._read()
-        elif self._pending is None and not self._is_reading:
-            self._is_reading = True
-            if self._demands is None:
-                self._demands = self._start()
-            self._demands.put(True)
-        return self._pending is not None
+        if self._read is None:
+            self._read = Future()
+            if not self._in_thread:
+                settle(self._read, self._next)
+            else:
+                self._demands = self._demands or self._start()
+                self._demands.put(self._read)
+        return self._read.done()
 
     def take(self) -> NewPrompt | None:
         """Return the prompt that has come; ``None`` at the end. Raise what the iterable raised.
 
         Call it only when `is_ready`.
         """
-        assert self._pending is not None
-        read, self._pending = self._pending, None
-        if read.failure is not None:
-            raise read.failure
-        return read.prompt
+        assert self._read is not None
+        read, self._read = self._read, None
+        return read.result()
 
     def close(self) -> None:
         """End the thread, at once or after its present read."""
         if self._demands is not None:
-            self._demands.put(False)
+            self._demands.put(None)
 
-    def _read(self) -> _ReadPrompt:
+    def _next(self) -> NewPrompt | None:
+        if self._iterator is None:
+            self._iterator = iter(self._prompts)
+        return next(self._iterator, None)
+
+    def _next_in_thread(self) -> NewPrompt | None:
         try:
-            if self._iterator is None:
-                self._iterator = iter(self._prompts)
-            return _ReadPrompt(next(self._iterator, None))
-        except Exception as error:  # noqa: BLE001 - raised by `take`
-            return _ReadPrompt(None, error)
+            return self._next()
+        except Exception:
+            raise
+        except BaseException as error:  # such as SystemExit: not for the event loop
+            kind = type(error).__name__
+            raise RuntimeError(f"the iterable of prompts raised {kind}: {error}") from error
 
-    def _start(self) -> SimpleQueue[bool]:
-        demands = SimpleQueue[bool]()
-        arguments = (asyncio.get_running_loop(), demands)
-        name = "sluice prompts"
-        threading.Thread(target=self._serve, args=arguments, name=name, daemon=True).start()
+    def _start(self) -> SimpleQueue[_Read | None]:
+        demands: SimpleQueue[_Read | None] = SimpleQueue()
+        loop = asyncio.get_running_loop()
+
+        def serve() -> None:
+            while (read := demands.get()) is not None:
+                settle(read, self._next_in_thread)
+                try:
+                    loop.call_soon_threadsafe(self._on_ready)
+                except RuntimeError:  # the loop is closed: nothing waits any more
+                    return
+
+        threading.Thread(target=serve, name="sluice prompts", daemon=True).start()
         return demands
-
-    def _serve(self, loop: asyncio.AbstractEventLoop, demands: SimpleQueue[bool]) -> None:
-        while demands.get():
-            try:
-                read = self._read()
-            except BaseException as error:  # noqa: BLE001 - such as SystemExit: not for the event loop
-                kind = type(error).__name__
-                failure = RuntimeError(f"the iterable of prompts raised {kind}: {error}")
-                failure.__cause__ = error
-                read = _ReadPrompt(None, failure)
-            try:
-                loop.call_soon_threadsafe(self._put, read)
-            except RuntimeError:  # the loop is closed: nothing waits any more
-                return
-
-    def _put(self, read: _ReadPrompt) -> None:
-        self._pending = read
-        self._is_reading = False
-        self._on_ready()
 
 
 def _image_bytes(request: reward_pb2.SubmitPromptsRequest) -> int:
@@ -417,7 +407,10 @@ class OpenPrompts:
             if (prompt_id := self._held.take_due()) is not None:
                 self._unanswered.add(prompt_id)
                 return self._open[prompt_id]
-            if self._takes_more() and self._has_fresh():
+            # While prompts are held, the service would refuse fresh ones too.
+            has_capacity = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
+            takes_more = has_capacity and not self._is_exhausted and not self._held
+            if takes_more and (self._pending is not None or self._prompts.is_ready()):
                 if (fresh := await self._fresh_one(call)) is not None:
                     return fresh
             elif self._is_exhausted and not self._unanswered and not self._held:
@@ -434,14 +427,6 @@ class OpenPrompts:
                 await self._changed.wait()
         except TimeoutError:
             return  # a held prompt is due
-
-    def _takes_more(self) -> bool:
-        # While prompts are held, the service would refuse fresh ones too.
-        has_capacity = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
-        return has_capacity and not self._is_exhausted and not self._held
-
-    def _has_fresh(self) -> bool:
-        return self._pending is not None or self._prompts.is_ready()
 
     async def _fresh_one(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
         """Return the next fresh prompt; ``None`` at the end, or if the call is not the latest."""

@@ -166,17 +166,10 @@ def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...
     """Return the processes noted since `since_s` (seconds of the file system's clock), by name."""
     found = []
     for file in sorted((run_dir / FOLDER).glob("*.json")):
-        with suppress(OSError):
-            mark = _read(file) if file.stat().st_mtime >= since_s else None
-            found += [mark] if mark is not None else []
+        with suppress(OSError, ValueError, TypeError):  # such as half a file
+            if file.stat().st_mtime >= since_s:
+                found.append(ProcessMark(**json.loads(file.read_text(encoding="utf-8"))))
     return tuple(found)
-
-
-def _read(file: Path) -> ProcessMark | None:
-    try:
-        return ProcessMark(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def stat_fields(pid: int) -> list[str]:
