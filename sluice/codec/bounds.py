@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_PRIORITY = 100
 MAX_SAMPLE_INDEX = 1023
-MAX_TEMPERATURE = 100.0
+MAX_TEMPERATURE = 100
 _MAX_ADDRESS_BYTES = 300
 _DAY_S = 24 * 3600.0
 
@@ -57,12 +57,6 @@ def _between(lowest: int, highest: int) -> Rule:
 
 def _text(max_bytes: int) -> Rule:
     return partial(check_text, max_bytes=max_bytes)
-
-
-def check_temperature(field: str, value: float) -> None:
-    """Check the temperature of sampling."""
-    if not 0.0 <= value <= MAX_TEMPERATURE:
-        raise InvalidRequestError(f"{field}: {value} is not in [0, 100]")
 
 
 def _seconds(most_s: float, remedy: str = "") -> Rule:
@@ -136,7 +130,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     reward.EvaluateRequest: {
         "policy_version": _NUMBER,
         "n": _between(1, 1024),
-        "temperature": check_temperature,
+        "temperature": _between(0, MAX_TEMPERATURE),
     },
     trainer.RegisterReplicaRequest: {"weights_layout_digest": _NAME},
     trainer.HeartbeatRequest: {"name": _NAME, "instance_id": _NAME, "policy_version": _NUMBER},

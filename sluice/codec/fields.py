@@ -53,7 +53,7 @@ def check_text(field: str, value: str, max_bytes: int) -> None:
         )
 
 
-def check_range(field: str, value: int, lowest: int, highest: int) -> None:
+def check_range(field: str, value: float, lowest: int, highest: int) -> None:
     """Check for a number in [lowest, highest]."""
     if not lowest <= value <= highest:
         raise InvalidRequestError(f"{field}: {value}; send {lowest} to {highest}")

@@ -11,7 +11,7 @@ from sluice.algorithm.episode_rules import CONTINUING_ROLES
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.codec.bounds import MAX_SAMPLE_INDEX, check_fields, check_temperature
+from sluice.codec.bounds import MAX_SAMPLE_INDEX, MAX_TEMPERATURE, check_fields
 from sluice.codec.fields import (
     MAX_NUMBER,
     check_count,
@@ -245,7 +245,7 @@ def check_sampling(temperature: float, top_p: float, top_k: int, prefix: str = "
     Raises:
         InvalidRequestError: a value is out of its range.
     """
-    check_temperature(f"{prefix}temperature", temperature)
+    check_range(f"{prefix}temperature", temperature, 0, MAX_TEMPERATURE)
     if not 0.0 < top_p <= 1.0:
         raise InvalidRequestError(f"{prefix}top_p: {top_p} is not in (0, 1]; use 1 for off")
     if top_k != -1 and not 1 <= top_k < 1 << 31:

@@ -204,7 +204,9 @@ class RankSender:
         change: SparseUpdate | None,
     ) -> SentStream:
         bucket_port = self._port(plan, weights, change)
-        header = self._header(plan, version, change)
+        whole = tuple(bucket.num_bytes for bucket in plan.buckets)
+        sizes, base = (whole, None) if change is None else (change.sizes, change.base)
+        header = UpdateHeader(version, sizes, base, keep=self._keeps_base)
         phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
 
         def send_all() -> WeightDigests:
@@ -217,13 +219,6 @@ class RankSender:
         timeout_s = version_deadline_s(plan, group.spec.timeout_s)
         digests = group.run(send_all, phase, timeout_s, should_stop)
         return SentStream(digests, plan.total_bytes if change is None else sum(change.sizes))
-
-    def _header(
-        self, plan: TransferPlan, version: int, update: SparseUpdate | None
-    ) -> UpdateHeader:
-        whole = tuple(bucket.num_bytes for bucket in plan.buckets)
-        sizes, base = (whole, None) if update is None else (update.sizes, update.base)
-        return UpdateHeader(version, sizes, base, keep=self._keeps_base)
 
     def _port(
         self, plan: TransferPlan, weights: WeightBuffer, update: SparseUpdate | None

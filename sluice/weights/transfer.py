@@ -209,7 +209,7 @@ class DeviceSendingPort:
 
 
 class CopyingPort:
-    """The receiver's port for a device, or for parts that lie apart: it copies each bucket there."""
+    """The receiver's port for a device, or for parts that lie apart: it copies each bucket."""
 
     def __init__(
         self, stream: WeightBuffer | PackedShare, plan: TransferPlan, device: torch.device
