@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.channels import ServiceChannels
 from sluice.client.generation_types import check_deadline
+from sluice.codec.fields import valid_unicode
 from sluice.codec.messages import struct_to_proto
 from sluice.codec.reward import score_from_proto
 from sluice.errors import (
     DeadlineError,
     ExhaustedError,
-    InvalidRequestError,
     PeerDefectError,
     SluiceError,
     leaves,
@@ -134,15 +134,13 @@ class _Grading:
 
 
 def _to_proto(item: ScoreItem, owner: str) -> reward_pb2.ScoreItem:
-    try:
+    with valid_unicode(owner):
         return reward_pb2.ScoreItem(
             data_source=item.data_source,
             response=item.response,
             ground_truth=item.ground_truth,
             extra_info=struct_to_proto(item.extra_info, f"{owner}: extra_info"),
         )
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{owner}: not valid Unicode: {error}") from error
 
 
 def _from_proto(result: reward_pb2.ScoreResult) -> Scored | Failed:

@@ -27,10 +27,11 @@ from sluice.client.generation_types import (
     check_traceparent,
     encoded_images,
 )
+from sluice.codec.fields import valid_unicode
 from sluice.codec.messages import struct_to_proto
 from sluice.codec.rollout import chat_prompt_to_proto
 from sluice.concurrency.threads import settle
-from sluice.errors import InvalidRequestError, PeerError, SluiceError
+from sluice.errors import PeerError, SluiceError
 from sluice.rpc.client import reward_stub, stream_call
 from sluice.rpc.retries import Retries, RetryPolicy, own_deadline_is_failure
 from sluice.types import ChatMessage
@@ -98,7 +99,7 @@ def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
     """
     owner = f"prompt {prompt.prompt_id}"
     chat = ChatWithImages(prompt.messages, prompt.images)
-    try:
+    with valid_unicode(owner):
         return reward_pb2.SubmitPromptsRequest(
             prompt_id=prompt.prompt_id,
             messages=chat_prompt_to_proto(prompt.messages).chat.messages,
@@ -107,8 +108,6 @@ def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
             extra_info=struct_to_proto(prompt.extra_info, f"{owner}: extra_info"),
             images=encoded_images(owner, chat),
         )
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{owner}: not valid Unicode: {error}") from error
 
 
 def prompt_event(answer: reward_pb2.SubmitPromptsResponse) -> PromptEvent:

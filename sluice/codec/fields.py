@@ -6,7 +6,8 @@ The checks are pure functions. Each raises InvalidRequestError, which names fiel
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,15 @@ def shortened(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     shown = repr(text[:_SHOWN_CHARACTERS]) if isinstance(value, str) else text[:_SHOWN_CHARACTERS]
     return f"{shown}…" if len(text) > _SHOWN_CHARACTERS else shown
+
+
+@contextmanager
+def valid_unicode(field: str) -> Iterator[None]:
+    """Raise InvalidRequestError, which names the field, for a text that a message cannot hold."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{field}: not valid Unicode: {error}") from error
 
 
 def check_name(field: str, value: str, *, may_be_empty: bool = False) -> None:

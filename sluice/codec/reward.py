@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.codec.bounds import check_fields
-from sluice.codec.fields import MAX_NUMBER, check_name
+from sluice.codec.fields import MAX_NUMBER, check_name, valid_unicode
 from sluice.codec.messages import check_replicas, struct_from_proto
 from sluice.codec.rollout import MAX_TURNS, check_turns
 from sluice.codec.tools import (
@@ -158,15 +158,13 @@ def chat_to_proto(
     Raises:
         InvalidRequestError: a text is not valid Unicode.
     """
-    try:
+    with valid_unicode("messages"):
         return reward.ChatRequest(
             lease_id=lease_id,
             request_digest=digest,
             messages=map(message_to_proto, messages),
             tools=tools_to_proto(tools),
         )
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"messages: not valid Unicode: {error}") from error
 
 
 def conversation_of(
