@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from sluice.concurrency.waits import unless
 from sluice.errors import MissingPackageError, SluiceError, leaves
 from sluice.safe_text import printable
+from sluice.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -137,9 +138,7 @@ def noted_file(file: Path, text: str, *, stays_after_error: bool = False) -> Ite
     with suppress(OSError):  # services that need the disk report that it is full
         if file.parent.parent.is_dir():
             file.parent.mkdir(exist_ok=True)
-            partial = file.with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(file)
+            write_whole(file, text.encode())
     has_failed = False
     try:
         yield

@@ -153,9 +153,8 @@ def _suffix(path: str) -> str:
 def first_row_with_images(paths: Iterable[str], column: str) -> str | None:
     """Return file and row (from 0) of the first row found to hold images; ``None``: none was found.
 
-    Of a Parquet file, the footer counts the values of the image column for every row group. Only
-    row groups with a value, or without counts, are read, to name the row. Of JSON lines, only the
-    first row is read: `decode_row` refuses others when the data set reaches them.
+    Of a Parquet file, only the column is read. Of JSON lines, only the first row is read:
+    `decode_row` refuses others when the data set reaches them.
 
     Args:
         paths: Parquet files, or files of JSON lines.
@@ -178,40 +177,15 @@ def _json_row(path: str, column: str) -> int | None:
 
 
 def _parquet_row(path: str, column: str) -> int | None:
+    row = 0
     with open_parquet(path) as file:
         if column not in file.schema_arrow.names:
             return None
-        start = 0
-        for index in range(file.num_row_groups):
-            group = file.metadata.row_group(index)
-            if _may_hold_values(group, column):
-                row = _first_filled(path, file, index, column)
-                if row is not None:
-                    return start + row
-            start += group.num_rows
-    return None
-
-
-def _may_hold_values(group: pq.RowGroupMetaData, column: str) -> bool:
-    """Return whether a leaf of `column` has a value that is not null, or no count of them."""
-    leaves = [group.column(i) for i in range(group.num_columns)]
-    for leaf in leaves:
-        if leaf.path_in_schema == column or leaf.path_in_schema.startswith(f"{column}."):
-            statistics = leaf.statistics
-            if statistics is None or not statistics.has_null_count:
-                return True
-            if statistics.null_count < leaf.num_values:
-                return True
-    return False
-
-
-def _first_filled(path: str, file: pq.ParquetFile, group: int, column: str) -> int | None:
-    row = 0
-    for batch in batches_of(path, file, IMAGE_ROWS_PER_READ, row_groups=[group], columns=[column]):
-        for images in batch.column(0):
-            if images.as_py():
-                return row
-            row += 1
+        for batch in batches_of(path, file, IMAGE_ROWS_PER_READ, columns=[column]):
+            for images in batch.column(0):
+                if images.as_py():
+                    return row
+                row += 1
     return None
 
 
