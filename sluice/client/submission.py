@@ -50,8 +50,7 @@ _ECHOED_CHARACTERS = 128
 _PHASE = "submitting prompts"
 _DEFAULT_POLICY = RetryPolicy()
 _Read = Future["NewPrompt | None"]
-_FIRST_WARNING_PAUSE_S = 30.0
-_LONGEST_WARNING_PAUSE_S = 3600.0
+_WARNING_PAUSE_S = 600.0
 _MOST_CHARACTERS = 500
 # However short a policy's pauses are, a full service is not called in a tight loop.
 _LEAST_PAUSE_S = 0.025
@@ -157,7 +156,6 @@ class RefusedPrompts:
         self._next_pause_ends_s = 0.0
         self._full_since_s: float | None = None
         self._next_warning_s = -math.inf
-        self._warning_pause_s = _FIRST_WARNING_PAUSE_S / 2
 
     def __len__(self) -> int:
         return len(self._refusals)
@@ -232,14 +230,10 @@ class RefusedPrompts:
         return max(self._policy.pause_s(self._num_pauses), _LEAST_PAUSE_S)
 
     def _warn(self, detail: str, now_s: float, full_for_s: float) -> None:
-        """Warn at the first held prompt, then after 30 s, 1, 2, ... 60 minutes.
-
-        The growing pauses keep the log readable for a submission that advances in small steps.
-        """
+        """Warn at the first held prompt, then every ten minutes."""
         if now_s < self._next_warning_s:
             return
-        self._warning_pause_s = min(2 * self._warning_pause_s, _LONGEST_WARNING_PAUSE_S)
-        self._next_warning_s = now_s + self._warning_pause_s
+        self._next_warning_s = now_s + _WARNING_PAUSE_S
         # A terminal may show the service's text, so it must be printable.
         printable = "".join(c if c.isprintable() else " " for c in detail[:_MOST_CHARACTERS])
         logger.warning(

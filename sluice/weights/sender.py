@@ -107,11 +107,6 @@ class ShareClass:
     share: WeightShare
 
     @property
-    def world_size(self) -> int:
-        """Return the number of ranks, the sender included."""
-        return 1 + len(self.workers)
-
-    @property
     def total_bytes(self) -> int:
         """Return the bytes of all streams."""
         return sum(plan.total_bytes for plan in self.plans if plan is not None)
@@ -152,7 +147,7 @@ def specs_of(
     for group, one in enumerate(classes):
         digest = joint_digest(one.plans)
         for rank, (name, number) in enumerate(one.workers, 1):
-            place = WorkerPlace(group, rank, one.world_size, digest)
+            place = WorkerPlace(group, rank, 1 + len(one.workers), digest)
             places.setdefault(name, {})[number] = place
     return {
         name: _placed(spec, [found[number] for number in sorted(found)])
