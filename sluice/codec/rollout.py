@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -199,16 +199,7 @@ def scored_prompt_from_proto(message: rollout.PromptLogprobs, num_tokens: int) -
 
 def sampling_to_proto(sampling: SamplingParams) -> common.SamplingParams:
     """Encode sampling parameters; set every field explicitly."""
-    return common.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        stop=sampling.stop,
-    )
+    return common.SamplingParams(**asdict(sampling))
 
 
 def sampling_from_proto(

@@ -292,11 +292,6 @@ class Watchdog:
             if self._cpu_deadline is not None:
                 self._cpu_deadline.stop()
 
-    @property
-    def still_s(self) -> float | None:
-        """Return the seconds without progress; ``None`` while there is nothing to do."""
-        return self._judge.still_at_work_s
-
     def _beat(self) -> None:
         assert self._loop is not None
         self._next = self._loop.call_later(self._interval_s, self._beat)
@@ -357,12 +352,12 @@ def _line_of(wait: Waiting) -> str:
     return f"{wait.peer}: {wait.phase} ({wait.seconds:.0f} s{times}){task}"
 
 
-_watching: list[Watchdog] = []
+_watching: list[StallJudge] = []
 
 
 def still_seconds() -> float | None:
     """Return the seconds without progress; ``None``: no work, or no watchdog."""
-    return _watching[-1].still_s if _watching else None
+    return _watching[-1].still_at_work_s if _watching else None
 
 
 @contextmanager
@@ -393,9 +388,9 @@ def watched_service(
         interval_s=interval_s,
         cpu_deadline=None if give_up_s is None else CpuDeadline(give_up_s, stacks_file),
     )
-    _watching.append(watchdog)
+    _watching.append(judge)
     try:
         with marked_process(run_dir, name, address), watchdog.watching():
             yield
     finally:
-        _watching.remove(watchdog)
+        _watching.remove(judge)

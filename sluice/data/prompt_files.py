@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,12 +11,12 @@ import numpy.typing as npt
 
 from sluice.data.prompt_rows import PromptColumns, images_refused
 from sluice.data.row_files import (
-    JSON_SUFFIXES,
     PARQUET_SUFFIX,
     RowBlock,
     RowIndexes,
     Slab,
     batches_of,
+    is_parquet,
     json_line_blocks,
     lines_of,
     open_parquet,
@@ -115,9 +114,9 @@ class SlabReader:
                 yield chosen
 
     def _slabs(self, block: RowBlock, names: tuple[str, ...]) -> Iterator[Slab]:
-        if _suffix(block.path) in JSON_SUFFIXES:
-            return read_lines(block)
-        return read_parquet(self._file(block.path), block, names)
+        if block.path.lower().endswith(PARQUET_SUFFIX):
+            return read_parquet(self._file(block.path), block, names)
+        return read_lines(block)
 
     def _file(self, path: str) -> pq.ParquetFile:
         file = self._open.pop(path, None)
@@ -130,24 +129,11 @@ class SlabReader:
 
 
 def _blocks(path: str, columns: PromptColumns, start: int, config_key: str) -> list[RowBlock]:
-    if not Path(path).is_file():
-        raise DataError(f"{config_key}: no file {path}; give the path of a data file")
-    suffix = _suffix(path)
-    if suffix != PARQUET_SUFFIX and suffix not in JSON_SUFFIXES:
-        raise DataError(
-            f"{config_key}: {path} ends in '{suffix}'; give a .parquet, .json or .jsonl file"
-        )
-    if Path(path).stat().st_size == 0:
-        raise DataError(f"{config_key}: {path} is empty (0 bytes); write it or download it again")
-    read = parquet_blocks if suffix == PARQUET_SUFFIX else json_line_blocks
     try:
+        read = parquet_blocks if is_parquet(path) else json_line_blocks
         return list(read(path, columns, start))
     except DataError as error:
         raise DataError(f"{config_key}: {error}") from error
-
-
-def _suffix(path: str) -> str:
-    return Path(path).suffix.lower()
 
 
 def first_row_with_images(paths: Iterable[str], column: str) -> str | None:
@@ -164,8 +150,7 @@ def first_row_with_images(paths: Iterable[str], column: str) -> str | None:
         DataError: a file is damaged.
     """
     for path in paths:
-        is_parquet = _suffix(path) == PARQUET_SUFFIX
-        row = _parquet_row(path, column) if is_parquet else _json_row(path, column)
+        row = _parquet_row(path, column) if is_parquet(path) else _json_row(path, column)
         if row is not None:
             return f"{path}, row {row}"
     return None
