@@ -130,17 +130,9 @@ class BoundedChecks:
 
     When one more comes than may be open, the oldest ends. An honest check takes milliseconds, so
     callers that only keep requests open cannot keep others out.
-
-    Args:
-        most_open: requests that are read at once.
-        read_within_s: seconds that a request may take to arrive.
     """
 
-    def __init__(
-        self, most_open: int = MOST_OPEN_CHECKS, read_within_s: float = _READ_WITHIN_S
-    ) -> None:
-        self._most_open = most_open
-        self._read_within_s = read_within_s
+    def __init__(self) -> None:
         self._open: deque[asyncio.Timeout] = deque()
 
     def bounded(self, handler: Any) -> Any:
@@ -161,9 +153,9 @@ class BoundedChecks:
         )
 
     async def _read(self, requests: Any, context: Any) -> bytes:
-        if len(self._open) >= self._most_open:
+        if len(self._open) >= MOST_OPEN_CHECKS:
             self._open.popleft().reschedule(asyncio.get_running_loop().time())
-        limit = asyncio.timeout(self._read_within_s)
+        limit = asyncio.timeout(_READ_WITHIN_S)
         try:
             async with limit:
                 self._open.append(limit)

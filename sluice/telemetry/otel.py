@@ -195,7 +195,6 @@ class SpanQueue(SpanProcessor):
         destination: where spans go, for messages.
         export: sends a batch; may block.
         break_off: ends an `export` that hangs.
-        most: spans that may wait.
         interval_s: a span waits about this long for others to travel with.
     """
 
@@ -205,7 +204,6 @@ class SpanQueue(SpanProcessor):
         export: Callable[[Sequence[ReadableSpan]], None],
         break_off: Callable[[], None] = lambda: None,
         *,
-        most: int = MOST_QUEUED,
         interval_s: float = INTERVAL_S,
     ) -> None:
         def write(spans: Sequence[ReadableSpan]) -> None:
@@ -217,7 +215,7 @@ class SpanQueue(SpanProcessor):
             "spans",
             destination,
             write,
-            most=most,
+            most=MOST_QUEUED,
             batch=BATCH,
             interval_s=interval_s,
             break_off=break_off,

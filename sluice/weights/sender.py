@@ -179,7 +179,6 @@ class WeightSender:
         bucket_bytes: largest collective, a multiple of 64; small models use smaller ones.
         timeout_s: for each formation and each collective.
         host: the address that members connect to.
-        port: where the rendezvous store listens; 0 lets the operating system choose.
         bind_host: the address to listen on, by default `host`.
         certificates: with which the rendezvous store serves TLS; none: it does not.
         keeps_base: whether receivers hold the version that they committed, for updates to build
@@ -198,7 +197,6 @@ class WeightSender:
         bucket_bytes: int,
         timeout_s: float,
         host: str = "127.0.0.1",
-        port: int = 0,
         bind_host: str | None = None,
         certificates: TransferCertificates | None = None,
         keeps_base: bool = True,
@@ -211,7 +209,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._certificates = certificates
         self._holdings, self._others = tuple(holdings), tuple(others)
-        self._store = RendezvousStore(host, port, bind_host, certificates)
+        self._store = RendezvousStore(host, 0, bind_host, certificates)
         self._classes: tuple[ShareClass, ...] = ()
         self._tensors: tuple[TensorSpec, ...] = ()
         self._own: RankSender | None = None

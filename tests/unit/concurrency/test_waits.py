@@ -55,7 +55,7 @@ def test_waits_for_the_same_are_one_line_with_the_longest_first(
                 ("rollout-1", 11.0, 2),
                 ("disk", 1.0, 1),
             ]
-            assert len(waits.snapshot(most=1)) == 1
+            assert len(merged_waits(waits.snapshot(), most=1)) == 1
 
 
 def test_what_came_restarts_the_wait(waits: WaitRegistry, clock: Clock) -> None:
