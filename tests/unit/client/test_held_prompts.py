@@ -6,18 +6,9 @@ import pytest
 
 from sluice.client import PromptEvent, RetryPolicy
 from sluice.client.submission import RefusedPrompts
+from tests.support.clock import Clock
 
 POLICY = RetryPolicy(first_s=1.0, most_s=4.0, patience_s=60.0)
-
-
-class Clock:
-    """Time that passes on demand."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def refusal(prompt_id: str) -> PromptEvent:
@@ -27,7 +18,7 @@ def refusal(prompt_id: str) -> PromptEvent:
 def holding(
     names: str, *, policy: RetryPolicy = POLICY, gives_up: bool = False
 ) -> tuple[RefusedPrompts, Clock]:
-    clock = Clock()
+    clock = Clock(100.0)
     held = RefusedPrompts(policy, gives_up=gives_up, clock=clock)
     for name in names:
         assert not held.hold(refusal(name))
@@ -146,7 +137,7 @@ def test_prompts_whose_outcomes_are_waited_for_are_never_given_up() -> None:
 
 
 def test_without_patience_a_refusal_is_one() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     held = RefusedPrompts(RetryPolicy(patience_s=0.0), gives_up=False, clock=clock)
     assert list(held.hold(refusal("a"))) == [refusal("a")]
 
