@@ -92,6 +92,10 @@ def is_absence(error: SluiceError) -> bool:
     return isinstance(error, PeerError | DeadlineError)
 
 
+def _now_s() -> float:
+    return time.monotonic()
+
+
 @dataclass(slots=True)
 class Retries:
     """The failures in a row of one call.
@@ -118,7 +122,7 @@ class Retries:
     most_failures: int | None = None
     most_defects: int | None = None
     warns_after_s: float | None = None
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = _now_s
     _ends_s: float | None = field(default=None, init=False)
     _since_s: float | None = field(default=None, init=False)
     _accepted_s: float | None = field(default=None, init=False)
