@@ -60,9 +60,8 @@ class RunSnapshot:
     `metrics` come from the last finished step. `accounts` is the run's accounting by the names
     of `accounts.json`, at most some seconds old; empty before it was first taken. `awaited` is what
     the reward service waits for. `groups` counts those that are generating, grading, or kept for
-    the next batch. `validation` has the prompts
-    that the running validation has finished, and all of them; zeros without one. `hold_reason` is
-    why a guard pauses the run; empty: none does.
+    the next batch. `validation` has the prompts that the running validation has finished, and all
+    of them; zeros without one. `hold_reason` is why a guard pauses the run; empty: none does.
     """
 
     phase: str
