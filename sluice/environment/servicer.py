@@ -71,10 +71,8 @@ class _Open:
     """An open episode.
 
     Attributes:
-        played: it.
         ends_at: when it may be dropped.
         turn: number of the last answer; -1: none.
-        call: of the last answer, or of Open.
         failure: what it has failed with.
         is_closed: the author's object is closed.
         lock: a call waits for the one before.
@@ -104,14 +102,7 @@ class _Open:
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Plays episodes of one environment.
-
-    Args:
-        world: the environment.
-        tasks: hold what lasts as long as an episode.
-        calls: run the author's methods.
-        clock: seconds that only grow.
-    """
+    """Plays episodes of one environment."""
 
     def __init__(
         self,
@@ -424,10 +415,8 @@ async def serving(
     """Serve for the length of the block; yield the address.
 
     Args:
-        world: the environment.
         host: to listen on, or ``unix:`` and a path.
         port: 0 lets the system choose.
-        credentials: what callers show.
 
     Raises:
         ConfigError: the port is taken, or the interface does not exist.
