@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 from torch.nn import functional
 from transformers import GenerationConfig, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from sluice.data.published_rows import THINK_INSTRUCTION
+from sluice.data.prepare import THINK_INSTRUCTION
 from sluice.quickstart.model import (
     IGNORED,
     fit,

@@ -35,7 +35,7 @@ from sluice.launch.network_layout import (
 from sluice.launch.shared_run import SharedRun
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.service_contract import CONFIG_NAME
-from sluice.telemetry.metrics_page import forget_targets
+from sluice.telemetry.metrics import forget_targets
 
 _SEED = 0  # of the quickstart's files
 
