@@ -25,7 +25,12 @@ from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
-from services.trainer.learner.checkpoint import CheckpointStore, StartPoint, start_point
+from services.trainer.learner.checkpoint import (
+    CheckpointStore,
+    StartPoint,
+    num_kept,
+    start_point,
+)
 from services.trainer.learner.frozen_weights import (
     FrozenWeights,
     frozen_weights,
@@ -74,6 +79,7 @@ from sluice.config.derived import (
     overlaps_transfers,
     sleeps_while_training,
     total_training_steps,
+    uses_critic,
     world_size,
 )
 from sluice.config.loading.yaml_text import flat_settings
@@ -268,11 +274,9 @@ def _load(
     frozen = frozen_weights(config, learner, parallel)
     others = stack.enter_context(sending_ranks(config, frozen, parallel))
     leader = RankLeader(learner, parallel, timeout_s, reward_samples(config), frozen)
-    folder = Path(checkpoint_folder(config))
-    store = CheckpointStore(
-        folder, config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
-    )
-    start = start_point(config.trainer, store, folder)
+    keep = num_kept(config.trainer, with_critic=uses_critic(config))
+    store = CheckpointStore(Path(checkpoint_folder(config)), keep)
+    start = start_point(config.trainer, store)
     record = read_record(start.checkpoint)
     if start.checkpoint is not None:
         leader.load(start.checkpoint.actor, record.learning_rate_factor)

@@ -28,8 +28,8 @@ def write_models(folder: Path, content: str) -> None:
         (role / "optimizer.safetensors").write_text(f"{content} moments", encoding="utf-8")
 
 
-def save(root: Path, step: int, content: str, **keep: int) -> None:
-    store = CheckpointStore(root, **keep)
+def save(root: Path, step: int, content: str, keep: int | None = None) -> None:
+    store = CheckpointStore(root, keep)
     store.save(step, lambda folder: write_models(folder, content), DataProgress(step))
 
 
@@ -42,8 +42,7 @@ def prepare(root: Path) -> None:
 SCENARIOS = {
     "next step": lambda root: save(root, 3, "third"),
     "same step again": lambda root: save(root, 2, "third"),
-    "with retention": lambda root: save(root, 3, "third", keep=1, keep_critic=1),
-    "critics kept longer": lambda root: save(root, 3, "third", keep=1, keep_critic=3),
+    "with retention": lambda root: save(root, 3, "third", keep=1),
 }
 
 
