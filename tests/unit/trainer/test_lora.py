@@ -129,7 +129,7 @@ def test_any_rank_is_computed_for_experts_in_any_dtype(dtype: torch.dtype, rank:
 def test_adapters_of_experts_off_leave_the_model(tmp_path: Path) -> None:
     learner = make_learner(save_model(tmp_path, "qwen3_moe"))
     learner.train_step(make_batch(), 1)
-    model, tokens = learner._model, idle_micro_batch(CPU)
+    model, tokens = learner._model, idle_micro_batch(CPU, DataParallel())
     plain = make_learner(tmp_path, {"exclude_modules": r".*\.experts\..*"})._model
     with torch.no_grad():
         trained = token_outputs(model, tokens, temperature=1.0).logprobs
@@ -159,7 +159,7 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     assert first["actor/kl_loss"] < second["actor/kl_loss"]
     whole = make_learner(folder, use_kl_loss=True, kl_loss_coef=0.1)
     whole.train_step(make_batch(), 1)
-    model, tokens = whole._model, idle_micro_batch(CPU)
+    model, tokens = whole._model, idle_micro_batch(CPU, DataParallel())
     with torch.no_grad(), without_adapters(model):
         found = token_outputs(model, tokens, temperature=1.0).logprobs
     assert torch.equal(

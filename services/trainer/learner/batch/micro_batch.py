@@ -28,7 +28,7 @@ from services.trainer.learner.batch.packed_rows import (
     place,
 )
 from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
-from sluice.algorithm.packing import MicroBatchPlan
+from sluice.algorithm.packing import MicroBatchPlan, plan_micro_batches
 from sluice.types import RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
 
@@ -419,6 +419,20 @@ def build_micro_batch(
         routing=_pack_routing(pieces, num_tokens, share),
         source=source,
     )
+
+
+def pack_rows(
+    rows: Sequence[TrainingRow],
+    device: torch.device,
+    share: SequenceShare | None = None,
+    pad_to: int = 1,
+) -> MicroBatch:
+    """Pack all rows, which are given by group; one at least holds a token."""
+    sizes = [row.size for row in rows]
+    (plan,) = plan_micro_batches(sizes, range(len(rows)), rows_per_micro=len(rows))
+    micro_batch = build_micro_batch(rows, plan, device, share=share, pad_to=pad_to)
+    assert micro_batch is not None
+    return micro_batch
 
 
 def _pack_routing(
