@@ -39,14 +39,15 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport, WeightPublisher
 from services.trainer.loop.accounting import RunAccountant, acknowledged_groups, settled_accounts
-from services.trainer.loop.announcer import PolicyAnnouncer
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from services.trainer.loop.guards import RunGuards
+from services.trainer.loop.learner_thread import LearnerThread
+from services.trainer.loop.reward_client import PolicyAnnouncer, RewardClient
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, under_control
 from services.trainer.loop.step_trace import StepTrace
 from services.trainer.metrics.sinks import Reporter
@@ -65,10 +66,6 @@ from sluice.concurrency.waits import deadline
 from sluice.errors import BatchUnfillableError, DataExhaustedError, SluiceError
 from sluice.telemetry.tracing import TRACER, SpanName
 from sluice.types import DataProgress, TrainBatch
-
-if TYPE_CHECKING:
-    from services.trainer.loop.learner_thread import LearnerThread
-    from services.trainer.loop.reward_client import RewardClient
 
 logger = logging.getLogger(__name__)
 
