@@ -16,9 +16,8 @@ from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.model.experts import check_own_experts, routing_tape
 from services.trainer.learner.model.forward import DTYPES, check_packing
-from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.loading import load_policy, prepare_policy
 from services.trainer.learner.model.lora import on_the_wire
-from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.stages import check_stages_train, keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import (
