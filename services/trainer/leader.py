@@ -31,11 +31,7 @@ from services.trainer.learner.checkpoint import (
     num_kept,
     start_point,
 )
-from services.trainer.learner.frozen_weights import (
-    FrozenWeights,
-    frozen_weights,
-    sending_ranks,
-)
+from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks, frozen_weights
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
@@ -272,7 +268,7 @@ def _load(
     learner = Learner(config, parallel, total_steps)
     timeout_s = command_timeout_s(config)
     frozen = frozen_weights(config, learner, parallel)
-    others = stack.enter_context(sending_ranks(config, frozen, parallel))
+    others = stack.enter_context(connected_ranks(config, frozen, parallel))
     leader = RankLeader(learner, parallel, timeout_s, reward_samples(config), frozen)
     keep = num_kept(config.trainer, with_critic=uses_critic(config))
     store = CheckpointStore(Path(checkpoint_folder(config)), keep)

@@ -35,6 +35,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -52,7 +53,6 @@ from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.loop.learner_thread import LearnerThread
 from sluice.concurrency.process import leave
 from sluice.concurrency.threads import OwnerThread
-from sluice.device.cpu import CpuDevice
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
 from sluice.types import DataProgress, TrainBatch
@@ -395,11 +395,11 @@ def run(
     fail_as_asked(parallel, dies_in_exchange, fails_between_stages, fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     samples = MadeSamples(partial(made_batch, model))
+    weights = structs.replace(config.sluice.weights, timeout_s=sends_within_s)
+    config = structs.replace(config, sluice=structs.replace(config.sluice, weights=weights))
     frozen = FrozenWeights(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
     with parallel:
-        with connected_ranks(
-            frozen, parallel, device=CpuDevice(), timeout_s=sends_within_s, keeps_base=True
-        ) as others:
+        with connected_ranks(config, frozen, parallel) as others:
             answer("ready")
             assert sys.stdin.readline() == "go\n"
             if parallel.rank == 0:

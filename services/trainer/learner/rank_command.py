@@ -19,11 +19,7 @@ from pathlib import Path
 import torch
 
 from services.trainer.learner.batch.train_batch import check_routing
-from services.trainer.learner.frozen_weights import (
-    FrozenWeights,
-    frozen_weights,
-    sending_ranks,
-)
+from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks, frozen_weights
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.sample_reader import SampleReader, reward_samples
@@ -444,6 +440,6 @@ def run_follower(config: RunConfig) -> None:
     with join_ranks(config) as parallel:
         learner = Learner(config, parallel, share_total_steps(parallel, None))
         frozen = frozen_weights(config, learner, parallel)
-        with sending_ranks(config, frozen, parallel):
+        with connected_ranks(config, frozen, parallel):
             exempt_start_up()
             follow(learner, parallel, reward_samples(config), frozen)
