@@ -13,7 +13,6 @@ from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
-from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.model.experts import check_own_experts, routing_tape
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import load_policy, prepare_policy
@@ -32,7 +31,7 @@ from services.trainer.learner.places import Directory, local_part
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sequence_share import check_shareable
 from services.trainer.learner.sharded_state import keep_step
-from services.trainer.learner.step_profile import StepProfiler
+from services.trainer.learner.step_measures import MemoryPeaks, StepProfiler
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from services.trainer.learner.checkpoint import CheckpointStore
-    from services.trainer.learner.memory_peaks import MemoryPeaks
+    from services.trainer.learner.step_measures import MemoryPeaks
     from services.trainer.learner.rank_command import RankLeader
     from sluice.types import DataProgress, TrainBatch
 

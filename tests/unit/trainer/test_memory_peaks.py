@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.memory_peaks import MemoryPeaks
+from services.trainer.learner.step_measures import MemoryPeaks
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.loop.learner_thread import LearnerThread
 from sluice.device.cpu import CpuDevice
