@@ -262,24 +262,18 @@ class RewardClient:
     async def accounts(self) -> Mapping[str, float]:
         """Return prompt counts: submitted, pending, and one for each end.
 
-        With a service that reports them also ``groups_acknowledged``, groups of batches that
-        trainers have acknowledged, and ``prompts_lost``, prompts that the service itself lost.
+        With them come ``groups_acknowledged``, groups of batches that trainers have acknowledged,
+        and ``prompts_lost``, prompts that the service itself lost.
 
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
         status = await self._over_an_absence(self._status)
-        ends = {name: float(count) for name, count in status.prompts_by_end.items()}
-        reported = {
-            name: status.statistics[f"reward/{name}"]
-            for name in _COUNTS_OF_ITS_OWN
-            if f"reward/{name}" in status.statistics
-        }
         return {
             "submitted": float(status.prompts_submitted),
             "pending": float(status.prompts_pending),
-            **ends,
-            **reported,
+            **{name: float(count) for name, count in status.prompts_by_end.items()},
+            **{name: status.statistics[f"reward/{name}"] for name in _COUNTS_OF_ITS_OWN},
         }
 
     async def counters(self) -> Mapping[str, float]:

@@ -43,7 +43,7 @@ from typing import TypeVar
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport, WeightPublisher
-from services.trainer.loop.accounting import RunAccountant, acknowledged_groups, settled_accounts
+from services.trainer.loop.accounting import ACKNOWLEDGED, RunAccountant, settled_accounts
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from services.trainer.loop.guards import RunGuards
 from services.trainer.loop.learner_thread import LearnerThread
@@ -180,7 +180,7 @@ class TrainLoop:
         await self._announcer.announce(rolled_back_to=self._guards.restored(self._state.step))
         # Only now: the announcement makes the reward service settle the batches of an earlier
         # trainer, which do not count as this one's.
-        self._acknowledged_before = acknowledged_groups(await self._reward.accounts())
+        self._acknowledged_before = (await self._reward.accounts())[ACKNOWLEDGED]
         validates_first = self._settings.val_before_train or self._settings.val_only
         if self._settings.validates and validates_first:
             await self._start_validation(tasks, self._state.step)
@@ -556,7 +556,7 @@ class TrainLoop:
         accounts = settled_accounts(
             counted,
             groups_trained=self._groups_trained,
-            acknowledged_before=acknowledged_groups(counted) if before is None else before,
+            acknowledged_before=counted[ACKNOWLEDGED] if before is None else before,
         )
         if accounts["prompts_lost"]:
             logger.error(
@@ -564,7 +564,7 @@ class TrainLoop:
                 "trained; see accounts.json and the logs for a restart of the reward service",
                 accounts["prompts_lost"],
                 accounts["groups_trained"],
-                accounts["groups_acknowledged"],
+                accounts[ACKNOWLEDGED],
             )
         return accounts
 
