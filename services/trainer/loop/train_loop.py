@@ -49,7 +49,7 @@ from services.trainer.loop.guards import RunGuards
 from services.trainer.loop.learner_thread import LearnerThread
 from services.trainer.loop.reward_client import PolicyAnnouncer, RewardClient
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, under_control
-from services.trainer.loop.step_trace import StepTrace
+from services.trainer.loop.step_trace import StepTrace, step_trace
 from services.trainer.metrics.sinks import Reporter
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
@@ -165,7 +165,7 @@ class TrainLoop:
             watcher = None if self._is_stopped() else await self._begin(tasks)
             while not (self._settings.val_only or await self._is_over(tasks)):
                 step = self._state.step + 1
-                with StepTrace(step) as trace:
+                with step_trace(step) as trace:
                     await self._step(tasks, step, trace)
                     await self._validate_if_due(tasks, step)
             await self._finish(tasks)
