@@ -40,13 +40,7 @@ _PHASE_TO_PROTO = {phase: trainer.RunPhase.Value(f"RUN_PHASE_{phase.name}") for 
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Calls for membership, progress and control.
-
-    Args:
-        fleet: the replicas.
-        state: of the run.
-        service: the run's settings: what replicas are asked for, and limits.
-    """
+    """Calls for membership, progress and control."""
 
     def __init__(self, fleet: Fleet, state: RunState, service: ServiceConfig) -> None:
         self._fleet = fleet

@@ -226,9 +226,6 @@ class TrainerWork:
 def unfinished_checkpoint(root: Path) -> tuple[int, int]:
     """Return the bytes of the files of a checkpoint that is being written, and those allocated.
 
-    Args:
-        root: the folder of the run's checkpoints.
-
     Raises:
         OSError: the folder was renamed meanwhile, because the checkpoint is complete.
     """

@@ -76,9 +76,7 @@ class CheckpointStore:
         """Write the checkpoint of `step`. Until this returns, the previous one is the latest.
 
         Args:
-            step: finished train batches.
             write_actor: fills the given folder (`Learner.save`).
-            progress: the position in the data set.
 
         Returns:
             the checkpoint's folder.
@@ -105,9 +103,7 @@ class CheckpointStore:
         """Complete what `begin` made, and return the checkpoint's folder; any one thread.
 
         Args:
-            step: as given to `begin`.
             write: fills the folder that `begin` returned.
-            progress: the position in the data set.
 
         Raises:
             CheckpointError: the disk is full or cannot be written.

@@ -47,8 +47,6 @@ class FrozenWeights:
     """This rank's snapshots of the policy.
 
     Args:
-        learner: of this rank.
-        rank: this one.
         wire_dtype: of floating-point weights.
         timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
 
@@ -86,7 +84,6 @@ class FrozenWeights:
         """Copy this rank's part of the current weights as `version`.
 
         Args:
-            version: of the weights.
             others: entered once the buffer is free; the version is readable only after it is left.
 
         Raises:

@@ -62,8 +62,6 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
 
     Args:
         key: the section of `precision` in the configuration.
-        precision: dtypes of a trained model.
-        device: trains the model.
 
     Raises:
         ConfigError: names key, value and remedy.
@@ -217,7 +215,6 @@ class Learner:
 
         Args:
             batch: the same on every rank; its tokens may be absent.
-            step: the step that it is for.
         """
         with self._parallel.naming_failures(f"dividing the batch of step {step}"):
             return self._update.own_rows(batch, step)
@@ -318,7 +315,6 @@ class Learner:
         """Load weights, optimizer and random state that `save` wrote. Collective.
 
         Args:
-            directory: of a checkpoint.
             rate_factor: multiplies the scheduled learning rates from now on.
 
         Raises:

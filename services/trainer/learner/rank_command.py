@@ -73,7 +73,6 @@ class RankLeader:
     Args:
         learner: rank 0's; the other ranks run `follow`.
         command_timeout_s: how long the others wait for a command.
-        samples: where rank 0 gets its samples from.
         frozen: rank 0's snapshots, for a run that publishes.
     """
 
@@ -120,7 +119,6 @@ class RankLeader:
 
         Args:
             batch: the outline of `take_samples`.
-            step: number of the train batch in the run, from 1.
 
         Raises:
             DeadlineError, PeerError: a rank failed, now or since the last call.
@@ -257,9 +255,6 @@ class RankSamples:
 
     A pause may end the train loop's wait while ranks read. They read on, and keep the samples until
     the batch is taken again.
-
-    Args:
-        samples: where they come from.
     """
 
     def __init__(self, learner: Learner, parallel: DataParallel, samples: SampleReader) -> None:
@@ -348,10 +343,6 @@ def follow(
     frozen: FrozenWeights | None = None,
 ) -> None:
     """Follow rank 0's commands until the stop command. Blocks; for ranks above 0.
-
-    Args:
-        reader: where this rank gets its samples from.
-        frozen: this rank's snapshots, for a run that publishes.
 
     Raises:
         DeadlineError: no command came in time.

@@ -241,7 +241,6 @@ class DataParallel:
         Args:
             sends: contiguous tensors and the ranks that get them.
             receives: contiguous tensors to fill and the ranks that send them.
-            phase: named in errors.
         """
         assert not sends, phase
         assert not receives, phase

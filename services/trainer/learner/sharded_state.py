@@ -49,12 +49,7 @@ _DONE, _MORE, _FAILED = 0.0, 1.0, 2.0
 
 
 class TensorFile:
-    """A file of safetensors, written in the order of its header and never held in memory.
-
-    Args:
-        file: new.
-        tensors: shape and dtype by name.
-    """
+    """A file of safetensors, written in the order of its header and never held in memory."""
 
     def __init__(self, file: Path, tensors: Mapping[str, tuple[Sizes, torch.dtype]]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -97,8 +92,6 @@ def keep_step(work: Iterable[object], parallel: DataParallel, phase: str) -> Non
 
     Args:
         work: of this rank; parts that exchange rows come first, equally many on every rank.
-        parallel: all ranks.
-        phase: named in errors.
 
     Raises:
         OSError: this or another rank cannot write.
@@ -142,9 +135,7 @@ def write_state(
 
     Args:
         folder: exists.
-        stem: names the files.
         parts: this rank's `local_part` of every tensor.
-        directory: of all ranks.
         parallel: all ranks; nothing is sent.
 
     Raises:
@@ -227,8 +218,6 @@ class StateFiles:
         """Copy a part of a tensor into `target`; read nothing else.
 
         Args:
-            target: of the part's shape, at least one-dimensional.
-            name: of the tensor.
             offset: where the part begins, by dimension.
         """
         left = target.numel()

@@ -97,8 +97,6 @@ def update_flops(shape: ModelShape, batch: TrainBatch, skipped: Container[int]) 
     count in each of its paths. Images do not count.
 
     Args:
-        shape: of the policy.
-        batch: of all ranks.
         skipped: numbers of rows that are left out.
     """
     numbers = count()

@@ -120,9 +120,6 @@ class RunAccountant:
 
     Args:
         state: has the phases; gets the accounts whenever they are taken.
-        ask_replica: returns the counters of one replica.
-        ask_reward: returns the statistics of the reward service.
-        wall_s: returns the age of this process in seconds.
         has_restarted: whether an earlier process of this trainer met the same peers.
     """
 

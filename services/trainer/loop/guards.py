@@ -51,10 +51,8 @@ class RunGuards:
     """The guards of one run; used from one event loop, but for `protected`.
 
     Args:
-        config: the run's.
         file: gets their record.
         state: is held, and shows what the guards see.
-        record: of the run that is resumed.
     """
 
     def __init__(
@@ -134,11 +132,7 @@ class RunGuards:
         return found.get(version)
 
     def verdict(self, saved: Callable[[], Collection[int]]) -> Verdict | None:
-        """Return what a broken rule demands now; ``None``: nothing, or the run is paused or over.
-
-        Args:
-            saved: returns the steps of the checkpoints on disk.
-        """
+        """Return what a broken rule demands now; ``None``: nothing, or the run is paused or over."""
         if self._state.is_paused or self._state.is_over:  # a holder may need this version
             return None
         if self._has_held:  # a user has resumed: what was seen so far is settled

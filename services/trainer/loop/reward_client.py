@@ -67,7 +67,6 @@ class RewardClient:
     """Typed calls to the reward service.
 
     Args:
-        stub: the reward service.
         instance_id: of this trainer process; a new one resets leases.
         batch_timeout_s: a wait for a batch or an evaluation fails after so many seconds without
             progress.
@@ -117,7 +116,6 @@ class RewardClient:
         The announcement is repeated to a service that restarts before the next one.
 
         Args:
-            version: the current policy version.
             replicas: those in use, each with its version.
             progress: returns the position in the data set; called for each announcement.
             rolled_back_to: the version has the weights of this earlier one, and what was sampled
@@ -154,8 +152,6 @@ class RewardClient:
         nothing: the next call returns the batch that is leased.
 
         Args:
-            step: the step to train with it.
-            version: the announced policy version.
             generated_tokens: returns the tokens that the fleet has generated so far.
             take_samples: lets the ranks read the samples of a batch for a step; returns why they
                 did not come, to take the batch again.

@@ -82,12 +82,7 @@ class MetricSink(Protocol):
 
 
 class GuardedSink:
-    """A sink whose failures are counted: the first one is a warning.
-
-    Args:
-        name: the sink's name in ``trainer.logger``, for warnings.
-        sink: may raise anything.
-    """
+    """A sink whose failures are counted: the first one is a warning."""
 
     def __init__(self, name: str, sink: MetricSink) -> None:
         self._name = name
@@ -124,9 +119,7 @@ class BackgroundSink:
     """A sink that one thread opens, feeds and closes. Writes keep their order.
 
     Args:
-        name: the sink's name in ``trainer.logger``, for warnings.
         open_sink: called once, in the thread; may raise. The sink that it returns never raises.
-        close_timeout_s: how long `close` waits for queued writes.
 
     Attributes:
         opening: done when the sink is open, or holds the error of `open_sink`. Writes are queued
@@ -248,8 +241,6 @@ async def open_sinks(
     """Open the sinks that `trainer.logger` names, once each. Later failures are only warnings.
 
     Args:
-        names: by ``trainer.logger``.
-        target: the run.
         open_timeout_s: seconds each server has to answer; all sinks are opened at once.
         close_timeout_s: seconds a closing sink has to send its queued writes.
 
@@ -324,7 +315,6 @@ class Reporter:
     """The run's numbers, in all sinks and on disk. A file that cannot be written is a warning.
 
     Args:
-        sinks: get every metric.
         run_dir: gets `validation/<step>.jsonl` and `accounts.json`.
         shown_generations: validation responses that sinks show (``trainer.log_val_generations``).
     """

@@ -90,7 +90,6 @@ class Gathering:
         Args:
             positions: int64 [P].
             back: int64 [T].
-            device: gets the tensors.
             more: int64 [M], further places.
         """
         more = positions[:0] if more is None else more
@@ -372,13 +371,10 @@ def build_micro_batch(
     """Pack the plan's rows; ``None`` if none of them holds a token.
 
     Args:
-        rows: all rows of the mini-batch.
         plan: the rows of this micro-batch.
-        device: gets the tensors.
         images: images of prompts, by `TrainingRow.group`.
         share: this rank's part of the sequence; None: all of it.
         pad_to: T becomes a multiple of it by tokens 0, whose results nothing reads.
-        source: of the plan's rows.
         image_ranks: divide the images; ``None``: those of `share`.
     """
     # Rows without trained tokens count as rows, but have no tokens to pack.

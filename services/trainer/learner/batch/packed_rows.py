@@ -266,8 +266,6 @@ def pack_images(
 
     Args:
         prompts: packed position of each prompt's first token, and its images.
-        num_tokens: T.
-        device: gets `PackedImages.is_image`.
         ranks: that divide the images; they have the same prompts.
     """
     seen = [(start, image) for start, image in prompts if image is not None]

@@ -226,10 +226,6 @@ class ExpertAdapter(nn.Module):
 
     Args:
         shape: of the experts' weights, [experts, out, in].
-        rank: of A and B.
-        scale: of their product.
-        dtype: of A and B.
-        device: of the weights.
     """
 
     def __init__(

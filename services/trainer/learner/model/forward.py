@@ -297,8 +297,6 @@ def check_packing(
     if the model is sharded.
 
     Args:
-        model: the model that will be trained.
-        dtype: of its passes.
         naming_failures: names errors of other ranks, as opposed to errors of the model.
         share: the packed rows are shared as sequences will be.
 

@@ -97,7 +97,6 @@ def load_policy(
     would differ from those of the same weights elsewhere.
 
     Args:
-        model: path and options.
         precision: master dtype, and dtype of forward and backward.
         max_tokens: longest prompt plus response, to check sliding windows.
         is_sharded: several ranks may share it, so that weights are read when it is sharded.
@@ -143,12 +142,7 @@ def load_critic(
 def build_policy(
     config: PreTrainedConfig, model: ModelConfig, precision: FsdpConfig, max_tokens: int
 ) -> PreTrainedModel:
-    """Build the policy that `load_policy` would load, without reading weights.
-
-    Args:
-        config: its config.json.
-        model: its options.
-    """
+    """Build the policy that `load_policy` would load, without reading weights."""
     register_packed_attention()
     built = _built(config, model, _dtype(model, precision))
     _set_up_passes(built, model, precision, max_tokens)
@@ -201,7 +195,6 @@ def prepare_policy(
 
     Args:
         model: not cut into stages yet.
-        config: of the policy.
         first_layer: of this rank's stage.
 
     Raises:

@@ -57,9 +57,6 @@ class AdaptedLinear(Linear):
 
     Args:
         linear: the layer; its parameters become frozen.
-        rank: of A and B.
-        scale: of their product.
-        dtype: of A and B.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, dtype: torch.dtype) -> None:
@@ -89,8 +86,6 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype
 
     Args:
         model: not sharded yet.
-        config: which layers, rank and scale.
-        dtype: of the adapters.
 
     Raises:
         ConfigError: no layer is named, or one that takes no adapter, or the adapter at
@@ -371,9 +366,7 @@ def write_config(
 
     Args:
         folder: exists.
-        model: with adapters.
         parameters: A and B of all adapted layers, those of other stages too.
-        model_path: of the model that is adapted.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -389,8 +382,6 @@ def load_adapters(folder: Path, model: nn.Module, outline: Mapping[str, nn.Param
     """Replace the adapters in place; in shards this rank's part.
 
     Args:
-        folder: of a checkpoint.
-        model: with the same adapters.
         outline: the parameters of all stages.
 
     Returns:

@@ -83,7 +83,6 @@ class Passes(ABC, Generic[Outputs]):
     Args:
         model: whole, sharded, or a stage of it.
         shards: of the model; ``None``: this rank holds it whole.
-        parallel: all ranks.
         device: gets the inputs of idle passes.
         stage: this rank's; ``None``: the only one, with all layers.
     """
@@ -131,7 +130,6 @@ class Passes(ABC, Generic[Outputs]):
         """Run passes without gradients, as many as `begin` was given.
 
         Args:
-            passes: of this rank.
             read: gets the number and the outputs of each; of a pipeline on the last stage only.
         """
 

@@ -45,7 +45,6 @@ def own_stage(
         model: whole, weights read or not.
         precision: dtype of its passes.
         cut: which layers make a stage; ``None``: the model has only those of this stage.
-        parallel: all ranks.
 
     Raises:
         ConfigError: the model cannot be cut, or its layers do not divide.
@@ -84,8 +83,6 @@ def check_stages_train(model: PreTrainedModel, stages: int, cut: TransformerOver
 
     Args:
         model: whole, with its adapters; what is frozen is known.
-        stages: of the pipeline.
-        cut: which layers make a stage.
 
     Raises:
         ConfigError: names the stage and the remedy.
@@ -163,8 +160,6 @@ def tied_weight(
 
     Args:
         model: what this rank holds of it.
-        trained: this rank's parameters that are trained.
-        stage: this rank's.
     """
     if stage is None or stage.twin is None:
         return None

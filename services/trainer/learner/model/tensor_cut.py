@@ -83,7 +83,6 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
 
     Args:
         model: `check_cuttable`, not sharded yet.
-        share: this rank's.
     """
     base: Any = model.get_decoder()
     for block in (one for layer in base.layers for one in (layer.self_attn, layer.mlp)):
@@ -152,12 +151,7 @@ def _cut(layer: nn.Module | None, dimension: int) -> None:
 
 
 class CutEmbedding(nn.Module):
-    """The embeddings of a part of the vocabulary.
-
-    Args:
-        theirs: of all of it.
-        share: this rank's.
-    """
+    """The embeddings of a part of the vocabulary."""
 
     cut = 0
 
@@ -180,12 +174,7 @@ class CutEmbedding(nn.Module):
 
 
 class CutHead(nn.Module):
-    """The head of a part of the vocabulary. Passes compute with its weight, and not with it.
-
-    Args:
-        theirs: of all of it.
-        share: this rank's.
-    """
+    """The head of a part of the vocabulary. Passes compute with its weight, and not with it."""
 
     cut = 0
 

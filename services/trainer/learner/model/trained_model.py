@@ -150,7 +150,6 @@ class PolicyState:
         directory: new or empty.
         trained: its weights are written in their dtype.
         model_path: the folder that the run's model came from; its tokenizer files are copied.
-        ranks: number of all ranks.
         copies: copy this rank's parts to the host now; else they are read where they are.
     """
 
@@ -385,9 +384,6 @@ def trained_model(
     Args:
         loaded: the same on every rank.
         sharding: how many ranks share one copy.
-        optim: AdamW and schedule.
-        parallel: all ranks.
-        total_steps: train batches of the run.
         key: the section of `sharding` in the configuration.
         device: gets a model that stays whole.
 

@@ -158,7 +158,6 @@ class Critic:
             values: [rows, W], what `values` has returned.
             returns: [rows, W], the targets of the values.
             mask: bool [rows, W], false at tokens that are left out; denominators still count them.
-            step: number of this train batch in the run, from 1.
 
         Returns:
             ``critic/vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm`` and ``lr``.

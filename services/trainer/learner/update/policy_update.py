@@ -97,7 +97,6 @@ class PolicyUpdate:
         reference: frozen policy, if a term measures the divergence from it.
         critic: value model, if the estimator needs one.
         peaks: of this rank's device, by phase.
-        image_prompts: decodes the prompts' images for a vision-language model.
 
     Attributes:
         kl_controller: weight of the divergence in the reward; part of a checkpoint.

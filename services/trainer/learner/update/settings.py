@@ -127,10 +127,6 @@ class UpdateSettings:
 def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
     """Read and check the settings.
 
-    Args:
-        config: the run.
-        vocab_size: the policy's.
-
     Raises:
         ConfigError: a loss or estimator is unknown or not available here, or the size of
             micro-batches is missing.
