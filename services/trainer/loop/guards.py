@@ -132,7 +132,7 @@ class RunGuards:
         return found.get(version)
 
     def verdict(self, saved: Callable[[], Collection[int]]) -> Verdict | None:
-        """Return what a broken rule demands now; ``None``: nothing, or the run is paused or over."""
+        """Return what a broken rule demands; ``None``: nothing, or the run is paused or over."""
         if self._state.is_paused or self._state.is_over:  # a holder may need this version
             return None
         if self._has_held:  # a user has resumed: what was seen so far is settled

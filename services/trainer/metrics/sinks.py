@@ -1,9 +1,8 @@
 """Metric sinks: open those that `trainer.logger` names, contain their failures, and send them
 the run's numbers.
 
-A vendor's sink may raise or hang; neither may stop the run. `GuardedSink` turns failures into one
-warning. `BackgroundSink` moves a sink that talks to a server into its own thread. Sinks without a
-vendor, for files and the log, are at the end.
+A vendor's sink may raise or hang; neither may stop the run. So each sink has a thread of its own
+(`BackgroundSink`). Sinks without a vendor, for files and the log, are at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -81,45 +81,13 @@ class MetricSink(Protocol):
         ...
 
 
-class GuardedSink:
-    """A sink whose failures are counted: the first one is a warning."""
-
-    def __init__(self, name: str, sink: MetricSink) -> None:
-        self._name = name
-        self._sink = sink
-        self.num_dropped = 0
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._attempt(lambda: self._sink.write(step, metrics))
-
-    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        self._attempt(lambda: self._sink.write_generations(step, examples))
-
-    def close(self) -> None:
-        """Close the sink and log the number of failed writes."""
-        self._attempt(self._sink.close)
-        if self.num_dropped:
-            logger.warning("logger %s: %d writes failed", self._name, self.num_dropped)
-
-    def _attempt(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - vendors raise anything; a lost curve ends no run
-            self.num_dropped += 1
-            if self.num_dropped == 1:
-                logger.warning(
-                    "logger %s failed; the run continues without what it drops: %s: %s",
-                    self._name,
-                    type(error).__name__,
-                    error,
-                )
-
-
 class BackgroundSink:
     """A sink that one thread opens, feeds and closes. Writes keep their order.
 
+    A write that fails is dropped, and the first one is a warning.
+
     Args:
-        open_sink: called once, in the thread; may raise. The sink that it returns never raises.
+        open_sink: called once, in the thread; may raise.
 
     Attributes:
         opening: done when the sink is open, or holds the error of `open_sink`. Writes are queued
@@ -129,12 +97,12 @@ class BackgroundSink:
     def __init__(
         self,
         name: str,
-        open_sink: Callable[[], GuardedSink],
+        open_sink: Callable[[], MetricSink],
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ) -> None:
         self._open_sink = open_sink
         self._close_timeout_s = close_timeout_s
-        self.opening: Future[GuardedSink] = Future()
+        self.opening: Future[MetricSink] = Future()
         self.opening.set_running_or_notify_cancel()  # an awaiter that gives up does not cancel it
         self._writer = BoundedWriter[Callable[[], None]](
             "writes",
@@ -145,11 +113,6 @@ class BackgroundSink:
             interval_s=_IDLE_S,
         )
         self._writer.put(self._open)
-
-    @property
-    def num_dropped(self) -> int:
-        """Return the writes that found the queue full."""
-        return self._writer.num_dropped
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = dict(metrics)
@@ -192,25 +155,21 @@ class SinkTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One kind of sink: its ``module:class`` in this package, and the package and extra it needs.
-
-    Sinks that are `is_remote` may talk to a server.
-    """
+    """One kind of sink: its ``module:class`` in this package, and the package and extra it needs."""
 
     sink: str
     package: str | None = None
     extra: str = ""
-    is_remote: bool = False
 
 
 _KINDS: Mapping[str, _Kind] = {
     "console": _Kind("sinks:ConsoleSink"),
     JSONL: _Kind("sinks:JsonlSink"),
     "tensorboard": _Kind("tensorboard_sink:TensorBoardSink", "tensorboard", "train"),
-    "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb", is_remote=True),
-    "mlflow": _Kind("mlflow_sink:MlflowSink", "mlflow", "mlflow", is_remote=True),
-    "swanlab": _Kind("swanlab_sink:SwanlabSink", "swanlab", "swanlab", is_remote=True),
-    "trackio": _Kind("trackio_sink:TrackioSink", "trackio", "trackio", is_remote=True),
+    "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb"),
+    "mlflow": _Kind("mlflow_sink:MlflowSink", "mlflow", "mlflow"),
+    "swanlab": _Kind("swanlab_sink:SwanlabSink", "swanlab", "swanlab"),
+    "trackio": _Kind("trackio_sink:TrackioSink", "trackio", "trackio"),
 }
 
 
@@ -251,11 +210,11 @@ async def open_sinks(
     """
     check_sinks(names)
     sinks = {
-        name: _start(name, _KINDS[name], target, close_timeout_s) for name in dict.fromkeys(names)
+        name: BackgroundSink(name, partial(_open, name, target), close_timeout_s)
+        for name in dict.fromkeys(names)
     }
-    remote = {name: sink for name, sink in sinks.items() if isinstance(sink, BackgroundSink)}
     try:
-        for name, sink in remote.items():
+        for name, sink in sinks.items():
             async with deadline(
                 open_timeout_s,
                 peer=f"logger {name}",
@@ -264,19 +223,15 @@ async def open_sinks(
             ):
                 await asyncio.wrap_future(sink.opening)
     except BaseException:
-        for name in sinks.keys() - remote.keys():
-            sinks[name].close()
+        for sink in sinks.values():
+            if sink.opening.done() and sink.opening.exception() is None:
+                sink.close()
         raise
     return tuple(sinks.values())
 
 
-def _start(name: str, kind: _Kind, target: SinkTarget, close_timeout_s: float) -> MetricSink:
-    if not kind.is_remote:
-        return _open(name, kind, target)
-    return BackgroundSink(name, lambda: _open(name, kind, target), close_timeout_s)
-
-
-def _open(name: str, kind: _Kind, target: SinkTarget) -> GuardedSink:
+def _open(name: str, target: SinkTarget) -> MetricSink:
+    kind = _KINDS[name]
     module, _, attribute = kind.sink.partition(":")
     package = __name__.rpartition(".")[0]
     try:
@@ -286,13 +241,12 @@ def _open(name: str, kind: _Kind, target: SinkTarget) -> GuardedSink:
     except ImportError as error:
         raise ConfigError(f"{_remedy(name, kind)} ({error})") from error
     try:
-        opened = open_sink(target)
+        return open_sink(target)
     except Exception as error:
         raise ConfigError(
             f"trainer.logger: {name} cannot be opened ({type(error).__name__}: {error}); mend it, "
             f"or remove {name} from trainer.logger"
         ) from error
-    return GuardedSink(name, opened)
 
 
 def _is_installed(package: str) -> bool:
