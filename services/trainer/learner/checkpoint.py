@@ -67,26 +67,6 @@ class CheckpointStore:
         self._keep = keep
         self.protects: Callable[[Collection[int]], Collection[int]] = lambda _steps: ()
 
-    def save(
-        self,
-        step: int,
-        write_actor: Callable[[Path], None],
-        progress: DataProgress,
-    ) -> Path:
-        """Write the checkpoint of `step`. Until this returns, the previous one is the latest.
-
-        Args:
-            write_actor: fills the given folder (`Learner.save`).
-
-        Returns:
-            the checkpoint's folder.
-
-        Raises:
-            CheckpointError: the disk is full or cannot be written.
-        """
-        actor = self.begin(step)
-        return self.finish(step, lambda: write_actor(actor), progress)
-
     def begin(self, step: int) -> Path:
         """Begin the checkpoint of `step`; return the policy's folder, which does not exist yet.
 
@@ -102,8 +82,10 @@ class CheckpointStore:
     def finish(self, step: int, write: Callable[[], None], progress: DataProgress) -> Path:
         """Complete what `begin` made, and return the checkpoint's folder; any one thread.
 
+        Until this returns, the previous checkpoint is the latest.
+
         Args:
-            write: fills the folder that `begin` returned.
+            write: fills the folder that `begin` returned (`Learner.begin_save`).
 
         Raises:
             CheckpointError: the disk is full or cannot be written.

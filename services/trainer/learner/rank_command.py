@@ -174,11 +174,14 @@ class RankLeader:
             self._learner.save(directory)
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Call `Learner.begin_save` on all ranks; the others begin to write.
+        """Call `Learner.begin_save` on all ranks.
 
         Returns:
-            rank 0's work, for another thread; later commands may run meanwhile.
+            rank 0's work. If `saves_aside`, the others are at theirs already; later commands may
+            run meanwhile, so it is for another thread. Else all ranks work when it is called.
         """
+        if not self.saves_aside:
+            return partial(self.save, directory)
         with self._together(survived=OSError):
             self._send(CommandKind.SAVE, {"directory": str(directory)}, b"")
             return self._learner.begin_save(directory)

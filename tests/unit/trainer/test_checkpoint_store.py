@@ -23,6 +23,7 @@ from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import DataProgress
 from tests.support import crashing_saver
+from tests.support.crashing_saver import write_checkpoint
 from tests.support.source_tree import ROOT
 
 PROGRESS = DataProgress(7, (9, 12))
@@ -34,7 +35,7 @@ def write_actor(folder: Path) -> None:
 
 
 def save(store: CheckpointStore, step: int) -> Path:
-    return store.save(step, write_actor, PROGRESS)
+    return write_checkpoint(store, step, write_actor, PROGRESS)
 
 
 def latest(store: CheckpointStore) -> Checkpoint:
@@ -60,7 +61,7 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
-    store.save(1, write_actor, DataProgress(8))
+    write_checkpoint(store, 1, write_actor, DataProgress(8))
     assert latest(store).progress == DataProgress(8)
     assert steps_on_disk(tmp_path) == ["global_step_1"]
 
@@ -169,7 +170,7 @@ def test_progress_is_readable_json(tmp_path: Path) -> None:
 
 def test_the_progress_of_each_source_is_found_again(tmp_path: Path) -> None:
     progress = DataProgress(0, (), {"math": DataProgress(12, (14,)), "code": DataProgress(4)})
-    CheckpointStore(tmp_path).save(2, write_actor, progress)
+    write_checkpoint(CheckpointStore(tmp_path), 2, write_actor, progress)
     assert latest(CheckpointStore(tmp_path)).progress == progress
 
 
@@ -219,7 +220,7 @@ def test_a_full_disk_leaves_the_former_checkpoint_and_no_half_one(tmp_path: Path
         raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*No space left"):
-        store.save(2, fill, PROGRESS)
+        write_checkpoint(store, 2, fill, PROGRESS)
     assert latest(store).step == 1
     assert steps_on_disk(tmp_path) == ["global_step_1"]
 

@@ -22,6 +22,7 @@ from sluice.service_contract import (
     checkpoint_mark,
 )
 from sluice.types import DataProgress
+from tests.support.crashing_saver import write_checkpoint
 
 WAIT_S = 60.0
 HOST = "127.0.0.1"
@@ -74,7 +75,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def save(store: CheckpointStore, step: int) -> None:
-    store.save(step, write_actor, DataProgress(step))
+    write_checkpoint(store, step, write_actor, DataProgress(step))
 
 
 def settings(*overrides: str) -> TrainerConfig:
