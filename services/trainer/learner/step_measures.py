@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path

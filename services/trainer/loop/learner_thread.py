@@ -21,8 +21,8 @@ from sluice.errors import SluiceError
 
 if TYPE_CHECKING:
     from services.trainer.learner.checkpoint import CheckpointStore
-    from services.trainer.learner.step_measures import MemoryPeaks
     from services.trainer.learner.rank_command import RankLeader
+    from services.trainer.learner.step_measures import MemoryPeaks
     from sluice.types import DataProgress, TrainBatch
 
 

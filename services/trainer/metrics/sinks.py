@@ -155,7 +155,7 @@ class SinkTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One kind of sink: its ``module:class`` in this package, and the package and extra it needs."""
+    """One kind of sink: its ``module:class`` in this package, and what must be installed for it."""
 
     sink: str
     package: str | None = None

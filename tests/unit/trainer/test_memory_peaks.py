@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.step_measures import MemoryPeaks
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.step_measures import MemoryPeaks
 from services.trainer.loop.learner_thread import LearnerThread
 from sluice.device.cpu import CpuDevice
 from sluice.device.protocol import PeakMemory

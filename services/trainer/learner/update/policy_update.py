@@ -29,7 +29,6 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
-from services.trainer.learner.step_measures import MemoryPeaks, PhaseTimer, update_flops
 from services.trainer.learner.model.experts import (
     Routing,
     agreement_metrics,
@@ -41,6 +40,7 @@ from services.trainer.learner.model.forward import EntropyUse
 from services.trainer.learner.model.passes import TokenPass, TokenPasses, idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.step_measures import MemoryPeaks, PhaseTimer, update_flops
 from services.trainer.learner.update.advantages import (
     AdvantageEstimate,
     PassTables,
