@@ -84,7 +84,7 @@ class MetricSink(Protocol):
 class BackgroundSink:
     """A sink that one thread opens, feeds and closes. Writes keep their order.
 
-    A write that fails is dropped, and the first one is a warning.
+    Failures of writes are counted: the first one is a warning.
 
     Args:
         open_sink: called once, in the thread; may raise.
@@ -100,8 +100,10 @@ class BackgroundSink:
         open_sink: Callable[[], MetricSink],
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ) -> None:
+        self._name = name
         self._open_sink = open_sink
         self._close_timeout_s = close_timeout_s
+        self._num_failed = 0
         self.opening: Future[MetricSink] = Future()
         self.opening.set_running_or_notify_cancel()  # an awaiter that gives up does not cancel it
         self._writer = BoundedWriter[Callable[[], None]](
@@ -116,21 +118,39 @@ class BackgroundSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = dict(metrics)
-        self._writer.put(lambda: self.opening.result().write(step, numbers))
+        self._writer.put(lambda: self._attempt(lambda sink: sink.write(step, numbers)))
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         kept = tuple(examples)
-        self._writer.put(lambda: self.opening.result().write_generations(step, kept))
+        self._writer.put(lambda: self._attempt(lambda sink: sink.write_generations(step, kept)))
 
     def close(self) -> None:
         """Wait for queued writes, then close the sink; give up after `close_timeout_s`."""
-        self._writer.close(self._close_timeout_s, last=lambda: self.opening.result().close())
+        self._writer.close(self._close_timeout_s, last=self._end)
 
     def _open(self) -> None:
         try:
             self.opening.set_result(self._open_sink())
         except Exception as error:  # noqa: BLE001 - `open_sinks` raises it from `opening`
             self.opening.set_exception(error)
+
+    def _attempt(self, work: Callable[[MetricSink], None]) -> None:
+        try:
+            work(self.opening.result())
+        except Exception as error:  # noqa: BLE001 - vendors raise anything; a lost curve ends no run
+            self._num_failed += 1
+            if self._num_failed == 1:
+                logger.warning(
+                    "logger %s failed; the run continues without what it drops: %s: %s",
+                    self._name,
+                    type(error).__name__,
+                    error,
+                )
+
+    def _end(self) -> None:
+        self._attempt(lambda sink: sink.close())
+        if self._num_failed:
+            logger.warning("logger %s: %d writes failed", self._name, self._num_failed)
 
 
 @dataclass(frozen=True, slots=True)
