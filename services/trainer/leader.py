@@ -63,7 +63,6 @@ from sluice.algorithm.publishing import swaps_at_once
 from sluice.concurrency.process import exempt_start_up, process_age_s, until_signal
 from sluice.config.addresses import advertised_host
 from sluice.config.deadlines import (
-    command_timeout_s,
     commit_timeout_s,
     replica_wait_timeout_s,
 )
@@ -266,10 +265,9 @@ def _load(
     share_total_steps(parallel, total_steps)
     logger.info("loading the model from %s", config.actor_rollout_ref.model.path)
     learner = Learner(config, parallel, total_steps)
-    timeout_s = command_timeout_s(config)
     frozen = frozen_weights(config, learner, parallel)
     others = stack.enter_context(connected_ranks(config, frozen, parallel))
-    leader = RankLeader(learner, parallel, timeout_s, reward_samples(config), frozen)
+    leader = RankLeader(learner, parallel, reward_samples(config), frozen)
     keep = num_kept(config.trainer, with_critic=uses_critic(config))
     store = CheckpointStore(Path(checkpoint_folder(config)), keep)
     start = start_point(config.trainer, store)

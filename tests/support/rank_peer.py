@@ -403,7 +403,7 @@ def run(
             answer("ready")
             assert sys.stdin.readline() == "go\n"
             if parallel.rank == 0:
-                leader = RankLeader(learner, parallel, timeout_s, samples, frozen)
+                leader = RankLeader(learner, parallel, samples, frozen)
                 thread = LearnerThread(leader, CheckpointStore(model), learner.peaks)
                 try:
                     obey(leader, frozen, others, model, sends_within_s)

@@ -72,15 +72,16 @@ class RankLeader:
 
     Args:
         learner: rank 0's; the other ranks run `follow`.
-        command_timeout_s: how long the others wait for a command.
         frozen: rank 0's snapshots, for a run that publishes.
+
+    Raises (all methods):
+        DeadlineError, PeerError: a rank failed, now or since the last call.
     """
 
     def __init__(
         self,
         learner: Learner,
         parallel: DataParallel,
-        command_timeout_s: float,
         samples: SampleReader,
         frozen: FrozenWeights | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class RankLeader:
         self._commanding = threading.Lock()
         self._stopped = threading.Event()
         self._failure: Exception | None = None
-        self._interval_s = command_timeout_s / _KEEP_ALIVES_PER_DEADLINE
+        self._interval_s = parallel.timeout_s / _KEEP_ALIVES_PER_DEADLINE
         self._keep_alives = threading.Thread(
             target=self._keep_alive, name="rank-keep-alive", daemon=True
         )
@@ -104,10 +105,6 @@ class RankLeader:
         Returns:
             an empty text if all samples came; otherwise the reason, and the batch must be taken
             again.
-
-        Raises:
-            DeadlineError, PeerError: a rank failed, now or since the last call, or refused its
-                samples.
         """
         with self._together():
             body = outline_to_bytes(outline) if self._parallel.world_size > 1 else b""
@@ -119,19 +116,16 @@ class RankLeader:
 
         Args:
             batch: the outline of `take_samples`.
-
-        Raises:
-            DeadlineError, PeerError: a rank failed, now or since the last call.
         """
         with self._together():
-            self._send(CommandKind.TRAIN, {"step": step, "batch_id": batch.batch_id}, b"")
+            self._send(CommandKind.TRAIN, {"step": step, "batch_id": batch.batch_id})
             return self._learner.train_step(self._samples.taken(batch.batch_id), step)
 
     def load(self, directory: Path, rate_factor: float = 1.0) -> None:
         """Call `Learner.load` on all ranks; every rank reads `directory`."""
         with self._together():
             arguments = {"directory": str(directory), "rate_factor": rate_factor}
-            self._send(CommandKind.LOAD, arguments, b"")
+            self._send(CommandKind.LOAD, arguments)
             self._learner.load(directory, rate_factor)
 
     def freeze(self, version: int) -> None:
@@ -141,7 +135,6 @@ class RankLeader:
 
         Raises:
             DeadlineError: a broadcast still reads the buffer, here or on another rank.
-            PeerError: a rank failed.
         """
         frozen = self._frozen
         assert frozen is not None
@@ -155,7 +148,7 @@ class RankLeader:
         """Let the other ranks freeze meanwhile, and wait for them."""
         with self._commanding:
             with self._noting_failure():
-                self._send(CommandKind.FREEZE, {"version": version}, b"")
+                self._send(CommandKind.FREEZE, {"version": version})
             try:
                 yield  # after an error here the ranks still meet, and take commands
             finally:
@@ -170,7 +163,7 @@ class RankLeader:
     def save(self, directory: Path) -> None:
         """Call `Learner.save` on all ranks."""
         with self._together(survived=OSError):
-            self._send(CommandKind.SAVE, {"directory": str(directory)}, b"")
+            self._send(CommandKind.SAVE, {"directory": str(directory)})
             self._learner.save(directory)
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
@@ -183,7 +176,7 @@ class RankLeader:
         if not self.saves_aside:
             return partial(self.save, directory)
         with self._together(survived=OSError):
-            self._send(CommandKind.SAVE, {"directory": str(directory)}, b"")
+            self._send(CommandKind.SAVE, {"directory": str(directory)})
             return self._learner.begin_save(directory)
 
     def stop(self) -> None:
@@ -193,7 +186,7 @@ class RankLeader:
         self._stopped.set()
         try:
             with self._commanding:
-                self._send(CommandKind.STOP, {}, b"")
+                self._send(CommandKind.STOP, {})
         finally:
             if self._keep_alives.is_alive():
                 self._keep_alives.join()
@@ -223,7 +216,7 @@ class RankLeader:
                 self._failure = self._failure or error
             raise
 
-    def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes) -> None:
+    def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes = b"") -> None:
         if self._parallel.world_size == 1:
             return
         if self._failure is not None:
@@ -241,7 +234,7 @@ class RankLeader:
                 continue
             try:
                 if not self._stopped.is_set() and self._failure is None:
-                    self._send(CommandKind.KEEP_ALIVE, {}, b"")
+                    self._send(CommandKind.KEEP_ALIVE, {})
             except SluiceError as error:
                 logger.error("trainer ranks do not answer: %s", error)  # noqa: TRY400 - no bug here
                 self._failure = error  # the next command raises it, in the learner's thread

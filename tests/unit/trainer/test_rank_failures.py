@@ -48,7 +48,7 @@ class World:
         self.closed = threading.Event()
         samples: Any = SimpleNamespace(close=self.closed.set)
         self.parallel = TwoRanks()
-        self.leader = RankLeader(learner, self.parallel, 600.0, samples)
+        self.leader = RankLeader(learner, self.parallel, samples)
 
 
 def load(leader: RankLeader) -> None:
