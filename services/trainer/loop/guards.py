@@ -42,11 +42,6 @@ logger = logging.getLogger(__name__)
 RECORD_FILE = "guards.json"
 
 
-def guard_rules(config: GuardsConfig) -> tuple[GuardRule, ...]:
-    """Return the rules, in order."""
-    return tuple(msgspec.convert(msgspec.to_builtins(one), GuardRule) for one in config.rules)
-
-
 class RunGuards:
     """The guards of one run; used from one event loop, but for `protected`.
 
@@ -59,7 +54,9 @@ class RunGuards:
         self, config: GuardsConfig, file: Path, state: RunState, record: GuardRecord
     ) -> None:
         self._keep: KeepConfig = config.keep
-        self.rules = guard_rules(config)
+        self.rules = tuple(
+            msgspec.convert(msgspec.to_builtins(one), GuardRule) for one in config.rules
+        )
         self._file = file
         self._state = state
         self._record = record
