@@ -25,12 +25,7 @@ from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
-from services.trainer.learner.checkpoint import (
-    CheckpointStore,
-    StartPoint,
-    num_kept,
-    start_point,
-)
+from services.trainer.learner.checkpoint import CheckpointStore, StartPoint, num_kept, start_point
 from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks, frozen_weights
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.rank_command import (
@@ -52,20 +47,12 @@ from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.sinks import JSONL, Reporter, SinkTarget, check_sinks, open_sinks
 from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.servicer import TrainerServicer, trainer_server
-from services.trainer.telemetry import (
-    RunHistory,
-    TrainerMetrics,
-    exported,
-    watching,
-)
+from services.trainer.telemetry import RunHistory, TrainerMetrics, exported, watching
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.concurrency.process import exempt_start_up, process_age_s, until_signal
 from sluice.config.addresses import advertised_host
-from sluice.config.deadlines import (
-    commit_timeout_s,
-    replica_wait_timeout_s,
-)
+from sluice.config.deadlines import commit_timeout_s, replica_wait_timeout_s
 from sluice.config.derived import (
     checkpoint_folder,
     message_mb,

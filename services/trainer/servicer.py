@@ -20,12 +20,7 @@ from sluice.codec.messages import (
     replica_from_proto,
     replica_to_proto,
 )
-from sluice.codec.trainer import (
-    check_heartbeat,
-    check_pause,
-    check_register,
-    check_watchers,
-)
+from sluice.codec.trainer import check_heartbeat, check_pause, check_register, check_watchers
 from sluice.codec.weights import shares_from_proto
 from sluice.config.derived import message_mb
 from sluice.config.run import RunConfig

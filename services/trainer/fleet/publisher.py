@@ -20,11 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.trainer.fleet.delivery import (
-    DeliveryResult,
-    SyncCounts,
-    TransferSession,
-)
+from services.trainer.fleet.delivery import DeliveryResult, SyncCounts, TransferSession
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.errors import SluiceError, WeightSyncError

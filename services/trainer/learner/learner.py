@@ -34,16 +34,10 @@ from services.trainer.learner.sharded_state import keep_step
 from services.trainer.learner.step_measures import MemoryPeaks, StepProfiler
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
-from services.trainer.learner.update.reference import (
-    AdapterReference,
-    Reference,
-    ReferencePolicy,
-)
+from services.trainer.learner.update.reference import AdapterReference, Reference, ReferencePolicy
 from services.trainer.learner.update.settings import update_settings
 from sluice.config.derived import adapts, max_row_tokens, uses_critic
-from sluice.config.parallel_layout import (
-    trainer_layout,
-)
+from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.device.protocol import Device

@@ -15,12 +15,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.rpc.ports import bound_socket
-from sluice.service_contract import (
-    MARK_VARIABLE,
-    RESTARTS_VARIABLE,
-    TRACKER_NAME,
-    checkpoint_mark,
-)
+from sluice.service_contract import MARK_VARIABLE, RESTARTS_VARIABLE, TRACKER_NAME, checkpoint_mark
 from sluice.types import DataProgress
 from tests.support.crashing_saver import write_checkpoint
 

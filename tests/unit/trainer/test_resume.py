@@ -12,10 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.trained_model import (
-    random_state,
-    restore_random_state,
-)
+from services.trainer.learner.model.trained_model import random_state, restore_random_state
 from services.trainer.learner.ranks import DataParallel
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress

@@ -12,12 +12,7 @@ import torch
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.metrics.step_metrics import (
-    FleetInterval,
-    RunScale,
-    StepTimes,
-    step_metrics,
-)
+from services.trainer.metrics.step_metrics import FleetInterval, RunScale, StepTimes, step_metrics
 from sluice.types import (
     DataProgress,
     FinishReason,

@@ -28,11 +28,7 @@ from services.trainer.learner.model.parts import own_part, value_head
 from services.trainer.learner.model.tensor_cut import CutHead, tensor_share
 from services.trainer.learner.sequence_share import SequenceShare, all_to_all
 from sluice.algorithm import token_statistics as head_statistics
-from sluice.algorithm.token_statistics import (
-    LinearHead,
-    TokenStatistics,
-    token_statistics,
-)
+from sluice.algorithm.token_statistics import LinearHead, TokenStatistics, token_statistics
 from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
 from sluice.vision.torch_inputs import ImageFeatures, encode_images, forward_with_images

@@ -40,13 +40,7 @@ from services.trainer.learner.model.lora import (
     write_config,
 )
 from services.trainer.learner.model.optimizer import MOMENTS, ModelOptimizer, ShardedGradients
-from services.trainer.learner.model.sharding import (
-    Meshes,
-    Shards,
-    assign,
-    fill_shards,
-    shard_model,
-)
+from services.trainer.learner.model.sharding import Meshes, Shards, assign, fill_shards, shard_model
 from services.trainer.learner.model.stages import tied_weight
 from services.trainer.learner.model.tensor_cut import cut_modules
 from services.trainer.learner.model.weight_files import WeightFiles

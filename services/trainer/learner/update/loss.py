@@ -20,10 +20,7 @@ from sluice.algorithm.kl_estimator import kl_estimate
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.objective import PolicyObjective, TotalLoss, total_loss
 from sluice.algorithm.registry import policy_objective
-from sluice.algorithm.rollout_correction.correction import (
-    RolloutCorrection,
-    rollout_correction,
-)
+from sluice.algorithm.rollout_correction.correction import RolloutCorrection, rollout_correction
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     ProbsDiffSums,

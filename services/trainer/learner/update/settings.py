@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 from services.trainer.learner.batch.train_batch import BatchCut
 from sluice.algorithm.advantages.inputs import AdvantageSettings
-from sluice.algorithm.losses.settings import (
-    AdpoSettings,
-    PolicyLossSettings,
-)
+from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
 from sluice.algorithm.registry import GROUP_LOSSES, batch_estimator, policy_objective
 from sluice.algorithm.rollout_correction.correction import bypass_corrector
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
