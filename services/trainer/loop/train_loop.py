@@ -360,10 +360,7 @@ class TrainLoop:
         self._progress = batch.progress
 
     async def _under_control(
-        self,
-        work: Coroutine[None, None, ResultT],
-        phase: RunPhase,
-        gives_way: Callable[[], bool],
+        self, work: Coroutine[None, None, ResultT], phase: RunPhase, gives_way: Callable[[], bool]
     ) -> ResultT | None:
         return await under_control(
             work, self._state, phase, gives_way=gives_way, save=self._save_now

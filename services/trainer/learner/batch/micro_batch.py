@@ -432,9 +432,7 @@ def pack_rows(
 
 
 def _pack_routing(
-    pieces: Sequence[PlacedPiece],
-    num_tokens: int,
-    share: SequenceShare | None,
+    pieces: Sequence[PlacedPiece], num_tokens: int, share: SequenceShare | None
 ) -> PackedRouting | None:
     """Pack the rows' experts like their tokens."""
     found: list[tuple[int, RoutedExperts]] = []

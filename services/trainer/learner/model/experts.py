@@ -311,12 +311,7 @@ class SparseExperts(nn.Module):
     """
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        layer: int,
-        tape: RoutingTape,
-        *,
-        is_compiled: bool = False,
+        self, config: PreTrainedConfig, layer: int, tape: RoutingTape, *, is_compiled: bool = False
     ) -> None:
         super().__init__()
         self.experts = Experts(config, is_compiled=is_compiled)  # in transformers' order

@@ -245,11 +245,7 @@ class Passes(ABC, Generic[Outputs]):
         return entering
 
     def _swapped_after(
-        self,
-        passes: Sequence[TokenPass],
-        leaving: Tensor | None,
-        of: int | None,
-        wanted: int,
+        self, passes: Sequence[TokenPass], leaving: Tensor | None, of: int | None, wanted: int
     ) -> Tensor | None:
         """Send one micro-batch's output, and receive the gradient of another one's."""
         if self._after is None:

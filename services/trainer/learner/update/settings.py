@@ -178,9 +178,7 @@ def _cut(actor: ActorConfig, losses: Set[str]) -> BatchCut:
 
 
 def _loss(
-    config: RunConfig,
-    correction: RolloutCorrectionSettings,
-    vocab_size: int,
+    config: RunConfig, correction: RolloutCorrectionSettings, vocab_size: int
 ) -> PolicyLossSettings:
     actor = config.actor_rollout_ref.actor
     constants = actor.policy_loss
