@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.activations import ACT2FN
 
 from services.trainer.learner.batch.micro_batch import PackedRouting
-from services.trainer.learner.model.parts import own_part
+from services.trainer.learner.model.decoder import own_part
 from services.trainer.learner.sequence_share import all_to_all
 from sluice.algorithm.token_statistics import F, compiled_once
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts

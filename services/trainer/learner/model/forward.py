@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, pack_rows
 from services.trainer.learner.batch.packed_rows import PackedImages, TrainingRow
+from services.trainer.learner.model.decoder import own_part, value_head
 from services.trainer.learner.model.experts import Routing, routing_tape
-from services.trainer.learner.model.parts import own_part, value_head
 from services.trainer.learner.model.tensor_cut import CutHead, tensor_share
 from services.trainer.learner.sequence_share import SequenceShare, all_to_all
 from sluice.algorithm import token_statistics as head_statistics

@@ -23,11 +23,10 @@ from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.model.decoder import use_own_layers
+from services.trainer.learner.model.decoder import VALUE_HEADS, use_own_layers, value_head
 from services.trainer.learner.model.experts import use_own_experts
 from services.trainer.learner.model.forward import DTYPES, use_compiled_head, use_float32_head
 from services.trainer.learner.model.lora import add_adapters
-from services.trainer.learner.model.parts import VALUE_HEADS, value_head
 from services.trainer.learner.model.recompute import (
     keep_inputs_on_host,
     recompute_as_configured,

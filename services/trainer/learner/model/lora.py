@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from services.trainer.learner.model.decoder import Linear
 from services.trainer.learner.model.experts import ExpertAdapter, Experts
 from services.trainer.learner.model.export import Published
-from services.trainer.learner.model.parts import Linear
 from services.trainer.learner.model.sharding import assign
 from services.trainer.learner.places import Placed, local_part, place, region
 from sluice.checkpoint.adapter_files import ADAPTER_PREFIX, read_adapter, write_adapter_config

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from services.trainer.learner.model.decoder import DecoderLayer
+from services.trainer.learner.model.decoder import VALUE_HEADS, DecoderLayer
 from services.trainer.learner.model.forward import DTYPES
 from services.trainer.learner.model.loading import LoadedModel, Stage, weight_sum
-from services.trainer.learner.model.parts import VALUE_HEADS
 from services.trainer.learner.ranks import DataParallel
 from sluice.config.parallel_layout import PIPELINE_KEY
 from sluice.config.pipeline_stages import check_image_layers, stage_layers

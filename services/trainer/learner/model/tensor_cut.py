@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import embedding, linear, pad
 
-from services.trainer.learner.model.decoder import Attention, DecoderLayer, GatedMlp
-from services.trainer.learner.model.experts import routing_tape
-from services.trainer.learner.model.parts import (
+from services.trainer.learner.model.decoder import (
     VALUE_HEADS,
+    Attention,
+    DecoderLayer,
     FloatRmsNorm,
+    GatedMlp,
     Linear,
     own_linear,
     own_part,
 )
+from services.trainer.learner.model.experts import routing_tape
 from services.trainer.learner.tensor_share import TensorShare
 from sluice.algorithm.token_statistics import VocabularyPart
 from sluice.config.parallel_layout import TENSOR_KEY, nearest_divisors
