@@ -74,8 +74,7 @@ class LoadedModel:
 
     With `files` its weights are not read yet: their memory is reserved, but not used. Sharding
     reads what a rank keeps. With a `stage` it has only the layers of that stage; then `outline` has
-    the parameters of the whole model, without memory, and `total` is `weight_sum` of those that
-    were read.
+    the parameters of the whole model, without memory, and `total` is their `sum`.
     """
 
     model: PreTrainedModel
@@ -83,6 +82,12 @@ class LoadedModel:
     stage: Stage | None = None
     outline: Mapping[str, torch.nn.Parameter] | None = None
     total: float | None = None
+
+    def sum(self) -> float:
+        """Return a sum over the weights that were read, or are to be, to compare ranks by it."""
+        if self.total is not None:
+            return self.total
+        return weight_sum(self.model) if self.files is None else self.files.probe()
 
 
 def load_policy(

@@ -18,7 +18,7 @@ from torch import nn
 
 from services.trainer.learner.model.decoder import VALUE_HEADS, DecoderLayer
 from services.trainer.learner.model.forward import DTYPES
-from services.trainer.learner.model.loading import LoadedModel, Stage, weight_sum
+from services.trainer.learner.model.loading import LoadedModel, Stage
 from services.trainer.learner.ranks import DataParallel
 from sluice.config.parallel_layout import PIPELINE_KEY
 from sluice.config.pipeline_stages import check_image_layers, stage_layers
@@ -113,10 +113,7 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
     if stage is None:
         return loaded
     model = loaded.model
-    outline = _outline(model)
-    total = loaded.total
-    if loaded.files is None and total is None:
-        total = weight_sum(model)
+    outline, total = _outline(model), loaded.sum()
     base, decoder = cast("Any", model.base_model), cast("Any", model.get_decoder())
     for number in range(len(decoder.layers)):
         if number not in stage.layers:

@@ -119,7 +119,7 @@ class TrainedModel:
 
     `parameters` are all of the model's, or of this rank's `stage` of it, whole or sharded, tied
     ones once; the optimizer has those that are trained. `shards` is ``None`` for a whole model.
-    `initial_sum` is `weight_sum` of the loaded weights. `places` says which rank holds which part
+    `initial_sum` is `LoadedModel.sum`. `places` says which rank holds which part
     of each parameter. `outline` has the parameters of all stages; those of others have no memory.
     `host` has the values of parameters that are away from their device.
     """
@@ -385,10 +385,7 @@ def trained_model(
         ConfigError: the number of ranks is not divisible by the shard size.
     """
     model = loaded.model
-    # Before sharding, which leaves a part of each weight.
-    total = loaded.total
-    if total is None:
-        total = weight_sum(model) if loaded.files is None else loaded.files.probe()
+    total = loaded.sum()  # before sharding, which leaves a part of each weight
     shards = share_model(loaded, sharding, parallel, key=key, device=device)
     begin_expert_adapters(model)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters
