@@ -42,8 +42,8 @@ _SERVICES = ("trainer", "reward", "rollout")
 _LINE = re.compile(
     r"devices: (\d+) trains?, (\d+) generates? in (\d+) replicas?(?: of (\d+))? \([^\n]*\)"
 )
-_CONSOLE = ("trainer.logger=console",)
-"""Other loggers need packages and accounts."""
+_ADDED = ("trainer.logger=console", "sluice.sampling.train_truncated=true")
+"""Other loggers need packages and accounts; top_p below 1 needs the user's consent."""
 _LOG, _REPORTS, _SHOWN = "train.log", "reports", 3000
 _PLACED_S, _END_S, _POLL_S = 600.0, 60.0, 0.5
 _MORE_CPUS = 4
@@ -117,7 +117,7 @@ def _training(
 ) -> AbstractContextManager[subprocess.Popen[bytes]]:
     """Run `sluice train` while the block runs; its output is ``train.log``."""
     command = [sys.executable, "-m", "sluice", "train", str(launch.file)]
-    command += [*_paths(launch, folder, made), *_CONSOLE, "--on", "ray"]
+    command += [*_paths(launch, folder, made), *_ADDED, "--on", "ray"]
     command += ["--ray-address", cluster.address]
     environment = {**cluster.environment, "PYTHONPATH": str(ROOT)}
     return started(command, folder / _LOG, environment, ends_within_s=_END_S)

@@ -8,9 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model import attention, experts
+from services.trainer.learner.model import attention, experts, optimizer
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.token_statistics import LinearHead, token_statistics
 from sluice.config.run import RunConfig
@@ -86,6 +87,24 @@ def test_a_checkpoint_of_a_gpu_continues_on_a_cpu_as_on_the_gpu(
     first.train_step(make_batch(seed=1), 2)
     again.train_step(make_batch(seed=1), 2)
     torch.testing.assert_close(whole(again), whole(first), atol=2e-4, rtol=2e-3)
+
+
+def test_moments_that_move_beside_the_step_change_no_bit(
+    saved: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "_PART_BYTES", 10_000)
+    found = []
+    for is_offloaded in (False, True):
+        config = make_config(saved("qwen3"), fsdp_config={"optimizer_offload": is_offloaded})
+        config = on_device(config, accelerator())
+        learner = Learner(config, DataParallel(accelerator()), total_steps=10)
+        for step in (1, 2, 3):
+            learner.train_step(make_batch(seed=step), step)
+        learner.save(tmp_path / str(is_offloaded))
+        found.append(whole(learner))
+    assert all(torch.equal(found[1][name], one) for name, one in found[0].items())
+    moments = [load_file(tmp_path / str(one) / "optimizer.safetensors") for one in (False, True)]
+    assert all(torch.equal(moments[1][name], one) for name, one in moments[0].items())
 
 
 @pytest.mark.real_gpu

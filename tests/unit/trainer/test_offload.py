@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import optimizer as optimizer_module
+from services.trainer.learner.model.host_memory import HostMemory
 from services.trainer.learner.model.passes import TokenPasses, ValuePasses
 from services.trainer.learner.model.recompute import (
     keep_inputs_on_host,
@@ -122,6 +124,34 @@ def test_a_fraction_of_the_moments_on_the_host_changes_no_number(
     for learner in (divided, resumed):
         found = weights(learner)
         assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_the_next_moments_come_before_those_just_changed_leave(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(folder, optimizer_offload=True)
+    learner.train_step(make_batch(), 1)
+    changed: list[int] = []  # bytes on the device during each part's change
+    leaving: list[int] = []  # and when it leaves, with the next part there
+    step, move_out = torch.optim.AdamW.step, HostMemory.move_out
+
+    def noting_step(self: torch.optim.AdamW) -> None:
+        changed.append(sum(moment_bytes(learner)))
+        step(self)
+
+    def noting_move(self: HostMemory, tensors: Iterable[torch.Tensor], *, wait: bool) -> None:
+        assert not wait
+        leaving.append(sum(moment_bytes(learner)))
+        move_out(self, tensors, wait=wait)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting_step)
+    monkeypatch.setattr(HostMemory, "move_out", noting_move)
+    learner.train_step(make_batch(seed=1), 2)
+    parts = len(learner._optimizer._adamw.param_groups)
+    assert parts > 3
+    for step_begin in range(0, len(changed), parts):
+        in_step = [*changed[step_begin : step_begin + parts], 0]
+        assert leaving[step_begin : step_begin + parts] == [a + b for a, b in pairwise(in_step)]
 
 
 def test_a_resume_brings_the_moments_of_one_parameter_at_a_time_to_the_device(

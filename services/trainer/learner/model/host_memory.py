@@ -20,11 +20,13 @@ class HostMemory:
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def move_out(self, tensors: Iterable[Tensor]) -> None:
+    def move_out(self, tensors: Iterable[Tensor], *, wait: bool = True) -> None:
         """Copy tensors to the host and free their memory on the device; twice does no harm.
 
         Args:
             tensors: whole or sharded, each with storage of its own.
+            wait: until the copies are complete. Otherwise they are when the device's current
+                stream is, and nobody may read them before.
         """
         for tensor in tensors:
             own = _local(tensor)
@@ -36,18 +38,26 @@ class HostMemory:
             # Pinned, so that copies run at the speed of the bus.
             pinned = own.device.type == "cuda"
             copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=pinned)
-            copy.copy_(content)
+            copy.copy_(content, non_blocking=not wait)
+            if not wait and own.device.type != "cpu":  # the memory is free after the copy
+                own.record_stream(torch.get_device_module(own.device).current_stream())
             self._copies[id(tensor)] = (tensor, copy)  # the tensor too: its id stays taken
             storage.resize_(0)
 
-    def bring_back(self, tensors: Iterable[Tensor]) -> None:
-        """Give tensors their memory and values again; those that are not away stay as they are."""
+    def bring_back(self, tensors: Iterable[Tensor], *, wait: bool = True) -> None:
+        """Give tensors their memory and values again; those that are not away stay as they are.
+
+        Args:
+            tensors: as in `move_out`.
+            wait: until the values are there. Otherwise they are when the device's current stream
+                has reached this call.
+        """
         for tensor in tensors:
             if id(tensor) in self._copies:
                 _, copy = self._copies.pop(id(tensor))
                 own = _local(tensor)
                 own.untyped_storage().resize_(copy.numel())
-                _bytes(own).copy_(copy)
+                _bytes(own).copy_(copy, non_blocking=not wait)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor, or the copy of it if the tensor is away.

@@ -23,7 +23,7 @@ from sluice.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-_PART_BYTES = 256 << 20
+_PART_BYTES = 128 << 20  # of parameters: AdamW's moments of two parts are on the device
 
 
 class FlatGradients:
@@ -154,8 +154,9 @@ class ModelOptimizer:
         config: AdamW and schedule.
         total_steps: train batches of the run: the schedule's length, unless `config` sets it.
         gradients: gradients of sharded parameters; by default flat buffers of whole ones.
-        host_share: least share of the moments to keep in host memory. While a step changes them,
-            those of one part of the parameters at a time are on the device.
+        host_share: least share of the moments to keep in host memory. While a step changes those
+            of one part of the parameters, those of the next come to the device and those of the
+            last leave it.
 
     Attributes:
         rate_factor: multiplies the scheduled learning rate; rollbacks lower it.
@@ -239,13 +240,31 @@ class ModelOptimizer:
             self._adamw.step()
             return
         groups, away = self._adamw.param_groups, set(self._away)
+        device = torch.get_device_module(self._away[0].device)
+        inward, outward, moved = device.Stream(), device.Stream(), device.Event()
+
+        def bring_back(part: int) -> None:
+            with device.stream(inward):
+                for group in groups[part : part + 1]:
+                    self._host.bring_back(self._moments(group["params"]), wait=False)
+
         try:
-            for group in groups:
-                self._host.bring_back(self._moments(group["params"]))
+            bring_back(0)
+            for number, group in enumerate(groups):
+                device.current_stream().wait_stream(inward)
                 self._adamw.param_groups = [group]
                 self._adamw.step()
-                self._host.move_out(self._moments(one for one in group["params"] if one in away))
+                # The next part comes while this one leaves; the one before has left.
+                moved.synchronize()
+                bring_back(number + 1)
+                outward.wait_stream(device.current_stream())
+                with device.stream(outward):
+                    self._host.move_out(
+                        self._moments(one for one in group["params"] if one in away), wait=False
+                    )
+                    moved.record()
         finally:
+            moved.synchronize()
             self._adamw.param_groups = groups
 
     def _moments(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
