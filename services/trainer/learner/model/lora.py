@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MODEL = "actor_rollout_ref.model"
-_EXPERT_NAMES = {*PROJECTIONS, "gate_up_proj"}
 _SAVED = "sluice_saved_adapters"
 
 
@@ -343,19 +342,14 @@ def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> 
 
 
 def _no_layer(
-    model: PreTrainedModel, layers: Mapping[str, int], entry: str | Sequence[str]
+    model: PreTrainedModel, layers: Iterable[str], entry: str | Sequence[str]
 ) -> ConfigError:
     shown = entry if isinstance(entry, str) else entry[0]
-    others = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in layers]
-    why = "matches no linear layer"
-    if _has_other_experts(model) and str(shown) in _EXPERT_NAMES:
-        why = "names the experts, whose weights take no adapter"
-    elif any(is_named(name.rpartition(".")[0], entry) for name in others):
-        why = "takes no adapter: it is no linear layer inside the model"
     ends = sorted({name.rpartition(".")[2] for name in layers})
     return ConfigError(
-        f"{_MODEL}.target_modules: {shown!r} {why} of this {model.config.model_type} model; give "
-        f"{ALL_LINEAR}, or some of {', '.join(ends)}"
+        f"{_MODEL}.target_modules: {shown!r} names none of the linear layers inside this "
+        f"{model.config.model_type} model, which take adapters; give {ALL_LINEAR}, or some of "
+        f"{', '.join(ends)}"
     )
 
 
