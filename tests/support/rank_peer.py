@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
-from services.trainer.learner import sequence_share, sharded_state, tensor_share
+from services.trainer.learner import sharded_state
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks
 from services.trainer.learner.learner import Learner
@@ -299,8 +299,8 @@ def dying(exchange: Callable[..., Any], calls: int, *, raises: bool = False) -> 
 
 def die_in_exchanges(call: int) -> None:
     """Let this rank die in this call of an exchange of parts of a layer."""
-    for owner, name in ((sequence_share, "_exchanged"), (tensor_share, "_gathered")):
-        mock.patch.object(owner, name, dying(getattr(owner, name), call)).start()
+    for name in ("_exchanged", "_gathered"):
+        mock.patch.object(rank_shares, name, dying(getattr(rank_shares, name), call)).start()
 
 
 def fail_to_send(phase: str, call: int, number: int) -> None:

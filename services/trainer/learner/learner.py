@@ -28,8 +28,8 @@ from services.trainer.learner.model.trained_model import (
     trained_model,
 )
 from services.trainer.learner.places import Directory, local_part
+from services.trainer.learner.rank_shares import check_shareable
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import check_shareable
 from services.trainer.learner.sharded_state import keep_step
 from services.trainer.learner.step_measures import MemoryPeaks, StepProfiler
 from services.trainer.learner.update.critic import Critic

@@ -35,8 +35,7 @@ from services.trainer.learner.rank_rendezvous import (
     RankRendezvous,
     rank_place,
 )
-from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
-from services.trainer.learner.tensor_share import TensorShare
+from services.trainer.learner.rank_shares import ImageRanks, SequenceShare, TensorShare
 from sluice.concurrency.process import START_FIELD, ProcessMark, stat_fields
 from sluice.concurrency.waits import waiting_for
 from sluice.config.parallel_layout import ParallelLayout

@@ -27,7 +27,7 @@ from services.trainer.learner.batch.packed_rows import (
     packed_inputs,
     place,
 )
-from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
+from services.trainer.learner.rank_shares import ImageRanks, SequenceShare
 from sluice.algorithm.packing import MicroBatchPlan, plan_micro_batches
 from sluice.types import RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt

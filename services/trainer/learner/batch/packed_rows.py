@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
+from services.trainer.learner.rank_shares import ImageRanks, SequenceShare
 from sluice.algorithm.episodes import (
     PathTokens,
     follows_prompt,

@@ -12,7 +12,7 @@ gradients with those of transformers' layers.
 
 Weights that ranks divide among them are stored as DTensors, but products are of plain tensors: that
 takes less than half of the time on the host, and says where ranks communicate
-(`services.trainer.learner.tensor_share`).
+(`services.trainer.learner.rank_shares`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from services.trainer.learner.batch.micro_batch import PackedLayout
-    from services.trainer.learner.tensor_share import TensorShare
+    from services.trainer.learner.rank_shares import TensorShare
 
 logger = logging.getLogger(__name__)
 

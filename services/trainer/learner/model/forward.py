@@ -26,7 +26,7 @@ from services.trainer.learner.batch.packed_rows import PackedImages, TrainingRow
 from services.trainer.learner.model.decoder import own_part, value_head
 from services.trainer.learner.model.experts import Routing, routing_tape
 from services.trainer.learner.model.tensor_cut import CutHead, tensor_share
-from services.trainer.learner.sequence_share import SequenceShare, all_to_all
+from services.trainer.learner.rank_shares import SequenceShare, all_to_all
 from sluice.algorithm import token_statistics as head_statistics
 from sluice.algorithm.token_statistics import LinearHead, TokenStatistics, token_statistics
 from sluice.concurrency.waits import advance

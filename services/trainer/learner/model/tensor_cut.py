@@ -21,7 +21,7 @@ from services.trainer.learner.model.decoder import (
     own_part,
 )
 from services.trainer.learner.model.experts import routing_tape
-from services.trainer.learner.tensor_share import TensorShare
+from services.trainer.learner.rank_shares import TensorShare
 from sluice.algorithm.token_statistics import VocabularyPart
 from sluice.config.parallel_layout import TENSOR_KEY, nearest_divisors
 from sluice.errors import ConfigError
