@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
-from services.trainer.learner import sharded_state
+from services.trainer.learner import rank_shares, sharded_state
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks
 from services.trainer.learner.learner import Learner
