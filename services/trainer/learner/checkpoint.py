@@ -367,23 +367,10 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class StartPoint:
-    """The point where this process continues the run.
-
-    `checkpoint` is None at step 0. `replaces_after` is the last step whose metrics stay: an earlier
-    process may have recorded later steps, which this one records again. None: there was no earlier
-    process.
-    """
-
-    checkpoint: Checkpoint | None
-    replaces_after: int | None
-
-
 def start_point(
     trainer: TrainerConfig, store: CheckpointStore, environment: Mapping[str, str] = os.environ
-) -> StartPoint:
-    """Choose the checkpoint to continue from.
+) -> Checkpoint | None:
+    """Choose the checkpoint to continue from; ``None``: start at step 0.
 
     ``trainer.resume_mode`` decides where a run begins. A trainer that its supervisor restarts is in
     the middle of a run: it continues from the newest checkpoint of this run, also with ``disable``
@@ -394,15 +381,13 @@ def start_point(
     """
     times = restarts(environment)
     if times == 0:
-        found = resume_point(trainer, store)
-        return StartPoint(found, found.step if found else None)
+        return resume_point(trainer, store)
     has_saved = checkpoint_mark(store.root) != environment.get(MARK_VARIABLE)
     found = store.latest() if has_saved else resume_point(trainer, store)
-    step = found.step if found else 0
     logger.warning(
         "restarted (%d times so far): the run continues from step %d, %s",
         times,
-        step,
+        found.step if found else 0,
         "its last checkpoint" if has_saved else "where it began, since it has saved none",
     )
-    return StartPoint(found, step)
+    return found
