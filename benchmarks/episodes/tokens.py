@@ -225,7 +225,7 @@ async def _sampled(folder: Path) -> list[RolloutGroup]:
         word_replica(folder, template=DIALOGUE, max_model_len=_REAL_LENGTH) as address,
         client,
     ):
-        dispatcher = GroupDispatcher(client, ReplicaQueue(1.0, lambda: None), max_attempts=1)
+        dispatcher = GroupDispatcher(client, ReplicaQueue(1.0), max_attempts=1)
         await dispatcher.announce([AnnouncedReplica(ReplicaInfo("a", "a-1", address, 8), 1)])
         episodes = EpisodeGenerator(
             dispatcher,

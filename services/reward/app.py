@@ -16,20 +16,17 @@ from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
 from services.reward.generation.request import (
     GenerationClient,
     SampleGenerator,
-    greedy_sampling,
-    training_sampling,
 )
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import RULES, check_routes, scorer_for
-from services.reward.group_table import GroupTable
+from services.reward.group_table import GroupState, GroupTable
 from services.reward.groups.batches import TrainBatches
-from services.reward.groups.loop import GroupAdmission, GroupLoop, LoopParts
+from services.reward.groups.loop import GroupLoop
 from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
-    BatchRules,
-    GroupSettings,
     environment_names,
     episode_rules,
+    group_settings,
     outcome_policy,
     plays_by_default,
     round_size,
@@ -55,8 +52,6 @@ from services.reward.records.group_log import GroupLog, sample_dumps, waiting_by
 from services.reward.records.statistics import GroupStatistics, prompts_lost
 from services.reward.records.stored_prompts import PromptStore, open_store
 from services.reward.records.traces import PromptTraces, trace_key
-from services.reward.source_groups import GroupState
-from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.admission import KNOWN_LENGTHS
 from sluice.algorithm.sampling.rules import StrategyName
@@ -64,13 +59,13 @@ from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.concurrency.waits import ChangeSignal
 from sluice.config.derived import (
     may_grade_itself,
-    needs_greedy_baseline,
-    needs_whole_groups,
     prompt_images,
     rows_per_batch,
 )
 from sluice.config.run import RunConfig
 from sluice.config.sources import (
+    SOURCES_KEY,
+    TRAIN_KEY,
     follows_yield,
     source_configs,
     source_groups,
@@ -156,27 +151,17 @@ def _uses_memory(config: RunConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
-    """Checked data sets; ``None``: not configured. `images` are limits; ``None``: none are read.
-    `sources` are the training sets of several sources, by name.
+    """Checked data sets.
+
+    Args:
+        training: by name of the source, empty in a run without several; ``None``: no files.
+        validation: ``None``: there is none.
+        images: limits of images; ``None``: none are read.
     """
 
-    training: PromptFiles | None
-    validation: PromptFiles | None
+    training: Mapping[str, PromptFiles | None] = field(default_factory=dict)
+    validation: PromptFiles | None = None
     images: ImageLimits | None = None
-    sources: Mapping[str, PromptFiles | None] = field(default_factory=dict)
-
-    def stream(self, name: str, config: RunConfig) -> Callable[[DataProgress], PromptStream] | None:
-        """Return what opens the rows of a source at a progress; ``None``: it has no files.
-
-        Args:
-            name: of the source; empty in a run without several.
-            config: the source's.
-        """
-        files = self.sources[name] if name else self.training
-        if files is None:
-            return None
-        epochs = _ENDLESS if name else config.trainer.total_epochs
-        return partial(training_stream, files, config.data, total_epochs=epochs, images=self.images)
 
 
 class RewardApp:
@@ -207,9 +192,9 @@ class RewardApp:
         check_data_source = _data_source_check(config)
         self.ledger = files.ledger
         configs, num_groups = source_configs(config), source_groups(config)
-        rules = _batch_rules(config)
+        asynchrony = config.sluice.asynchrony
         ages = {
-            name: GroupAges(number, rules.max_staleness, rules.on_stale)
+            name: GroupAges(number, asynchrony.max_staleness, asynchrony.on_stale)
             for name, number in num_groups.items()
         }
         self.groups = GroupTable(self.ledger, ages)
@@ -219,7 +204,7 @@ class RewardApp:
                 for name in configs
             ]
         )
-        rows = [one.settings.epoch_rows for one in self.sources]
+        rows = [one.settings.epoch_rows for one in self.sources.values()]
         self.dataset_rows = 0 if len(rows) > 1 else rows[0]  # several have no common epoch
         self._issue_pending()
         max_strikes = config.sluice.reward.outcomes.max_strikes
@@ -227,8 +212,7 @@ class RewardApp:
         shaping = overlong_shaping(config.reward, config.data.max_response_length)
         self.grader = Grader(scorers, shaping, outcome_policy(config))
         self.traces = _traces(config, self.ledger)
-        capacity = ChangeSignal()
-        self._build_generation(config, client, capacity, drivers)
+        self._build_generation(config, client, drivers)
         self.counters = GroupStatistics(
             self.dispatcher.num_received,
             round_size=round_size(sampling_rules(config)),
@@ -238,7 +222,7 @@ class RewardApp:
             sources=list(config.sluice.sources),
         )
         self.failures = FailureLog()
-        self._build_loop(rules, files.memory, capacity)
+        self._build_loop(files.memory)
         self._build_clients(config, sets, scorers, check_data_source)
         self._observe(files.log)
 
@@ -246,7 +230,7 @@ class RewardApp:
         """Issue what the ledger of an earlier service holds before anything else."""
         for group in self.groups.in_order():
             if group.state is GroupState.WAITING:
-                self.sources.of(group).prompts.put(group.prompt)
+                self.sources[group.prompt.source].prompts.put(group.prompt)
         if num_waiting := self.sources.num_waiting:
             logger.info("%d prompts of an earlier service wait again", num_waiting)
 
@@ -254,10 +238,9 @@ class RewardApp:
         self,
         config: RunConfig,
         client: GenerationClient,
-        capacity: ChangeSignal,
         drivers: EpisodeDrivers | None,
     ) -> None:
-        self.queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
+        self.queue = ReplicaQueue(config.sluice.reward.inflight_slack)
         self.dispatcher = GroupDispatcher(
             client,
             self.queue,
@@ -278,19 +261,13 @@ class RewardApp:
             )
             self.generator, self.tool_names = episodes, episodes.notes.tool_names
 
-    def _build_loop(
-        self, rules: BatchRules, memory: PromptMemoryStore | None, capacity: ChangeSignal
-    ) -> None:
-        changes = ChangeSignal(then=capacity)
+    def _build_loop(self, memory: PromptMemoryStore | None) -> None:
         batches = TrainBatches(
             groups=self.groups,
-            ledger=self.ledger,
             sources=self.sources,
             statistics=self.counters,
-            rules=rules,
-            changes=changes,
+            changes=ChangeSignal(then=self.queue.capacity),
         )
-        parts = LoopParts(rules, self.groups, batches, self.sources, self.queue, memory)
         runs = GroupRun(
             sources=self.sources,
             groups=self.groups,
@@ -300,14 +277,14 @@ class RewardApp:
             batches=batches,
         )
         self.loop = GroupLoop(
-            parts,
-            ledger=self.ledger,
+            groups=self.groups,
+            sources=self.sources,
+            batches=batches,
+            memory=memory,
+            quarantine=self.quarantine,
             dispatcher=self.dispatcher,
-            admission=GroupAdmission(parts, self.quarantine),
             runs=runs,
             traces=self.traces,
-            changes=changes,
-            capacity=capacity,
         )
 
     def _build_clients(
@@ -343,7 +320,7 @@ class RewardApp:
 
     def _observe(self, log: GroupLog | None) -> None:
         """Publish the events of groups. Observers that write nothing are left out."""
-        for source in self.sources:
+        for source in self.sources.values():
             self.groups.observe(source.guard.observe)
         self.groups.observe(self.counters.observe)
         self.groups.observe(self.failures.observe)
@@ -367,7 +344,7 @@ class RewardApp:
         totals = self.counters.totals()
         if self.leases is not None:
             totals["reward/tokens/aborted"] -= self.leases.num_recalled_tokens
-        gauges = [one.statistics() for one in self.sources]
+        gauges = [one.statistics() for one in self.sources.values()]
         return {
             **totals,
             **{name: value for found in gauges for name, value in found.items()},
@@ -394,16 +371,11 @@ class RewardApp:
 def open_prompt_sets(config: RunConfig) -> PromptSets:
     """Check the data sets' columns; `DataError` names file, column and remedy."""
     images = prompt_images(config)
-    return PromptSets(
-        training_files(config.data, images),
-        validation_files(config.data, images),
-        images,
-        {
-            name: training_files(one.data, images, f"sluice.sources.{name}.files")
-            for name, one in source_configs(config).items()
-            if name
-        },
-    )
+    training = {
+        name: training_files(one.data, images, f"{SOURCES_KEY}.{name}.files" if name else TRAIN_KEY)
+        for name, one in source_configs(config).items()
+    }
+    return PromptSets(training, validation_files(config.data, images), images)
 
 
 def _training_source(
@@ -414,18 +386,15 @@ def _training_source(
     groups: GroupTable,
     memory: PromptMemoryStore | None,
 ) -> TrainingSource:
-    """Build one source.
-
-    Args:
-        name: empty in a run without several.
-        run: the run's configuration.
-        config: the source's.
-        sets: rows.
-        groups: all groups.
-        memory: of earlier attempts.
-    """
+    """Build a source; `config` is the run's with what the source has of its own."""
     of_source, given = groups.of_source[name], run.sluice.sources.get(name)
-    open_stream = sets.stream(name, config)
+    files = sets.training.get(name)
+    open_stream: Callable[[DataProgress], PromptStream] | None = None
+    if files is not None:
+        epochs = _ENDLESS if name else config.trainer.total_epochs
+        open_stream = partial(
+            training_stream, files, config.data, total_epochs=epochs, images=sets.images
+        )
     num_rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
     strategy = _strategy(config, of_source.ages.batch_size, memory)
     prompts = PromptSource(
@@ -442,7 +411,7 @@ def _training_source(
         name,
         share=source_shares(run)[name],
         follows_yield=name in follows_yield(run),
-        settings=_settings(config, num_rows),
+        settings=group_settings(config, num_rows),
         prompts=prompts,
         strategy=strategy,
         groups=of_source,
@@ -478,32 +447,6 @@ def _traces(config: RunConfig, ledger: PromptLedger) -> PromptTraces:
         return PromptTraces()
     is_first = ledger.num_submitted == 0
     return PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
-
-
-def _batch_rules(config: RunConfig) -> BatchRules:
-    asynchrony = config.sluice.asynchrony
-    return BatchRules(config.data.train_batch_size, asynchrony.max_staleness, asynchrony.on_stale)
-
-
-def _settings(config: RunConfig, epoch_rows: int) -> GroupSettings:
-    rules = _batch_rules(config)
-    rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    sampling = training_sampling(rollout, config.data.max_response_length)
-    choice = sampling_rules(config)
-    return GroupSettings(
-        rules,
-        rollout.n,
-        sampling,
-        group_filter.metric if group_filter.enable else None,
-        greedy=greedy_sampling(sampling) if needs_greedy_baseline(config) else None,
-        needs=GroupNeeds(
-            needs_whole_groups(config),
-            config.sluice.reward.outcomes.min_share,
-            outcome_policy(config),
-        ),
-        probe_samples=choice.probe_samples if choice.strategy.uses_probes else None,
-        epoch_rows=epoch_rows,
-    )
 
 
 def _data_source_check(config: RunConfig) -> Callable[[str], None]:

@@ -39,7 +39,6 @@ from enum import StrEnum
 
 from services.reward.generation.request import GroupProgress
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.source_groups import IN_FLIGHT, GroupState, SourceGroups
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.errors import DataError
@@ -47,6 +46,20 @@ from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollou
 
 SCORED = "scored"
 NOT_ADMITTED = Attempt("", -1, None, 0)
+
+
+class GroupState(StrEnum):
+    """Where a group is."""
+
+    WAITING = "waiting"
+    GENERATING = "generating"
+    GRADING = "grading"
+    KEPT = "kept"
+    LEASED = "leased"
+    ENDED = "ended"
+
+
+IN_FLIGHT = frozenset({GroupState.GENERATING, GroupState.GRADING})
 
 
 class EventKind(StrEnum):
@@ -200,11 +213,6 @@ class Group:
         return self.prompt.prompt_id
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether its samples are being generated or graded."""
-        return self.state in IN_FLIGHT
-
-    @property
     def outcome(self) -> PromptOutcome:
         """How its prompt ended, for a client."""
         ending, graded = self.ending, self.graded
@@ -269,7 +277,39 @@ class GroupEvent:
 Observer = Callable[[GroupEvent], None]
 
 
-class GroupTable:
+class GroupCounts:
+    """Groups by state. `GroupTable` alone changes the counts."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[GroupState]()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups being generated or graded."""
+        return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
+
+    @property
+    def num_kept(self) -> int:
+        """Groups that wait for a train batch."""
+        return self.counts[GroupState.KEPT]
+
+
+class SourceGroups(GroupCounts):
+    """The groups of one source.
+
+    Attributes:
+        ages: its groups by version, for the staleness rules.
+        num_sure: groups in flight that count as kept.
+        num_reserved: groups in flight with a reserved slot.
+    """
+
+    def __init__(self, ages: GroupAges) -> None:
+        super().__init__()
+        self.ages = ages
+        self.num_sure = self.num_reserved = 0
+
+
+class GroupTable(GroupCounts):
     """Every group whose prompt is pending, by prompt id.
 
     Counts by state and the ages of groups (`GroupAges`, by version) are derived from the groups and
@@ -280,6 +320,7 @@ class GroupTable:
         ages: for the staleness rules, by source.
 
     Attributes, written by this class alone, except `policy_version`:
+        ledger: see above.
         counts: groups of all sources, by state.
         of_source: the groups of each source.
         policy_version: the version announced; ``None`` before the first, and while a trainer takes
@@ -291,9 +332,9 @@ class GroupTable:
     """
 
     def __init__(self, ledger: PromptLedger, ages: Mapping[str, GroupAges]) -> None:
-        self._ledger = ledger
+        super().__init__()
+        self.ledger = ledger
         self._observers: list[Observer] = []
-        self.counts = Counter[GroupState]()
         self.of_source = {name: SourceGroups(one) for name, one in ages.items()}
         self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
         for prompt_id in ledger.leased_ids():
@@ -326,16 +367,6 @@ class GroupTable:
         """Return the groups of a group's source."""
         return self.of_source[group.prompt.source]
 
-    @property
-    def num_in_flight(self) -> int:
-        """Groups of all sources being generated or graded."""
-        return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
-
-    @property
-    def num_kept(self) -> int:
-        """Groups of all sources that wait for a train batch."""
-        return self.counts[GroupState.KEPT]
-
     def in_state(self, *states: GroupState) -> list[Group]:
         """Return the groups in these states."""
         return [group for group in self._groups.values() if group.state in states]
@@ -352,17 +383,13 @@ class GroupTable:
         Raises:
             InvalidRequestError: its id was used before, or it cannot be encoded.
         """
-        self._ledger.accept(prompt)
+        self.ledger.accept(prompt)
         return self._add(prompt)
-
-    def next_sequence(self) -> int:
-        """Return the number of the next prompt in the order of issue."""
-        return self._ledger.next_sequence()
 
     def reissue(self, prompts: Iterable[Prompt]) -> None:
         """Accept clients' prompts again that were trained into weights that did not survive."""
         for prompt in prompts:
-            self._ledger.reissue((prompt,))
+            self.ledger.reissue((prompt,))
             self._add(prompt)
 
     def admit(
@@ -396,7 +423,7 @@ class GroupTable:
 
         From here on its sequences run, or wait in the queue, which counts them itself.
         """
-        if not group.is_in_flight:
+        if group.state not in IN_FLIGHT:
             return
         self.num_unrequested -= group.num_unrequested
         group.num_unrequested = 0
@@ -453,14 +480,14 @@ class GroupTable:
         """Give kept groups to the trainer."""
         for group in groups:
             self._check(group, EventKind.LEASED, GroupState.LEASED)
-        self._ledger.lease(batch_id, version, [group.prompt_id for group in groups])
+        self.ledger.lease(batch_id, version, [group.prompt_id for group in groups])
         for group in groups:
             before = self._move(group, EventKind.LEASED, GroupState.LEASED)
             self._publish(GroupEvent(EventKind.LEASED, group, before))
 
     def leased(self) -> list[Group]:
         """Return the groups of the open lease, in the order of the batch."""
-        return [self._groups[prompt_id] for prompt_id in self._ledger.leased_ids()]
+        return [self._groups[prompt_id] for prompt_id in self.ledger.leased_ids()]
 
     def void_lease(self) -> list[Group]:
         """Void the open lease: its groups wait for another batch.
@@ -469,7 +496,7 @@ class GroupTable:
         returned, for the caller to requeue or to end.
         """
         groups = self.leased()
-        self._ledger.void_lease()
+        self.ledger.void_lease()
         for group in groups:
             if group.graded is not None:
                 before = self._move(group, EventKind.RETURNED, GroupState.KEPT)
@@ -497,7 +524,7 @@ class GroupTable:
         self._check(group, EventKind.ENDED, GroupState.ENDED)
         graded = graded or group.graded
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
-        self._ledger.end(
+        self.ledger.end(
             group.prompt_id, ending.end, step=ending.step, rewards=rewards, detail=ending.detail
         )
         before = self._move(group, EventKind.ENDED, GroupState.ENDED)
@@ -511,16 +538,11 @@ class GroupTable:
         forgotten = [group for group in self.in_order() if group.prompt.position is not None]
         for group in forgotten:
             self._check(group, EventKind.FORGOTTEN, GroupState.ENDED)
-        self._ledger.forget_data()
+        self.ledger.forget_data()
         for group in forgotten:
             before = self._move(group, EventKind.FORGOTTEN, GroupState.ENDED)
             del self._groups[group.prompt_id]
             self._publish(GroupEvent(EventKind.FORGOTTEN, group, before))
-
-    def forget_preemptions(self) -> None:
-        """Reset all counts of preemptions; they were counted for an earlier trainer's batches."""
-        for group in self:
-            group.num_preemptions = 0
 
     def _check_source(self, prompt: Prompt) -> None:
         if prompt.source not in self.of_source:

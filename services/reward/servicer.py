@@ -12,12 +12,10 @@ from services.reward.app import RewardApp
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
-from services.reward.group_table import PromptOutcome
-from services.reward.groups.loop import as_waits
+from services.reward.group_table import GroupState, PromptOutcome
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.ledger.leases import PostedEnd
 from services.reward.prompts.submissions import Receipt, SubmissionSession
-from services.reward.source_groups import GroupState
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
@@ -374,7 +372,7 @@ def _validation_to_proto(result: FinishedValidation) -> reward.EvaluateResponse:
 
 def _status_to_proto(app: RewardApp) -> reward.GetStatusResponse:
     loop, ledger = app.loop, app.ledger
-    awaited = loop.awaited()
+    awaited = loop.awaited().values()
     replicas: list[common.Replica] = [
         announced_to_proto(replica) for replica in app.queue.fleet.announced
     ]
@@ -389,9 +387,9 @@ def _status_to_proto(app: RewardApp) -> reward.GetStatusResponse:
         policy_version=app.groups.policy_version,
         replicas=replicas,
         awaited=[
-            reward.Awaited(peer=wait.peer, phase=wait.phase, seconds=seconds)
-            for wait, seconds in awaited
+            reward.Awaited(peer=wait.peer, phase=wait.phase, seconds=wait.seconds)
+            for wait in awaited
         ],
         statistics=app.statistics(),
-        wait_report=present_waits_to_proto(as_waits(awaited)),
+        wait_report=present_waits_to_proto(awaited),
     )

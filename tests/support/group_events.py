@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from services.reward.generation.request import GroupProgress
-from services.reward.group_table import EventKind, Group, GroupEnding, GroupEvent
-from services.reward.source_groups import GroupState
+from services.reward.group_table import EventKind, Group, GroupEnding, GroupEvent, GroupState
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.types import GradedGroup, Prompt, PromptEnd
 from tests.support.client_prompt import client_prompt

@@ -64,7 +64,7 @@ async def leased(
         max_message_bytes=LIMIT_BYTES,
     )
     async with scripted_policy(family, folder, policy) as (address, engine), rollouts:
-        dispatcher = GroupDispatcher(rollouts, ReplicaQueue(1.0, lambda: None), max_attempts=2)
+        dispatcher = GroupDispatcher(rollouts, ReplicaQueue(1.0), max_attempts=2)
         await dispatcher.announce(
             [AnnouncedReplica(ReplicaInfo("rollout-0", "one", address, 8), 3)]
         )

@@ -102,7 +102,7 @@ async def running_app(
     drivers: EpisodeDrivers | None = None,
 ) -> AsyncIterator[RewardApp]:
     """The app, by default without a data set and without files, its group loop running."""
-    app = RewardApp(config, sets or PromptSets(None, None), InlineScorer(), client, files, drivers)
+    app = RewardApp(config, sets or PromptSets(), InlineScorer(), client, files, drivers)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(app.loop.run())
         yield app
@@ -111,7 +111,7 @@ async def running_app(
 
 def submit(app: RewardApp, contents: Sequence[str], first: int = 0) -> SubmissionSession:
     """Submit prompts ``p<first>``, ... whose reference answer is 1."""
-    session = SubmissionSession()
+    session = SubmissionSession(app.ledger)
     for number, content in enumerate(contents, first):
         app.submissions.submit(client_prompt(content, f"p{number}"), session)
     return session

@@ -199,7 +199,7 @@ async def playing(
         client,
         drivers,
     ):
-        queue = ReplicaQueue(1.0, lambda: None)
+        queue = ReplicaQueue(1.0)
         dispatcher = GroupDispatcher(client, queue, max_attempts=2)
         info = ReplicaInfo("rollout-0", "one", address, 8)
         await dispatcher.announce([AnnouncedReplica(info, 3)])

@@ -17,9 +17,9 @@ import math
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from services.reward.generation.request import (
@@ -31,9 +31,6 @@ from services.reward.generation.request import (
     OverlongPromptError,
     Purpose,
     SampleCallback,
-    SampleGenerator,
-    decisive_error,
-    for_prompt,
 )
 from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
 from sluice.algorithm.episode_rules import AGENT_NAME, SINGLE_TURN, environment_of
@@ -46,7 +43,7 @@ from sluice.algorithm.routing import (
     Reservation,
     RoutedReplica,
 )
-from sluice.concurrency.waits import waiting_for
+from sluice.concurrency.waits import ChangeSignal, waiting_for
 from sluice.errors import (
     EngineError,
     ExhaustedError,
@@ -60,7 +57,7 @@ from sluice.errors import (
 )
 from sluice.safe_text import printable
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
-from sluice.types import Failed, FailureKind, Rollout, RolloutGroup, SamplingParams
+from sluice.types import Failed, FailureKind, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +78,15 @@ class ReplicaQueue:
 
     Args:
         slack: most sequences in flight per slot.
-        on_capacity: called when there may be capacity for more.
 
     Attributes:
         fleet: the announced replicas, and what of their capacity is taken.
+        capacity: notified when there may be capacity for more.
     """
 
-    def __init__(self, slack: float, on_capacity: Callable[[], None]) -> None:
+    def __init__(self, slack: float) -> None:
         self.fleet = ReplicaRouter(slack)
-        self._on_capacity = on_capacity
+        self.capacity = ChangeSignal()
         self._waiters: list[_QueuedGroup] = []
 
     @property
@@ -182,7 +179,7 @@ class ReplicaQueue:
 
     def _capacity_changed(self) -> None:
         self._serve()
-        self._on_capacity()
+        self.capacity.notify()
 
     def _serve(self) -> None:
         """Reserve capacity in order.
@@ -218,13 +215,14 @@ class GroupDispatcher:
     """Groups on their way to replicas and back.
 
     Attributes:
+        queue: assigns capacity on replicas.
         rules: when streams and groups are given up; by default never.
         num_received: response tokens received since the start, by what they are for. The replicas
             count what they hand over: the two counts check each other.
 
     Args:
         client: how replicas are called.
-        queue: assigns capacity on replicas.
+        queue: see above.
         max_attempts: failures after which a group is given up.
         rules: see above.
     """
@@ -237,7 +235,7 @@ class GroupDispatcher:
         max_attempts: int,
         rules: StragglerRules | None = None,
     ) -> None:
-        self._client, self._queue, self._max_attempts = client, queue, max_attempts
+        self._client, self.queue, self._max_attempts = client, queue, max_attempts
         self.rules = rules or StragglerRules()
         self._rates = RateTable()
         self._broken = BrokenStreams()
@@ -249,16 +247,15 @@ class GroupDispatcher:
 
         Groups of a validation also leave a replica that is about to get another version.
         """
-        self._queue.announce(replicas)
+        self.queue.announce(replicas)
         for watch in self._streams:
-            if watch.must_move is not None:
-                watch.reschedule()
+            watch.reschedule()
         self._rates.retain({replica.info.name for replica in replicas})
         await self._client.announced([replica.info for replica in replicas])
 
     def may_validate(self, version: int) -> bool:
         """Return whether a replica, busy or paused, serves validations of `version`."""
-        return self._queue.may_validate(version)
+        return self.queue.may_validate(version)
 
     async def generate(
         self, request: GroupRequest, on_sample: SampleCallback | None = None
@@ -308,7 +305,7 @@ class GroupDispatcher:
             queued_since = _now()
             try:
                 async with progress.bounded():
-                    reservation = await self._queue.reserve(request.requirement(len(missing)), rank)
+                    reservation = await self.queue.reserve(request.requirement(len(missing)), rank)
             except GroupOverError:
                 break
             finally:
@@ -316,7 +313,7 @@ class GroupDispatcher:
             try:
                 failure = await self._attempt(reservation, collected, partials)
             finally:
-                self._queue.give_back(reservation)
+                self.queue.give_back(reservation)
             if failure is not None:
                 failures.append(failure)
             if collected.missing and len(failures) >= self._max_attempts:
@@ -344,14 +341,14 @@ class GroupDispatcher:
             if not self._may_be_too_small(reservation, len(collected.missing)):
                 raise GroupFailedError(f"refused by {name}: {error}") from error
             logger.warning("replica %s has few slots, groups go elsewhere: %s", name, error)
-            self._queue.pause(member)
+            self.queue.pause(member)
         except ExhaustedError:
-            self._queue.pause(member)  # full: neither the group's fault nor the replica's
+            self.queue.pause(member)  # full: neither the group's fault nor the replica's
         except SluiceError as error:
             prompt_id = collected.request.prompt.prompt_id
             logger.info("prompt %s: %s (the group: %s)", prompt_id, error, collected.state())
             self._broken.note(name, len(collected.missing), str(error))
-            self._queue.pause(member)
+            self.queue.pause(member)
             if isinstance(error, EngineError | PeerDefectError):
                 collected.request.progress.engine_answered = True
             return str(error)
@@ -363,7 +360,7 @@ class GroupDispatcher:
         If the replica with most slots refuses, the prompt is at fault, or fits nowhere.
         """
         slots = reservation.member.announced.info.slots
-        most = max((replica.info.slots for replica in self._queue.fleet.announced), default=slots)
+        most = max((replica.info.slots for replica in self.queue.fleet.announced), default=slots)
         return slots < min(samples, most)
 
     async def _receive(
@@ -414,28 +411,25 @@ class GroupDispatcher:
         collected: CollectedSamples,
         event: GenerateEvent,
     ) -> None:
-        now, request = _now(), collected.request
+        now, request, member = _now(), collected.request, reservation.member
         if event.started is not None:
-            if reservation.member.on_probation:
-                self._queue.answered(reservation.member)
-            prompt_token_ids, version = event.started
-            collected.accepted(prompt_token_ids, reservation.member.announced.info.name, now)
+            if member.on_probation:
+                self.queue.answered(member)
             watch.pace.accepted(now)
-            collected.note_version(or_version=version)
-        num_before = request.progress.num_received
+        num_received, num_ended = request.progress.num_received, len(collected.rollouts)
         try:
-            arrival = collected.take(event, reservation.member.announced.info.name)
+            new_tokens = collected.take(event, now)
         finally:  # unused tokens were received, too
-            self.num_received[request.purpose] += request.progress.num_received - num_before
-        if arrival.num_finished:
+            self.num_received[request.purpose] += request.progress.num_received - num_received
+        if num_finished := len(collected.rollouts) - num_ended:
             # Samples of one request share the cache of their prompt.
             prompt = collected.prompt_token_ids
             own = 0 if prompt is None else -(-prompt.size // request.num_samples)
             for rollout in event.rollouts:
-                self._queue.fleet.context_ended(own + rollout.num_tokens)
-            self._queue.sequences_ended(reservation, arrival.num_finished)
+                self.queue.fleet.context_ended(own + rollout.num_tokens)
+            self.queue.sequences_ended(reservation, num_finished)
         if event.deltas or event.rollouts:
-            watch.pace.arrived(arrival.new_tokens, arrival.ended, now)
+            watch.pace.arrived(new_tokens, [one.sample_index for one in event.rollouts], now)
         elif event.engine_tokens is not None:
             watch.pace.engine_progressed(event.engine_tokens, now)
         watch.reschedule()
@@ -457,7 +451,7 @@ class GroupDispatcher:
         if collected.was_moved or not is_slow:
             return None
         wanted = collected.request.requirement(len(missing))
-        return StreamEnd.SLOW if self._queue.has_capacity_beside(watch.member, wanted) else None
+        return StreamEnd.SLOW if self.queue.has_capacity_beside(watch.member, wanted) else None
 
     def _ended(self, end: StreamEnd, watch: StreamWatch, collected: CollectedSamples) -> str | None:
         """Handle the end of a stream; return why it counts as a failure."""
@@ -475,73 +469,11 @@ class GroupDispatcher:
         )
         if end in (StreamEnd.REPLICA_REMOVED, StreamEnd.REPLICA_SWAPS):
             return None
-        self._queue.pause(watch.member)
+        self.queue.pause(watch.member)
         if end is StreamEnd.SLOW:
             collected.was_moved = True
             return None
         return f"{name}: stalled: {state}"
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratedGroup:
-    """A prompt's samples and, where a baseline is needed, its greedy response: the baseline of
-    ReMax (arXiv 2310.10505)."""
-
-    samples: RolloutGroup
-    greedy: RolloutGroup | None = None
-
-
-async def generate_group(
-    dispatcher: SampleGenerator,
-    request: GroupRequest,
-    greedy: SamplingParams | None,
-    on_sample: SampleCallback | None = None,
-) -> GeneratedGroup:
-    """Generate a prompt's samples and, with `greedy`, one more response with those parameters.
-
-    Args:
-        dispatcher: generates them.
-        request: the samples; the greedy response keeps to the same versions.
-        greedy: parameters of the greedy response; ``None``: there is none.
-        on_sample: called with each sample that has finished, but not with the greedy response.
-
-    Raises:
-        GroupFailedError: samples or response cannot be generated; the detail of the response's
-            failure begins with its `FailureKind`.
-        SluiceError: another error; if both requests failed, the one that `decisive_error` chooses.
-    """
-    if greedy is None:
-        return GeneratedGroup(await dispatcher.generate(request, on_sample))
-    beside = replace(
-        request,
-        sample_indexes=(0,),
-        sampling=for_prompt(greedy, request.prompt, label="greedy"),
-        allows_missing=False,
-        is_baseline=True,
-    )
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            name = f"prompt {request.prompt.prompt_id}"
-            samples = tasks.create_task(
-                dispatcher.generate(request, on_sample), name=f"{name}, samples"
-            )
-            response = tasks.create_task(_response(dispatcher, beside), name=f"{name}, greedy")
-    except ExceptionGroup as group:
-        raise decisive_error(group) from group
-    return GeneratedGroup(samples.result(), response.result())
-
-
-async def _response(dispatcher: SampleGenerator, request: GroupRequest) -> RolloutGroup:
-    try:
-        return await dispatcher.generate(request)
-    except GroupFailedError as error:
-        if type(error) is not GroupFailedError:
-            raise  # the prompt itself is refused, and the type of the error names the reason
-        kind = error.kind or FailureKind.ENGINE_ERROR
-        raise GroupFailedError(
-            f"{kind}: no greedy response, the baseline of its samples: {error}",
-            error.kind,
-        ) from error
 
 
 def _now() -> float:

@@ -247,11 +247,6 @@ class GroupRequest:
     turn: TurnRequest | None = None
     is_baseline: bool = False
 
-    def __post_init__(self) -> None:
-        indexes = self.sample_indexes
-        if not indexes or len(set(indexes)) != len(indexes) or min(indexes) < 0:
-            raise ValueError(f"sample_indexes: {indexes} are not one or more different indexes")
-
     @property
     def num_samples(self) -> int:
         """How many samples are requested."""
@@ -362,12 +357,6 @@ def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams
         seed=rollout.seed,
         ignore_eos=rollout.ignore_eos,
     )
-
-
-def greedy_sampling(training: SamplingParams) -> SamplingParams:
-    """Return parameters that choose the most probable token at every position, with the limits of
-    the training samples."""
-    return replace(training, temperature=0.0, top_p=1.0, top_k=-1)
 
 
 def validation_sampling(

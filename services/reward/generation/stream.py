@@ -22,21 +22,6 @@ from sluice.errors import PeerError
 from sluice.types import FinishReason, Rollout, RolloutGroup, TokenIds
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """The tokens and samples that one event added.
-
-    Attributes:
-        new_tokens: tokens that were not known before, by sample index.
-        ended: samples that the stream has ended, aborted ones included.
-        num_finished: ended samples that are complete.
-    """
-
-    new_tokens: dict[int, int]
-    ended: tuple[int, ...]
-    num_finished: int
-
-
 @dataclass(slots=True, eq=False)
 class CollectedSamples:
     """The samples of one request so far; their tokens may come from several replicas.
@@ -86,40 +71,16 @@ class CollectedSamples:
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
         """Return the oldest version among its tokens and `or_version`; ``None``: there is none."""
-        sampled_by = [rollout.oldest_version for rollout in self.rollouts.values()]
-        growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
-        versions = (*sampled_by, *growing_by, or_version)
-        return min((v for v in versions if v is not None), default=None)
+        samples: list[Rollout | GrowingSample] = [*self.rollouts.values(), *self._growing.values()]
+        versions = [span.version for sample in samples for span in sample.version_spans]
+        if or_version is not None:
+            versions.append(or_version)
+        return min(versions, default=None)
 
     @property
     def is_first_turn(self) -> bool:
         """Whether the samples begin with it."""
         return self.request.turn is None or self.request.turn.number == 0
-
-    def accepted(self, prompt_token_ids: TokenIds, replica: str, now: float) -> None:
-        """Note that a replica accepted the request; raise `PeerError` if its prompt is another one
-        than the turn continues, or than an earlier replica read."""
-        turn = self.request.turn
-        if turn is not None:
-            earlier, read = turn.earlier, self.prompt_token_ids
-            if earlier is not None and not np.array_equal(
-                prompt_token_ids[: earlier.size], earlier
-            ):
-                raise PeerError(
-                    replica,
-                    PHASE,
-                    f"its prompt of {prompt_token_ids.size} tokens does not begin with the "
-                    f"{earlier.size} tokens of the turns before",
-                )
-            if read is not None and not np.array_equal(prompt_token_ids, read):
-                raise PeerError(
-                    replica,
-                    PHASE,
-                    f"its prompt of {prompt_token_ids.size} tokens is not the one of {read.size} "
-                    "tokens that another replica read",
-                )
-        self.prompt_token_ids = prompt_token_ids
-        self.request.progress.started(prompt_token_ids if self.is_first_turn else None, now)
 
     def requested(self, replica: str) -> None:
         """Note that a replica gets a request for the samples that are missing."""
@@ -132,21 +93,56 @@ class CollectedSamples:
         self._requested |= missing
         self._is_accepted = False
 
-    def take(self, event: GenerateEvent, replica: str) -> Arrival:
-        """Store what a replica sent; raise `PeerError` if it does not fit the request."""
+    def take(self, event: GenerateEvent, now: float) -> dict[int, int]:
+        """Store what the replica sent.
+
+        Args:
+            event: one message.
+            now: seconds of the event loop's clock.
+
+        Returns:
+            tokens that were not known before, by sample index.
+
+        Raises:
+            PeerError: it does not fit the request.
+        """
+        if event.started is not None:
+            self._accepted(*event.started, now)
         new_tokens = self._count_received(event)
-        self._is_accepted = self._is_accepted or event.started is not None
         if (event.rollouts or event.deltas) and not self._is_accepted:
-            raise PeerError(replica, PHASE, "it sent samples before the prompt's tokens")
+            raise self._defect("it sent samples before the prompt's tokens")
         for delta in event.deltas:
-            self._check_requested(delta.sample_index, replica)
+            self._check_requested(delta.sample_index)
             sample = self._growing.setdefault(delta.sample_index, GrowingSample())
             sample.append(delta.token_ids, delta.behavior_logprobs, delta.version)
             self.request.progress.num_tokens += int(delta.token_ids.size)
         for rollout in event.rollouts:
-            self._end(rollout, replica)
-        ended = tuple(rollout.sample_index for rollout in event.rollouts)
-        return Arrival(new_tokens, ended, sum(index in self.rollouts for index in ended))
+            self._end(rollout)
+        return new_tokens
+
+    def _accepted(self, prompt_token_ids: TokenIds, version: int, now: float) -> None:
+        """Note that the replica accepted the request; raise `PeerError` if its prompt is another
+        one than the turn continues, or than an earlier replica read."""
+        turn, read = self.request.turn, self.prompt_token_ids
+        size = prompt_token_ids.size
+        if turn is not None:
+            earlier = turn.earlier
+            if earlier is not None and not np.array_equal(
+                prompt_token_ids[: earlier.size], earlier
+            ):
+                raise self._defect(
+                    f"its prompt of {size} tokens does not begin with the {earlier.size} tokens of "
+                    "the turns before"
+                )
+            if read is not None and not np.array_equal(prompt_token_ids, read):
+                raise self._defect(
+                    f"its prompt of {size} tokens is not the one of {read.size} tokens that "
+                    "another replica read"
+                )
+        self._is_accepted = True
+        self.prompt_token_ids = prompt_token_ids
+        self.request.progress.started(prompt_token_ids if self.is_first_turn else None, now)
+        self.note_version(or_version=version)
 
     def _count_received(self, event: GenerateEvent) -> dict[int, int]:
         """Count the tokens that are new, used or not."""
@@ -163,36 +159,37 @@ class CollectedSamples:
         self.request.progress.num_received += sum(new_tokens.values())
         return new_tokens
 
-    def _end(self, rollout: Rollout, replica: str) -> None:
+    def _end(self, rollout: Rollout) -> None:
         """Store a sample that the stream has ended; an aborted one may be continued."""
-        index = rollout.sample_index
-        self._check_requested(index, replica)
+        index, progress = rollout.sample_index, self.request.progress
+        self._check_requested(index)
         growing = self._growing.pop(index, None)
         num_known = growing.num_tokens if growing else 0
         if growing and not np.array_equal(rollout.token_ids[:num_known], growing.token_ids()):
             # One of the two is wrong, and nothing shows which: the sample starts again.
-            self.request.progress.num_tokens -= num_known
-            self.request.progress.num_thrown_away += max(num_known, rollout.num_tokens)
-            raise PeerError(
-                replica,
-                PHASE,
+            progress.num_tokens -= num_known
+            progress.num_thrown_away += max(num_known, rollout.num_tokens)
+            raise self._defect(
                 f"sample {index} came with {rollout.num_tokens} tokens that do not continue the "
-                f"{num_known} that came before",
+                f"{num_known} that came before"
             )
-        self.request.progress.num_tokens += rollout.num_tokens - num_known
+        progress.num_tokens += rollout.num_tokens - num_known
         if rollout.finish_reason is FinishReason.ABORTED:
             self._growing[index] = GrowingSample()
             self._growing[index].adopt(rollout)
             return
         self.rollouts[index] = rollout
         if self.request.turn is None:  # else more turns may follow
-            self.request.progress.has_finished_samples = True
+            progress.has_finished_samples = True
         if self.on_sample is not None:
             self.on_sample(rollout)
 
-    def _check_requested(self, sample_index: int, replica: str) -> None:
+    def _check_requested(self, sample_index: int) -> None:
         if sample_index in self.rollouts or sample_index not in self.request.sample_indexes:
-            raise PeerError(replica, PHASE, f"sample {sample_index} was not asked for")
+            raise self._defect(f"sample {sample_index} was not asked for")
+
+    def _defect(self, what: str) -> PeerError:
+        return PeerError(self.replica, PHASE, what)
 
     def partials(self) -> Sequence[Rollout]:
         """Return the unfinished samples that have tokens, to be continued.

@@ -27,12 +27,10 @@ from collections.abc import Callable, Collection
 from functools import partial
 from uuid import uuid4
 
-from services.reward.group_table import CancelReason, Group, GroupEnding, GroupTable
-from services.reward.groups.settings import BatchRules
+from services.reward.group_table import CancelReason, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.sources import TrainingSource, TrainingSources
-from services.reward.ledger.ledger import PromptLedger, not_leased
+from services.reward.ledger.ledger import not_leased
 from services.reward.records.statistics import GroupStatistics
-from services.reward.source_groups import GroupState
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges
 from sluice.algorithm.sampling.admission import kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad
@@ -51,19 +49,12 @@ WAIT_GROUPS = "timing_s/wait_groups"
 class TrainBatches:
     """The trainer's side of the loop.
 
-    Args:
-        groups: all groups.
-        ledger: holds the open lease.
-        sources: know whether more prompts can come, take those that wait again, decide whether
-            kept groups may be taken, and know whether the yield is hopeless.
-        statistics: of a batch.
-        rules: batch size and staleness.
-        changes: notified at every change that may complete a batch.
-
     The ledger alone knows which batch is leased; this class holds its content, if this process
     formed it, until it is acknowledged or voided.
 
     Attributes:
+        changes: notified at every change that may complete a batch.
+        num_asking: calls of the trainer that wait for a batch.
         error: why there are no more batches.
         reason: describes the cause of the wait; set by the loop.
     """
@@ -72,33 +63,25 @@ class TrainBatches:
         self,
         *,
         groups: GroupTable,
-        ledger: PromptLedger,
         sources: TrainingSources,
         statistics: GroupStatistics,
-        rules: BatchRules,
         changes: ChangeSignal,
     ) -> None:
         self._groups = groups
-        self._ledger = ledger
+        self._ledger = groups.ledger
         self._sources = sources
         self._statistics = statistics
-        self._rules = rules
-        self._changes = changes
+        self.changes = changes
         # All sources have the same strategy; only its numbers differ.
-        strategy = next(iter(sources)).strategy
+        strategy = next(iter(sources.values())).strategy
         self._carries_over = not strategy.discards_surplus
         self._preempts = strategy.preempts
-        self._num_asking = 0
+        self.num_asking = 0
         self._asked = (-1, 0.0)  # a step, and when its batch was first requested
         self._was_voided = False
         self._batch: TrainBatch | None = None
         self.error: SluiceError | None = None
         self.reason: Callable[[], str] = str
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the trainer waits for a batch now."""
-        return self._num_asking > 0
 
     @property
     def num_batches_in_training(self) -> int:
@@ -126,13 +109,13 @@ class TrainBatches:
             DeadlineError: not within `seconds`; names the cause of the wait.
             SluiceError: what stopped the loop.
         """
-        self._num_asking += 1
+        self.num_asking += 1
         if self._asked[0] != step:  # else the trainer repeats a call that was lost
             self._asked = (step, time.monotonic())
         try:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
                 while True:
-                    change = self._changes.next_change()
+                    change = self.changes.next_change()
                     if self.error is not None:
                         raise self.error
                     batch = self._leased_again(version) or self._formed(version)
@@ -143,7 +126,7 @@ class TrainBatches:
             phase = f"filling the batch of step {step}, waiting for {self.reason()}"
             raise DeadlineError(PEER, phase, seconds) from error
         finally:
-            self._num_asking -= 1
+            self.num_asking -= 1
 
     def batch(self, batch_id: str) -> TrainBatch:
         """Return the batch at the trainer.
@@ -164,7 +147,7 @@ class TrainBatches:
         Raises:
             NotFoundError: no such lease.
         """
-        self._changes.notify()
+        self.changes.notify()
         if not self._ledger.is_leased(batch_id):
             return ()
         detail = ""
@@ -186,11 +169,11 @@ class TrainBatches:
     def close(self, reason: SluiceError) -> None:
         """Form no more batches; every call for one raises the first reason."""
         self.error = self.error or reason
-        self._changes.notify()
+        self.changes.notify()
 
     def begin_again(self) -> None:
         """Form batches again, if the policy that is given up could fill none."""
-        for source in self._sources:
+        for source in self._sources.values():
             source.guard.begin_again()
         if isinstance(self.error, BatchUnfillableError):
             self.error = None
@@ -212,7 +195,7 @@ class TrainBatches:
         announced = self._groups.policy_version
         if announced is not None:
             next_version = max(announced, self._next_version())
-            for source in self._sources:
+            for source in self._sources.values():
                 ages = source.groups.ages
                 self._cancel(ages, ages.without_slot(next_version), next_version)
 
@@ -255,8 +238,8 @@ class TrainBatches:
         if lost := self.void_lease():
             for group in lost:
                 self._groups.requeue(group, CancelReason.TAKEN_OVER)
-                self._sources.of(group).prompts.put(group.prompt)
-            self._changes.notify()
+                self._sources[group.prompt.source].prompts.put(group.prompt)
+            self.changes.notify()
         return None
 
     def _formed(self, version: int) -> TrainBatch | None:
@@ -264,7 +247,7 @@ class TrainBatches:
 
         A source that lacks groups keeps the others waiting: without it they would get its share.
         """
-        decisions = [(source, self._decided(source, version)) for source in self._sources]
+        decisions = [(source, self._decided(source, version)) for source in self._sources.values()]
         if all(self._is_ready(source, decision) for source, decision in decisions):
             chosen = interleaved([decision.chosen for _, decision in decisions])
             return self._lease([self._groups[prompt_id] for prompt_id in chosen], version)
@@ -298,7 +281,7 @@ class TrainBatches:
     def _lease(self, chosen: list[Group], version: int) -> TrainBatch:
         """Lease the chosen groups; end the others if the strategy carries none over."""
         if not self._carries_over:
-            detail = f"kept, and the batch was full with {self._rules.batch_size} groups"
+            detail = f"kept, and the batch was full with {self._sources.batch_size} groups"
             taken = set(chosen)
             for group in self._groups.in_state(GroupState.KEPT):
                 if group not in taken:
@@ -307,9 +290,10 @@ class TrainBatches:
         train_groups = tuple(_train_group(group.graded) for group in chosen if group.graded)
         # The trainer saves this progress with the weights that the batch makes, so the batch's own
         # rows count as ended although they are only leased.
-        prompts = [group.prompt for group in chosen]
         progress = self._ledger.progress(
-            (one.source, one.position) for one in prompts if one.position is not None
+            (group.prompt.source, group.prompt.position)
+            for group in chosen
+            if group.prompt.position is not None
         )
         self._groups.lease(batch_id, version, chosen)
         gauges = self._gauges()
@@ -328,15 +312,15 @@ class TrainBatches:
         self._was_voided = False
         self._asked = (-1, 0.0)  # another call for this step is for another batch
         self._sources.share_out()
-        self._changes.notify()
+        self.changes.notify()
         return self._batch
 
     def _gauges(self) -> dict[str, float]:
         gauges: dict[str, float] = {}
-        for source in self._sources:
+        for source in self._sources.values():
             source.strategy.batch_formed()
             gauges |= source.statistics()
-            if self._rules.max_staleness == 0 and not self._preempts:
+            if source.strategy.rules.max_staleness == 0 and not self._preempts:
                 # This estimate depends on the order in which groups end, so on timing. Exact
                 # filling does not use it; without it the metrics of such a run repeat.
                 del gauges[source_metric(source.name, "sampling/yield")]
@@ -345,18 +329,18 @@ class TrainBatches:
 
 def _train_group(graded: GradedGroup) -> TrainGroup:
     """Return the scored samples of a graded group, as the optimizer sees them."""
-    pairs = [
-        (rollout, outcome)
-        for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True)
-        if isinstance(outcome, Scored)
-    ]
+    group, outcomes = graded.group, graded.outcomes
     return TrainGroup(
-        prompt_id=graded.group.prompt.prompt_id,
-        prompt_token_ids=graded.group.prompt_token_ids,
-        rollouts=tuple(rollout for rollout, _ in pairs),
-        scores=tuple(scored for _, scored in pairs),
-        data_source=graded.group.prompt.data_source,
+        prompt_id=group.prompt.prompt_id,
+        prompt_token_ids=group.prompt_token_ids,
+        rollouts=tuple(
+            rollout
+            for rollout, outcome in zip(group.rollouts, outcomes, strict=True)
+            if isinstance(outcome, Scored)
+        ),
+        scores=graded.scored,
+        data_source=group.prompt.data_source,
         baseline_reward=graded.baseline_reward,
-        images=graded.group.prompt.images,
-        source=graded.group.prompt.source,
+        images=group.prompt.images,
+        source=group.prompt.source,
     )

@@ -1,8 +1,8 @@
 """The group loop: prompts in, kept groups out.
 
 Consumes: prompts (clients' first come first served, then the data set) and the trainer's
-announcements. One task admits (`GroupAdmission`); each admitted group has a task of its own that
-generates, grades and filters it (`run`). `services.reward.group_table` has its states.
+announcements. One task admits; each admitted group has a task of its own that generates, grades
+and filters it (`run`). `services.reward.group_table` has its states.
 
 Waits for                      unblocked by
   the first announcement         `announce`
@@ -28,30 +28,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from services.reward.generation.dispatcher import GroupDispatcher, ReplicaQueue
+from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import prompt_key
-from services.reward.group_table import CancelReason, EndCause, Group, GroupEnding, GroupTable
+from services.reward.group_table import (
+    IN_FLIGHT,
+    CancelReason,
+    EndCause,
+    Group,
+    GroupEnding,
+    GroupState,
+    GroupTable,
+)
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.run import GroupRun
-from services.reward.groups.settings import BatchRules
 from services.reward.groups.sources import TrainingSource, TrainingSources
-from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.records.traces import PromptTraces
-from services.reward.source_groups import GroupState
 from sluice.algorithm.groups.staleness import reserves_slot
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.admission import groups_with_capacity
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sources import SourceLoad, source_to_start
-from sluice.concurrency.waits import ChangeSignal, Waiting, deadline
+from sluice.concurrency.waits import Waiting, deadline
 from sluice.errors import DataError, SluiceError
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress, Prompt, PromptEnd, PromptOrigin
@@ -61,233 +66,65 @@ logger = logging.getLogger(__name__)
 TAKE_OVER_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Blocker:
-    """A process that has to act before a batch can be filled; `key` names the kind of wait."""
-
-    key: str
-    peer: str
-    phase: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoopFacts:
-    """The state of the loop that decides what it waits for.
-
-    Args:
-        num_kept: groups for the next batch; of each source at most its part.
-        lacking: words about the named sources that lack groups (`TrainingSources.lacking`).
-    """
-
-    is_announced: bool
-    num_replicas: int
-    leased_step: int | None
-    batch_asked: bool
-    num_generating: int
-    num_grading: int
-    num_kept: int
-    batch_size: int
-    num_batches_in_training: int
-    has_dataset: bool
-    is_exhausted: bool
-    lacking: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopParts:
-    """What the loop and its admission share."""
-
-    rules: BatchRules
-    groups: GroupTable
-    batches: TrainBatches
-    sources: TrainingSources  # which groups start, and how many
-    queue: ReplicaQueue  # the fleet and its capacity
-    memory: PromptMemoryStore | None  # of earlier attempts; ``None`` for strategies without one
-
-
-class GroupAdmission:
-    """Starts groups. The sampling strategy decides which prompts start, and when.
-
-    A client's prompt is never skipped: the client waits for its outcome, so what earlier attempts
-    showed does not count. A whole epoch is not skipped either: once as many prompts in a row were
-    skipped as the data set has rows, the next one is treated like an unknown one. A prompt in
-    quarantine ends at once, whether a client or the data set brought it.
-
-    Args:
-        parts: shared with the loop.
-        quarantine: prompts that do not start.
-    """
-
-    def __init__(self, parts: LoopParts, quarantine: Quarantine) -> None:
-        self._groups = parts.groups
-        self._batches = parts.batches
-        self._sources = parts.sources
-        self._queue = parts.queue
-        self._memory = parts.memory
-        self._quarantine = quarantine
-        # Needed at every start, so computed once.
-        self._max_staleness = parts.rules.max_staleness
-        self._first_sequences = {one.name: one.first_sequences for one in parts.sources}
-
-    async def admit(self, start: Callable[[Group, Attempt], None]) -> None:
-        """Start as many groups as may start, while there are prompts.
-
-        Raises:
-            BatchUnfillableError: the strategy gives up.
-            DataError: the data set or the memory of prompts cannot be read.
-        """
-        without_prompt: set[str] = set()
-        while (source := self._source_to_start(without_prompt)) is not None:
-            version = self._groups.policy_version or 0
-            prompt = await source.prompts.next_prompt(version, time.monotonic())
-            if prompt is None:
-                without_prompt.add(source.name)
-            elif not await self._admitted(source, prompt, start):
-                return
-
-    async def _admitted(
-        self, source: TrainingSource, prompt: Prompt, start: Callable[[Group, Attempt], None]
-    ) -> bool:
-        """Start or end a prompt's group; ``False``: it waits, since no group may start any more."""
-        group = self._groups[prompt.prompt_id]
-        if (reason := self._quarantine.reason(prompt)) is not None:
-            ending = GroupEnding(PromptEnd.DROPPED_FAILED, reason, cause=EndCause.QUARANTINE)
-            self._groups.end(group, ending)
-            return True
-        try:
-            with source.prompts.in_hand():
-                attempt = await self._decided(source, prompt)
-        except SluiceError:
-            source.prompts.put(prompt)
-            raise
-        if attempt is None:  # things changed while the data set or the memory was read
-            source.prompts.put(prompt)
-            return False
-        if attempt.is_skipped:
-            source.num_skipped += 1
-            source.strategy.skipped(attempt)
-            self._groups.end(group, GroupEnding(PromptEnd.SKIPPED, why_skipped(attempt)))
-        else:
-            source.num_skipped = 0
-            start(group, attempt)
-        return True
-
-    def _source_to_start(self, without_prompt: Collection[str]) -> TrainingSource | None:
-        """Return the source whose group starts next; ``None``: none may, or none has a prompt."""
-        version = self._groups.policy_version
-        if version is None:
-            return None
-        loads = {
-            one.name: self._load(one, version)
-            for one in self._sources
-            if one.name not in without_prompt and not one.is_exhausted
-        }
-        name = source_to_start(loads)
-        return None if name is None else self._sources[name]
-
-    def _load(self, source: TrainingSource, version: int) -> SourceLoad:
-        """Return the groups of a source that may start now, by its strategy and the capacity of the
-        fleet, and how far it has filled its part of the batches."""
-        # Replicas that serve an older version than this could only add groups that are too old.
-        lowest = version - self._max_staleness
-        first_sequences = self._first_sequences[source.name]
-        free = self._queue.num_free_sequences(lowest, first_sequences)
-        capacity = groups_with_capacity(
-            free - self._groups.num_unrequested,  # those wait for a replica, or are about to
-            first_sequences=first_sequences,
-            is_idle=not self._groups.num_in_flight,
-        )
-        load, strategy = self._batches.load(source, capacity), source.strategy
-        return SourceLoad(
-            load, source.num_groups, strategy.estimate.mean, strategy.num_to_start(load)
-        )
-
-    async def _decided(self, source: TrainingSource, prompt: Prompt) -> Attempt | None:
-        """Return the strategy's decision about a prompt; ``None``: no group may start any more."""
-        key, history = prompt_key(prompt), None
-        is_client = prompt.origin is PromptOrigin.CLIENT
-        may_skip = not is_client and source.num_skipped < source.settings.epoch_rows
-        if self._memory is not None and may_skip:
-            history = await asyncio.to_thread(self._memory.read, key)
-        version = self._groups.policy_version
-        if version is None or not self._load(source, version).num_to_start:
-            return None
-        return source.strategy.attempt(key, prompt.sequence, history, version)
-
-
-def why_skipped(attempt: Attempt) -> str:
-    """Return the detail of a skipped prompt's outcome, with what earlier attempts showed."""
-    thinned = attempt.side is Side.PLAIN
-    why = "left out to keep the share of hard prompts" if thinned else "not worth its tokens"
-    history = attempt.history
-    if history is None:
-        return why
-    graded = history.num_right + history.num_wrong
-    return f"{why}: {history.num_right:.1f} of {graded:.1f} samples right in earlier attempts"
-
-
 class GroupLoop:
     """The loop; all methods run in one event loop.
 
-    Args:
-        parts: shared with `admission`.
-        ledger: the durable part.
-        dispatcher: gets every announced fleet, and has the bounds of groups.
-        admission: starts groups.
-        runs: runs each group.
-        traces: the spans of prompts.
-        changes: notified when a group moved on.
-        capacity: notified by each of `changes`, and when there may be capacity for another group.
+    The sampling strategy decides which prompts start, and when. A client's prompt is never skipped:
+    the client waits for its outcome, so what earlier attempts showed does not count. A whole epoch
+    is not skipped either: once as many prompts in a row were skipped as the data set has rows, the
+    next one is treated like an unknown one. A prompt in quarantine ends at once, whether a client
+    or the data set brought it.
+
+    Every change notifies `TrainBatches.changes`, and with it `ReplicaQueue.capacity`, for which the
+    loop waits. `memory` is ``None`` for strategies without one.
     """
 
     def __init__(
         self,
-        parts: LoopParts,
         *,
-        ledger: PromptLedger,
+        groups: GroupTable,
+        sources: TrainingSources,
+        batches: TrainBatches,
+        memory: PromptMemoryStore | None,
+        quarantine: Quarantine,
         dispatcher: GroupDispatcher,
-        admission: GroupAdmission,
         runs: GroupRun,
         traces: PromptTraces,
-        changes: ChangeSignal,
-        capacity: ChangeSignal,
     ) -> None:
-        self._batch_size = parts.rules.batch_size
-        self._ledger = ledger
-        self._groups = parts.groups
-        self._sources = parts.sources
-        self._queue = parts.queue
+        self._groups = groups
+        self._sources = sources
+        self.batches = batches
+        self._ledger = groups.ledger
+        self._memory = memory
+        self._quarantine = quarantine
+        self._queue = dispatcher.queue
         self._dispatcher = dispatcher
-        self._memory = parts.memory
-        self._admission = admission
         self._runs = runs
         self._traces = traces
-        self._changes = changes
-        self._capacity = capacity
-        self._awaited_since: dict[str, float] = {}  # by the kind of wait
+        self._changes = batches.changes
+        # By the kind of wait, as those who ask see it; the watchdog asks every second.
+        self._awaited_since: dict[str, float] = {}
         self._announce_lock = asyncio.Lock()
         self._trainer: str | None = None
         self._was_exhausted = False
         self._learned_version: int | None = None
         self._memory_is_writable = True
-        self.batches = parts.batches
         self.batches.reason = self._reason
 
     async def run(self) -> None:
         """Admit prompts until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            start = partial(self._start, tasks)
             while True:
-                change = self._capacity.next_change()
+                change = self._queue.capacity.next_change()
                 try:
                     if self.batches.error is None:
-                        await self._admission.admit(start)
-                    if self._sources.is_exhausted and not self._was_exhausted:
+                        await self._admit(tasks)
+                    is_exhausted = self._sources.is_exhausted
+                    if is_exhausted and not self._was_exhausted:
                         self._changes.notify()  # no batch may come any more
-                    self._was_exhausted = self._sources.is_exhausted
+                    self._was_exhausted = is_exhausted
                 except SluiceError as error:
                     self.batches.fail(error)
-                self.awaited()
                 await change.wait()
 
     def submit(self, prompt: Prompt) -> None:
@@ -322,7 +159,7 @@ class GroupLoop:
                 await self._roll_back(version, rolled_back_to)
             self.batches.settle_recovered(version)
             if version != self._learned_version:
-                for source in self._sources:
+                for source in self._sources.values():
                     source.strategy.forecast.announced(time.monotonic())
                 await self._learn()
             self._learned_version = self._groups.policy_version = version
@@ -330,30 +167,33 @@ class GroupLoop:
         logger.info("version %d on %d replicas", version, len(replicas))
         self._changes.notify()
 
-    def awaited(self) -> list[tuple[Blocker, float]]:
-        """Return what the loop waits for, each with the seconds so far; the nearest cause first."""
+    def awaited(self) -> dict[str, Waiting]:
+        """Return what the loop waits for by the kind of wait, the nearest cause first."""
         lease, sources, counts = self._ledger.open_lease, self._sources, self._groups.counts
         facts = LoopFacts(
             is_announced=self._groups.policy_version is not None,
             num_replicas=len(self._queue.fleet.announced),
             leased_step=lease.version + 1 if lease else None,
-            batch_asked=self.batches.is_asked,
+            batch_asked=self.batches.num_asking > 0,
             num_generating=counts[GroupState.GENERATING],
             num_grading=counts[GroupState.GRADING],
-            num_kept=sum(min(one.groups.num_kept, one.num_groups) for one in sources),
-            batch_size=self._batch_size,
+            num_kept=sum(min(one.groups.num_kept, one.num_groups) for one in sources.values()),
+            batch_size=sources.batch_size,
             num_batches_in_training=self.batches.num_batches_in_training,
             has_dataset=sources.has_dataset,
             is_exhausted=sources.is_exhausted,
             lacking=sources.lacking(),
         )
         now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
-        since = self._awaited_since = {wait.key: before.get(wait.key, now) for wait in found}
-        return [(wait, now - since[wait.key]) for wait in found]
+        self._awaited_since = {kind: before.get(kind, now) for kind in found}
+        return {
+            kind: Waiting(peer, phase, now - self._awaited_since[kind])
+            for kind, (peer, phase) in found.items()
+        }
 
     async def _learn(self) -> None:
         """Update the memory of prompts from ended groups, before another version starts."""
-        attempts = [each for one in self._sources for each in one.strategy.new_version()]
+        attempts = [each for one in self._sources.values() for each in one.strategy.new_version()]
         if self._memory is None or not attempts or not self._memory_is_writable:
             return
         try:
@@ -362,18 +202,111 @@ class GroupLoop:
             logger.warning("attempts are no longer remembered: %s", error)
             self._memory_is_writable = False
 
-    def _start(self, tasks: asyncio.TaskGroup, group: Group, attempt: Attempt) -> None:
-        source = self._sources.of(group)
+    # --------------------------------------------------------------------------------- admission
+
+    async def _admit(self, tasks: asyncio.TaskGroup) -> None:
+        """Start as many groups as may start, while there are prompts.
+
+        Raises:
+            BatchUnfillableError: the strategy gives up.
+            DataError: the data set or the memory of prompts cannot be read.
+        """
+        without_prompt: set[str] = set()
+        while (source := self._source_to_start(without_prompt)) is not None:
+            version = self._groups.policy_version or 0
+            prompt = await source.prompts.next_prompt(version, time.monotonic())
+            if prompt is None:
+                without_prompt.add(source.name)
+            elif not await self._admitted(tasks, source, prompt):
+                return
+
+    def _source_to_start(self, without_prompt: Collection[str]) -> TrainingSource | None:
+        """Return the source whose group starts next; ``None``: none may, or none has a prompt."""
+        version = self._groups.policy_version
+        if version is None:
+            return None
+        loads = {
+            one.name: self._load(one, version)
+            for one in self._sources.values()
+            if one.name not in without_prompt and not one.is_exhausted
+        }
+        name = source_to_start(loads)
+        return None if name is None else self._sources[name]
+
+    def _load(self, source: TrainingSource, version: int) -> SourceLoad:
+        """Return the groups of a source that may start now, by its strategy and the capacity of the
+        fleet, and how far it has filled its part of the batches."""
+        strategy = source.strategy
+        first_sequences = source.first_sequences(source.settings.first_samples)
+        # Replicas that serve an older version than this could only add groups that are too old.
+        lowest = version - strategy.rules.max_staleness
+        free = self._queue.num_free_sequences(lowest, first_sequences)
+        capacity = groups_with_capacity(
+            free - self._groups.num_unrequested,  # those wait for a replica, or are about to
+            first_sequences=first_sequences,
+            is_idle=not self._groups.num_in_flight,
+        )
+        load = self.batches.load(source, capacity)
+        return SourceLoad(
+            load, source.num_groups, strategy.estimate.mean, strategy.num_to_start(load)
+        )
+
+    async def _admitted(
+        self, tasks: asyncio.TaskGroup, source: TrainingSource, prompt: Prompt
+    ) -> bool:
+        """Start or end a prompt's group; ``False``: it waits, since no group may start any more."""
+        group = self._groups[prompt.prompt_id]
+        if (reason := self._quarantine.reason(prompt)) is not None:
+            ending = GroupEnding(PromptEnd.DROPPED_FAILED, reason, cause=EndCause.QUARANTINE)
+            self._groups.end(group, ending)
+            return True
+        source.prompts.has_one_in_hand = True
+        try:
+            attempt = await self._decided(source, prompt)
+        except SluiceError:
+            source.prompts.put(prompt)
+            raise
+        finally:
+            source.prompts.has_one_in_hand = False
+        if attempt is None:  # things changed while the data set or the memory was read
+            source.prompts.put(prompt)
+            return False
+        if attempt.is_skipped:
+            source.num_skipped += 1
+            source.strategy.skipped(attempt)
+            self._groups.end(group, GroupEnding(PromptEnd.SKIPPED, why_skipped(attempt)))
+        else:
+            source.num_skipped = 0
+            self._start(tasks, source, group, attempt)
+        return True
+
+    async def _decided(self, source: TrainingSource, prompt: Prompt) -> Attempt | None:
+        """Return the strategy's decision about a prompt; ``None``: no group may start any more."""
+        key, history = prompt_key(prompt), None
+        is_client = prompt.origin is PromptOrigin.CLIENT
+        may_skip = not is_client and source.num_skipped < source.settings.epoch_rows
+        if self._memory is not None and may_skip:
+            history = await asyncio.to_thread(self._memory.read, key)
+        version = self._groups.policy_version
+        if version is None or not self._load(source, version).num_to_start:
+            return None
+        return source.strategy.attempt(key, prompt.sequence, history, version)
+
+    def _start(
+        self, tasks: asyncio.TaskGroup, source: TrainingSource, group: Group, attempt: Attempt
+    ) -> None:
         source.strategy.started(attempt)
         reserves = source.strategy.preempts and reserves_slot(
             group.num_preemptions, source.groups.num_reserved, source.num_groups
         )
-        num_sequences = source.settings.first_sequences(attempt.first_samples)
+        num_sequences = source.first_sequences(attempt.first_samples)
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
         if reserves:  # its slot may have been the last for a running group
             self.batches.cancel_without_slot()
         with self._traces.within(group.prompt_id) if TRACER.is_on else nullcontext():
             group.task = tasks.create_task(self._run(group), name=f"prompt {group.prompt_id}")
+
+    # ---------------------------------------------------------------------------------- attempts
 
     async def _run(self, group: Group) -> None:
         """Run an attempt to its end. If it is cancelled, its prompt starts again or ends as stale.
@@ -412,7 +345,7 @@ class GroupLoop:
             detail = f"its oldest token is of version {group.oldest_version}, too old to be trained"
             self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
             return
-        self._sources.of(group).strategy.restarted(group.admitted_as)
+        self._sources[group.prompt.source].strategy.restarted(group.admitted_as)
         self._requeue(group, group.cancel_reason or CancelReason.TAKEN_OVER)
 
     async def _take_over(
@@ -430,7 +363,7 @@ class GroupLoop:
         await self._end_what_runs(CancelReason.TAKEN_OVER)
         if self._trainer is None:  # the trainer knows the data position of an earlier service
             self._groups.forget_data()
-            for source in self._sources:
+            for source in self._sources.values():
                 source.prompts.forget_data()
         self._give_back_kept(resume_from)
         prompts = await ledger.trained_after(version)
@@ -448,7 +381,7 @@ class GroupLoop:
     def _start_data(self, ended: DataProgress) -> None:
         """Let every source continue behind the rows that ended, or are pending."""
         progress = self._ledger.restart_data(ended)
-        for source in self._sources:
+        for source in self._sources.values():
             source.prompts.start_data(progress.of(source.name))
 
     async def _roll_back(self, version: int, restored: int) -> None:
@@ -474,15 +407,16 @@ class GroupLoop:
         if self._trainer is None:
             return
         logger.warning("pending groups start again: %s", why)
-        running = [group for group in self._groups if group.is_in_flight]
+        running = self._groups.in_state(*IN_FLIGHT)
         tasks = [group.task for group in running if group.task is not None]
         for group in running:
             group.cancel(why)
         async with deadline(TAKE_OVER_TIMEOUT_S, peer="rollout fleet", phase="cancelling"):
             if tasks:
                 await asyncio.wait(tasks)
-        self._groups.forget_preemptions()
-        for source in self._sources:  # the waves of the present batch no longer count
+        for group in self._groups:  # counted for the batches of the trainer before
+            group.num_preemptions = 0
+        for source in self._sources.values():  # the waves of the present batch no longer count
             source.strategy.batch_formed()
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
@@ -497,10 +431,10 @@ class GroupLoop:
 
     def _requeue(self, group: Group, why: CancelReason) -> None:
         self._groups.requeue(group, why)
-        self._sources.of(group).prompts.put(group.prompt)
+        self._sources[group.prompt.source].prompts.put(group.prompt)
 
     def _reason(self) -> str:
-        waits = [f"{w.peer}: {w.phase} (for {seconds:.1f} s)" for w, seconds in self.awaited()]
+        waits = [f"{w.peer}: {w.phase} (for {w.seconds:.1f} s)" for w in self.awaited().values()]
         return "; ".join(waits) or "nothing"
 
 
@@ -510,43 +444,69 @@ def _covers(resumed: DataProgress, prompt: Prompt) -> bool:
     return position is not None and (position < progress.low_water or position in ended_above)
 
 
-def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
-    """Return everything that the loop waits for, the nearest cause first."""
+def why_skipped(attempt: Attempt) -> str:
+    """Return the detail of a skipped prompt's outcome, with what earlier attempts showed."""
+    thinned = attempt.side is Side.PLAIN
+    why = "left out to keep the share of hard prompts" if thinned else "not worth its tokens"
+    history = attempt.history
+    if history is None:
+        return why
+    graded = history.num_right + history.num_wrong
+    return f"{why}: {history.num_right:.1f} of {graded:.1f} samples right in earlier attempts"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFacts:
+    """The state of the loop that decides what it waits for.
+
+    Args:
+        num_kept: groups for the next batch; of each source at most its part.
+        lacking: words about the named sources that lack groups (`TrainingSources.lacking`).
+    """
+
+    is_announced: bool
+    num_replicas: int
+    leased_step: int | None
+    batch_asked: bool
+    num_generating: int
+    num_grading: int
+    num_kept: int
+    batch_size: int
+    num_batches_in_training: int
+    has_dataset: bool
+    is_exhausted: bool
+    lacking: str = ""
+
+
+def awaited_now(facts: LoopFacts) -> dict[str, tuple[str, str]]:
+    """Return everything that the loop waits for, the nearest cause first: by the kind of wait, the
+    process that has to act, and what for."""
     if not facts.is_announced:
-        return (Blocker("announce", "trainer", "announcing a policy"),)
-    found: list[Blocker] = []
+        return {"announce": ("trainer", "announcing a policy")}
+    found: dict[str, tuple[str, str]] = {}
     if facts.num_replicas == 0:
-        found.append(
-            Blocker("replica", "rollout fleet", "registering a replica: none is announced")
-        )
+        found["replica"] = ("rollout fleet", "registering a replica: none is announced")
     if facts.num_generating:
         progress = f"{facts.num_kept} of {facts.batch_size} groups kept"
         what = f"generating {facts.num_generating} groups ({progress}{facts.lacking})"
-        found.append(Blocker("generating", "rollout fleet", what))
+        found["generating"] = ("rollout fleet", what)
     if facts.num_grading:
-        what = f"grading {facts.num_grading} groups"
-        found.append(Blocker("grading", "scorer pool", what))
+        found["grading"] = ("scorer pool", f"grading {facts.num_grading} groups")
     is_idle = not facts.num_generating and not facts.num_grading
-    if facts.leased_step is not None:
-        what = f"training the batch of step {facts.leased_step}"
-        found.append(Blocker(f"lease {facts.leased_step}", "trainer", what))
+    if (step := facts.leased_step) is not None:
+        found[f"lease {step}"] = ("trainer", f"training the batch of step {step}")
     elif is_idle and facts.num_kept < facts.batch_size and facts.num_replicas:
-        found.append(_idle_reason(facts))
+        found |= _idle_reason(facts)
     elif is_idle and facts.num_kept >= facts.batch_size and not facts.batch_asked:
-        found.append(Blocker("take", "trainer", "taking the batch that is ready"))
-    return tuple(found)
+        found["take"] = ("trainer", "taking the batch that is ready")
+    return found
 
 
-def _idle_reason(facts: LoopFacts) -> Blocker:
+def _idle_reason(facts: LoopFacts) -> dict[str, tuple[str, str]]:
     if facts.num_batches_in_training:
-        return Blocker("publish", "trainer", "announcing the next policy version")
+        return {"publish": ("trainer", "announcing the next policy version")}
     if facts.is_exhausted:
-        return Blocker("prompts", "clients", "submitting prompts: the data set is exhausted")
+        return {"prompts": ("clients", "submitting prompts: the data set is exhausted")}
     if not facts.has_dataset:
-        return Blocker("prompts", "clients", "submitting prompts: there is no data set")
-    return Blocker("data", "data set", f"reading prompts{facts.lacking}")
-
-
-def as_waits(awaited: Sequence[tuple[Blocker, float]]) -> tuple[Waiting, ...]:
-    """Return the same as waits of the service."""
-    return tuple(Waiting(one.peer, one.phase, seconds) for one, seconds in awaited)
+        return {"prompts": ("clients", "submitting prompts: there is no data set")}
+    return {"data": ("data set", f"reading prompts{facts.lacking}")}

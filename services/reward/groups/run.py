@@ -23,8 +23,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from services.reward.generation.dispatcher import GeneratedGroup, generate_group
 from services.reward.generation.request import (
     GroupFailedError,
     GroupRequest,
@@ -53,6 +53,7 @@ from sluice.errors import SluiceError
 from sluice.telemetry.tracing import TRACER, Key, SpanName
 from sluice.types import (
     Failed,
+    FailureKind,
     GradedGroup,
     Outcome,
     Prompt,
@@ -67,18 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupRun:
-    """Runs groups, each in the task of its caller.
-
-    Args:
-        sources: settings of groups, and strategies that decide about the rest of a group and learn
-            from its end.
-        groups: all groups.
-        generator: generates samples.
-        grader: grades them.
-        quarantine: counts strikes.
-        batches: cancels groups that have no slot any more, and fails with errors that every group
-            would meet.
-    """
+    """Runs groups, each in the task of its caller."""
 
     def __init__(
         self,
@@ -97,7 +87,7 @@ class GroupRun:
         self._quarantine = quarantine
         self._batches = batches
         # The filter is the same in all sources.
-        self._metric = next(iter(sources)).settings.filter_metric
+        self._metric = next(iter(sources.values())).settings.filter_metric
         self._is_warned = False
 
     async def run(self, group: Group) -> None:
@@ -149,7 +139,7 @@ class GroupRun:
 
     async def _graded_and_filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
         """Return the graded samples and the filter's decision, perhaps after the probes alone."""
-        settings = self._sources.of(group).settings
+        settings = self._sources[group.prompt.source].settings
         num_samples, first = settings.samples_per_group, group.attempt.first_samples
         new = range(num_samples)
         if first >= num_samples:
@@ -176,7 +166,7 @@ class GroupRun:
         """Return the first samples and, if two of them differed before all had come, the rest."""
         watch = ProbeWatch(self._grader, group.prompt, self._metric)
         name, rest = f"prompt {group.prompt.prompt_id}", None
-        settings = self._sources.of(group).settings
+        settings = self._sources[group.prompt.source].settings
         try:
             async with asyncio.TaskGroup() as tasks:
                 probes = tasks.create_task(
@@ -199,17 +189,17 @@ class GroupRun:
         async with asyncio.TaskGroup() as tasks:
             grading = f"prompt {group.prompt.prompt_id}, grades of probes"
             tasks.create_task(watch.run(), name=grading)
-            sampled = await self._generated(group, indexes, on_sample=watch.finished)
-            watch.over()
+            samples, _ = await self._generated(group, indexes, on_sample=watch.arrived.put_nowait)
+            watch.arrived.put_nowait(None)
         # `watch` has graded every sample that finished; the others were aborted.
-        return await self._graded(group, sampled, known=watch.outcomes)
+        return await self._graded(group, samples, known=watch.outcomes)
 
     def _after_probes(self, group: Group, probes: GradedGroup) -> FilterDecision | None:
         """Return how a group ends after its first samples; ``None``: the others are generated.
 
         The strategy does not decide about a group that has used its time or its tokens.
         """
-        source = self._sources.of(group)
+        source = self._sources[group.prompt.source]
         with TRACER.span(SpanName.FILTER) as span:
             decision = filter_probes(probes, metric=self._metric, needs=source.settings.needs)
             span.set({Key.PROMPT_END: decision.end.value if decision and decision.end else "none"})
@@ -239,8 +229,8 @@ class GroupRun:
         regeneration: int = 0,
     ) -> GradedGroup:
         """Return samples of a group and its greedy response, if there is one, graded."""
-        generated = await self._generated(group, indexes, greedy, regeneration)
-        return await self._graded(group, generated)
+        samples, response = await self._generated(group, indexes, greedy, regeneration)
+        return await self._graded(group, samples, response)
 
     async def _regenerated(self, group: Group, graded: GradedGroup, new: range) -> GradedGroup:
         """Return the group with new samples for those that the policy generates again.
@@ -252,12 +242,15 @@ class GroupRun:
             graded: all of its samples so far.
             new: indexes of the samples that no earlier call has generated again.
         """
-        policy, done = self._sources.of(group).settings.needs.policy, 0
+        policy, done = self._sources[group.prompt.source].settings.needs.policy, 0
         while True:
             done += 1
             again = policy.to_repeat(graded.outcomes, done, OutcomeAction.GENERATE_AGAIN)
-            replaced = [graded.group.rollouts[index] for index in again]
-            replaced = [rollout for rollout in replaced if rollout.sample_index in new]
+            replaced = [
+                rollout
+                for index in again
+                if (rollout := graded.group.rollouts[index]).sample_index in new
+            ]
             if not replaced:
                 return graded
             self._groups.continued(
@@ -275,30 +268,38 @@ class GroupRun:
         greedy: SamplingParams | None = None,
         regeneration: int = 0,
         on_sample: SampleCallback | None = None,
-    ) -> GeneratedGroup:
-        version, settings = self._groups.policy_version or 0, self._sources.of(group).settings
+    ) -> tuple[RolloutGroup, RolloutGroup | None]:
+        """Return samples of a group and its greedy response, if there is one."""
+        source, version = self._sources[group.prompt.source], self._groups.policy_version or 0
         label = f"train, regeneration {regeneration}" if regeneration else "train"
         request = GroupRequest(
             group.prompt,
             tuple(indexes),
-            for_prompt(settings.sampling, group.prompt, label=label),
+            for_prompt(source.settings.sampling, group.prompt, label=label),
             Purpose.TRAINING,
-            lowest_version=version - settings.rules.max_staleness,
+            lowest_version=version - source.strategy.rules.max_staleness,
             progress=group.progress,
-            allows_missing=not settings.needs.whole_groups,
+            allows_missing=not source.settings.needs.whole_groups,
         )
         group.num_ungraded += request.num_samples + (greedy is not None)
+        response: RolloutGroup | None = None
         with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
-            sampled = await generate_group(self._generator, request, greedy, on_sample)
-        greedy_tokens = sampled.greedy.num_response_tokens if sampled.greedy else 0
-        self._groups.generated(group, greedy_tokens)
-        return sampled
+            if greedy is None:
+                samples = await self._generator.generate(request, on_sample)
+            else:
+                samples, response = await with_greedy(self._generator, request, greedy)
+        self._groups.generated(group, response.num_response_tokens if response else 0)
+        return samples, response
 
     async def _graded(
-        self, group: Group, sampled: GeneratedGroup, known: Mapping[int, Outcome] | None = None
+        self,
+        group: Group,
+        samples: RolloutGroup,
+        response: RolloutGroup | None = None,
+        known: Mapping[int, Outcome] | None = None,
     ) -> GradedGroup:
         known = {**(known or {}), **group.progress.engine_errors}
-        graded = await self._grader.grade(sampled.samples, sampled.greedy, known)
+        graded = await self._grader.grade(samples, response, known)
         self._groups.graded(group, graded)
         return graded
 
@@ -306,7 +307,7 @@ class GroupRun:
         rollouts, num_right = graded.group.rollouts, _num_right(graded)
         if kept and num_right in (0, len(graded.scored)):
             self._warn_of_partial_credit(group.prompt)
-        self._sources.of(group).strategy.ended(
+        self._sources[group.prompt.source].strategy.ended(
             group.attempt,
             num_right=num_right,
             num_scored=len(graded.scored),
@@ -330,6 +331,53 @@ class GroupRun:
             name,
             self._metric,
         )
+
+
+async def with_greedy(
+    generator: SampleGenerator, request: GroupRequest, greedy: SamplingParams
+) -> tuple[RolloutGroup, RolloutGroup]:
+    """Generate a prompt's samples and its greedy response, the baseline of ReMax.
+
+    See arXiv 2310.10505.
+
+    Args:
+        generator: generates them.
+        request: the samples; the greedy response keeps to the same versions.
+        greedy: parameters of the greedy response.
+
+    Raises:
+        GroupFailedError: samples or response cannot be generated; the detail of the response's
+            failure begins with its `FailureKind`.
+        SluiceError: another error; if both requests failed, the one that `decisive_error` chooses.
+    """
+    beside = replace(
+        request,
+        sample_indexes=(0,),
+        sampling=for_prompt(greedy, request.prompt, label="greedy"),
+        allows_missing=False,
+        is_baseline=True,
+    )
+    name = f"prompt {request.prompt.prompt_id}"
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            samples = tasks.create_task(generator.generate(request), name=f"{name}, samples")
+            response = tasks.create_task(_response(generator, beside), name=f"{name}, greedy")
+    except ExceptionGroup as group:
+        raise decisive_error(group) from group
+    return samples.result(), response.result()
+
+
+async def _response(generator: SampleGenerator, request: GroupRequest) -> RolloutGroup:
+    try:
+        return await generator.generate(request)
+    except GroupFailedError as error:
+        if type(error) is not GroupFailedError:
+            raise  # the prompt itself is refused, and the type of the error names the reason
+        kind = error.kind or FailureKind.ENGINE_ERROR
+        raise GroupFailedError(
+            f"{kind}: no greedy response, the baseline of its samples: {error}",
+            error.kind,
+        ) from error
 
 
 def joined(first: GradedGroup, rest: GradedGroup) -> GradedGroup:
@@ -359,34 +407,26 @@ class ProbeWatch:
     samples. Grading ends when all samples are graded. It is never cancelled while a scorer works
     for it, which would cost the scorer's process.
 
-    Args:
-        grader: grades them.
-        prompt: what they answer.
-        metric: the group filter's.
+    Attributes:
+        arrived: samples that have finished, then ``None``.
+        outcomes: by the samples' indexes.
+        differs: two of them differ.
     """
 
     def __init__(self, grader: Grader, prompt: Prompt, metric: str | None) -> None:
         self._grader, self._prompt, self._metric = grader, prompt, metric
-        # Bounded by the request: a sample finishes once. ``None``: no more will come.
-        self._arrived: asyncio.Queue[Rollout | None] = asyncio.Queue()
+        # Bounded by the request: a sample finishes once.
+        self.arrived: asyncio.Queue[Rollout | None] = asyncio.Queue()
         self.outcomes: dict[int, Outcome] = {}
         self.differs = asyncio.Event()
 
-    def finished(self, rollout: Rollout) -> None:
-        """Take a sample that has finished."""
-        self._arrived.put_nowait(rollout)
-
-    def over(self) -> None:
-        """Note that no more samples come."""
-        self._arrived.put_nowait(None)
-
     async def run(self) -> None:
-        """Grade what comes until `over`; set `differs` as soon as two samples differ."""
+        """Grade what arrives until ``None``; set `differs` as soon as two samples differ."""
         is_over = False
         while not is_over:
-            arrived = [await self._arrived.get()]
-            while not self._arrived.empty():
-                arrived.append(self._arrived.get_nowait())
+            arrived = [await self.arrived.get()]
+            while not self.arrived.empty():
+                arrived.append(self.arrived.get_nowait())
             is_over = None in arrived
             rollouts = [rollout for rollout in arrived if rollout is not None]
             if rollouts:

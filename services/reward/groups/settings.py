@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from services.reward.generation.request import training_sampling
 from services.reward.records.episode_counts import EnvironmentNames
 from sluice.algorithm.episode_rules import TOOL_AGENT, EpisodeRules
 from sluice.algorithm.groups.filter import (
@@ -13,50 +14,57 @@ from sluice.algorithm.groups.filter import (
     OutcomePolicy,
     OutcomeRule,
 )
-from sluice.algorithm.groups.staleness import OnStale
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.config.derived import batch_invariant, max_row_tokens, on_policy_fill
+from sluice.config.derived import (
+    batch_invariant,
+    max_row_tokens,
+    needs_greedy_baseline,
+    needs_whole_groups,
+    on_policy_fill,
+)
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import ScoringFailureConfig
 from sluice.types import FailureKind, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRules:
-    """B, S, and what happens to groups that would grow stale."""
-
-    batch_size: int
-    max_staleness: int
-    on_stale: OnStale
-
-
-@dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """Settings of the groups and batches of a run.
+    """Settings of the groups of a source.
 
-    With `greedy` one more response to each prompt is generated, as a baseline. `needs` defines
-    which groups can be trained. `probe_samples` of a group are generated before the rest is decided
-    about; ``None``: all at once. `epoch_rows` is the size of the data set, 0 without one.
+    The strategy decides about the rest of a group after its `first_samples`. With `greedy` one more
+    response to each prompt is generated, as a baseline. `needs` defines which groups can be
+    trained. `epoch_rows` is the size of the data set, 0 without one.
     """
 
-    rules: BatchRules
     samples_per_group: int
+    first_samples: int
     sampling: SamplingParams
     filter_metric: str | None
-    greedy: SamplingParams | None = None
-    needs: GroupNeeds = field(default_factory=GroupNeeds)
-    probe_samples: int | None = None
-    epoch_rows: int = 0
+    greedy: SamplingParams | None
+    needs: GroupNeeds
+    epoch_rows: int
 
-    def first_sequences(self, first_samples: int) -> int:
-        """Return the sequences of a group's first request, which is for so many samples.
 
-        The greedy response is of no use to a group that ends after its probes, so it is generated
-        with the rest.
-        """
-        is_whole = first_samples >= self.samples_per_group
-        return first_samples + (is_whole and self.greedy is not None)
+def group_settings(config: RunConfig, epoch_rows: int) -> GroupSettings:
+    """Return the settings of the groups of a source, whose configuration this is."""
+    rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
+    sampling = training_sampling(rollout, config.data.max_response_length)
+    greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)  # the likeliest token always
+    rules = sampling_rules(config)
+    return GroupSettings(
+        samples_per_group=rollout.n,
+        first_samples=rules.probe_samples if rules.strategy.uses_probes else rollout.n,
+        sampling=sampling,
+        filter_metric=group_filter.metric if group_filter.enable else None,
+        greedy=greedy if needs_greedy_baseline(config) else None,
+        needs=GroupNeeds(
+            needs_whole_groups(config),
+            config.sluice.reward.outcomes.min_share,
+            outcome_policy(config),
+        ),
+        epoch_rows=epoch_rows,
+    )
 
 
 def sampling_rules(config: RunConfig) -> SamplingRules:

@@ -7,14 +7,13 @@ shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.reward.group_table import Group
+from services.reward.group_table import SourceGroups
 from services.reward.groups.settings import GroupSettings
 from services.reward.prompts.source import PromptSource
 from services.reward.records.failures import YieldGuard
-from services.reward.source_groups import SourceGroups
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.algorithm.sources import groups_by_share, shares_by_yield, source_metric
 
@@ -50,11 +49,14 @@ class TrainingSource:
         """Its groups in the next batch."""
         return self.groups.ages.batch_size
 
-    @property
-    def first_sequences(self) -> int:
-        """Sequences of the first request of a group."""
-        settings = self.settings
-        return settings.first_sequences(settings.probe_samples or settings.samples_per_group)
+    def first_sequences(self, first_samples: int) -> int:
+        """Return the sequences of a group's first request, which is for so many samples.
+
+        The greedy response is of no use to a group that ends after its probes, so it is generated
+        with the rest.
+        """
+        is_whole = first_samples >= self.settings.samples_per_group
+        return first_samples + (is_whole and self.settings.greedy is not None)
 
     @property
     def is_exhausted(self) -> bool:
@@ -74,7 +76,7 @@ class TrainingSource:
         return {source_metric(self.name, name): value for name, value in found.items()}
 
 
-class TrainingSources:
+class TrainingSources(dict[str, TrainingSource]):
     """All sources of a run, by name, in the order of the configuration.
 
     Args:
@@ -82,39 +84,30 @@ class TrainingSources:
 
     Attributes:
         has_dataset: whether rows are read at all.
+        batch_size: groups in a train batch, of all sources.
     """
 
-    def __init__(self, sources: list[TrainingSource]) -> None:
-        self._by_name = {one.name: one for one in sources}
+    def __init__(self, sources: Sequence[TrainingSource]) -> None:
+        super().__init__({one.name: one for one in sources})
         self._that_follow_yields = [one for one in sources if one.follows_yield]
         self.has_dataset = any(one.prompts.has_dataset for one in sources)
         self.batch_size = sum(one.num_groups for one in sources)
 
-    def __iter__(self) -> Iterator[TrainingSource]:
-        return iter(self._by_name.values())
-
-    def __getitem__(self, name: str) -> TrainingSource:
-        return self._by_name[name]
-
-    def of(self, group: Group) -> TrainingSource:
-        """Return the source of a group."""
-        return self._by_name[group.prompt.source]
-
     @property
     def num_waiting(self) -> int:
         """Accepted prompts that wait to be issued."""
-        return sum(one.prompts.num_waiting for one in self)
+        return sum(one.prompts.num_waiting for one in self.values())
 
     @property
     def is_exhausted(self) -> bool:
         """Whether no more groups of a source can start: no batch comes without it."""
-        return any(one.is_exhausted for one in self)
+        return any(one.is_exhausted for one in self.values())
 
     def lacking(self) -> str:
         """Return the named sources that keep the next batch waiting, as in ``: slow 0 of 2``."""
         found = [
             f"{one.name} {one.groups.num_kept} of {one.num_groups}"
-            for one in self
+            for one in self.values()
             if one.name and one.groups.num_kept < one.num_groups
         ]
         return f": {', '.join(found)}" if found else ""
@@ -124,8 +117,8 @@ class TrainingSources:
         if not self._that_follow_yields:
             return
         yields = {one.name: one.strategy.estimate.mean for one in self._that_follow_yields}
-        shares = shares_by_yield({one.name: one.share for one in self}, yields)
+        shares = shares_by_yield({one.name: one.share for one in self.values()}, yields)
         for name, num_groups in groups_by_share(shares, self.batch_size).items():
-            one = self._by_name[name]
+            one = self[name]
             one.groups.ages.batch_size = num_groups
             one.strategy.resize(num_groups)

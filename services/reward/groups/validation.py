@@ -30,7 +30,7 @@ from services.reward.generation.request import (
 )
 from services.reward.grading.grader import Grader
 from services.reward.prompts.dataset import IssuedRow
-from services.reward.prompts.source import VALIDATION_ID_PREFIX, RowStream
+from services.reward.prompts.source import VALIDATION_ID_PREFIX
 from services.reward.records.failures import FailureLog
 from services.reward.records.group_log import SampleDumps
 from services.reward.records.stored_prompts import PromptStore
@@ -156,12 +156,16 @@ class ValidationRun:
         )
 
 
-class ValidationRows(RowStream, Protocol):
+class ValidationRows(Protocol):
     """The rows of the validation set, once, and their number."""
 
     @property
     def rows_per_epoch(self) -> int:
         """Rows of the whole set."""
+        ...
+
+    def take(self, count: int) -> list[IssuedRow]:
+        """Return the next rows; fewer only at the end."""
         ...
 
 

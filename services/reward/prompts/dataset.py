@@ -113,17 +113,16 @@ class PromptStream:
 
     def _epoch_rows(self, epoch: int, offset: int) -> Iterator[IssuedRow]:
         window_rows = self._order.window_rows
-        window = offset // window_rows
-        slabs = _Cutter(self._slabs(epoch, skip_rows=window * window_rows))
-        position = epoch * self.rows_per_epoch + window * window_rows
+        first_window = offset // window_rows
+        slabs = self._slabs(epoch, skip_rows=first_window * window_rows)
+        position = epoch * self.rows_per_epoch + first_window * window_rows
         first = epoch * self.rows_per_epoch + offset
-        while rows := slabs.cut(window_rows):
+        for window, rows in enumerate(_windows(slabs, window_rows), first_window):
             for slab, index in self._permuted(rows, epoch, window):
                 if position >= first and position not in self._skipped:
                     row = slab.decode(index, self._files.columns)
                     yield IssuedRow(position, row, images_of_row(row, slab.path, self._images))
                 position += 1
-            window += 1
 
     def _permuted(self, slabs: list[Slab], epoch: int, window: int) -> Iterator[tuple[Slab, int]]:
         rows = [(slab, index) for slab in slabs for index in range(len(slab))]
@@ -158,25 +157,21 @@ class PromptStream:
         return int(high - low)
 
 
-class _Cutter:
-    """Cut a sequence of slabs into pieces of a given number of rows."""
-
-    def __init__(self, slabs: Iterator[Slab]) -> None:
-        self._slabs = slabs
-        self._rest: Slab | None = None
-
-    def cut(self, num_rows: int) -> list[Slab]:
-        """Return the next `num_rows` rows; fewer at the end, none after it."""
-        pieces: list[Slab] = []
-        while num_rows:
-            slab = self._rest if self._rest is not None else next(self._slabs, None)
-            if slab is None:
-                break
-            piece = slab.slice(0, min(num_rows, len(slab)))
-            self._rest = slab.slice(len(piece), len(slab)) if len(piece) < len(slab) else None
-            pieces.append(piece)
-            num_rows -= len(piece)
-        return pieces
+def _windows(slabs: Iterator[Slab], num_rows: int) -> Iterator[list[Slab]]:
+    """Cut the slabs into windows of `num_rows` rows; the last may have fewer."""
+    window: list[Slab] = []
+    missing = num_rows
+    for slab in slabs:
+        start = 0
+        while start < len(slab):
+            piece = slab.slice(start, min(start + missing, len(slab)))
+            window.append(piece)
+            start, missing = start + len(piece), missing - len(piece)
+            if not missing:
+                yield window
+                window, missing = [], num_rows
+    if window:
+        yield window
 
 
 def training_files(

@@ -14,6 +14,7 @@ prompt, delete its line (or the file) and restart the service.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -65,8 +66,6 @@ class Quarantine:
     ) -> None:
         self._ledger, self._max_strikes, self._path = ledger, max_strikes, path
         self._found = dict(read_quarantine(path)) if path is not None else {}
-        if path is not None and path.exists():
-            _end_last_line(path)
         self._release_others()
 
     def __len__(self) -> int:
@@ -127,7 +126,11 @@ class Quarantine:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
+            with self._path.open("a+b") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(end - 1, 0))
+                if file.read() not in (b"", b"\n"):  # by hand, or by a process that was killed
+                    file.write(b"\n")
                 file.write(msgspec.json.encode(entry) + b"\n")
         except OSError as error:
             logger.warning("%s: the quarantine is not listed: %s", self._path, error)
@@ -153,31 +156,9 @@ def read_quarantine(path: Path) -> Mapping[str, QuarantinedPrompt]:
         if not line.strip():
             continue
         try:
-            entry = _entry(line)
+            entry = msgspec.json.decode(line, type=QuarantinedPrompt)
         except ValueError as error:
             logger.warning("%s, line %d: not a quarantined prompt: %s", path, number, error)
         else:
             found[entry.key] = entry
     return found
-
-
-def _entry(line: bytes) -> QuarantinedPrompt:
-    """Decode a line. Raise `ValueError`, or a subclass of msgspec or UTF-8, if it is malformed."""
-    return msgspec.json.decode(line, type=QuarantinedPrompt)
-
-
-def _end_last_line(path: Path) -> None:
-    """End a last line that has no newline, or cut it off if it is unfinished, before appending."""
-    try:
-        with path.open("r+b") as file:
-            whole, end, last = file.read().rpartition(b"\n")
-            if not last.strip():
-                return
-            try:
-                _entry(last)
-            except ValueError:
-                file.truncate(len(whole) + len(end))
-            else:
-                file.write(b"\n")
-    except OSError as error:
-        logger.warning("%s: its last line cannot be ended: %s", path, error)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 from services.reward.generation.request import prompt_key
 from services.reward.group_table import GroupTable
-from services.reward.prompts.dataset import IssuedRow
+from services.reward.prompts.dataset import IssuedRow, PromptStream
 from sluice.algorithm.episode_rules import AGENT_NAME
 from sluice.algorithm.sampling.admission import AdmissionOrder, FinishForecast
 from sluice.errors import DataError
@@ -25,14 +23,6 @@ from sluice.types import DataProgress, Prompt, PromptOrigin
 ROWS_PER_READ = 64
 DATASET_ID_PREFIX, VALIDATION_ID_PREFIX = "data-", "validation-"
 """What the ids of the run's own prompts begin with."""
-
-
-class RowStream(Protocol):
-    """Rows in order; `PromptStream` is one."""
-
-    def take(self, count: int) -> list[IssuedRow]:
-        """Return the next rows; fewer only at the end."""
-        ...
 
 
 class PromptSource:
@@ -49,17 +39,18 @@ class PromptSource:
 
     Attributes:
         has_dataset: whether there is a data set at all.
+        has_one_in_hand: an issued prompt counts as waiting until its admission is decided.
     """
 
     def __init__(
         self,
         groups: GroupTable,
-        open_stream: Callable[[DataProgress], RowStream] | None,
+        open_stream: Callable[[DataProgress], PromptStream] | None,
         check_data_source: Callable[[str], None],
         forecast: FinishForecast,
-        num_in_line: int = 1,
-        name: str = "",
-        environment: str | None = None,
+        num_in_line: int,
+        name: str,
+        environment: str | None,
     ) -> None:
         self._name, self._environment = name, environment
         self._groups, self._open_stream = groups, open_stream
@@ -69,29 +60,20 @@ class PromptSource:
         self._waiting: list[tuple[int, Prompt]] = []
         self._order = AdmissionOrder()
         self._in_line: dict[int, Prompt] = {}  # by sequence
-        self._stream: RowStream | None = None
+        self._stream: PromptStream | None = None
         self._issued: deque[IssuedRow] = deque()
         self._at_end = False
-        self._num_in_hand = 0
+        self.has_one_in_hand = False
 
     @property
     def num_waiting(self) -> int:
         """Accepted prompts that wait to be issued, including the one in hand."""
-        return len(self._waiting) + len(self._in_line) + self._num_in_hand
+        return len(self._waiting) + len(self._in_line) + self.has_one_in_hand
 
     @property
     def is_exhausted(self) -> bool:
         """Whether the data set has ended and no prompt waits."""
         return self._at_end and not self._issued and not self.num_waiting
-
-    @contextmanager
-    def in_hand(self) -> Iterator[None]:
-        """Count an issued prompt as waiting until its admission is decided."""
-        self._num_in_hand += 1
-        try:
-            yield
-        finally:
-            self._num_in_hand -= 1
 
     def start_data(self, progress: DataProgress) -> None:
         """Read from `progress` on; forget rows that were read ahead."""
@@ -126,7 +108,11 @@ class PromptSource:
                 await self._read_ahead(stream)
             if not self._issued:
                 break
-            self._line_up(self._accept(self._issued.popleft()), version)
+            prompt, expected = self._accept(self._issued.popleft()), 0.0
+            if self._num_in_line > 1:
+                expected = self._forecast.tokens(prompt_key(prompt))
+            self._order.add(prompt.sequence, expected, version)
+            self._in_line[prompt.sequence] = prompt
         if self._waiting:
             return heappop(self._waiting)[1]
         if not self._in_line:
@@ -134,12 +120,7 @@ class PromptSource:
         sequence = self._order.take(version, self._forecast.tokens_in_time(now_s))
         return self._in_line.pop(sequence)
 
-    def _line_up(self, prompt: Prompt, version: int) -> None:
-        expected = self._forecast.tokens(prompt_key(prompt)) if self._num_in_line > 1 else 0.0
-        self._order.add(prompt.sequence, expected, version)
-        self._in_line[prompt.sequence] = prompt
-
-    async def _read_ahead(self, stream: RowStream) -> None:
+    async def _read_ahead(self, stream: PromptStream) -> None:
         issued_rows = await asyncio.to_thread(stream.take, ROWS_PER_READ)
         if stream is self._stream:  # a restart may have replaced it meanwhile
             self._issued.extend(issued_rows)
@@ -152,7 +133,7 @@ class PromptSource:
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
         prefix = f"{DATASET_ID_PREFIX}{self._name}-" if self._name else DATASET_ID_PREFIX
-        prompt = issued.prompt(f"{prefix}{issued.position}", self._groups.next_sequence())
+        prompt = issued.prompt(f"{prefix}{issued.position}", self._groups.ledger.next_sequence())
         if self._name:
             prompt = self._of_source(prompt)
         self._groups.accept(prompt)

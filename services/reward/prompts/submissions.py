@@ -46,11 +46,11 @@ class SubmissionSession:
     """One client's call, with the receipts and outcomes that wait to be sent.
 
     Args:
-        ledger: commits each event before it is sent; ``None`` sends at once.
+        ledger: commits each event before it is sent.
         client: its name, for quotas; ``None``: anonymous.
     """
 
-    def __init__(self, ledger: PromptLedger | None = None, client: str | None = None) -> None:
+    def __init__(self, ledger: PromptLedger, client: str | None = None) -> None:
         self._ledger, self.client = ledger, client
         self._events: asyncio.Queue[tuple[int, Receipt | PromptOutcome] | None] = asyncio.Queue()
         self._is_closed = False
@@ -60,8 +60,7 @@ class SubmissionSession:
 
     def put(self, event: Receipt | PromptOutcome) -> None:
         """Queue an event; it is sent once the ledger's changes so far are durable."""
-        change_number = self._ledger.noted() if self._ledger is not None else 0
-        self._events.put_nowait((change_number, event))
+        self._events.put_nowait((self._ledger.noted(), event))
         if self._events.qsize() >= MAX_UNSENT:
             self._may_receive.clear()
 
@@ -96,8 +95,7 @@ class SubmissionSession:
                 self._may_receive.set()
             if reported is not None:
                 change_number, event = reported
-                if self._ledger is not None:
-                    await self._ledger.durable(change_number)
+                await self._ledger.durable(change_number)
                 return event
         return None
 

@@ -20,6 +20,7 @@ from statistics import fmean
 
 from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.group_table import (
+    IN_FLIGHT,
     SCORED,
     CancelReason,
     EndCause,
@@ -27,12 +28,12 @@ from services.reward.group_table import (
     Group,
     GroupEnding,
     GroupEvent,
+    GroupState,
     GroupTable,
     outcome_counts,
 )
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.episode_counts import EnvironmentNames, EpisodeStatistics
-from services.reward.source_groups import IN_FLIGHT, GroupState
 from sluice.algorithm.batch_metrics import repetition_share
 from sluice.algorithm.sources import source_metric
 from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup

@@ -74,7 +74,6 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
 ) -> None:
     counts, received = GroupProgress(), 0
     group = CollectedSamples(replace(REQUEST, progress=counts))
-    counts.started(PROMPT_TOKENS, 0.0)
 
     def begin(version: int) -> Replica:
         partials = list(group.partials())
@@ -84,8 +83,7 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
         return Replica(sizes, version, partials)
 
     def arrive(event: GenerateEvent) -> int:
-        arrival = group.take(event, "r")
-        return sum(arrival.new_tokens.values())
+        return sum(group.take(event, 0.0).values())
 
     replica = begin(LOWEST)
     for index, count, what, version in happenings:
@@ -114,11 +112,10 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
 
 def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
     group = CollectedSamples(replace(REQUEST, progress=GroupProgress()))
-    group.request.progress.started(PROMPT_TOKENS, 0.0)
-    group.take(STARTED, "r")
+    group.take(STARTED, 0.0)
     replica = Replica([4, 4, 4], LOWEST, [])
-    group.take(GenerateEvent(None, (), (replica.draw(1, 3),)), "r")
-    group.take(GenerateEvent(None, (replica.whole(0, FinishReason.STOP),)), "r")
+    group.take(GenerateEvent(None, (), (replica.draw(1, 3),)), 0.0)
+    group.take(GenerateEvent(None, (replica.whole(0, FinishReason.STOP),)), 0.0)
     group.end_unfinished()
     rollouts = group.group().rollouts
     assert [rollout.num_tokens for rollout in rollouts] == [4, 3, 0]
@@ -129,25 +126,23 @@ def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
 def test_what_a_defective_replica_sent_was_received_and_thrown_away() -> None:
     counts = GroupProgress()
     group = CollectedSamples(replace(REQUEST, progress=counts))
-    group.request.progress.started(PROMPT_TOKENS, 0.0)
-    group.take(STARTED, "r")
-    group.take(GenerateEvent(None, (), (tokens(0, 0, 3, LOWEST),)), "r")
+    group.take(STARTED, 0.0)
+    group.take(GenerateEvent(None, (), (tokens(0, 0, 3, LOWEST),)), 0.0)
     other = Replica([9, 9, 5], LOWEST, []).whole(2, FinishReason.STOP)
     unlike = replace(other, sample_index=0)
     with pytest.raises(PeerError, match="5 tokens that do not continue the 3 that came before"):
-        group.take(GenerateEvent(None, (unlike,)), "r")
+        group.take(GenerateEvent(None, (unlike,)), 0.0)
     assert (counts.num_received, counts.num_thrown_away, group.num_tokens) == (5, 5, 0)
     with pytest.raises(PeerError, match="sample 7 was not asked for"):
-        group.take(GenerateEvent(None, (), (tokens(7, 0, 2, LOWEST),)), "r")
+        group.take(GenerateEvent(None, (), (tokens(7, 0, 2, LOWEST),)), 0.0)
     assert counts.num_received == 7
 
 
 def test_each_stream_names_the_prompts_tokens_before_its_samples() -> None:
     group = CollectedSamples(replace(REQUEST, progress=GroupProgress()))
-    group.request.progress.started(PROMPT_TOKENS, 0.0)
     group.requested("a")
-    group.take(STARTED, "a")
-    group.take(GenerateEvent(None, (), (tokens(0, 0, 1, LOWEST),)), "a")
+    group.take(STARTED, 0.0)
+    group.take(GenerateEvent(None, (), (tokens(0, 0, 1, LOWEST),)), 0.0)
     group.requested("b")
     with pytest.raises(PeerError, match="sent samples before the prompt's tokens"):
-        group.take(GenerateEvent(None, (), (tokens(0, 1, 1, LOWEST),)), "b")
+        group.take(GenerateEvent(None, (), (tokens(0, 1, 1, LOWEST),)), 0.0)

@@ -62,7 +62,7 @@ def config(
 
 async def attempted(app: RewardApp, name: str, words: str = MIXED) -> str:
     """The detail of the end of a prompt that fails."""
-    app.submissions.submit(client_prompt(words, name), SubmissionSession())
+    app.submissions.submit(client_prompt(words, name), SubmissionSession(app.ledger))
     await settled(lambda: app.ledger.ended(name) is not None)
     ended = app.ledger.ended(name)
     assert ended is not None

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.reward.app import RewardApp
-from services.reward.generation.dispatcher import GroupDispatcher, generate_group
+from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import (
     GroupFailedError,
     GroupProgress,
@@ -19,7 +19,8 @@ from services.reward.generation.request import (
     Purpose,
     SampleCallback,
 )
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
+from services.reward.groups.run import with_greedy
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, EngineError
 from sluice.types import ChatMessage, Prompt, PromptOrigin, Rollout, RolloutGroup, SamplingParams
@@ -234,7 +235,7 @@ async def generated(
 ) -> None:
     dispatcher = cast("GroupDispatcher", FakeDispatcher(act))
     request = replace(REQUEST, progress=GroupProgress(on_oldest_version=on_oldest_version))
-    await generate_group(dispatcher, request, GREEDY)
+    await with_greedy(dispatcher, request, GREEDY)
 
 
 @pytest.mark.parametrize(("samples", "greedy"), [(3, 4), (4, 3)])

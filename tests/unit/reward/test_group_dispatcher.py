@@ -50,13 +50,9 @@ class Setting:
     """A dispatcher over scripted replicas."""
 
     def __init__(self, client: ScriptedClient, *, slack: float = 1.0, attempts: int = 3) -> None:
-        self.num_notices = 0
         self.client = client
-        self.queue = ReplicaQueue(slack, self._noticed)
+        self.queue = ReplicaQueue(slack)
         self.dispatcher = GroupDispatcher(client, self.queue, max_attempts=attempts)
-
-    def _noticed(self) -> None:
-        self.num_notices += 1
 
 
 async def test_a_group_comes_whole_and_in_order() -> None:
@@ -297,7 +293,7 @@ async def test_a_prompt_that_is_too_long_costs_itself_alone(origin: PromptOrigin
 
     client = ScriptedClient()
     client.before_sample = refuse
-    queue = ReplicaQueue(1.0, lambda: None)
+    queue = ReplicaQueue(1.0)
     dispatcher = GroupDispatcher(client, queue, max_attempts=3)
     await dispatcher.announce([replica("a")])
     asked = request()

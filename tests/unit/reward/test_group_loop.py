@@ -12,8 +12,7 @@ import pytest
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
-from services.reward.group_table import CancelReason, EventKind, GroupEvent
-from services.reward.source_groups import GroupState
+from services.reward.group_table import CancelReason, EventKind, GroupEvent, GroupState
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
 from sluice.types import DataProgress, Failed, FailureKind, PromptEnd

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.group_table import (
+    IN_FLIGHT,
     PENDING_STATES,
     TRANSITIONS,
     CancelReason,
@@ -18,12 +19,12 @@ from services.reward.group_table import (
     Group,
     GroupEnding,
     GroupEvent,
+    GroupState,
     GroupTable,
     IllegalTransitionError,
 )
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.statistics import prompts_lost
-from services.reward.source_groups import IN_FLIGHT, GroupState
 from sluice.algorithm.groups.staleness import RESERVE_AFTER, GroupAges, reserves_slot
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.errors import InvalidRequestError

@@ -41,7 +41,7 @@ class World:
     def __init__(self) -> None:
         self.opened: set[str] = set()
         self.client = ScriptedClient(before_sample=self._wait)
-        self.queue = ReplicaQueue(1.0, lambda: None)
+        self.queue = ReplicaQueue(1.0)
         self.dispatcher = GroupDispatcher(self.client, self.queue, max_attempts=3)
         self._changed = asyncio.Condition()
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from services.reward.__main__ import until_stopped
-from services.reward.generation.dispatcher import generate_group
 from services.reward.generation.request import GroupProgress, Purpose
+from services.reward.groups.run import with_greedy
 from services.reward.ledger.leases import CommittedTurn, LeaseRecord, PostedEnd
 from services.reward.ledger.ledger import PromptLedger
 from sluice.client.leases import LeasedSample
@@ -289,19 +289,19 @@ async def test_a_greedy_response_never_takes_the_place_of_a_sample(tmp_path: Pat
     greedy = replace(request.sampling, temperature=0.0)
     rewards = []
     async with service(tmp_path, 0) as run, asyncio.TaskGroup() as tasks:
-        group = tasks.create_task(generate_group(run.generator, request, greedy))
+        group = tasks.create_task(with_greedy(run.generator, request, greedy))
         first, second = await take(run, 2)
         await play(run, first.lease_id, 0.25)
         await play(run, second.lease_id, 1.0)
-        rewards.append((await group).samples.rollouts[0].outcome)
+        samples, _ = await group
+        rewards.append(samples.rollouts[0].outcome)
     async with service(tmp_path, 1) as run, asyncio.TaskGroup() as tasks:
-        group = tasks.create_task(generate_group(run.generator, request, greedy))
+        group = tasks.create_task(with_greedy(run.generator, request, greedy))
         (again,) = await take(run, 1)
         await play(run, again.lease_id, 0.5)
-        found = await group
-        rewards.append(found.samples.rollouts[0].outcome)
-        assert found.greedy is not None
-        assert found.greedy.rollouts[0].outcome == Scored(0.5, 0.5, {"acc": 0.5})
+        samples, response = await group
+        rewards.append(samples.rollouts[0].outcome)
+        assert response.rollouts[0].outcome == Scored(0.5, 0.5, {"acc": 0.5})
     assert rewards[0] == rewards[1]
 
 

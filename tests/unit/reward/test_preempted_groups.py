@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.reward.generation.request import GenerateEvent, GroupRequest
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
 from sluice.algorithm.groups.staleness import RESERVE_AFTER
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig

@@ -8,7 +8,7 @@ import msgspec
 
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit

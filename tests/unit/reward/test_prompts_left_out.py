@@ -30,7 +30,7 @@ async def test_when_all_rows_are_too_long_the_error_names_their_limit(tmp_path: 
     }
     config = msgspec.convert(tree, RunConfig)
     client = ScriptedClient(before_sample=refuse_all)
-    app = RewardApp(config, PromptSets(training_files(config.data), None), InlineScorer(), client)
+    app = RewardApp(config, PromptSets({"": training_files(config.data)}), InlineScorer(), client)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(app.loop.run())
         await app.loop.announce("trainer", 0, [replica("a")], None)
@@ -56,7 +56,7 @@ async def test_one_row_that_is_too_long_is_dropped_with_a_warning_and_ends_no_ru
     config = msgspec.convert(tree, RunConfig)
     assert config.data.truncation == "error"
     client = ScriptedClient(before_sample=refuse_one)
-    app = RewardApp(config, PromptSets(training_files(config.data), None), InlineScorer(), client)
+    app = RewardApp(config, PromptSets({"": training_files(config.data)}), InlineScorer(), client)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(app.loop.run())
         await app.loop.announce("trainer", 0, [replica("a")], None)

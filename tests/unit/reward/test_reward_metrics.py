@@ -119,7 +119,7 @@ async def test_waits_for_generation_starve_the_trainer_and_those_for_prompts_do_
         await app.loop.announce("trainer-1", 0, [replica("a", slots=6)], None)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(app.loop.batches.take(1, 0, 5.0))
-            await settled(lambda: app.loop.batches.is_asked)
+            await settled(lambda: app.loop.batches.num_asking > 0)
             facts = fleet_facts(app, 0)
             assert (facts.num_replicas, facts.num_slots, facts.slots_in_use) == (1, 6, 0)
             assert not facts.is_starved

@@ -78,7 +78,7 @@ class Texts(ScriptedClient):
 async def running(
     rules: RunConfig, client: ScriptedClient, scorer: InlineScorer
 ) -> AsyncIterator[RewardApp]:
-    app = RewardApp(rules, PromptSets(None, None), scorer, client)
+    app = RewardApp(rules, PromptSets(), scorer, client)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(app.loop.run())
         await app.loop.announce("trainer", 0, [replica("a")], None)

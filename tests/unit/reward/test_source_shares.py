@@ -14,6 +14,7 @@ import pytest
 from services.reward.app import RewardApp, RunFiles, open_prompt_sets
 from services.reward.generation.request import GroupRequest, prompt_key
 from services.reward.ledger.ledger import PromptLedger
+from services.reward.prompts.dataset import training_stream
 from services.reward.prompts.submissions import Receipt
 from sluice.algorithm.sources import share_error
 from sluice.config.run import RunConfig
@@ -239,9 +240,9 @@ async def test_a_row_that_is_still_sampled_keeps_a_source_of_long_rows(tmp_path:
 
 async def test_a_source_whose_rows_are_all_in_quarantine_ends_the_run(tmp_path: Path) -> None:
     run, path = config(tmp_path), tmp_path / "quarantine.jsonl"
-    stream = open_prompt_sets(run).stream("slow", run)
-    assert stream is not None
-    rows = stream(DataProgress(0)).take(20)
+    files = open_prompt_sets(run).training["slow"]
+    assert files is not None
+    rows = training_stream(files, run.data, DataProgress(0), total_epochs=1).take(20)
     keys = [prompt_key(row.prompt("", number)) for number, row in enumerate(rows)]
     path.write_bytes(b"".join(msgspec.json.encode({"key": key}) + b"\n" for key in keys))
     said = await said_at_the_end(run, ScriptedClient(), RunFiles(quarantine=path))
@@ -260,6 +261,6 @@ async def test_a_wait_names_the_source_that_lacks_groups(tmp_path: Path) -> None
     async with running_app(run, client, open_prompt_sets(run)) as app:
         await publish(app, client, 0)
         await settled(lambda: app.sources["fast"].groups.num_kept > 8)
-        (wait, _), *_ = app.loop.awaited()
+        wait, *_ = app.loop.awaited().values()
         gate.set()
     assert "(6 of 8 groups kept: slow 0 of 2)" in wait.phase

@@ -13,7 +13,7 @@ import pytest
 
 from services.reward.app import RewardApp
 from services.reward.generation.request import GenerateEvent, GroupRequest
-from services.reward.source_groups import GroupState
+from services.reward.group_table import GroupState
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError

@@ -49,7 +49,7 @@ async def validated(
 ) -> tuple[FinishedValidation, list[str]]:
     """The result of a validation, and the prompts that it sampled."""
     client = client or ScriptedClient()
-    dispatcher = GroupDispatcher(client, ReplicaQueue(1.0, lambda: None), max_attempts=1)
+    dispatcher = GroupDispatcher(client, ReplicaQueue(1.0), max_attempts=1)
     validator = Validator(
         lambda: Rows(PROMPTS),
         dispatcher,

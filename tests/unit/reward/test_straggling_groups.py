@@ -115,7 +115,7 @@ class Setting:
     def __init__(self, parts: Parts, *, attempts: int = 3, **rules: Any) -> None:
         self.parts = parts
         self.tokens = GroupProgress()  # of the last request
-        self.queue = ReplicaQueue(1.0, lambda: None)
+        self.queue = ReplicaQueue(1.0)
         self.dispatcher = GroupDispatcher(
             parts, self.queue, max_attempts=attempts, rules=StragglerRules(**rules)
         )

@@ -83,7 +83,7 @@ class TurnReplicas:
 
 
 async def collected(replicas: TurnReplicas, request: GroupRequest) -> CollectedSamples:
-    dispatcher = GroupDispatcher(replicas, ReplicaQueue(1.0, lambda: None), max_attempts=2)
+    dispatcher = GroupDispatcher(replicas, ReplicaQueue(1.0), max_attempts=2)
     await dispatcher.announce([replica("a"), replica("b")])
     samples = CollectedSamples(request)
     await dispatcher.collect(samples)

@@ -60,7 +60,7 @@ class World:
         dumps: SampleDumps | None = None,
     ) -> None:
         self.reported_tokens: list[int] = []
-        self.dispatcher = GroupDispatcher(client, ReplicaQueue(1.0, lambda: None), max_attempts=1)
+        self.dispatcher = GroupDispatcher(client, ReplicaQueue(1.0), max_attempts=1)
         self.validation = Validator(
             lambda: Rows(num_prompts),
             self.dispatcher,

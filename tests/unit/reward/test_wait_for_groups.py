@@ -45,7 +45,7 @@ async def asking(
     tasks: asyncio.TaskGroup, app: RewardApp, step: int, version: int = 0
 ) -> asyncio.Task[TrainBatch]:
     task = tasks.create_task(app.loop.batches.take(step, version, 5.0))
-    await settled(lambda: app.loop.batches.is_asked)
+    await settled(lambda: app.loop.batches.num_asking > 0)
     return task
 
 

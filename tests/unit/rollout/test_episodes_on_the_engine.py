@@ -34,7 +34,7 @@ async def played(folder: Path) -> RolloutGroup:
         word_replica(folder, template=DIALOGUE, max_model_len=MAX_LEN) as address,
         client,
     ):
-        dispatcher = GroupDispatcher(client, ReplicaQueue(1.0, lambda: None), max_attempts=1)
+        dispatcher = GroupDispatcher(client, ReplicaQueue(1.0), max_attempts=1)
         await dispatcher.announce([AnnouncedReplica(ReplicaInfo("a", "a-1", address, 8), 1)])
         rules = EpisodeRules(MAX_LEN)
         worlds = ThisProcess(respond)
