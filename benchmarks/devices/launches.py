@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.devices.launched_process import END_NAME, FOLDER_VARIABLE
 from benchmarks.parts import Part
 from benchmarks.reporting import ROOT, last_json, print_line, print_report
-from sluice.config.memory.published import published_model
+from sluice.config.memory.shape import published_model
 from sluice.quickstart.prepare import prepare
 from tools.commands import started
 from tools.launched_run import SIZES

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from services.reward.grading.scorers.math_dapo import compute_score
-from sluice.algorithm.overlong import overlong_penalty
+from sluice.algorithm.overlong import OverlongShaping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,14 +56,9 @@ def dapo_reward(
 
     The ids include the stop token, the texts do not.
     """
+    shaping = OverlongShaping(JOB.max_response_tokens, JOB.overlong_buffer_tokens, 1.0)
     return [
-        compute_score(text, truth)["score"]
-        + overlong_penalty(
-            len(ids),
-            max_response_tokens=JOB.max_response_tokens,
-            buffer_tokens=JOB.overlong_buffer_tokens,
-            penalty_factor=1.0,
-        )
+        compute_score(text, truth)["score"] + shaping.penalty(len(ids))
         for text, ids, truth in zip(completions, completion_ids, ground_truth, strict=True)
     ]
 

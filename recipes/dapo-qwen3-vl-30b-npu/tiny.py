@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import GenerationConfig, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from sluice.data.published_rows import THINK_INSTRUCTION
+from sluice.data.prepare import THINK_INSTRUCTION
 from sluice.quickstart.model import one_torch_thread, save_model
 from sluice.quickstart.settings import WarmStartSettings
 from sluice.quickstart.tokenizer import (

@@ -12,8 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from services.reward.app import RewardApp, open_prompt_sets, open_run_files
-from services.reward.episodes.client import GivenServers, ServedEnvironments
-from services.reward.episodes.drivers import EnvironmentServers
+from services.reward.episodes.client import ServedEnvironments, given_servers
 from services.reward.episodes.leases import LeaseDesk
 from services.reward.episodes.workers import running_workers
 from services.reward.generation.client import RolloutClient
@@ -97,9 +96,8 @@ async def _environments(
         yield LeaseDesk(ledger.leases)
         return
     async with AsyncExitStack() as stack:
-        servers: EnvironmentServers
         if settings.addresses:
-            servers = GivenServers(settings.addresses)
+            address_for = given_servers(settings.addresses)
         elif source.is_given:
             workers = running_workers(
                 source,
@@ -107,13 +105,13 @@ async def _environments(
                 Path(config.sluice.run_dir),
                 as_variable(config.sluice.sandbox),
             )
-            servers = await stack.enter_async_context(workers)
+            address_for = (await stack.enter_async_context(workers)).address_for
         else:
             yield None
             return
         yield await stack.enter_async_context(
             ServedEnvironments(
-                servers,
+                address_for,
                 call_timeout_s=settings.call_timeout_s,
                 max_message_bytes=limit,
                 credentials=credentials,

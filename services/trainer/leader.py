@@ -65,7 +65,6 @@ from sluice.config.derived import (
     world_size,
 )
 from sluice.config.loading.yaml_text import flat_settings
-from sluice.config.rules.sampling import sampling_notice
 from sluice.config.run import RunConfig
 from sluice.config.sources import source_configs
 from sluice.device.select import transfer_device
@@ -109,7 +108,7 @@ async def run_leader(config: RunConfig) -> bool:
 async def _lead(config: RunConfig) -> bool:
     """Run to the end, and return true."""
     instance_id = str(uuid.uuid4())
-    _check(config)
+    check_sinks(config.trainer.logger)
     async with AsyncExitStack() as stack:
         endpoint = config.sluice.trainer.endpoint
         credentials = service_credentials(config.sluice.security, endpoint)
@@ -165,14 +164,6 @@ async def _lead(config: RunConfig) -> bool:
     # Write the accounts again: now they include the seconds of shutting down.
     reporter.accounts(accounting.close(loop.accounts))
     return True
-
-
-def _check(config: RunConfig) -> None:
-    """Refuse sinks that cannot work, and log what a reader should know."""
-    check_sinks(config.trainer.logger)
-    notice = sampling_notice(config)
-    if notice is not None:
-        logger.warning("%s", notice)
 
 
 def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> TrainerMetrics:

@@ -55,19 +55,12 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """The limits of an episode.
+    """The limits of an episode; further ones are those of `multi_turn` and `sluice.environment`.
 
     Args:
         max_sequence_tokens: most tokens of a conversation, what it only read included.
         max_trained_tokens: most tokens of all sequences of an episode, which one pass trains;
             ``None``: no bound.
-        max_assistant_turns: most answers of the policy; ``None``: no bound.
-        max_user_turns: most observations with a user's message; ``None``: no bound.
-        max_parallel_calls: calls of an answer that are made; further ones are left out.
-        max_tool_response_length: longest text of a tool, in characters; the rest is cut.
-        truncate_side: the part of a long text that is kept, by verl's names.
-        max_invalid_calls: answers in a row with unreadable calls that end an episode.
-        timeout_s: most seconds of an episode, its answers included.
     """
 
     max_sequence_tokens: int
@@ -125,7 +118,6 @@ def continued(
 
     Args:
         histories: of turns so far, in their order; each ends with the turn's answer.
-        messages: the whole conversation.
     """
     size = num_before_new(messages)
     for index, history in enumerate(histories):
@@ -218,8 +210,6 @@ class EpisodeCounts:
     """What an episode has used of its limits.
 
     Attributes:
-        rules: its limits.
-        answers: of the policy.
         user_turns: observations that a user's message is part of.
         invalid_answers: the last ones in a row with calls that cannot be read.
     """
@@ -238,7 +228,6 @@ class EpisodeCounts:
         """Return why the episode ends after an observation; ``None``: the policy reads it.
 
         Args:
-            finish: of the answer before.
             seen: the observation; one that is read is counted.
         """
         rules = self.rules

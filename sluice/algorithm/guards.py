@@ -205,7 +205,6 @@ class Verdict:
     """What a broken rule demands.
 
     Attributes:
-        action: see `GuardAction`.
         reason: one sentence.
         restores: of a rollback: the step of the checkpoint.
         learning_rate_factor: of a rollback.
@@ -228,8 +227,6 @@ def signal_of(
     Args:
         metric: its name; ``None``: held-out accuracy, the mean over data sources of ``acc``, or of
             ``reward`` where no scorer gives ``acc``.
-        step: of the row.
-        values: the row.
         standard_errors: by name, of some of `values`.
     """
     names = [metric] if metric is not None else _accuracy_names(values)
@@ -325,7 +322,6 @@ def decide(
 
     Args:
         rules: in the order of their importance.
-        record: all signals.
         restorable: steps of checkpoints that were validated, the best first.
     """
     for rule in rules:

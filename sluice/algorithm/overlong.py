@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 
-def overlong_penalty(
-    num_response_tokens: int,
-    *,
-    max_response_tokens: int,
-    buffer_tokens: int,
-    penalty_factor: float,
-) -> float:
-    """Return what to add to a score because the response runs into the buffer before the limit.
 
-    0 up to ``max_response_tokens - buffer_tokens``, then falling linearly to ``-penalty_factor``
-    at ``max_response_tokens`` (and on, for a longer response).
+@dataclass(frozen=True, slots=True)
+class OverlongShaping:
+    """A penalty for responses that run into a buffer before the limit. All lengths are in tokens.
 
     Args:
-        num_response_tokens: response length, the stop token included.
         max_response_tokens: the hard limit of generation.
-        buffer_tokens: width of the soft zone that ends at the limit.
+        buffer_tokens: width of the soft zone that ends at the limit, > 0.
         penalty_factor: penalty at the limit, >= 0.
+        log: whether metrics show the penalty.
+        longest_tokens: a response counts as no longer than this; of an episode that reads much it
+            may be.
     """
-    exceeding_tokens = num_response_tokens - (max_response_tokens - buffer_tokens)
-    return -max(exceeding_tokens, 0) / buffer_tokens * penalty_factor
+
+    max_response_tokens: int
+    buffer_tokens: int
+    penalty_factor: float
+    log: bool = False
+    longest_tokens: int | None = None
+
+    def penalty(self, num_response_tokens: int) -> float:
+        """Return what to add to the score, <= 0.
+
+        0 up to ``max_response_tokens - buffer_tokens``, then falling linearly to
+        ``-penalty_factor`` at ``max_response_tokens`` (and on, for a longer response). The length
+        includes the stop token.
+        """
+        if self.longest_tokens is not None:
+            num_response_tokens = min(num_response_tokens, self.longest_tokens)
+        exceeding_tokens = num_response_tokens - (self.max_response_tokens - self.buffer_tokens)
+        return -max(exceeding_tokens, 0) / self.buffer_tokens * self.penalty_factor

@@ -144,7 +144,6 @@ def assign_rows_to_ranks(
     pieces are placed again: 0.2 s at most measured, for 64 groups of 16 rows on 64 ranks.
 
     Args:
-        rows: all rows of a mini-batch.
         num_ranks: data-parallel size, >= 1.
         keeps_groups: halve no group, since the loss compares all rows of a prompt (ADPO).
 

@@ -41,24 +41,14 @@ def may_overlap(max_staleness: int) -> bool:
 
 
 def swaps_at_once(num_replicas: int, max_staleness: int) -> int:
-    """Return how many of the replicas that get a version swap at the same time, at least 1.
-
-    Args:
-        num_replicas: replicas that get it.
-        max_staleness: S >= 0, versions that a trained sample may lag behind.
-    """
+    """Return how many of the replicas that get a version swap at the same time, at least 1."""
     if max_staleness == 0:
         return max(1, num_replicas)
     return max(1, math.ceil(num_replicas / MOST_TURNS))
 
 
 def held_for_validation(num_replicas: int, max_staleness: int) -> int:
-    """Return how many replicas keep a version until its validation ends; 0: the next one waits.
-
-    Args:
-        num_replicas: replicas that serve the version.
-        max_staleness: S >= 0, versions that a trained sample may lag behind.
-    """
+    """Return how many replicas keep a version until its validation ends; 0: the next one waits."""
     if max_staleness == 0 or num_replicas < 2:
         return 0
     return math.ceil(num_replicas * HELD_SHARE)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from sluice.types import ReplicaInfo
@@ -83,6 +82,19 @@ class RoutedReplica:
         """Outstanding sequences per slot."""
         return self.num_outstanding / self.announced.info.slots
 
+    @property
+    def num_free(self) -> int:
+        """Sequences that it may have beyond the outstanding ones."""
+        return max(0, self.capacity - self.num_outstanding)
+
+    def has_capacity(self, num_sequences: int, now: float) -> bool:
+        """Return whether it takes so many sequences now; of a group, any number while idle."""
+        if self.paused_until > now:
+            return False
+        if self.num_groups == 0:
+            return True
+        return not self.on_probation and self.num_outstanding + num_sequences <= self.capacity
+
 
 @dataclass(slots=True, eq=False)
 class Reservation:
@@ -136,7 +148,6 @@ def sequences_at_once(info: ReplicaInfo, slack: float, context: float) -> int:
     """Return how many sequences a replica may have at once, at least 1.
 
     Args:
-        info: the replica.
         slack: sequences for each one that runs.
         context: tokens that a sequence is expected to have at its end; 0: not known.
     """
@@ -170,58 +181,6 @@ class MeanContext:
         return True
 
 
-class _Alike:
-    """Replicas with as many slots and sequences and the same offer, by outstanding sequences, then
-    by order.
-
-    An entry is valid while its count is the member's; a change of the count adds another.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._members: list[RoutedReplica] = []
-        self._heap: list[tuple[int, int, RoutedReplica]] = []
-
-    def add(self, member: RoutedReplica) -> None:
-        self._members.append(member)
-        self.changed(member)
-
-    def changed(self, member: RoutedReplica) -> None:
-        if len(self._heap) > 4 * len(self._members) + 16:
-            self._heap = [(m.num_outstanding, m.order, m) for m in self._members]
-            heapify(self._heap)
-            return
-        heappush(self._heap, (member.num_outstanding, member.order, member))
-
-    def first(self, num_sequences: int, now: float) -> RoutedReplica | None:
-        """Return the member with the fewest sequences among those with capacity for so many."""
-        passed_over: list[tuple[int, int, RoutedReplica]] = []
-        found = None
-        while self._heap and found is None:
-            num_outstanding, _, member = self._heap[0]
-            if num_outstanding != member.num_outstanding:
-                heappop(self._heap)
-            elif num_outstanding and num_outstanding + num_sequences > self.capacity:
-                break  # and so are all others
-            elif self.has_capacity(member, num_sequences, now):
-                found = member
-            else:
-                passed_over.append(heappop(self._heap))
-        for entry in passed_over:
-            heappush(self._heap, entry)
-        return found
-
-    def has_capacity(self, member: RoutedReplica, num_sequences: int, now: float) -> bool:
-        """Return whether a member takes so many sequences now."""
-        if member.paused_until > now:
-            return False
-        if member.num_groups == 0:
-            return True
-        if member.on_probation:
-            return False
-        return member.num_outstanding + num_sequences <= self.capacity
-
-
 class ReplicaRouter:
     """The replicas of the last announcement.
 
@@ -237,7 +196,6 @@ class ReplicaRouter:
         self.announced: tuple[AnnouncedReplica, ...] = ()
         self._members: dict[tuple[str, str], RoutedReplica] = {}
         self._by_name: dict[str, RoutedReplica] = {}
-        self._alike: dict[tuple[int, int, Offer], _Alike] = {}
         self._context = MeanContext()
         self._num_free: Counter[Offer] = Counter()  # sequences
         self._least_capacity = 0
@@ -285,25 +243,23 @@ class ReplicaRouter:
         one's; otherwise the least loaded one does.
 
         Args:
-            wanted: what the group needs.
-            now: seconds.
             taken: offers that others wait for.
         """
-        number = wanted.num_sequences
-        firsts = [
-            alike.first(number, now)
-            for (_, _, offer), alike in self._alike.items()
-            if wanted.takes(offer) and offer not in taken
-        ]
-        candidates = [member for member in firsts if member is not None]
-        least = min(candidates, key=lambda member: (member.load, member.order), default=None)
+        offers = {one for one in self._num_free if one not in taken and wanted.takes(one)}
+        least: RoutedReplica | None = None
+        for member in self._members.values():
+            if (
+                (least is None or member.load < least.load)
+                and member.announced.offer in offers
+                and member.has_capacity(wanted.num_sequences, now)
+            ):
+                least = member
         preferred = self._by_name.get(wanted.prefer)
-        if least is None or preferred is None or preferred.load > least.load + STICKY_MARGIN:
+        if least is None or preferred is None or preferred.announced.offer not in offers:
             return least
-        key = self._key(preferred)
-        if not wanted.takes(key[2]) or key[2] in taken:
+        if preferred.load > least.load + STICKY_MARGIN:
             return least
-        return preferred if self._alike[key].has_capacity(preferred, number, now) else least
+        return preferred if preferred.has_capacity(wanted.num_sequences, now) else least
 
     def num_free(self, lowest_version: int, now: float, group_size: int = 1) -> int:
         """Return how many sequences for training could start now, on `lowest_version` or later.
@@ -317,7 +273,7 @@ class ReplicaRouter:
         if not self._paused:
             return free
         paused = sum(
-            self._free_sequences(member)
+            member.num_free
             for member in self._paused
             if member.paused_until > now
             and member.announced.policy_version >= lowest_version
@@ -379,32 +335,21 @@ class ReplicaRouter:
         return member.paused_until
 
     def _arrange(self) -> None:
-        """Count and sort all members again."""
-        self._alike, self._num_free = {}, Counter()
+        """Count all members again."""
+        self._num_free = Counter()
         self._by_name = {member.announced.info.name: member for member in self._members.values()}
         for order, member in enumerate(self._members.values()):
-            info = member.announced.info
-            member.order = order
+            info, member.order = member.announced.info, order
             member.capacity = sequences_at_once(info, self._slack, self._context.expected)
-            key = self._key(member)
-            self._num_free[key[2]] += self._free_sequences(member)
-            self._alike.setdefault(key, _Alike(member.capacity)).add(member)
+            self._num_free[member.announced.offer] += member.num_free
         self._least_capacity = min((one.capacity for one in self._members.values()), default=0)
 
     def _load(self, member: RoutedReplica, num_sequences: int) -> None:
         """Add outstanding sequences, or take some away."""
-        before = self._free_sequences(member)
+        before = member.num_free
         member.num_outstanding += num_sequences
-        if num_sequences and not member.removed:
-            key = self._key(member)
-            self._num_free[key[2]] += self._free_sequences(member) - before
-            self._alike[key].changed(member)
-
-    def _key(self, member: RoutedReplica) -> tuple[int, int, Offer]:
-        return member.announced.info.slots, member.capacity, member.announced.offer
-
-    def _free_sequences(self, member: RoutedReplica) -> int:
-        return max(0, member.capacity - member.num_outstanding)
+        if not member.removed:
+            self._num_free[member.announced.offer] += member.num_free - before
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,6 @@ class SourceLoad:
     """One source as admission sees it.
 
     Args:
-        load: its groups by where they are.
-        num_groups: its groups in a batch.
         mean_yield: share of its groups that will be kept, in (0, 1].
         num_to_start: groups that may start now.
     """

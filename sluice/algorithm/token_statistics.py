@@ -154,9 +154,6 @@ def token_statistics(
         head: makes the logits; its dtype is that of `hidden`.
         labels: int64 [tokens].
         temperature: sampling temperature, > 0.
-        with_entropy: return entropies.
-        entropy_gradient: they have a gradient.
-        with_sum_pi_squared: return sums of squared probabilities.
         block_tokens: tokens per block; by default as many as suit the device.
 
     Raises:
@@ -227,53 +224,30 @@ def _scaled(logits: Tensor, factor: float) -> Tensor:
 
 
 def _statistics(
-    logits: Tensor, labels: Tensor, factor: float, *, with_entropy: bool, with_squares: bool
+    logits: Tensor,
+    labels: Tensor,
+    factor: float,
+    *,
+    with_entropy: bool,
+    with_squares: bool,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return logprobs, normalisers, entropies and sums of squares of a block, [block] each.
 
     Args:
         logits: [block, vocabulary]; may be changed.
-        labels: [block].
-        factor: on the logits.
-        with_entropy: return entropies.
-        with_squares: return sums of squares.
-    """
-    values = _scaled(logits, factor)
-    largest = values.amax(-1, keepdim=True)
-    shifted = values.sub_(largest)
-    own = shifted.gather(-1, labels[:, None])[:, 0]
-    exps = shifted.exp()
-    total = exps.sum(-1)
-    log_total = total.log()
-    entropy = squares = None
-    if with_squares:
-        squares = torch.linalg.vector_norm(exps, dim=-1).div_(total).square_()
-    if with_entropy:
-        # In place: `exps` and `shifted` are not needed any more.
-        entropy = log_total - exps.mul_(shifted).sum(-1) / total
-    return own - log_total, largest[:, 0] + log_total, entropy, squares
-
-
-def _statistics_of_parts(
-    logits: Tensor,
-    labels: Tensor,
-    factor: float,
-    part: VocabularyPart,
-    *,
-    with_entropy: bool,
-    with_squares: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return what `_statistics` returns, from this rank's logits. Collective.
-
-    Args:
-        part: of the vocabulary.
+        part: of the vocabulary, where ranks divide it; then the call is collective.
     """
     values = _scaled(logits, factor)
     largest = values.amax(-1)
-    part.maximum(largest)
+    if part is not None:
+        part.maximum(largest)
     shifted = values.sub_(largest[:, None])
-    rows, is_here = part.rows(labels, logits.shape[1])
-    own = shifted.gather(-1, rows[:, None])[:, 0] * is_here
+    if part is None:
+        own = shifted.gather(-1, labels[:, None])[:, 0]
+    else:
+        rows, is_here = part.rows(labels, logits.shape[1])
+        own = shifted.gather(-1, rows[:, None])[:, 0] * is_here
     exps = shifted.exp()
     sums = [exps.sum(-1), own]
     if with_squares:
@@ -281,9 +255,11 @@ def _statistics_of_parts(
     if with_entropy:
         # In place: `exps` and `shifted` are not needed any more.
         sums.append(exps.mul_(shifted).sum(-1))
-    whole = torch.stack(sums)
-    part.total(whole)
-    total, own, *more = whole.unbind()
+    if part is not None:
+        whole = torch.stack(sums)
+        part.total(whole)
+        sums = list(whole.unbind())
+    total, own, *more = sums
     log_total = total.log()
     squares = more[0] / total.square() if with_squares else None
     entropy = log_total - more[-1] / total if with_entropy else None
@@ -306,10 +282,6 @@ def _slopes(
         logits: [block, vocabulary]; may be changed.
         known: [block] each: labels, normalisers, entropies, and the gradients of logprobs and of
             entropies.
-        factor: on the logits.
-        dtype: of the gradients of the logits.
-        of_entropies: entropies have a gradient.
-        with_bias: return the gradient of the bias, [vocabulary].
         is_here: bool [block], which labels are among this rank's logits; ``None``: all.
     """
     labels = known[0]
@@ -353,7 +325,7 @@ class _HeadStatistics(torch.autograd.Function):
         squares = torch.empty_like(logprobs)
         compute: Callable[..., Sequence[Tensor | None]] = _statistics
         if plan.part is not None:
-            compute = partial(_statistics_of_parts, part=plan.part)
+            compute = partial(_statistics, part=plan.part)
         elif plan.is_compiled:
             compute = compiled_once(_statistics)
         for start in range(0, len(labels), plan.block):

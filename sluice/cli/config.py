@@ -29,9 +29,8 @@ from sluice.config.explain import explain_key, keys_of_section
 from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import device_kind
-from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.rollout import GIB
-from sluice.config.memory.training import guessed_memory
+from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import file_list

@@ -17,8 +17,8 @@ from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.config.sources import TRAIN_KEY, VAL_KEY, prompt_files
 from sluice.data.prompt_rows import PromptRow
+from sluice.doctor.finding import ROWS_LOOKED_AT, opened_rows
 from sluice.doctor.reward import made_up_response, try_responses
-from sluice.doctor.rows import ROWS_LOOKED_AT, opened_rows
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError, DataError
 from sluice.safe_text import printable

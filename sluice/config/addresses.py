@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterator
 
-from sluice.config.schema.service import EndpointConfig
+from sluice.config.schema.service import EndpointConfig, ServiceConfig
 from sluice.errors import ConfigError
 
 _LARGEST_PORT = 65535
@@ -113,3 +114,14 @@ def peer_address(endpoint: EndpointConfig, path: str) -> str:
             "set one, or start the run with `sluice up`, which chooses ports"
         )
     return join_host_port(host, port)
+
+
+def configured_ports(service: ServiceConfig) -> Iterator[tuple[str, str, int]]:
+    """Yield key, host and port of every port that is set: of endpoints, and of the dashboard."""
+    for kind in ("trainer", "reward", "rollout"):
+        endpoint = getattr(service, kind).endpoint
+        for name in ("port", "health_port", "metrics_port"):
+            if port := getattr(endpoint, name):
+                yield f"sluice.{kind}.endpoint.{name}", endpoint.host, port
+    if service.dashboard.port:
+        yield "sluice.dashboard.port", service.dashboard.host, service.dashboard.port

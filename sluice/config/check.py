@@ -12,18 +12,18 @@ from sluice.config.derived import is_bypassed, is_corrected, total_training_step
 from sluice.config.explain import key_statuses, notices
 from sluice.config.loading.loader import KeySettings
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.memory.layouts import rollout_layout
 from sluice.config.memory.rollout import (
     GIB,
     RolloutMemory,
     fits,
+    rollout_layout,
     rollout_memory,
     smallest_tensor_parallel,
 )
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
-from sluice.config.rules.checks import all_problems
-from sluice.config.rules.sampling import strategy_notes
+from sluice.config.rules.checks import NEEDS_OTHERS, all_problems
+from sluice.config.rules.sampling import strategy_notes, truncation_notes
 from sluice.config.run import RunConfig
 from sluice.config.sources import source_configs
 from sluice.config.verl_sizes import (
@@ -38,19 +38,8 @@ from sluice.config.verl_sizes import (
     verl_sizes,
 )
 
-_KEEPS_LONE_REWARDS = frozenset(
-    {
-        "grpo",
-        "grpo_vectorized",
-        "gdpo",
-        "rloo",
-        "opo",
-        "gpg",
-        "reinforce_plus_plus_baseline",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    }
-)
+_OVER_ROWS = ("gae", "remax", "reinforce_plus_plus")
+"""Estimators that compare no responses of a group."""
 
 
 def launch_notes(config: RunConfig, as_set: SettingsTree) -> list[Problem]:
@@ -62,10 +51,10 @@ def remarks(config: RunConfig) -> list[Problem]:
     """Return notes on what settings mean together."""
     return [
         *_divergence(config),
-        *_adpo(config),
         *_correction(config),
         *_lone_responses(config),
         *strategy_notes(config),
+        *truncation_notes(config),
     ]
 
 
@@ -82,22 +71,6 @@ def _divergence(config: RunConfig) -> Iterator[Problem]:
             True,
             f"with {ACTOR}.use_kl_loss = true: the divergence from the reference model counts "
             "twice, in the reward and in the loss",
-        )
-    if in_reward or in_loss:
-        yield _note(
-            "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss",
-            True,
-            ": a reference model is kept; every trainer rank holds its share in host memory, and "
-            "on its device during one more forward pass of every row",
-        )
-
-
-def _adpo(config: RunConfig) -> Iterator[Problem]:
-    if config.actor_rollout_ref.actor.policy_loss.loss_mode == "adpo":
-        yield _note(
-            "algorithm.adv_estimator",
-            "adpo",
-            f"and {ACTOR}.policy_loss.loss_mode = adpo: each sets the other where that is left out",
         )
 
 
@@ -128,7 +101,7 @@ def _correction(config: RunConfig) -> Iterator[Problem]:
 def _lone_responses(config: RunConfig) -> Iterator[Problem]:
     for name, one in source_configs(config).items():
         estimator = one.algorithm.adv_estimator
-        if one.actor_rollout_ref.rollout.n == 1 and estimator in _KEEPS_LONE_REWARDS:
+        if one.actor_rollout_ref.rollout.n == 1 and estimator not in (*_OVER_ROWS, *NEEDS_OTHERS):
             yield _note(
                 f"sluice.sources.{name}.n" if name else f"{ROLLOUT}.n",
                 1,
@@ -165,12 +138,7 @@ class EngineReport:
 
 
 def engine_report(config: RunConfig, shape: ModelShape, device_gib: float | None) -> EngineReport:
-    """Estimate the memory of each device.
-
-    Args:
-        shape: the trained model's.
-        device_gib: memory of one device, GiB; `None`: unknown, so nothing is compared with it.
-    """
+    """Estimate the memory of each device."""
     engine = rollout_layout(config)
     device = None if device_gib is None else device_gib * GIB
     smallest = None

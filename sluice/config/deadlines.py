@@ -55,7 +55,6 @@ def commit_timeout_s(config: RunConfig, wire_bytes: float) -> float:
     weights.
 
     Args:
-        config: of the launch.
         wire_bytes: of all weights, as they are sent.
     """
     read_bytes = wire_bytes / replica_devices(config)

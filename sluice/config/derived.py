@@ -26,9 +26,6 @@ _LAYERS = 128
 # Versions, scores and the scorer's further numbers.
 _OUTLINE_SAMPLE_BYTES = 512
 
-GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
-"""Advantage estimators whose baseline is the reward of a greedy response to the prompt."""
-
 OLD_LOGPROB_ESTIMATORS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 """Advantage estimators that read the old policy's logprobs and squared probabilities."""
 
@@ -128,19 +125,15 @@ def batch_invariant(config: RunConfig) -> bool:
 
 
 def on_policy_fill(config: RunConfig) -> OnPolicyFill:
-    """Return which groups start in synchronous mode: by default those that a run can repeat."""
+    """Return which groups start in synchronous mode: by default those that a run can repeat.
+
+    Engines other than ``torch`` repeat samples only if `batch_invariant` is set.
+    """
     if (chosen := config.sluice.sampling.on_policy_fill) is not None:
         return chosen
-    return "exact" if samples_repeat(config) else "expected"
-
-
-def samples_repeat(config: RunConfig) -> bool:
-    """Return whether the engine samples the same tokens whatever else runs.
-
-    Engines other than ``torch`` do so only if `batch_invariant` is set.
-    """
     is_torch = config.actor_rollout_ref.rollout.name == "torch"
-    return batch_invariant(config) if is_torch else bool(config.sluice.rollout.batch_invariant)
+    repeats = batch_invariant(config) if is_torch else config.sluice.rollout.batch_invariant
+    return "exact" if repeats else "expected"
 
 
 def is_bypassed(config: RunConfig) -> bool:
@@ -261,7 +254,6 @@ def taken_samples_mb(config: RunConfig, data_ranks: int) -> int:
     """Return the MiB of samples that a trainer rank takes of a batch of longest responses.
 
     Args:
-        config: of the run.
         data_ranks: ranks, or groups of ranks, that train different samples.
     """
     data = config.data
@@ -271,7 +263,7 @@ def taken_samples_mb(config: RunConfig, data_ranks: int) -> int:
 
 def needs_greedy_baseline(config: RunConfig) -> bool:
     """Return whether every group carries the reward of a greedy response."""
-    return config.algorithm.adv_estimator in GREEDY_BASELINE_ESTIMATORS
+    return config.algorithm.adv_estimator == "remax"
 
 
 def needs_whole_groups(config: RunConfig) -> bool:

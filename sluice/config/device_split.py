@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from sluice.config.derived import max_row_tokens, replica_devices, world_size
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import rollout_layout, training_layout
-from sluice.config.memory.rollout import engine_weights, rollout_memory
+from sluice.config.memory.rollout import engine_weights, rollout_layout, rollout_memory
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import guessed_memory
-from sluice.config.memory.work import MEAN_RESPONSE, group_flops
+from sluice.config.memory.training import (
+    MEAN_RESPONSE,
+    group_flops,
+    guessed_memory,
+    training_layout,
+)
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.sources import responses_per_step
@@ -128,7 +131,18 @@ def auto_split(config: RunConfig, shape: ModelShape | None, device: DeviceKind) 
     possible = _possible(config)
     if shape is None:
         return min(possible, key=lambda split: abs(split.trainer - split.rollout))
-    return by_speed(config, shape, device, possible)[0]
+    train, generate = seconds_per_token(config, shape, device)
+    layout = training_layout(config)
+
+    def rank(split: DeviceSplit) -> tuple[float, float]:
+        """Return what a trainer's device lacks, then the time of a token."""
+        shard = split.trainer if layout.shard == layout.world else min(layout.shard, split.trainer)
+        other = replace(layout, world=split.trainer, shard=shard)
+        guess = guessed_memory(shape, other).peak * _GUESS_MARGIN
+        missing = max(0.0, guess - device.usable_bytes)
+        return missing, max(train / split.trainer, generate / split.rollout)
+
+    return min(possible, key=rank)
 
 
 def _possible(config: RunConfig) -> list[DeviceSplit]:
@@ -194,25 +208,6 @@ def _why_none(config: RunConfig) -> str:
         f"{' or '.join(map(str, found))}, but with {found[-1]}: "
         f"{_layout_error(config, found[-1])}"
     )
-
-
-def by_speed(
-    config: RunConfig, shape: ModelShape, device: DeviceKind, possible: list[DeviceSplit]
-) -> list[DeviceSplit]:
-    """Return the splits, the fastest first; then those whose trainer is too small, the one that
-    lacks least first.
-    """
-    train, generate = seconds_per_token(config, shape, device)
-    layout = training_layout(config)
-
-    def rank(split: DeviceSplit) -> tuple[float, float]:
-        shard = split.trainer if layout.shard == layout.world else min(layout.shard, split.trainer)
-        other = replace(layout, world=split.trainer, shard=shard)
-        guess = guessed_memory(shape, other).peak * _GUESS_MARGIN
-        missing = max(0.0, guess - device.usable_bytes)
-        return missing, max(train / split.trainer, generate / split.rollout)
-
-    return sorted(possible, key=rank)
 
 
 def seconds_per_token(

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
-from msgspec import UNSET
-
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.loading.keys import (
@@ -18,9 +13,8 @@ from sluice.config.loading.keys import (
     keys_below,
     unknown_key,
 )
-from sluice.config.loading.loader import read_settings
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.problems import Problem, Severity, shown
+from sluice.config.problems import Problem, Severity
 from sluice.errors import ConfigError
 
 _ENGINE = "actor_rollout_ref.rollout.name"
@@ -124,28 +118,3 @@ def _is_silent(entry: Entry, path: KeyPath, value: object) -> bool:
         value == silent and isinstance(value, bool) == isinstance(silent, bool)
         for silent in entry.silent
     )
-
-
-def replaced_values(path: Path | None, overrides: Sequence[str]) -> list[Problem]:
-    """Return a note for every key that the file sets and the overrides set otherwise.
-
-    A deployment adds overrides that the author of the file has not seen.
-
-    Args:
-        path: the file; `None`: there is none, and nothing is replaced.
-        overrides: as of `load_config`.
-
-    Raises:
-        ConfigError: as `read_settings`.
-    """
-    if path is None:
-        return []
-    after = read_settings(path, overrides).by_key()
-    found = []
-    for key, value in read_settings(path, []).by_key().items():
-        now = after.get(key, UNSET)
-        if now != value:
-            does = "removes it" if now is UNSET else f"sets it to {shown(now)}"
-            text = f"of {path} has no effect: the command {does}"
-            found.append(Problem(key, value, text, severity=Severity.NOTE))
-    return found

@@ -22,11 +22,6 @@ LOSS_KEY = f"{_CUTS}.account_for_loss_in_pipeline_split"
 def stage_layers(num_layers: int, stages: int, cut: TransformerOverrides) -> list[range]:
     """Return the numbers of each stage's layers, at least one each.
 
-    Args:
-        num_layers: of the model.
-        stages: of the pipeline.
-        cut: ``num_layers_in_*`` and ``account_for_*``.
-
     Raises:
         ConfigError: the layers do not divide; names the numbers and the nearest that work.
     """

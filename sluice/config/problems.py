@@ -93,10 +93,6 @@ def errors(problems: Iterable[Problem]) -> list[Problem]:
 def raise_problems(problems: Sequence[Problem], source: str) -> None:
     """Do nothing without problems.
 
-    Args:
-        problems: all that was found, whatever the severity.
-        source: where the configuration came from.
-
     Raises:
         ConfigError: lists all of `problems`.
     """

@@ -157,11 +157,6 @@ def defaults() -> Mapping[str, object]:
     return tree
 
 
-def default_at(path: Sequence[str], otherwise: object) -> object:
-    """Return the schema's default at `path`; `otherwise` where there is none."""
-    return value_at(defaults(), path, otherwise)
-
-
 def value_at(tree: Mapping[str, object], path: Sequence[str], otherwise: object) -> object:
     """Return the value at `path` in nested mappings; `otherwise` where a key is missing."""
     node: object = tree

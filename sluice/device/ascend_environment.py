@@ -10,7 +10,6 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from sluice.config.addresses import advertised_host
 from sluice.config.deadlines import command_timeout_s
@@ -37,41 +36,20 @@ BUFFER_RANGE_MB = (1, 2048)
 _NO_AUTOLOAD = {AUTOLOAD_VARIABLE: "0"}
 
 
-@dataclass(frozen=True, slots=True)
-class HcclSettings:
-    """The configuration of one process's HCCL groups.
-
-    Attributes:
-        transfer_timeout_s: of forming a transfer group, and of each of its collectives.
-        collective_timeout_s: of a collective among trainer ranks.
-        own_host: where peers reach this process: a name or an address.
-    """
-
-    transfer_timeout_s: float
-    collective_timeout_s: float
-    own_host: str
-
-
-def hccl_settings(config: RunConfig, endpoint: EndpointConfig) -> HcclSettings:
-    """Return the settings of a process that serves at `endpoint`."""
-    return HcclSettings(
-        transfer_timeout_s=config.sluice.weights.timeout_s,
-        collective_timeout_s=command_timeout_s(config),
-        own_host=advertised_host(endpoint),
-    )
-
-
-def hccl_environment(settings: HcclSettings, given: Mapping[str, str]) -> dict[str, str]:
+def hccl_environment(
+    config: RunConfig, endpoint: EndpointConfig, given: Mapping[str, str]
+) -> dict[str, str]:
     """Return the variables to add to `given` for a process that computes on an NPU.
 
     Args:
+        endpoint: where the process serves.
         given: the environment; none of its variables is in the result.
     """
-    connect_s = _whole(settings.transfer_timeout_s, CONNECT_RANGE_S)
-    waits_s = max(settings.transfer_timeout_s, settings.collective_timeout_s)
+    transfer_s = config.sluice.weights.timeout_s
+    waits_s = max(transfer_s, command_timeout_s(config))
     wanted = {
         **_NO_AUTOLOAD,
-        CONNECT_VARIABLE: str(connect_s),
+        CONNECT_VARIABLE: str(_whole(transfer_s, CONNECT_RANGE_S)),
         EXEC_VARIABLE: str(_whole(waits_s, EXEC_RANGE_S)),
         # HCCL's watchdog ends the process when a collective is late. A transfer group keeps its own
         # deadlines, and its processes outlive it.
@@ -79,7 +57,7 @@ def hccl_environment(settings: HcclSettings, given: Mapping[str, str]) -> dict[s
     }
     if WHITELIST_FILE_VARIABLE not in given:
         wanted[WHITELIST_VARIABLE] = "1"
-    wanted |= _host_network(settings.own_host, given)
+    wanted |= _host_network(advertised_host(endpoint), given)
     return {name: value for name, value in wanted.items() if name not in given}
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from pathlib import Path
 
 import torch
 
+from sluice.device.host import available_memory
 from sluice.device.protocol import BACKENDS
 
-_MEMINFO = Path("/proc/meminfo")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _LARGEST_TRIM_THRESHOLD = 2**31 - 1
 _LARGEST_MMAP_THRESHOLD = 2**25
@@ -44,7 +43,6 @@ class CpuDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        """``torch.device("cpu")``."""
         return torch.device("cpu")
 
     def set_device(self) -> None:
@@ -71,15 +69,5 @@ class CpuDevice:
 def used_memory_bytes() -> int:
     """Return the host's memory that is not available, without regard to a container's limits."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total - _available_bytes(default=total)
-
-
-def _available_bytes(default: int) -> int:
-    """Return Linux's estimate of what can be allocated without swapping; elsewhere `default`."""
-    if not _MEMINFO.exists():
-        return default
-    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
-        key, _, value = line.partition(":")
-        if key == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return default
+    available = available_memory()
+    return total - (total if available is None else available)

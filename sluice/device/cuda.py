@@ -56,24 +56,19 @@ class CudaDevice:
 
     @property
     def name(self) -> str:
-        """``cuda:N``."""
         return f"cuda:{self._index}"
 
     @property
     def torch_device(self) -> torch.device:
-        """``torch.device("cuda", N)``."""
         return torch.device("cuda", self._index)
 
     def set_device(self) -> None:
-        """Make it the calling thread's current device."""
         torch.cuda.set_device(self._index)
 
     def synchronize(self) -> None:
-        """Wait for all streams of the GPU."""
         torch.cuda.synchronize(self._index)
 
     def take_peak_memory(self) -> PeakMemory:
-        """Return torch's peaks since the last call."""
         found = PeakMemory(
             torch.cuda.max_memory_allocated(self._index),
             torch.cuda.max_memory_reserved(self._index),
@@ -82,7 +77,6 @@ class CudaDevice:
         return found
 
     def empty_cache(self) -> None:
-        """Return unused memory that torch keeps to the driver."""
         with torch.cuda.device(self._index):
             torch.cuda.empty_cache()
 

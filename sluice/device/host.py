@@ -14,11 +14,11 @@ from itertools import takewhile
 from pathlib import Path
 
 from sluice import installed_version
+from sluice.config.problems import Problem, errors
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import EndpointConfig
 from sluice.device.ascend_checks import (
     AscendDemand,
-    AscendFinding,
     AscendHost,
     ascend_findings,
     visible_devices,
@@ -26,7 +26,6 @@ from sluice.device.ascend_checks import (
 )
 from sluice.device.ascend_environment import (
     hccl_environment,
-    hccl_settings,
     import_environment,
     queue_environment,
 )
@@ -34,6 +33,7 @@ from sluice.errors import ConfigError
 
 CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _log = logging.getLogger(__name__)
+_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _DEVICE_FOLDER = Path("/dev")
 _GPU_FILE = re.compile(r"nvidia\d+")
 _NPU_FILE = re.compile(r"v?davinci(\d+)")  # a share of one begins with "v"
@@ -96,7 +96,7 @@ def launch_environment(
         endpoint: where it serves.
     """
     if wants_npu(device, given):
-        return hccl_environment(hccl_settings(config, endpoint), given)
+        return hccl_environment(config, endpoint, given)
     return import_environment(has_torch_npu=has_torch_npu(), given=given)
 
 
@@ -119,22 +119,23 @@ def prepare_process(
     """
     if not wants_npu(device, environment):
         return
-    environment.update(hccl_environment(hccl_settings(config, endpoint), environment))
+    environment.update(hccl_environment(config, endpoint, environment))
     captures_graphs = runs_vllm and not config.actor_rollout_ref.rollout.enforce_eager
     environment.update(queue_environment(captures_graphs=captures_graphs, given=environment))
     if device is not None and device != "auto":
         demand = AscendDemand(1, collectives_on_device, runs_vllm, captures_graphs)
         findings = ascend_findings(ascend_host(environment), demand)
-        _warn(finding for finding in findings if not finding.is_fatal)
-        if fatal := [str(finding) for finding in findings if finding.is_fatal]:
-            raise ConfigError('device "npu": ' + "; ".join(fatal))
+        fatal = errors(findings)
+        _warn(one for one in findings if one not in fatal)
+        if fatal:
+            raise ConfigError('device "npu": ' + "; ".join(one.text for one in fatal))
     elif runs_vllm:
         _warn(vllm_findings(ascend_host(environment)))
 
 
-def _warn(findings: Iterable[AscendFinding]) -> None:
+def _warn(findings: Iterable[Problem]) -> None:
     for finding in findings:
-        _log.warning("NPU: %s", finding)
+        _log.warning("NPU: %s", finding.text)
 
 
 def _files(devices: Path) -> tuple[str, ...]:
@@ -194,3 +195,16 @@ def wants_gpu(
         there = bool(gpu_numbers(environment, devices))
         return there and not wants_npu(name, environment, devices)
     return name == "cuda"
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return Linux's estimate of what can be allocated without swapping, bytes; elsewhere ``None``.
+
+    Args:
+        root: of the file system with ``proc``.
+    """
+    try:
+        match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="ascii"))
+    except OSError:
+        return None
+    return int(match[1]) * 1024 if match else None

@@ -108,7 +108,6 @@ class NpuDevice:
 
     @property
     def name(self) -> str:
-        """``npu:N``."""
         return f"npu:{self._index}"
 
     @property
@@ -117,22 +116,18 @@ class NpuDevice:
         return torch.device("npu", self._index)
 
     def set_device(self) -> None:
-        """Make it the calling thread's current device."""
         self._runtime.set_device(self._index)
 
     def synchronize(self) -> None:
-        """Wait for all streams of the NPU."""
         self._runtime.synchronize(self._index)
 
     def take_peak_memory(self) -> PeakMemory:
-        """Return torch_npu's peaks since the last call."""
         runtime, index = self._runtime, self._index
         found = PeakMemory(runtime.max_memory_allocated(index), runtime.max_memory_reserved(index))
         runtime.reset_peak_memory_stats(index)
         return found
 
     def empty_cache(self) -> None:
-        """Return unused memory that torch_npu keeps to the driver."""
         self.set_device()
         self._runtime.empty_cache()
 

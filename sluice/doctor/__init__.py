@@ -1,4 +1,5 @@
 """Find what would keep a run from working on this machine. In: a configuration, or none. Out:
-findings, each with its remedy. A module holds the checks of one area: `machine`, `packages`,
-`network`, `files`, `configuration`; `examination` lists and runs them. Nothing is changed.
+findings, each with its remedy. `machine`, `packages`, `files` and `configuration` look, `prompts`
+and `reward` try the run's data and what grades it; `examination` lists and runs all checks. Nothing
+is changed.
 """

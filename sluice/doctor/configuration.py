@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from sluice.config.addresses import advertised_host, is_loopback
 from sluice.config.problems import Problem, errors
 from sluice.config.rules.checks import all_problems
 from sluice.config.rules.files import MODEL_KEY
 from sluice.config.rules.security import SECURITY_KEY, exposed_secrets, run_security_problems
 from sluice.config.sources import SOURCES_KEY, TRAIN_KEY, VAL_KEY
 from sluice.doctor.finding import Examined, Finding, fine, of_text, warning
-from sluice.doctor.network import has_remote_peers
 from sluice.security.certificates import SOON, ends_of_validity
 
 # Other checks look at these files themselves.
@@ -65,6 +65,15 @@ def check_security(examined: Examined) -> Iterator[Finding]:
         if security.tls != "off" and path:
             ends = ends_of_validity(Path(path).read_bytes())
             yield from date_findings(f"{SECURITY_KEY}.{name}", ends, datetime.now(UTC))
+
+
+def has_remote_peers(examined: Examined) -> bool:
+    """Return whether services or trainer ranks of the run are meant to be on other hosts."""
+    services = examined.config.sluice
+    endpoints = (one.endpoint for one in (services.trainer, services.reward, services.rollout))
+    hosts = {advertised_host(endpoint) for endpoint in endpoints}
+    hosts.add(examined.environment.get("MASTER_ADDR", "localhost"))
+    return examined.config.trainer.nnodes > 1 or not all(map(is_loopback, hosts))
 
 
 def tls_off_findings(*, has_tokens: bool, is_remote: bool) -> Iterator[Finding]:

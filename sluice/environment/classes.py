@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from sluice.algorithm.episode_rules import TOOL, USER, Observation
+from sluice.algorithm.episode_rules import TOOL, Observation
 from sluice.environment.episodes import (
     AuthorCalls,
     CallResult,
+    Environment,
     PlayedRow,
     grade_of,
     messages_of,
@@ -33,7 +33,7 @@ _OWN = frozenset((RESET, TURN, SCORE, CLOSE, DONE))
 COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "seed")
 
 
-def class_environment(kind: type, file: str) -> ClassEnvironment:
+def class_environment(kind: type, file: str) -> Environment:
     """Check a class.
 
     Raises:
@@ -58,7 +58,11 @@ def class_environment(kind: type, file: str) -> ClassEnvironment:
             f"{where} has neither a tool nor turn; give it a public method with type hints and a "
             "docstring, or turn(self, text)"
         )
-    return ClassEnvironment(kind.__name__, kind, tools, columns)
+
+    def begin(row: PlayedRow, calls: AuthorCalls, _tasks: asyncio.TaskGroup) -> ClassEpisode:
+        return ClassEpisode(kind, tools, columns, row, calls)
+
+    return Environment(kind.__name__, _offered(tools), begin)
 
 
 def _methods(kind: type) -> dict[str, tuple[Callable[..., object], bool]]:
@@ -95,61 +99,36 @@ def _columns(kind: type, where: str) -> tuple[str, ...]:
     return columns
 
 
-@dataclass(frozen=True, slots=True)
-class ClassEnvironment:
-    """A checked class.
-
-    Args:
-        name: its name.
-        kind: the class.
-        methods: its tools by name.
-        columns: that `reset` takes.
-    """
-
-    name: str
-    kind: type
-    methods: Mapping[str, MethodTool]
-    columns: tuple[str, ...]
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """What the policy sees."""
-        return tuple(method.tool for method in self.methods.values())
-
-    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> ClassEpisode:
-        """Return a new episode."""
-        return ClassEpisode(self, task, calls)
-
-
 class ClassEpisode:
-    """An instance of the class.
+    """An instance of a checked class."""
 
-    Args:
-        environment: the class.
-        task: the row.
-        calls: run its methods.
-    """
-
-    def __init__(self, environment: ClassEnvironment, task: PlayedRow, calls: AuthorCalls) -> None:
-        self._environment, self._task, self._calls = environment, task, calls
+    def __init__(
+        self,
+        kind: type,
+        methods: Mapping[str, MethodTool],
+        columns: tuple[str, ...],
+        row: PlayedRow,
+        calls: AuthorCalls,
+    ) -> None:
+        self._kind, self._methods, self._columns = kind, methods, columns
+        self._row, self._calls = row, calls
         self._instance: object = None
         self._last = ""
 
     async def open(self) -> Observation:
         """Construct the class and reset it."""
-        name, task = self._environment.name, self._task
-        kind = self._environment.kind
-        if _has_no_constructor(kind):
-            self._instance = kind()
+        name = self._kind.__name__
+        if _has_no_constructor(self._kind):
+            self._instance = self._kind()
         else:
-            self._instance = await self._calls.required(f"{name}()", kind)
+            self._instance = await self._calls.required(f"{name}()", self._kind)
         returned: object = None
         if reset := self._method(RESET):
-            row = {**task.row, "prompt": task.prompt, "seed": task.seed}
-            wanted = {column: row.get(column) for column in self._environment.columns}
+            row = {**self._row.row, "prompt": self._row.prompt, "seed": self._row.seed}
+            wanted = {column: row.get(column) for column in self._columns}
             returned = await self._calls.required(f"{name}.reset", reset, **wanted)
         messages = messages_of(f"{name}.reset", returned)
-        return Observation(messages, tools=self._environment.tools, done=self._is_done)
+        return Observation(messages, tools=_offered(self._methods), done=self._is_done)
 
     async def step(self, answer: Answer, finish: FinishReason) -> Observation:
         """Make the calls of an answer; text goes to `turn`, and ends the episode without one."""
@@ -157,7 +136,7 @@ class ClassEpisode:
         if answer.tool_error or answer.tool_calls:
             return await self._called(answer)
         if turn := self._method(TURN):
-            what = f"{self._environment.name}.turn"
+            what = f"{self._kind.__name__}.turn"
             returned = await self._calls.required(what, turn, answer.content)
             said, reward = with_reward(what, returned)
             done = said is None or self._is_done
@@ -167,7 +146,7 @@ class ClassEpisode:
 
     async def score(self) -> Scored | None:
         """Call the class's `score` with the last answer's text."""
-        method, what = self._method(SCORE), f"{self._environment.name}.score"
+        method, what = self._method(SCORE), f"{self._kind.__name__}.score"
         if method is None:
             return None
         return grade_of(what, await self._calls.required(what, method, self._last))
@@ -175,17 +154,15 @@ class ClassEpisode:
     async def close(self) -> None:
         """Call the class's `close`."""
         if self._instance is not None and (close := self._method(CLOSE)):
-            await self._calls.required(f"{self._environment.name}.close", close)
+            await self._calls.required(f"{self._kind.__name__}.close", close)
 
     async def _called(self, answer: Answer) -> Observation:
-        methods = self._environment.methods
-        messages, reward = await results_of_calls(
-            answer, methods, self._result, unreadable_role=TOOL if methods else USER
-        )
+        readers = {name: method.arguments for name, method in self._methods.items()}
+        messages, reward = await results_of_calls(answer, readers, self._result)
         return Observation(messages, done=self._is_done, reward=reward)
 
     async def _result(self, call: ToolCall, arguments: Mapping[str, Any]) -> CallResult:
-        what = f"{self._environment.name}.{call.name}"
+        what = f"{self._kind.__name__}.{call.name}"
         bound = getattr(self._instance, call.name)
         value, reward = with_reward(what, await self._calls.run(bound, **arguments))
         return ChatMessage(TOOL, text_of(what, value), tool_call_id=call.call_id), reward
@@ -203,3 +180,7 @@ def _has_no_constructor(kind: type) -> bool:
     """Return whether none of the author's code runs when an instance is made."""
     own = (name for base in kind.__mro__[:-1] for name in vars(base))
     return type(kind) is type and not {"__init__", "__new__"}.intersection(own)
+
+
+def _offered(methods: Mapping[str, MethodTool]) -> tuple[Tool, ...]:
+    return tuple(method.tool for method in methods.values())

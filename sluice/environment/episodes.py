@@ -90,28 +90,20 @@ class PlayedEpisode(Protocol):
         ...
 
 
-class Environment(Protocol):
-    """What a file defines."""
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What a file defines.
 
-    @property
-    def name(self) -> str:
-        """The class or function, which rows may name."""
-        ...
+    Args:
+        name: the class or function, which rows may name.
+        tools: that an episode offers where its row does not choose.
+        begin: returns a new episode, whose author's methods run in these calls, and whose own work
+            in this group.
+    """
 
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """Tools that an episode offers where its row does not choose."""
-        ...
-
-    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> PlayedEpisode:
-        """Return a new episode; it opens with `PlayedEpisode.open`.
-
-        Args:
-            task: the row.
-            calls: run the author's methods.
-            tasks: for work that lasts as long as the episode.
-        """
-        ...
+    name: str
+    tools: tuple[Tool, ...]
+    begin: Callable[[PlayedRow, AuthorCalls, asyncio.TaskGroup], PlayedEpisode]
 
 
 class AuthorCalls:
@@ -340,55 +332,44 @@ def _continuing(what: str, value: object) -> ChatMessage:
     return ChatMessage(str(role), text_of(what, content))
 
 
-class CallableTool(Protocol):
-    """A tool, as far as a call of it is read."""
-
-    @property
-    def arguments(self) -> Callable[[str], Mapping[str, Any]]:
-        """Read a call's JSON; raise ArgumentsError if it does not fit."""
-        ...
-
-
+ReadArguments = Callable[[str], Mapping[str, Any]]
+"""Reads the JSON of a call; raises ArgumentsError if it does not fit."""
 CallResult = tuple[ChatMessage, float | None]
 """What the policy reads after a call, and the call's reward."""
 
 
 async def results_of_calls(
     answer: Answer,
-    tools: Mapping[str, CallableTool],
+    tools: Mapping[str, ReadArguments],
     make: Callable[[ToolCall, Mapping[str, Any]], Awaitable[CallResult]],
-    *,
-    unreadable_role: str = TOOL,
 ) -> tuple[tuple[ChatMessage, ...], float | None]:
     """Make an answer's calls one after the other; return what the policy reads, and their reward.
 
     Args:
-        answer: with calls, readable or not.
-        tools: by name.
+        tools: what reads the arguments of each, by name.
         make: makes a call with its arguments. What it raises is an error that the policy reads, but
             for the environment's own.
-        unreadable_role: of the message about calls that cannot be read.
     """
     results = [await _made(call, tools, make) for call in answer.tool_calls]
     messages = [message for message, _ in results]
     rewards = [reward for _, reward in results if reward is not None]
     if answer.tool_error:
         text = f"Error: the call cannot be read: {answer.tool_error}"
-        messages.append(ChatMessage(unreadable_role, text, is_error=True))
+        messages.append(ChatMessage(TOOL if tools else USER, text, is_error=True))
     return tuple(messages), sum(rewards) if rewards else None
 
 
 async def _made(
     call: ToolCall,
-    tools: Mapping[str, CallableTool],
+    tools: Mapping[str, ReadArguments],
     make: Callable[[ToolCall, Mapping[str, Any]], Awaitable[CallResult]],
 ) -> CallResult:
-    tool = tools.get(call.name)
-    if tool is None:
+    read = tools.get(call.name)
+    if read is None:
         known = ", ".join(tools) or "none"
         return error_of(call, f"there is no tool {call.name[:64]!r}; the tools are: {known}"), None
     try:
-        return await make(call, tool.arguments(call.arguments))
+        return await make(call, read(call.arguments))
     except ArgumentsError as error:
         return error_of(call, str(error)), None
     except (EnvironmentUnavailable, EnvironmentDefectError):

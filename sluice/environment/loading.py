@@ -28,7 +28,6 @@ def file_environment(path: str, name: str | None = None) -> Environment:
     """Load a file.
 
     Args:
-        path: a Python file.
         name: class or async function in it; ``None``: its only one that is public.
 
     Raises:
@@ -48,7 +47,7 @@ def file_module(path: str, key: str) -> ModuleType:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"{key}: no file {path}; give the path of a Python file")
-    module_name = f"sluice_environment_{file.stem}"
+    module_name = f"sluice_file_{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{key}: {path} is no Python file; its name must end in .py")
@@ -60,15 +59,21 @@ def file_module(path: str, key: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        last = traceback.format_exception_only(error)[-1].strip()
-        deepest = traceback.extract_tb(error.__traceback__)[-1]
-        is_verls = isinstance(error, ModuleNotFoundError) and str(error.name).startswith("verl")
-        remedy = _VERLS if is_verls and key == PATH_KEY else "repair it"
-        raise ConfigError(
-            f"{key}: {path} fails to import: {last} ({deepest.filename}, line {deepest.lineno}); "
-            f"{remedy}"
-        ) from error
+        raise import_error(key, path, error) from error
     return module
+
+
+def import_error(key: str, path: str, error: Exception) -> ConfigError:
+    """Return the error for what `key` names and cannot be imported, with its place."""
+    last = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError):
+        file, line = error.filename, error.lineno
+    else:
+        deepest = traceback.extract_tb(error.__traceback__)[-1]
+        file, line = deepest.filename, deepest.lineno
+    is_verls = isinstance(error, ModuleNotFoundError) and str(error.name).startswith("verl")
+    remedy = _VERLS if is_verls and key == PATH_KEY else "repair it"
+    return ConfigError(f"{key}: {path} fails to import: {last} ({file}, line {line}); {remedy}")
 
 
 def _named(module: ModuleType, path: str, name: str) -> type | Callable[..., object]:

@@ -10,10 +10,18 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from sluice.algorithm.episode_rules import Observation
-from sluice.environment.episodes import AuthorCalls, PlayedRow, defect, grade_of, text_of
+from sluice.environment.episodes import (
+    AuthorCalls,
+    Environment,
+    PlayedRow,
+    defect,
+    grade_of,
+    text_of,
+)
 from sluice.environment.schemas import method_tool, openai_tool
 from sluice.errors import ConfigError, EnvironmentDefectError, EnvironmentUnavailable
 from sluice.types import Answer, ChatMessage, FinishReason, Scored, Tool, ToolCall
@@ -134,26 +142,7 @@ class Policy:
             self._answer.set_exception(EpisodeOver())
 
 
-@dataclass(frozen=True, slots=True)
-class LoopEnvironment:
-    """A checked function.
-
-    Args:
-        name: its name.
-        function: it.
-        tools: none; calls of the policy bring theirs.
-    """
-
-    name: str
-    function: Callable[..., Coroutine[Any, Any, object]]
-    tools: tuple[Tool, ...] = ()
-
-    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> LoopEpisode:
-        """Return a new episode."""
-        return LoopEpisode(self, task, calls, tasks)
-
-
-def loop_environment(function: Callable[..., object], file: str) -> LoopEnvironment:
+def loop_environment(function: Callable[..., object], file: str) -> Environment:
     """Check a function.
 
     Raises:
@@ -166,7 +155,7 @@ def loop_environment(function: Callable[..., object], file: str) -> LoopEnvironm
         inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}; it is called with a task and a policy") from error
-    return LoopEnvironment(function.__name__, cast("Any", function))
+    return Environment(function.__name__, (), partial(LoopEpisode, cast("Any", function)))
 
 
 class LoopEpisode:
@@ -174,12 +163,12 @@ class LoopEpisode:
 
     def __init__(
         self,
-        environment: LoopEnvironment,
+        function: Callable[..., Coroutine[Any, Any, object]],
         task: PlayedRow,
         calls: AuthorCalls,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self._environment, self._task = environment, task
+        self._function, self._task = function, task
         self._calls, self._tasks = calls, tasks
         self._policy = Policy()
         self._running: asyncio.Task[object] | None = None
@@ -199,7 +188,7 @@ class LoopEpisode:
         if seen.done:
             self._returned()
             raise EnvironmentDefectError(
-                f"{self._environment.name} returned before it called policy.chat; ask the policy "
+                f"{self._function.__name__} returned before it called policy.chat; ask the policy "
                 "at least once"
             )
         return seen
@@ -228,7 +217,7 @@ class LoopEpisode:
         with self._calls.noted():
             await asyncio.wait([self._running])
         returned = self._returned()
-        return None if returned is _UNSCORED else grade_of(self._environment.name, returned)
+        return None if returned is _UNSCORED else grade_of(self._function.__name__, returned)
 
     async def close(self) -> None:
         """End the function."""
@@ -240,13 +229,13 @@ class LoopEpisode:
     async def _kept(self, task: LoopTask) -> object:
         """Run the function; its errors are results, which must not end the other episodes."""
         try:
-            return await self._environment.function(task, self._policy)
+            return await self._function(task, self._policy)
         except EpisodeOver:
             return _UNSCORED
         except EnvironmentUnavailable as error:
             return error
         except (Exception, SystemExit) as error:  # noqa: BLE001  the author's; it fails this episode
-            return defect(self._environment.name, error)
+            return defect(self._function.__name__, error)
 
     async def _next(self) -> Observation:
         assert self._running is not None

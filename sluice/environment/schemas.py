@@ -29,7 +29,6 @@ class MethodTool:
     """A tool that is a Python function.
 
     Args:
-        tool: what the policy sees.
         function: its hints and default values.
         hints: the type of each argument.
         required: arguments without a default.
@@ -97,7 +96,6 @@ def method_tool(
     """Return the tool that a function or an unbound method is.
 
     Args:
-        function: it.
         where: file and method, for errors.
         name: the tool's; by default the function's.
         is_method: whether the first parameter is the instance.

@@ -22,8 +22,9 @@ from sluice.algorithm.episode_rules import Observation
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
-from sluice.codec.environment import bundles, observation_to_proto
+from sluice.codec.environment import observation_to_proto
 from sluice.codec.fields import MAX_NAME_BYTES, check_text
+from sluice.codec.messages import bundles
 from sluice.codec.reward import score_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
 from sluice.environment.episodes import AuthorCalls, Environment, PlayedEpisode, PlayedRow
@@ -70,10 +71,8 @@ class _Open:
     """An open episode.
 
     Attributes:
-        played: it.
         ends_at: when it may be dropped.
         turn: number of the last answer; -1: none.
-        call: of the last answer, or of Open.
         failure: what it has failed with.
         is_closed: the author's object is closed.
         lock: a call waits for the one before.
@@ -103,14 +102,7 @@ class _Open:
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Plays episodes of one environment.
-
-    Args:
-        world: the environment.
-        tasks: hold what lasts as long as an episode.
-        calls: run the author's methods.
-        clock: seconds that only grow.
-    """
+    """Plays episodes of one environment."""
 
     def __init__(
         self,
@@ -423,10 +415,8 @@ async def serving(
     """Serve for the length of the block; yield the address.
 
     Args:
-        world: the environment.
         host: to listen on, or ``unix:`` and a path.
         port: 0 lets the system choose.
-        credentials: what callers show.
 
     Raises:
         ConfigError: the port is taken, or the interface does not exist.

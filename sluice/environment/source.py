@@ -1,9 +1,18 @@
-"""Where an environment comes from, as settings say it."""
+"""Where an environment comes from, as settings say it.
+
+``python -m sluice.environment.source`` loads one in a process of its own: it reads an
+`EnvironmentSource` from standard input and answers with the names of the environment and its tools
+(`sluice.concurrency.answers`).
+"""
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 
+from sluice.concurrency.answers import answer_asked
+from sluice.concurrency.process import exit_status
 from sluice.environment.episodes import Environment
 from sluice.environment.loading import file_environment
 from sluice.environment.verl_tools import verl_environment
@@ -27,3 +36,12 @@ class EnvironmentSource(msgspec.Struct, frozen=True):
         if self.path is not None:
             return file_environment(self.path, self.name)
         return verl_environment(self.function_tool_path, self.tool_config_path)
+
+
+def _names(source: EnvironmentSource) -> list[str]:
+    world = source.load()
+    return [world.name, *(tool.name for tool in world.tools)]
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status("environment", lambda: answer_asked(EnvironmentSource, _names)))

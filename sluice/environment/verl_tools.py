@@ -23,6 +23,7 @@ from sluice.environment import verl_stand_in
 from sluice.environment.episodes import (
     AuthorCalls,
     CallResult,
+    Environment,
     PlayedRow,
     error_of,
     raised,
@@ -46,7 +47,6 @@ class VerlTool:
     """A tool of verl's form.
 
     Args:
-        tool: what the policy sees.
         arguments: reads a call's JSON.
         function: a function; ``None``: `state` has it.
         state: an instance of a `BaseTool` class.
@@ -58,7 +58,7 @@ class VerlTool:
     state: Any = None
 
 
-def verl_environment(function_path: str | None, config_path: str | None) -> VerlEnvironment:
+def verl_environment(function_path: str | None, config_path: str | None) -> Environment:
     """Load the tools.
 
     Raises:
@@ -79,7 +79,11 @@ def verl_environment(function_path: str | None, config_path: str | None) -> Verl
             f"{FUNCTIONS_KEY} = {function_path}, {CLASSES_KEY} = {config_path}: no tool is "
             "defined; put @function_tool above a function, or list classes under tools"
         )
-    return VerlEnvironment(NAME, by_name)
+
+    def begin(row: PlayedRow, calls: AuthorCalls, _tasks: asyncio.TaskGroup) -> VerlEpisode:
+        return VerlEpisode(by_name, row, calls)
+
+    return Environment(NAME, tuple(one.tool for one in by_name.values()), begin)
 
 
 def _functions(path: str) -> list[VerlTool]:
@@ -139,31 +143,8 @@ def _tool(schema: Any, path: str) -> Tool:  # noqa: ANN401  verl's class or ours
     return openai_tool(function)
 
 
-@dataclass(frozen=True, slots=True)
-class VerlEnvironment:
-    """Loaded tools, by name."""
-
-    name: str
-    by_name: Mapping[str, VerlTool]
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """What the policy sees where its row does not choose."""
-        return tuple(one.tool for one in self.by_name.values())
-
-    def begin(self, task: PlayedRow, calls: AuthorCalls, tasks: asyncio.TaskGroup) -> VerlEpisode:
-        """Return a new episode."""
-        return VerlEpisode(self.by_name, task, calls)
-
-
 class VerlEpisode:
-    """Tools of one episode.
-
-    Args:
-        by_name: all tools.
-        task: the row.
-        calls: run them.
-    """
+    """Tools of one episode."""
 
     def __init__(
         self, by_name: Mapping[str, VerlTool], task: PlayedRow, calls: AuthorCalls
@@ -195,7 +176,8 @@ class VerlEpisode:
         """Make the calls of an answer; text without calls ends the episode."""
         if not answer.tool_calls and not answer.tool_error:
             return Observation(done=finish is not FinishReason.LENGTH)
-        messages, reward = await results_of_calls(answer, self._tools, self._result)
+        readers = {name: one.arguments for name, one in self._tools.items()}
+        messages, reward = await results_of_calls(answer, readers, self._result)
         return Observation(messages, reward=reward)
 
     async def score(self) -> Scored | None:

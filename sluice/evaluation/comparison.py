@@ -41,7 +41,6 @@ class Evaluation:
 
     Attributes:
         label: a name that no other one of the comparison has.
-        folder: of the evaluation.
         results: what it wrote at its end; ``None``: it has not ended.
         files: of its responses, by benchmark.
         prompts: finished ones, by benchmark.
@@ -82,9 +81,7 @@ class ComparedBenchmark:
     """One benchmark in all evaluations; those that lack it have ``None``.
 
     Attributes:
-        name: of the benchmark.
         variable: what all means are of: ``acc`` if all evaluations have it.
-        results: of each evaluation.
         differences: of each evaluation from the first one, over the prompts that both have.
         prompts: those that differ most first, then by position.
     """

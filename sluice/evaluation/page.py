@@ -6,6 +6,7 @@ is escaped, and the page's policy admits nothing but its own style sheet.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,7 +23,6 @@ from sluice.evaluation.comparison import (
     compared_benchmarks,
     read_evaluations,
 )
-from sluice.evaluation.markup import Markup, element, joined
 from sluice.evaluation.statistics import estimate_text, is_correct
 from sluice.evaluation.stored_responses import (
     StoredGrade,
@@ -30,6 +30,7 @@ from sluice.evaluation.stored_responses import (
     StoredSample,
     read_at,
 )
+from sluice.safe_text import printable
 from sluice.telemetry.samples import shortened_middle
 from sluice.whole_file import write_whole
 
@@ -37,6 +38,7 @@ PAGE_NAME = "report.html"
 USUAL_PROMPTS, USUAL_RESPONSES = 100, 4
 _FILTERS = {"all": "all", "changed": "changed", "wrong": "never right", "right": "always right"}
 _TITLE = "Evaluation"
+_EMPTY_ELEMENTS = frozenset({"input", "meta"})
 _MOST_CHARS, _EXCERPT_CHARS, _TRUTH_CHARS, _FAILURE_CHARS, _VALUE_CHARS = 4000, 300, 400, 400, 100
 
 
@@ -261,10 +263,6 @@ class _ShownPrompt:
     """A prompt of one evaluation with the responses to show; texts are shortened.
 
     Attributes:
-        question: the text of all turns of the prompt.
-        ground_truth: what the scorer compared with.
-        num_samples: all of its samples.
-        num_correct: those that are correct.
         samples: the responses to show, each after its number.
     """
 
@@ -312,8 +310,6 @@ def _prompt_view(
     """Return a prompt that opens to its responses.
 
     Args:
-        compared: its means.
-        labels: of the evaluations.
         found: its responses in each of them; ``None``: the evaluation lacks it.
         preamble: characters that all prompts begin with; the line of the prompt leaves them out.
     """
@@ -408,3 +404,44 @@ def _is_right(sample: StoredSample) -> bool:
 
 def _shortened(sample: StoredSample) -> StoredSample:
     return msgspec.structs.replace(sample, response=shortened_middle(sample.response, _MOST_CHARS))
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """Text that is HTML already; only this module and constants of the code make any."""
+
+    text: str
+
+
+Child = Markup | str | int
+
+
+def element(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Markup:
+    """Return an element.
+
+    Args:
+        children: texts are escaped; what would hide or reorder text becomes visible.
+        attributes: names with ``_`` for ``-``, and ``class_`` for ``class``; ``None`` and False
+            leave one out, and True gives it no value.
+    """
+    written = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in _EMPTY_ELEMENTS:
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{joined(*children).text}</{name}>")
+
+
+def joined(*children: Child) -> Markup:
+    """Return all of them in one."""
+    return Markup("".join(c.text if isinstance(c, Markup) else escaped(str(c)) for c in children))
+
+
+def escaped(text: str) -> str:
+    """Return a text that a browser shows as it is."""
+    return html.escape(printable(text))
+
+
+def _attribute(key: str, value: str | float | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{escaped(str(value))}"'

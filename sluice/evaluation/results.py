@@ -27,18 +27,7 @@ RESULTS_NAME = "results.json"
 
 
 class BenchmarkResults(msgspec.Struct, frozen=True):
-    """The numbers of one benchmark.
-
-    Attributes:
-        prompts: finished, whether or not a sample was graded.
-        failed_samples: without a grade; they are in no mean.
-        metrics: by verl's names, as a validation in training has them.
-        variable: what `mean` is of: ``acc``, or ``reward`` without it.
-        mean: over the prompts; null if nothing was graded.
-        pass_at_k: the unbiased estimate, by k.
-        response_tokens: mean of all samples.
-        cut_off: share of the samples that ended at the limit of their length.
-    """
+    """The numbers of one benchmark, as docs/evaluation.md describes them."""
 
     prompts: int
     failed_samples: int
@@ -56,9 +45,7 @@ class Results(msgspec.Struct, frozen=True):
     Attributes:
         model: folder of the evaluated checkpoint.
         sampling: temperature, top_p, top_k and the like.
-        samples_per_prompt: as asked for.
         seconds: that its last start took.
-        benchmarks: by name.
     """
 
     model: str
@@ -75,7 +62,6 @@ def write_results(folder: Path, results: Results) -> Results:
     The same responses give the same bytes.
 
     Args:
-        folder: of the evaluation.
         results: all but its benchmarks count.
 
     Raises:
@@ -140,8 +126,6 @@ def benchmark_results(
     """Return the numbers of the prompts of one benchmark.
 
     Args:
-        prompts: finished ones.
-        samples_per_prompt: as asked for.
         variable: what the mean is of; ``None``: as `mean_variable`.
     """
     graded = [one for one in prompts if one.scores]

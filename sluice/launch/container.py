@@ -27,11 +27,10 @@ from sluice.concurrency.process import exit_status
 from sluice.config.addresses import peer_address, split_host_port
 from sluice.config.loading.loader import load_config, read_run
 from sluice.config.run import RunConfig, changed
-from sluice.device.host import launch_environment
+from sluice.device.ascend_environment import VISIBLE_VARIABLE
+from sluice.device.host import CUDA_VISIBLE_VARIABLE, launch_environment
 from sluice.errors import ConfigError
-from sluice.launch.container_settings import SHARED_DEVICES_VARIABLE, shared_environment
-from sluice.launch.device_plan import local_devices
-from sluice.launch.device_share import device_share, gpu_share, replica_environment
+from sluice.launch.device_plan import device_share, gpu_share, local_devices, replica_environment
 from sluice.launch.network_layout import KINDS, Kind, launcher_grace_s
 from sluice.launch.processes.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.launch.service_spec import (
@@ -47,6 +46,9 @@ from sluice.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
+SHARED_DEVICES_VARIABLE = "SLUICE_SHARED_DEVICES"
+"""Devices of this machine that the containers of a run divide, as `compose.gpu.yaml` gives them to
+trainer and replicas: numbers, or ``all``. Without it a container has all that it sees to itself."""
 # EX_SOFTWARE of sysexits.h: the container may be started again, which EXIT_FAILED forbids in a Job.
 EXIT_UNFORESEEN = 70
 _WATCH_INTERVAL_S = 0.5
@@ -97,7 +99,7 @@ def services_of(
 ) -> tuple[ServiceSpec, ...]:
     """Return the processes of one service; the first one's orderly end ends the launcher."""
     service_device = config.sluice.rollout.device if kind == "rollout" else config.trainer.device
-    given = shared_environment(os.environ, service_device)
+    given = _shared_environment(os.environ, service_device)
     if given is not None:
         # Containers count the replicas: with a number of their own, no GPU might be divided.
         config = changed(config, ("sluice.rollout.replicas=0",))
@@ -120,6 +122,15 @@ def services_of(
     if before:
         logger.warning("%s: its launcher was started %d times before", specs[0].name, before)
     return tuple(replace(spec, ends_run=spec is specs[0], starts_before=before) for spec in specs)
+
+
+def _shared_environment(given: Mapping[str, str], device: str | None) -> dict[str, str] | None:
+    """Return variables with the devices that containers divide; ``None``: they divide none."""
+    shared = given.get(SHARED_DEVICES_VARIABLE)
+    if not shared:
+        return None
+    variable = VISIBLE_VARIABLE if (device or "").startswith("npu") else CUDA_VISIBLE_VARIABLE
+    return {**given, **({} if shared == "all" else {variable: shared})}
 
 
 def _refuse_too_few(config_file: Path, given: Mapping[str, str]) -> None:

@@ -33,6 +33,12 @@ EXIT_MARGIN_S = 5.0
 # By then an engine has killed what its launcher has not.
 _ENGINE_MARGIN_S = 10.0
 
+# Variables that Compose's files give `sluice prepare`: services read only the configuration. The
+# Helm chart sets its keys instead.
+OBSERVED_VARIABLE, DASHBOARD_VARIABLE = "SLUICE_OBSERVED", "SLUICE_DASHBOARD"
+DEVICE_VARIABLE = "SLUICE_DEVICE"
+# Where spans are taken, by OTLP over gRPC.
+COLLECTOR = "http://collector:4317"
 # The dashboard's port; a process next to the trainer's rank 0 can serve the page.
 DASHBOARD_PORT = 8080
 _EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; tokens restrict the callers
@@ -97,3 +103,17 @@ def dashboard_settings() -> tuple[str, ...]:
     Its readers show a token, so the run needs ``sluice.security.token_file`` as well.
     """
     return (f"sluice.dashboard.host={_EVERY_INTERFACE}", f"sluice.dashboard.port={DASHBOARD_PORT}")
+
+
+def observed_settings() -> tuple[str, ...]:
+    """Return overrides (``key=value``) for metrics at the layout's ports, and spans."""
+    return (*metrics_settings(), f"sluice.telemetry.traces.endpoint={COLLECTOR}")
+
+
+def device_settings(device: str) -> tuple[str, ...]:
+    """Return overrides (``key=value``) that fix the device of trainer and replicas.
+
+    Without them they would train on the CPU where their image, or the engine's mounts, lack what
+    the device needs.
+    """
+    return (f"trainer.device={device}", f"sluice.rollout.device={device}")

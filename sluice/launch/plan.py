@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import msgspec
 
+from sluice.config.loading.conversions import PATH_KEYS
 from sluice.config.run import RunConfig
 from sluice.config.schema.section import Section
-from sluice.config.schema.security import FILE_FIELDS
 from sluice.device.host import device_numbers, gpu_numbers
 from sluice.launch.processes.child import ProcessHost, ThisMachine
 from sluice.launch.processes.forking import ForkingMachine
@@ -21,19 +21,6 @@ from sluice.launch.service_spec import ServiceSpec, local_services, rollout_serv
 
 PartT = TypeVar("PartT", bound=Section)
 
-_PATHS = (
-    "actor_rollout_ref.model.path",
-    "critic.model.path",
-    "data.train_files",
-    "data.val_files",
-    "reward.custom_reward_function.path",
-    "trainer.default_local_dir",
-    "trainer.resume_from_path",
-    "trainer.rollout_data_dir",
-    "trainer.validation_data_dir",
-    "sluice.run_dir",
-    *(f"sluice.security.{name}" for name in FILE_FIELDS),
-)
 # What takes long to import of a trainer and of a replica with the embedded engine.
 _FORKED = ("services.trainer", "services.rollout")
 _OF_REPLICAS = ("services.rollout.__main__", "services.rollout.engines.embedded.engine")
@@ -46,7 +33,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
     Other commands, and processes on other nodes, have another working directory.
     """
-    for key in _PATHS:
+    for key in PATH_KEYS:
         config = _with_absolute(config, key.split("."))
     sources = {
         name: _with_absolute(source, ["files"]) for name, source in config.sluice.sources.items()
@@ -88,12 +75,7 @@ class LaunchPlan:
 
 
 def local_plan(config: RunConfig, config_file: Path) -> LaunchPlan:
-    """Return the plan of a run on this machine.
-
-    Args:
-        config: with ports.
-        config_file: where the processes read the same configuration.
-    """
+    """Return the plan of a run on this machine."""
     return LaunchPlan(
         config,
         local_services(config, config_file),

@@ -16,17 +16,11 @@ MOST_REPLICAS = 1024
 class Processes(Protocol):
     """The part of a `Supervisor` that changes the number of its processes."""
 
-    def services(self) -> tuple[ServiceState, ...]:
-        """Return all processes."""
-        ...
+    def services(self) -> tuple[ServiceState, ...]: ...
 
-    def add(self, spec: ServiceSpec, /) -> None:
-        """Start a process."""
-        ...
+    def add(self, spec: ServiceSpec, /) -> None: ...
 
-    def dismiss(self, name: str, /) -> None:
-        """Let one leave."""
-        ...
+    def dismiss(self, name: str, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

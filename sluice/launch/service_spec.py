@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.config.addresses import split_host_port
+from sluice.config.addresses import configured_ports, split_host_port
 from sluice.config.derived import checkpoint_folder, world_size
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.launch.device_share import rank_environment, replica_environment
+from sluice.launch.device_plan import rank_environment, replica_environment
 from sluice.rpc.ports import bound_socket, check_bindable
 from sluice.service_contract import MARK_VARIABLE, checkpoint_mark
 
@@ -162,7 +162,7 @@ def with_ports(config: RunConfig) -> RunConfig:
     trainer, reward = service.trainer, service.reward
     wanted = [trainer.endpoint, reward.endpoint]
     hosts = [endpoint.host for endpoint in wanted if endpoint.port == 0]
-    ports = iter(free_ports(hosts, besides=_configured_ports(config)))
+    ports = iter(free_ports(hosts, besides=_taken(config)))
     endpoints = [e if e.port else msgspec.structs.replace(e, port=next(ports)) for e in wanted]
     return msgspec.structs.replace(
         config,
@@ -175,12 +175,7 @@ def with_ports(config: RunConfig) -> RunConfig:
 
 
 def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, ...]:
-    """Return the processes of a run on one machine, in the order of their start.
-
-    Args:
-        config: resolved, with ports.
-        config_file: where the processes read the same configuration.
-    """
+    """Return the processes of a run on one machine, in the order of their start."""
     rollouts = [
         rollout_service(config, config_file, index)
         for index in range(config.sluice.rollout.replicas)
@@ -225,7 +220,7 @@ def trainer_services(
 ) -> tuple[ServiceSpec, ...]:
     """Return all ranks of a trainer on this machine, each with its share of the devices."""
     host = split_host_port(config.sluice.trainer.endpoint.host)[0]
-    port = free_ports([host], besides=_configured_ports(config))[0]
+    port = free_ports([host], besides=_taken(config))[0]
     ranks = placed_trainer(config, config_file, checkpoints_before, (host, port))
     return tuple(
         _with_variables(spec, rank_environment(config, rank, given))
@@ -239,7 +234,6 @@ def placed_trainer(
     """Return all ranks of the trainer, one crew; placement adds devices.
 
     Args:
-        config: of the run.
         config_file: the same path on all nodes.
         checkpoints_before: the mark of the checkpoints that existed before the run.
         meeting: host and port of rank 0, where several ranks find each other.
@@ -303,7 +297,6 @@ def replica_in_container(
     """Return a replica that has a container to itself.
 
     Args:
-        config: of the run.
         config_file: where the replica reads the same configuration.
         name: unique in the fleet.
         address: its host as peers reach it.
@@ -326,17 +319,8 @@ def _replica(config: RunConfig, config_file: Path, name: str, *overrides: str) -
     )
 
 
-def _configured_ports(config: RunConfig) -> frozenset[int]:
-    services = config.sluice
-    endpoints = (
-        service.endpoint for service in (services.reward, services.trainer, services.rollout)
-    )
-    return frozenset(
-        port
-        for endpoint in endpoints
-        for port in (endpoint.port, endpoint.health_port, endpoint.metrics_port)
-        if port
-    )
+def _taken(config: RunConfig) -> frozenset[int]:
+    return frozenset(port for _, _, port in configured_ports(config.sluice))
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:

@@ -135,10 +135,6 @@ async def launch_service(run_dir: Path, scale: ReplicaScale) -> AsyncIterator[La
     The run's folder holds the address meanwhile, with a new secret for each start. Its bearer
     may call the launcher, and nothing else. The launcher accepts no token of the run, so that
     callers send it none.
-
-    Args:
-        run_dir: the run's folder.
-        scale: changes the number of replicas.
     """
     secret = secrets.token_urlsafe(_SECRET_BYTES)
     servicer = LaunchServicer(scale)

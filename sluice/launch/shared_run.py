@@ -34,11 +34,7 @@ class Ending:
 
 
 class SharedRun:
-    """The files of one run.
-
-    Args:
-        run_dir: the run's folder, the same for all services.
-    """
+    """The files of one run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / _FOLDER

@@ -90,13 +90,7 @@ class _Choice:
 
 
 class AnswerBuilder:
-    """The answer to one request, built from the events of its samples.
-
-    Args:
-        asked: the request.
-        answer_id: unique.
-        created_s: seconds since 1970.
-    """
+    """The answer to one request, built from the events of its samples."""
 
     def __init__(self, asked: ParsedRequest, answer_id: str, created_s: int) -> None:
         self._asked = asked
@@ -291,7 +285,6 @@ def said_of(answer: Answer, call_prefix: str) -> JsonObject:
     """Return what an assistant's message says: text, thoughts and calls apart.
 
     Args:
-        answer: of the policy.
         call_prefix: begins the ids of its calls; unique beyond it, since clients look up calls by
             their ids.
     """

@@ -40,11 +40,7 @@ class _End(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sessions:
-    """The sessions of one front.
-
-    Args:
-        client: of the run whose samples are leased.
-    """
+    """The sessions of one front."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

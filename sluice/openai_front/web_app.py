@@ -64,11 +64,6 @@ _DIGEST_BYTES = 8
 class Callers:
     """The callers of one front. Used from one event loop.
 
-    Args:
-        keys: accepted API keys; None: no key is needed.
-        max_choices: most choices of all requests that are sampled at once.
-        max_key_choices: the same for the requests of one key.
-
     Attributes:
         limit: the most choices of one request, and the option that limits them.
     """
@@ -112,17 +107,13 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """What the front serves.
+    """What the front serves; the rest is as the options of `sluice serve-openai`.
 
     Args:
-        model_name: the one model; requests that name another one are refused.
-        deadline_s: longest time for one request, seconds; None: as long as it takes.
         keys: accepted API keys; None: no key is needed, and pages in browsers are refused.
         max_choices: most choices of all requests that are sampled at once; further requests get
             the status 429.
         max_connections: most open connections; further ones get the status 503 and are closed.
-        max_key_choices: as `max_choices`, for the requests of one key.
-        max_priority: highest priority of a request; training has 0.
         max_tokens: longest response that the run's context allows; None: the replica decides.
     """
 
@@ -137,12 +128,7 @@ class FrontSettings:
 
 
 class OpenAIFront:
-    """The handlers of ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``.
-
-    Args:
-        client: of the run whose replicas generate.
-        settings: the served models and the permitted callers.
-    """
+    """The handlers of chats, completions, ``/v1/models``, ``/health`` and leased samples."""
 
     def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:
         self._client = client

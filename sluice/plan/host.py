@@ -15,13 +15,12 @@ from sluice.config.derived import (
     world_size,
 )
 from sluice.config.memory.image_encoder import ImageEncoder
-from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 
 MIB = 1 << 20
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +118,13 @@ def replayed_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Return the bytes on a device of the experts of a step's rows, which later passes follow."""
     if config.actor_rollout_ref.actor.router_replay.mode == "disabled":
         return 0.0
-    return _packed_tokens(config) * shape.expert_bytes_per_token / world_size(config)
+    data = config.data
+    tokens = data.train_batch_size * data.max_prompt_length  # a group computes its prompt once
+    tokens += rows_per_batch(config) * data.max_response_length
+    return tokens * shape.expert_bytes_per_token / world_size(config)
 
 
 def _engine_expert_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Return those of a rank's rows, as they came and packed."""
     came = batch_expert_bytes(config, shape) / trainer_layout(config, world_size(config)).data_ranks
     return came + replayed_bytes(config, shape) if came else 0.0
-
-
-def _packed_tokens(config: RunConfig) -> int:
-    data = config.data
-    prompts = data.train_batch_size * data.max_prompt_length  # a group computes its prompt once
-    return prompts + rows_per_batch(config) * data.max_response_length

@@ -12,22 +12,21 @@ import msgspec
 
 from sluice.concurrency.answers import answer_of
 from sluice.config.derived import world_size
-from sluice.config.device_split import (
-    DeviceSplit,
-    device_split,
-    is_colocated,
-    named_split,
-    splits,
-)
+from sluice.config.device_split import DeviceSplit, device_split, is_colocated, named_split, splits
 from sluice.config.loading.conversions import names_set
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.memory.devices import DeviceKind, device_kind
 from sluice.config.memory.image_encoder import ImageEncoder, image_encoder
-from sluice.config.memory.layouts import training_layout
-from sluice.config.memory.published import ModelContent, published_encoder, published_model
 from sluice.config.memory.rollout import GIB
-from sluice.config.memory.shape import ModelShape, read_model, shape_of
-from sluice.config.memory.training import guessed_memory
+from sluice.config.memory.shape import (
+    ModelContent,
+    ModelShape,
+    published_encoder,
+    published_model,
+    read_model,
+    shape_of,
+)
+from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.pipeline_stages import check_image_layers, different_stages, stage_layers
 from sluice.config.problems import raise_problems
@@ -42,12 +41,7 @@ from sluice.plan.pools import (
     layer_counts,
     of_all_layers,
 )
-from sluice.plan.search import (
-    engine_change,
-    guess,
-    promising,
-    trainer_changes,
-)
+from sluice.plan.search import engine_change, guess, promising, trainer_changes
 
 DEADLINE_S = 300.0
 SMALL_BYTES = GIB / 10
@@ -149,16 +143,14 @@ def is_small(config: RunConfig, shape: ModelShape) -> bool:
     return guessed_memory(shape, training_layout(config)).peak < SMALL_BYTES
 
 
-def written_trainer(
-    config: RunConfig, model: PlannedModel, *, timeout_s: float = DEADLINE_S
-) -> TrainerPool:
+def written_trainer(config: RunConfig, model: PlannedModel) -> TrainerPool:
     """Count the trainer of a configuration as it is written. Takes seconds, to load torch.
 
     Raises:
         ConfigError: sizes do not divide, or the trainer's code does not run here.
     """
     trainer_layout(config, world_size(config))
-    return _counted(config, model, _ANY_DEVICE, timeout_s)
+    return _counted(config, model, _ANY_DEVICE)
 
 
 def written_change(
@@ -168,11 +160,7 @@ def written_change(
     device: DeviceKind,
     trainer: TrainerPool,
 ) -> tuple[str, ...] | None:
-    """Return the smallest change with which a trainer fits the devices that its launch names.
-
-    Args:
-        trainer: as counted by `written_trainer`; it does not fit.
-    """
+    """Return the smallest change with which a trainer fits the devices that its launch names."""
     launch = _Launch(file, tuple(overrides), model, device)
     written = launch.read(())
     plan = _as_it_is(launch, written.config, named_split(written.config), trainer)
@@ -184,12 +172,6 @@ def launch_plan(
     file: Path | None, overrides: Sequence[str], model: PlannedModel, device: DeviceKind
 ) -> PlannedLaunch:
     """Plan a launch.
-
-    Args:
-        file: YAML or overrides; `None`: the defaults.
-        overrides: on top of it.
-        model: trained.
-        device: each of the launch's devices.
 
     Raises:
         ConfigError: keys or values are wrong, or no split of the devices is possible.
@@ -238,9 +220,7 @@ class _Launch:
         return _counted(config, self.model, self.device)
 
 
-def _counted(
-    config: RunConfig, model: PlannedModel, device: DeviceKind, timeout_s: float = DEADLINE_S
-) -> TrainerPool:
+def _counted(config: RunConfig, model: PlannedModel, device: DeviceKind) -> TrainerPool:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -260,7 +240,7 @@ def _counted(
         DryRunAsked(msgspec.to_builtins(config), model.content, world_size(config), runs),
         list[PassBytes],
         what="the dry run of the trainer",
-        timeout_s=timeout_s,
+        timeout_s=DEADLINE_S,
         remedy="run it while the machine is idle",
     )
     counted: dict[int, dict[int, PassBytes]] = {stage: {} for stage in layers}

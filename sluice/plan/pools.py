@@ -8,26 +8,19 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from sluice.config.derived import (
-    is_whole,
-    max_row_tokens,
-    uses_critic,
-    world_size,
-)
+from sluice.config.derived import is_whole, max_row_tokens, uses_critic, world_size
 from sluice.config.memory.devices import DeviceKind
 from sluice.config.memory.image_encoder import ImageEncoder
-from sluice.config.memory.layouts import rollout_layout, training_layout
-from sluice.config.memory.rollout import GIB, rollout_memory
+from sluice.config.memory.rollout import GIB, rollout_layout, rollout_memory
 from sluice.config.memory.rollout import fits as weights_fit
-from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.work import MEAN_RESPONSE, group_flops
+from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
+from sluice.config.memory.training import MEAN_RESPONSE, group_flops, training_layout
 from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.sources import responses_per_step
 from sluice.plan.dry_run import PassBytes
 from sluice.plan.host import (
-    DTYPE_BYTES,
     MIB,
     ModelBytes,
     encoder_bytes,
@@ -227,12 +220,7 @@ def trainer_pool(
     counted: PassBytes,
     encoder: ImageEncoder | None = None,
 ) -> TrainerPool:
-    """Return the pool of one stage, or of the only one.
-
-    Args:
-        counted: of all its layers of the decoder.
-        encoder: encodes images; the passes were counted without it.
-    """
+    """Return the pool of one stage, or of the only one."""
     layout = trainer_layout(config, world_size(config))
     sharding = config.actor_rollout_ref.actor.fsdp_config
     images = _images(config, layout, encoder)

@@ -12,9 +12,8 @@ from itertools import combinations, product
 from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.training import Guess, guessed_memory
+from sluice.config.memory.training import Guess, guessed_memory, training_layout
 from sluice.config.parallel_layout import (
     EXPERT_KEY,
     SEQUENCE_KEY,
@@ -91,18 +90,19 @@ def trainer_changes(
         split: the trainer's, from which another costs as much as it makes a pool smaller.
         splits: those that are possible.
     """
-    dimensions = [
-        list(_splits(split, splits)),
-        list(_recompute(config, shape)),
-        list(_shards(config)),
-        list(_experts(config, shape)),
-        list(_sequences(config, shape)),
-        list(_offload(config)),
-        list(_dtypes(config)),
-    ]
+    none = Change()
+    every = product(
+        _splits(split, splits),
+        (none, *_recompute(config, shape)),
+        _shards(config),
+        (none, *_experts(config, shape)),
+        (none, *_sequences(config, shape)),
+        (none, *_offload(config)),
+        (none, *_dtypes(config)),
+    )
     found = [
         Change(sum((one.overrides for one in parts), ()), sum(one.price for one in parts))
-        for parts in product(*dimensions)
+        for parts in every
     ]
     return sorted(found, key=lambda change: change.price)
 
@@ -123,12 +123,7 @@ def promising(
     config: RunConfig,
     correction: float,
 ) -> Iterator[Change]:
-    """Yield the changes that should fit.
-
-    Args:
-        config: without them.
-        correction: see `Guess`.
-    """
+    """Yield the changes that should fit."""
     for change in changes:
         other = changed(config, change.overrides)
         found = guess(other, shape)
@@ -146,7 +141,6 @@ def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]
 
 
 def _recompute(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
-    yield Change()
     if training_layout(config).recomputed_of(shape.layers) == shape.layers:
         return
     megatron = config.actor_rollout_ref.actor.megatron.override_transformer_config
@@ -177,7 +171,6 @@ def _shards(config: RunConfig) -> Iterator[Change]:
 
 def _experts(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
     own = config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size
-    yield Change()
     if not shape.experts:
         return
     for size in _doubles(max(own, 1) * 2):
@@ -187,20 +180,17 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
 
 def _sequences(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
     own = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    yield Change()
     for doublings, size in enumerate(_doubles(own * 2), 1):
         if shares_heads(size, shape.heads, shape.kv_heads):
             yield Change((f"{SEQUENCE_KEY}={size}",), 1.0 + doublings / 4)
 
 
 def _offload(config: RunConfig) -> Iterator[Change]:
-    yield Change()
     if not config.actor_rollout_ref.actor.fsdp_config.optimizer_offload:
         yield Change((f"{_OFFLOAD}=true",), 4.0)
 
 
 def _dtypes(config: RunConfig) -> Iterator[Change]:
-    yield Change()
     if config.actor_rollout_ref.actor.fsdp_config.model_dtype == "float32":
         yield Change((f"{_DTYPE}=bfloat16",), 8.0)
 

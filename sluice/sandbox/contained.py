@@ -151,7 +151,6 @@ def contained(containment: Containment, *, merged: bool = False) -> Iterator[Con
     """Start the command line; nothing of it outlives the block.
 
     Args:
-        containment: what starts.
         merged: whether standard error goes to standard output.
 
     Raises:
@@ -229,11 +228,7 @@ def run_contained(containment: Containment, stdin: bytes, limits: Limits) -> Res
 
 
 class ProcessSandbox(ABC):
-    """Runs programs as processes of this machine, which can be talked to as they run.
-
-    Args:
-        limits: of runs that name none.
-    """
+    """Runs programs as processes of this machine, which can be talked to as they run."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

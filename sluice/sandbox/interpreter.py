@@ -48,7 +48,6 @@ class Interpreter:
     """A sandboxed Python process, started by the first call, and again after it was lost.
 
     Args:
-        sandbox: where it runs.
         limits: its bounds; `wall_s` and `output_bytes` are those of a call.
     """
 

@@ -43,7 +43,6 @@ class SandboxFusionSandbox:
 
     Args:
         url: as verl has it, with the path; it usually ends in ``/run_code``.
-        limits: of runs that name none.
 
     Raises:
         ConfigError: the URL is none.

@@ -9,6 +9,7 @@ replaced by a queue of events.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,6 @@ from sluice.algorithm.publishing import may_overlap, swaps_at_once
 from sluice.algorithm.sampling.admission import (
     AdmissionOrder,
     FinishForecast,
-    LastGroups,
     YieldEstimate,
     YieldFloor,
     groups_with_capacity,
@@ -242,11 +242,11 @@ class SimulatedLoop:
         self._is_publishing = False
         self._waiting: tuple[float, float, float] | None = None  # for the publication before
         self._trainer_wait_s = 0.0
-        self._last_groups = LastGroups()
         self._floor = settings.yield_floor
         if not self._floor.min_yield:
             num_groups = _BATCHES_WITHOUT_BOUND * rules.train_batch_size
             self._floor = YieldFloor(1.0 / num_groups, num_groups)
+        self._last_kept: deque[bool] = deque(maxlen=self._floor.num_groups)
         self._has_changed = True
         self._is_over = False
         self.num_samples = 0
@@ -420,7 +420,7 @@ class SimulatedLoop:
             version=self._version,
             seconds=self._events.now - group.issued_s,
         )
-        self._last_groups = self._floor.after(self._last_groups, is_kept=is_kept)
+        self._last_kept.append(is_kept)
         if is_kept:
             self._batching.keep(group)
         else:
@@ -428,10 +428,10 @@ class SimulatedLoop:
 
     def _check_yield(self) -> None:
         """Give up where a batch lacks groups and the yield is hopeless."""
-        floor, last = self._floor, self._last_groups
+        floor, last = self._floor, self._last_kept
         lacks_groups = self._batching.num_kept < self._rules.train_batch_size
-        if lacks_groups and floor.is_hopeless(last):
-            raise floor.error(last, " (all of them simulated)", _REMEDY)
+        if lacks_groups and floor.is_hopeless(sum(last), len(last)):
+            raise floor.error(sum(last), " (all of them simulated)", _REMEDY)
 
     def _has_no_place(self, group: SimulatedGroup) -> bool:
         """Return whether another group, kept at the same instant, has taken the last place."""

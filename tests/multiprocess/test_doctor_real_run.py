@@ -23,7 +23,7 @@ from tests.support.doctor_findings import only, run_of, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.source_tree import ROOT
 
-OF_THE_RUN = ("configuration", "extras", "engine", "model", "data", "reward", "ports", "security")
+OF_THE_RUN = ("configuration", "extras", "model", "data", "reward", "ports", "security")
 VARIABLES = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 # The command's own program, with those checks of which the names come first.
 PATIENT = """

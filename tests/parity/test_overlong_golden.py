@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.algorithm.overlong import overlong_penalty
+from sluice.algorithm.overlong import OverlongShaping
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,4 @@ from sluice.algorithm.overlong import overlong_penalty
     [(1, 0.0), (16384, 0.0), (16385, -0.000244140625), (18432, -0.5), (20480, -1.0)],
 )
 def test_penalty_equals_verls(num_response_tokens: int, penalty: float) -> None:
-    found = overlong_penalty(
-        num_response_tokens, max_response_tokens=20480, buffer_tokens=4096, penalty_factor=1.0
-    )
-    assert found == penalty
+    assert OverlongShaping(20480, 4096, 1.0).penalty(num_response_tokens) == penalty

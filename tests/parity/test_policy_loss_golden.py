@@ -7,6 +7,7 @@ import torch
 
 from sluice.algorithm.losses.objective import aggregate
 from sluice.algorithm.losses.policy_losses import vanilla_policy_loss
+from sluice.algorithm.losses.settings import PolicyLossSettings
 
 TWO_ROWS_LOSS = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 2.0])
 TWO_ROWS_INDEX = torch.tensor([0, 0, 1, 1, 1, 1])
@@ -29,9 +30,7 @@ def test_clipped_loss_equals_verls(
         torch.tensor([log_ratio - 1.0]),
         torch.tensor([-1.0]),
         torch.tensor([advantage]),
-        clip_low=0.2,
-        clip_high=0.28,
-        clip_c=10.0,
+        PolicyLossSettings(clip_high=0.28, clip_c=10.0),
     )
     assert found.item() == pytest.approx(loss, abs=1e-5)
     assert metrics["actor/pg_clipfrac"].mean == clipped

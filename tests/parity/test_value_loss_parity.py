@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.algorithm.losses.objective import aggregate
-from sluice.algorithm.losses.value_loss import ValueLoss, value_loss
+from sluice.algorithm.losses.objective import ValueLoss, aggregate, value_loss
 
 CLIP = 0.5
 

@@ -9,8 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from services.reward.episodes.client import GivenServers, ServedEnvironments, ServedEpisode
-from services.reward.episodes.drivers import EnvironmentServers, EpisodeTask
+from services.reward.episodes.client import ServedEnvironments, ServedEpisode, given_servers
+from services.reward.episodes.drivers import AddressFor, EpisodeTask
 from services.reward.episodes.workers import EnvironmentWorkers, running_workers
 from sluice.config.schema.environment import EnvironmentConfig
 from sluice.environment.servicer import serving
@@ -66,11 +66,11 @@ def episode(
 
 @asynccontextmanager
 async def drivers(
-    servers: EnvironmentServers, call_timeout_s: float = 30.0
+    address_for: AddressFor, call_timeout_s: float = 30.0
 ) -> AsyncIterator[ServedEnvironments]:
     """How the reward service calls these servers."""
     async with ServedEnvironments(
-        servers, call_timeout_s=call_timeout_s, max_message_bytes=LIMIT_BYTES
+        address_for, call_timeout_s=call_timeout_s, max_message_bytes=LIMIT_BYTES
     ) as found:
         yield found
 
@@ -83,7 +83,7 @@ async def served(
     address = f"unix:{folder / 'world.sock'}"
     async with (
         serving(source.load(), address, 0) as at,
-        drivers(GivenServers([at]), call_timeout_s) as found,
+        drivers(given_servers([at]), call_timeout_s) as found,
     ):
         yield found
 
@@ -96,6 +96,6 @@ async def worked(
     limits = EnvironmentConfig(**({"workers": 1, "call_timeout_s": 30.0} | settings))
     async with (
         running_workers(source, limits) as workers,
-        drivers(workers, limits.call_timeout_s) as found,
+        drivers(workers.address_for, limits.call_timeout_s) as found,
     ):
         yield found, workers

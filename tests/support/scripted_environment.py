@@ -191,7 +191,7 @@ async def playing(
     rules = EpisodeRules(**({"max_sequence_tokens": 4000} | limits))
     client = RolloutClient(linger_ms=0, timeout_s=30.0, max_message_bytes=LIMIT_BYTES)
     drivers = ServedEnvironments(
-        world, call_timeout_s=call_timeout_s, max_message_bytes=LIMIT_BYTES
+        world.address_for, call_timeout_s=call_timeout_s, max_message_bytes=LIMIT_BYTES
     )
     async with (
         scripted_policy(family, folder, policy) as (address, engine),

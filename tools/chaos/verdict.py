@@ -107,7 +107,8 @@ def read_ledger(file: Path) -> LedgerView:
     with closing(sqlite3.connect(file)) as database:
         pending = database.execute("SELECT prompt_id FROM pending").fetchall()
         ended = database.execute("SELECT prompt_id, prompt_end, step FROM ended").fetchall()
-        (low_water,) = database.execute("SELECT low_water FROM ledger").fetchone()
+        progress = "SELECT coalesce(max(low_water), 0) FROM source_progress WHERE source = ''"
+        (low_water,) = database.execute(progress).fetchone()
         above = database.execute("SELECT position FROM ended_positions").fetchall()
     return LedgerView(
         frozenset(prompt_id for (prompt_id,) in pending),

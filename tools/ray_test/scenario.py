@@ -13,13 +13,7 @@ from sluice.config.addresses import split_host_port
 from sluice.config.loading.loader import load_config
 from sluice.report.run_record import read_progress
 from tools.commands import output_of
-from tools.launched_run import (
-    SHORT_DEADLINES,
-    SLUICE,
-    LaunchedRun,
-    launched_run,
-    prepare_run,
-)
+from tools.launched_run import SHORT_DEADLINES, SLUICE, LaunchedRun, launched_run, prepare_run
 from tools.phases import PhaseError, Phases
 from tools.ray_test.cluster import HEAD, MarkedProcesses, SimulatedCluster, is_service, send
 

@@ -9,21 +9,19 @@ all calls one by one. On shutdown: calls are cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import grpc
 
 from sluice.api.environment.v1 import environment_pb2 as environment
-from sluice.api.environment.v1 import environment_pb2_grpc
-from sluice.codec.environment import bundles
+from sluice.codec.messages import bundles
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import PeerError, SluiceError
 from sluice.rpc.client import (
     ChannelPool,
-    UnaryMethod,
     environment_stub,
     stream_call,
     unary_call,
@@ -36,17 +34,15 @@ _SENT_AGAIN = frozenset(("UNAVAILABLE", "RESOURCE_EXHAUSTED"))
 """Failures of a Play that its answers alone may not meet."""
 Request = environment.OpenRequest | environment.StepRequest
 _RESULT_OF = {environment.OpenRequest: "opened", environment.StepRequest: "stepped"}
-RequestT = TypeVar("RequestT")
-ResponseT = TypeVar("ResponseT")
+_METHOD_OF = {
+    environment.OpenRequest: "Open",
+    environment.StepRequest: "Step",
+    environment.CloseRequest: "Close",
+}
 
 
 class Server(NamedTuple):
-    """Where an episode runs.
-
-    Args:
-        address: of the server.
-        channels: to it.
-    """
+    """Where an episode runs."""
 
     address: str
     channels: ChannelPool
@@ -66,12 +62,7 @@ class _Due:
 
 
 class CallBatches:
-    """Calls to all servers.
-
-    Args:
-        tasks: hold the calls.
-        timeout_s: seconds of one.
-    """
+    """Calls to all servers."""
 
     def __init__(self, tasks: asyncio.TaskGroup, timeout_s: float) -> None:
         self._tasks, self._timeout_s = tasks, timeout_s
@@ -81,32 +72,21 @@ class CallBatches:
         self._sent_at: dict[tuple[str, type[Request]], float] = {}
 
     async def response(
-        self,
-        server: Server,
-        method: Callable[
-            [environment_pb2_grpc.EnvironmentServiceAsyncStub], UnaryMethod[RequestT, ResponseT]
-        ],
-        request: RequestT,
-        phase: str,
-    ) -> ResponseT:
+        self, server: Server, request: Request | environment.CloseRequest, phase: str
+    ) -> object:
         """Make a call, with others that are due if a Play takes it.
-
-        Args:
-            server: of the episode, which holds the channel.
-            method: picks the call that is made alone. Most are not, and to make a stub takes longer
-                than a call in a Play.
-            request: the message.
-            phase: the purpose of the call, for errors.
 
         Raises:
             SluiceError: as from `unary_call`.
         """
-        if isinstance(request, environment.OpenRequest | environment.StepRequest):
+        if not isinstance(request, environment.CloseRequest):
             result = await self._result(server, request, phase)
             if result is not None:
-                return cast("ResponseT", self._found(result, request, server, phase))
+                return self._found(result, request, server, phase)
+        # Not before: to make a stub takes longer than a call in a Play.
+        stub = environment_stub(server.channels.to(server.address))
         return await unary_call(
-            method(environment_stub(server.channels.to(server.address))),
+            getattr(stub, _METHOD_OF[type(request)]),
             request,
             peer=server.name,
             phase=phase,

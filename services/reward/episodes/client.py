@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self, TypeVar
 
-from services.reward.episodes.batches import CallBatches, Server
+from services.reward.episodes.batches import CallBatches, Request, Server
 from services.reward.episodes.drivers import (
     ABANDON_S,
-    EnvironmentServers,
+    AddressFor,
     EpisodeFailedError,
     EpisodeTask,
     server_of,
 )
 from sluice.algorithm.episode_rules import Observation
 from sluice.api.environment.v1 import environment_pb2 as environment
-from sluice.api.environment.v1 import environment_pb2_grpc
 from sluice.codec.environment import (
     grade_from_proto,
     observation_from_proto,
@@ -25,12 +24,11 @@ from sluice.codec.environment import (
 )
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import InvalidRequestError, PeerError, SluiceError
-from sluice.rpc.client import ChannelPool, UnaryMethod, environment_stub, unary_call
+from sluice.rpc.client import ChannelPool, environment_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
 from sluice.types import Answer, FinishReason, Scored
 
-RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 
@@ -43,28 +41,17 @@ class _DownError(EpisodeFailedError):
     """No server answers; one may soon."""
 
 
-class GivenServers:
-    """Servers of a user's own; each gets an equal share of the episodes.
+def given_servers(addresses: Sequence[str]) -> AddressFor:
+    """Return the choice among a user's own servers: each gets an equal share of the episodes.
 
     Args:
         addresses: host:port of each, at least one; after ``https://`` with TLS.
     """
-
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._addresses = tuple(addresses)
-
-    def address_for(self, episode_id: str) -> str:
-        """Return the same server for the same episode."""
-        return self._addresses[server_of(episode_id, len(self._addresses))]
+    return lambda episode_id: addresses[server_of(episode_id, len(addresses))]
 
 
 class WorkerProbe:
-    """Asks a server on this machine what it does.
-
-    Args:
-        address: ``unix:`` and a path.
-        deadline_s: seconds for an answer.
-    """
+    """Asks a server on this machine what it does."""
 
     def __init__(self, address: str, deadline_s: float) -> None:
         self._address, self._deadline_s = address, deadline_s
@@ -91,22 +78,19 @@ class ServedEnvironments:
     """Episodes on servers of EnvironmentService.
 
     Args:
-        servers: choose the server of each episode.
-        call_timeout_s: seconds of one call.
-        max_message_bytes: largest message.
         credentials: their authorities check servers at https:// addresses. Nothing of them is
             shown: such a server is no part of the run.
     """
 
     def __init__(
         self,
-        servers: EnvironmentServers,
+        address_for: AddressFor,
         *,
         call_timeout_s: float,
         max_message_bytes: int,
         credentials: Credentials = OPEN,
     ) -> None:
-        self._servers, self.call_timeout_s = servers, call_timeout_s
+        self._address_for, self.call_timeout_s = address_for, call_timeout_s
         self._encrypted = ChannelPool(max_message_bytes, credentials.to_strangers())
         self._plain = ChannelPool(max_message_bytes, credentials=OPEN)
         self._tasks = asyncio.TaskGroup()
@@ -131,18 +115,13 @@ class ServedEnvironments:
 
     def place(self, episode_id: str) -> Server:
         """Return the server of an episode."""
-        address = self._servers.address_for(episode_id)
+        address = self._address_for(episode_id)
         bare = address.removeprefix(_TLS)
         return Server(bare, self._plain if bare == address else self._encrypted)
 
 
 class ServedEpisode:
-    """An episode on a server.
-
-    Args:
-        task: the episode.
-        environments: where its server is found.
-    """
+    """An episode on a server."""
 
     def __init__(self, task: EpisodeTask, environments: ServedEnvironments) -> None:
         self._task, self._environments = task, environments
@@ -189,7 +168,7 @@ class ServedEpisode:
         )
         phase = "opening an episode"
         try:
-            response = await self._call(lambda stub: stub.Open, request, phase)
+            response = await self._call(request, phase, environment.OpenResponse)
         except EpisodeFailedError as error:
             cause = error.__cause__
             if isinstance(cause, PeerError) and cause.detail.startswith("UNAVAILABLE"):
@@ -204,7 +183,7 @@ class ServedEpisode:
         """
         request = step_to_proto(self._id, turn, answer, finish)
         phase = "answering the policy"
-        response = await self._call(lambda stub: stub.Step, request, phase)
+        response = await self._call(request, phase, environment.StepResponse)
         seen = self._observed(response.observation, phase)
         if seen.done and response.HasField("end"):
             self._end = response.end
@@ -216,7 +195,7 @@ class ServedEpisode:
         phase, response = "grading an episode", self._end
         if response is None:
             request = environment.CloseRequest(episode_id=self._id)
-            response = await self._call(lambda stub: stub.Close, request, phase)
+            response = await self._call(request, phase, environment.CloseResponse)
         try:
             scored = grade_from_proto(response)
         except InvalidRequestError as error:
@@ -253,20 +232,16 @@ class ServedEpisode:
         return "environment" if self._server is None else self._server.name
 
     async def _call(
-        self,
-        method: Callable[
-            [environment_pb2_grpc.EnvironmentServiceAsyncStub], UnaryMethod[RequestT, ResponseT]
-        ],
-        request: RequestT,
-        phase: str,
+        self, request: Request | environment.CloseRequest, phase: str, kind: type[ResponseT]
     ) -> ResponseT:
         assert self._server is not None
-        batches = self._environments.batches
         try:
             with TRACER.span(SpanName.ENVIRONMENT, {Key.DETAIL: phase}, SpanKind.CLIENT):
-                return await batches.response(self._server, method, request, phase)
+                found = await self._environments.batches.response(self._server, request, phase)
         except SluiceError as error:
             raise self._unavailable(phase, error) from error
+        assert isinstance(found, kind)
+        return found
 
     def _observed(self, message: environment.Observation, phase: str) -> Observation:
         try:

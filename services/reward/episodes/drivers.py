@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
@@ -76,16 +77,9 @@ class EpisodeDrivers(Protocol):
         ...
 
 
-class EnvironmentServers(Protocol):
-    """The servers of EnvironmentService."""
-
-    def address_for(self, episode_id: str) -> str:
-        """Return where an episode shall run: host:port, or ``unix:`` and a path.
-
-        Raises:
-            EpisodeFailedError: no server is up.
-        """
-        ...
+AddressFor = Callable[[str], str]
+"""Returns where the episode with an id shall run: host:port, or ``unix:`` and a path. Raises
+EpisodeFailedError if no server is up."""
 
 
 def server_of(episode_id: str, num_servers: int) -> int:

@@ -84,9 +84,7 @@ class AnsweredTurn:
     """A sampled turn.
 
     Args:
-        rollout: its tokens, as a sample of one turn.
         prompt_token_ids: what the policy read, [tokens]; ``None``: no replica accepted it.
-        replica: where it was sampled last.
         queued_s: seconds without a replica.
     """
 
@@ -129,12 +127,7 @@ class EpisodeNotes:
             self.tool_names.add(tool.name)
 
     def rewritten(self, reason: str, detail: str = "") -> None:
-        """Note a later turn that continues no earlier one; warn of the first with a reason.
-
-        Args:
-            reason: `CONTINUES_NONE` or `TEMPLATE_REWRITES`.
-            detail: further words for the warning.
-        """
+        """Note a later turn that continues no earlier one; warn of the first with a reason."""
         self.num_rewritten += 1
         if reason not in self._warned:
             self._warned.add(reason)
@@ -147,17 +140,7 @@ class EpisodeNotes:
 
 
 class Episode:
-    """One sample of a group.
-
-    Args:
-        sample_index: its index within the group.
-        episode_id: its name for replicas.
-        request: the group's.
-        rules: its limits.
-        driver: its environment.
-        dispatcher: samples further turns.
-        notes: where the run counts what happens.
-    """
+    """One sample of a group."""
 
     def __init__(
         self,

@@ -55,10 +55,7 @@ class Reply:
     """An answer of the policy.
 
     Args:
-        answer: what it said.
-        finish: why it ended.
         num_read: tokens that the policy read.
-        num_sampled: tokens of the answer.
         turn: number of the answer in the sample, from 0.
     """
 
@@ -112,8 +109,6 @@ class LeasedEpisode:
     """A sample that a program works on; the loop's driver of it.
 
     Args:
-        desk: offers it.
-        store: keeps it.
         record: what an earlier service left of it; ``None``: it is new.
 
     Attributes:
@@ -292,9 +287,7 @@ class LeasedEpisode:
 
         Args:
             digest: identifies the request within the lease.
-            messages: the whole conversation.
             tools: that the policy may call, whatever the request before had.
-            num_bytes: size of the request.
 
         Raises:
             ExhaustedError: too many requests wait.
@@ -383,9 +376,6 @@ class LeaseDesk:
     """Offers samples, and finds those that are leased. Used from one event loop.
 
     Answer a program only after what the store was given until then is on the disk.
-
-    Args:
-        store: keeps leases.
 
     Attributes:
         num_recalled_tokens: sampled by an earlier service, of samples that continue.

@@ -50,16 +50,10 @@ class EpisodeGenerator:
     """Generates groups whose samples are episodes.
 
     Args:
-        dispatcher: samples turns.
-        drivers: run environments.
-        limits: of each episode.
         are_leased: whether programs take samples when they can, one after the other; a first turn
             then waits for no sibling.
         by_default: whether rows that choose nothing have an environment (`environment_of`).
         seed: of the run; environments get one that depends on it and on the prompt.
-
-    Attributes:
-        notes: what happens in the episodes.
     """
 
     def __init__(
@@ -87,10 +81,6 @@ class EpisodeGenerator:
         """Play the requested samples.
 
         A sample whose environment fails has the failure as its outcome; its siblings do not.
-
-        Args:
-            request: the samples.
-            on_sample: called with each sample that has finished.
 
         Raises:
             GroupFailedError: the prompt is refused or has images, no sample could begin, or the
@@ -200,10 +190,6 @@ class FirstTurns:
     """Requests the first turns, when each sample of a group waits for its own or has failed.
 
     Args:
-        tasks: of the group's samples; the requests become tasks of it.
-        dispatcher: samples them.
-        request: the group's.
-        batch: begins the names of the episodes.
         alone: request each sample's turn at once, in a request of its own.
     """
 

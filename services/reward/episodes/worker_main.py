@@ -16,8 +16,9 @@ import sys
 
 import msgspec
 
-from services.reward.grading.scorer_main import (
+from services.reward.grading.limits import (
     COUNTED_EVERY_S,
+    MAX_OUTPUT_BYTES,
     OutputLimit,
     ProcessLimit,
     end_with_parent,
@@ -32,8 +33,6 @@ from sluice.rpc.credentials import OPEN
 from sluice.sandbox.choice import inherited_config, process_sandbox, proven_sandbox
 
 MAX_OPEN_FILES = 4096
-MAX_OUTPUT_BYTES = 64 * 2**10
-"""Printed in `COUNTED_EVERY_S` seconds."""
 _PYTHON_TOOL = "sluice.sandbox.python_tool"
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 

@@ -59,10 +59,7 @@ class _Worker:
     """A running process.
 
     Attributes:
-        process: leads its session.
         mark: it and all that it started carry it.
-        address: where it serves.
-        probe: asks it.
     """
 
     process: asyncio.subprocess.Process
@@ -95,11 +92,8 @@ class EnvironmentWorkers:
     """`settings.workers` processes. Made by `running_workers`.
 
     Args:
-        source: the environment.
-        settings: limits.
         folder: of the sockets; only this user may enter it.
         family: see `containment.family_of`.
-        variables: further environment variables of the processes.
     """
 
     def __init__(
@@ -257,10 +251,7 @@ async def running_workers(
     """Run workers (arguments of `EnvironmentWorkers`); no process outlives the block.
 
     Args:
-        source: the environment.
-        settings: limits.
         run_dir: the run's folder; a later service of the run ends what this one leaves behind.
-        variables: further environment variables of the processes.
     """
     folder = Path(tempfile.mkdtemp(prefix="sluice-"))
     workers = EnvironmentWorkers(source, settings, folder, family_of(run_dir), variables)

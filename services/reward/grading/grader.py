@@ -5,14 +5,14 @@ responses that clients send.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
 from services.reward.grading.messages import ScorerInput
 from sluice.algorithm.episodes import response_length
 from sluice.algorithm.groups.filter import OutcomeAction, OutcomePolicy
-from sluice.algorithm.overlong import overlong_penalty
+from sluice.algorithm.overlong import OverlongShaping
 from sluice.config.schema.reward import RewardConfig
 from sluice.errors import ConfigError, ExhaustedError, InvalidRequestError
 from sluice.rpc.auth import ClientQuota
@@ -50,29 +50,6 @@ class SampleScorer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class OverlongShaping:
-    """Settings of the overlong penalty (`sluice.algorithm.overlong`), in tokens."""
-
-    max_response_tokens: int
-    buffer_tokens: int
-    penalty_factor: float
-    log: bool
-    longest_tokens: int | None = None
-    """A response counts as no longer than this; of an episode that reads much it may be."""
-
-    def penalty(self, num_response_tokens: int) -> float:
-        """Return the penalty to add to the score, <= 0."""
-        if self.longest_tokens is not None:
-            num_response_tokens = min(num_response_tokens, self.longest_tokens)
-        return overlong_penalty(
-            num_response_tokens,
-            max_response_tokens=self.max_response_tokens,
-            buffer_tokens=self.buffer_tokens,
-            penalty_factor=self.penalty_factor,
-        )
-
-
 def overlong_shaping(reward: RewardConfig, max_response_length: int) -> OverlongShaping | None:
     """Return the configured shaping; ``None`` for the naive manager or when it is off.
 
@@ -94,13 +71,7 @@ def overlong_shaping(reward: RewardConfig, max_response_length: int) -> Overlong
 
 
 class Grader:
-    """Grades whole groups.
-
-    Args:
-        scorer: the pool.
-        shaping: overlong penalty, if any.
-        policy: which samples are scored again.
-    """
+    """Grades whole groups."""
 
     def __init__(
         self,
@@ -120,8 +91,6 @@ class Grader:
         """Return one outcome per sample, by the same scorer and shaping for the greedy response.
 
         Args:
-            group: the samples.
-            greedy: the greedy response, if there is one.
             known: outcomes of samples that need no grading, by their index.
         """
         ungraded = [r for r in group.rollouts if r.sample_index not in known]
@@ -190,7 +159,6 @@ class ScoreRequests:
     """Calls that grade without training.
 
     Args:
-        scorers: the pool.
         max_client_items: responses that one client may have under way.
     """
 
@@ -215,7 +183,6 @@ class ScoreRequests:
         """Return one outcome per item, in small requests between the requests of training.
 
         Args:
-            items: what to grade.
             client: the caller, for quotas; ``None``: unknown.
 
         Raises:

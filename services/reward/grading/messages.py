@@ -135,8 +135,6 @@ def read_progress(
     and a time outside the request as the nearest one in it.
 
     Args:
-        page: the shared page.
-        num_items: of the request.
         sent_at: when the request was sent, as by ``time.monotonic``.
         now: the present, on the same clock.
     """

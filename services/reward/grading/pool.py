@@ -61,7 +61,6 @@ class _WorkerSlot:
     """A worker slot: one process, or none before the first use and after a fault.
 
     Attributes:
-        worker: the process.
         is_idle: whether the next request may have it.
         num_uses: requests that got it so far.
         last_source: data source of the last item of the last request.

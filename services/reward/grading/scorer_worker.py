@@ -235,7 +235,6 @@ async def start_worker(setup: ScorerSetup, family: str) -> ScorerWorker:
     """Start a process and load its scorer; errors as in `ScorerWorker.set_up`.
 
     Args:
-        setup: what it scores with.
         family: see `containment.family_of`.
     """
     mark = new_mark(family)

@@ -66,8 +66,6 @@ class CommittedTurn:
 
     Args:
         messages: that its request adds to the turn that it continues; of a root, all of them.
-        tools: that the policy could call.
-        turn: what was sampled.
         num_read: tokens that the policy read.
         prompt_token_ids: the prompt of its group, [prompt tokens].
     """
@@ -85,8 +83,6 @@ class LeaseRecord:
 
     Args:
         lease_id: secret.
-        prompt_id: of its group.
-        sample_index: within its group.
         expires_s: when the lease expires, seconds since 1970.
         turns: by the digests of their requests, in the order of their calls.
         end: ``None``: none was posted.

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -100,7 +99,6 @@ class PromptLedger:
         path: its file, which is made with its folder if missing; ``None``: the ledger is in memory
             and dies with the process.
         ended_ids: how many ended clients' prompts are remembered.
-        content: what a ledger in memory begins with.
 
     Attributes, which only this class writes:
         num_submitted: prompts accepted so far.
@@ -124,10 +122,9 @@ class PromptLedger:
         path: Path | None = None,
         *,
         ended_ids: int = ENDED_IDS_REMEMBERED,
-        content: LedgerContent | None = None,
     ) -> None:
         self._writer: LedgerWriter | None = None
-        leases: tuple[LeaseRecord, ...] = ()
+        content, leases = LedgerContent(), tuple[LeaseRecord, ...]()
         if path is not None:
             database = open_ledger_file(path)
             try:
@@ -138,7 +135,6 @@ class PromptLedger:
                 database.close()
                 raise unusable(path, error) from error
             self._writer = LedgerWriter(database, partial(unusable, path))
-        content = content or LedgerContent()
         self._sequence = content.next_sequence
         self._prompts = {prompt.prompt_id: prompt for prompt in content.pending}
         self.leases = KeptLeases(self._write, self._prompts.__contains__, leases)
@@ -160,12 +156,7 @@ class PromptLedger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -277,8 +268,6 @@ class PromptLedger:
         """End a pending prompt and return it.
 
         Args:
-            prompt_id: whose.
-            end: how.
             step: the train step that used it.
             rewards: of its samples.
             detail: further words; the first `MAX_DETAIL_CHARS` are kept.
@@ -316,8 +305,6 @@ class PromptLedger:
         """Write a prompt's end.
 
         Args:
-            prompt: the prompt that ended.
-            ended: how it ended.
             forgotten: an earlier ended prompt, which the ledger forgets because of this one.
             of_position: what writes the end of its row.
         """

@@ -22,20 +22,18 @@ from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
 APPLICATION_ID = 0x534C554C  # "SLUL"
-FORMAT = 6
-"""Formats 3 and 4 held leases of samples in other forms, and format 1 samples that were under way:
-they are dropped when the file is opened. Format 2 had no leases of samples, format 5 no sources."""
+FORMAT = 7
+"""A file of another format is refused: only the version of sluice that wrote it reads it."""
 BUSY_TIMEOUT_S = 10.0
 
 _TABLES = """
 CREATE TABLE ledger (
     one INTEGER PRIMARY KEY CHECK (one = 1),
     next_sequence INTEGER NOT NULL,
-    low_water INTEGER NOT NULL,
     num_acknowledged INTEGER NOT NULL,
     trainer TEXT
 );
-INSERT INTO ledger VALUES (1, 0, 0, 0, NULL);
+INSERT INTO ledger VALUES (1, 0, 0, NULL);
 CREATE TABLE pending (
     prompt_id TEXT PRIMARY KEY,
     sequence INTEGER NOT NULL,
@@ -53,40 +51,36 @@ CREATE TABLE ended (
     detail TEXT NOT NULL
 );
 CREATE INDEX ended_by_step ON ended (step) WHERE step IS NOT NULL;
-CREATE TABLE ended_positions (position INTEGER PRIMARY KEY);
+CREATE TABLE images (
+    prompt_id TEXT NOT NULL,
+    place INTEGER NOT NULL,
+    image BLOB NOT NULL,
+    PRIMARY KEY (prompt_id, place)
+);
 CREATE TABLE ends (prompt_end TEXT PRIMARY KEY, num_prompts INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE source_progress (
+    source TEXT PRIMARY KEY,
+    low_water INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE ended_positions (
+    source TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    PRIMARY KEY (source, position)
+) WITHOUT ROWID;
 CREATE TABLE lease (
     one INTEGER PRIMARY KEY CHECK (one = 1),
     batch_id TEXT NOT NULL,
     version INTEGER NOT NULL,
     prompt_ids BLOB NOT NULL
 );
+CREATE TABLE newest_lease (one INTEGER PRIMARY KEY CHECK (one = 1), version INTEGER NOT NULL);
 CREATE TABLE acknowledged (number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL UNIQUE);
-"""
-
-# A file of an earlier format may lack these, or hold them already.
-_LATER_TABLES = """
-CREATE TABLE IF NOT EXISTS strikes (
+CREATE TABLE rollbacks (version INTEGER PRIMARY KEY, restored INTEGER NOT NULL);
+CREATE TABLE strikes (
     number INTEGER PRIMARY KEY,
     key TEXT NOT NULL UNIQUE,
     strikes INTEGER NOT NULL
 );
-CREATE TABLE IF NOT EXISTS images (
-    prompt_id TEXT NOT NULL,
-    place INTEGER NOT NULL,
-    image BLOB NOT NULL,
-    PRIMARY KEY (prompt_id, place)
-);
-CREATE TABLE IF NOT EXISTS source_progress (
-    source TEXT PRIMARY KEY,
-    low_water INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS ended_source_positions (
-    source TEXT NOT NULL,
-    position INTEGER NOT NULL,
-    PRIMARY KEY (source, position)
-) WITHOUT ROWID;
-DROP TABLE IF EXISTS sample_leases;
 CREATE TABLE sample_leases (
     prompt_id TEXT NOT NULL,
     sample_index INTEGER NOT NULL,
@@ -99,8 +93,6 @@ CREATE TABLE sample_leases (
     posted_end BLOB,
     PRIMARY KEY (prompt_id, sample_index)
 );
-DROP TABLE IF EXISTS lease_holders;
-DROP TABLE IF EXISTS lease_turns;
 CREATE TABLE lease_turns (
     lease_id TEXT NOT NULL,
     turn INTEGER NOT NULL,
@@ -108,26 +100,14 @@ CREATE TABLE lease_turns (
     body BLOB NOT NULL,
     PRIMARY KEY (lease_id, turn)
 );
-DROP TABLE IF EXISTS samples;
 """
 
-# Files of this format from before them lack them, and an older service does not mind them.
-_ADDED_TABLES = (
-    "CREATE TABLE IF NOT EXISTS rollbacks (version INTEGER PRIMARY KEY, restored INTEGER NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS newest_lease "
-    "(one INTEGER PRIMARY KEY CHECK (one = 1), version INTEGER NOT NULL)",
-)
-
-# What writes which rows ended: of the one source without a name, and of named ones.
-_END = "INSERT OR IGNORE INTO ended_positions VALUES (?)"
+# What writes which rows ended.
+_END = "INSERT OR IGNORE INTO ended_positions VALUES (?, ?)"
 _FORGET = "DELETE FROM ended_positions"
-_LOW_WATER = "UPDATE ledger SET low_water = ?"
-_BELOW = "DELETE FROM ended_positions WHERE position < ?"
-_END_OF = "INSERT OR IGNORE INTO ended_source_positions VALUES (?, ?)"
-_FORGET_ALL_OF = "DELETE FROM ended_source_positions"
 _FORGET_PROGRESS = "DELETE FROM source_progress"
-_LOW_WATER_OF = "INSERT OR REPLACE INTO source_progress VALUES (?, ?)"
-_BELOW_OF = "DELETE FROM ended_source_positions WHERE source = ? AND position < ?"
+_LOW_WATER = "INSERT OR REPLACE INTO source_progress VALUES (?, ?)"
+_BELOW = "DELETE FROM ended_positions WHERE source = ? AND position < ?"
 _DIGEST_BYTES = 16
 _REWARD = "d"  # float64
 
@@ -183,12 +163,7 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
         for statement in _TABLES.split(";\n"):
             database.execute(statement)
         database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    if _number(database, "user_version") != FORMAT:
-        for statement in _LATER_TABLES.split(";\n"):
-            database.execute(statement)
         database.execute(f"PRAGMA user_version = {FORMAT}")
-    for statement in _ADDED_TABLES:
-        database.execute(statement)
     database.execute("COMMIT")
 
 
@@ -198,9 +173,9 @@ def _check(database: sqlite3.Connection, path: Path, application_id: int) -> Non
             f"{path}: a database of another program, no ledger; move it away, or choose another "
             "sluice.run_dir"
         )
-    if not 1 <= (version := _number(database, "user_version")) <= FORMAT:
+    if (version := _number(database, "user_version")) != FORMAT:
         raise DataError(
-            f"{path}: format {version}, and this version of sluice reads 1 to {FORMAT}; use "
+            f"{path}: format {version}, and this version of sluice reads {FORMAT}; use "
             "the version that wrote it, or move the file away to start without its prompts"
         )
     with closing(database.execute("PRAGMA quick_check(1)")) as rows:
@@ -219,28 +194,19 @@ def _number(database: sqlite3.Connection, pragma: str) -> int:
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a prompt. MessagePack, as `extra_info` also travels to the scorers: a
-    prompt read back gets the same grade."""
+    """The content of a prompt; `images` holds the digests of the images, which are stored apart.
+
+    MessagePack, as `extra_info` also travels to the scorers: a prompt read back gets the same
+    grade.
+    """
 
     messages: tuple[tuple[str, str], ...]
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, object]
-    place: str = ""
-
-
-class _BodyWithImages(_Body, frozen=True, array_like=True):
-    """The content of a prompt with images: the digests of the images, in order; they
-    are stored separately. Prompts without images have a `_Body`, as in older files.
-    """
-
-    images: tuple[bytes, ...] = ()
-
-
-class _BodyWithSource(_BodyWithImages, frozen=True, array_like=True):
-    """The content of a prompt of one of several sources."""
-
-    source: str = ""
+    place: str
+    images: tuple[bytes, ...]
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,12 +261,15 @@ def encode_body(prompt: Prompt) -> bytes:
     Raises:
         InvalidRequestError: `extra_info` holds a value without an encoding.
     """
-    turns = tuple((turn.role, turn.content) for turn in prompt.messages)
-    fields = (turns, prompt.data_source, prompt.ground_truth, prompt.extra_info, prompt.place)
-    digests = tuple(body_digest(image) for image in prompt.images)
-    body = _BodyWithImages(*fields, digests) if digests else _Body(*fields)
-    if prompt.source:
-        body = _BodyWithSource(*fields, digests, prompt.source)
+    body = _Body(
+        tuple((turn.role, turn.content) for turn in prompt.messages),
+        prompt.data_source,
+        prompt.ground_truth,
+        prompt.extra_info,
+        prompt.place,
+        tuple(map(body_digest, prompt.images)),
+        prompt.source,
+    )
     try:
         return msgspec.msgpack.encode(body)
     except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -323,8 +292,8 @@ def decode_prompt(
         msgspec.MsgspecError: the bytes are no body.
         ValueError: the images are others.
     """
-    found = msgspec.msgpack.decode(body, type=_BodyWithSource)
-    if found.images != tuple(body_digest(image) for image in images):
+    found = msgspec.msgpack.decode(body, type=_Body)
+    if found.images != tuple(map(body_digest, images)):
         raise ValueError(f"prompt '{prompt_id}': its images are not those that were written")
     return Prompt(
         prompt_id=prompt_id,
@@ -352,10 +321,9 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
     Raises:
         sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError: the file is damaged.
     """
-    next_sequence, low_water, num_acknowledged, trainer = database.execute(
-        "SELECT next_sequence, low_water, num_acknowledged, trainer FROM ledger"
+    next_sequence, num_acknowledged, trainer = database.execute(
+        "SELECT next_sequence, num_acknowledged, trainer FROM ledger"
     ).fetchone()
-    above = database.execute("SELECT position FROM ended_positions ORDER BY position")
     by_end = database.execute("SELECT prompt_end, num_prompts FROM ends")
     acknowledged = database.execute("SELECT batch_id FROM acknowledged ORDER BY number")
     lease = _lease(database)
@@ -365,9 +333,7 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
         _pending(database),
         _ended(database),
         {PromptEnd(name): count for name, count in by_end},
-        DataProgress(
-            low_water, tuple(position for (position,) in above), _source_progress(database)
-        ),
+        _progress(database),
         lease,
         tuple(batch_id for (batch_id,) in acknowledged),
         num_acknowledged,
@@ -378,16 +344,18 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
     )
 
 
-def _source_progress(database: sqlite3.Connection) -> dict[str, DataProgress]:
-    rows = database.execute("SELECT source, position FROM ended_source_positions ORDER BY 1, 2")
+def _progress(database: sqlite3.Connection) -> DataProgress:
+    rows = database.execute("SELECT source, position FROM ended_positions ORDER BY 1, 2")
     above: dict[str, list[int]] = {}
     for source, position in rows:
         above.setdefault(source, []).append(position)
     low_waters = dict(database.execute("SELECT source, low_water FROM source_progress").fetchall())
-    return {
+    found = {
         source: DataProgress(low_waters.get(source, 0), tuple(above.get(source, ())))
-        for source in sorted({*above, *low_waters})
+        for source in sorted({"", *above, *low_waters})
     }
+    own = found.pop("")
+    return DataProgress(own.low_water, own.ended_above, found)
 
 
 def read_trained_after(database: sqlite3.Connection, step: int) -> tuple[Prompt, ...]:
@@ -479,11 +447,7 @@ class _Positions:
 
 
 class SourcePositions:
-    """Ended positions by source; a run without several sources has one without a name.
-
-    Args:
-        progress: what has ended so far.
-    """
+    """Ended positions by source; a run without several sources has one without a name."""
 
     def __init__(self, progress: DataProgress) -> None:
         self._by_source = {"": _Positions(progress)}
@@ -497,7 +461,7 @@ class SourcePositions:
         if found.low_water != before:
             return self._low_water(source, found.low_water)
         if position > before:
-            return [(_END_OF, (source, position)) if source else (_END, (position,))]
+            return [(_END, (source, position))]
         return []
 
     def progress(self, also_ended: Iterable[tuple[str, int]] = ()) -> DataProgress:
@@ -512,11 +476,11 @@ class SourcePositions:
 
     def rewritten(self) -> Iterator[Statement]:
         """Yield what replaces all that was written before."""
-        yield from ((_FORGET, ()), (_FORGET_ALL_OF, ()), (_FORGET_PROGRESS, ()))
+        yield from ((_FORGET, ()), (_FORGET_PROGRESS, ()))
         for source, found in self._by_source.items():
             yield self._low_water(source, found.low_water)[0]
             for position in sorted(found.above):
-                yield (_END_OF, (source, position)) if source else (_END, (position,))
+                yield (_END, (source, position))
 
     def _of(self, source: str) -> _Positions:
         return self._by_source.setdefault(source, _Positions(DataProgress(0)))
@@ -524,6 +488,4 @@ class SourcePositions:
     @staticmethod
     def _low_water(source: str, low_water: int) -> list[Statement]:
         """Return what writes it, and then what forgets the positions below."""
-        if source:
-            return [(_LOW_WATER_OF, (source, low_water)), (_BELOW_OF, (source, low_water))]
-        return [(_LOW_WATER, (low_water,)), (_BELOW, (low_water,))]
+        return [(_LOW_WATER, (source, low_water)), (_BELOW, (source, low_water))]

@@ -89,7 +89,6 @@ class EpisodeStatistics:
 
     Args:
         tool_names: of the tools that were offered; a policy may write any other name.
-        environments: name them.
     """
 
     def __init__(

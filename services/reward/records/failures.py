@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
-from sluice.algorithm.sampling.admission import REMEDY, LastGroups, YieldFloor
+from sluice.algorithm.sampling.admission import REMEDY, YieldFloor
 from sluice.errors import BatchUnfillableError, DataExhaustedError
 from sluice.types import Failed, FailureKind, PromptEnd, PromptOrigin
 
@@ -56,9 +56,6 @@ class FailureLog:
     The first failure of a reason gets a line with the prompt and the last frames of the scorer;
     then one line every `COUNT_EVERY_S` says how many there are so far. Reasons beyond the first
     `MOST_REASONS` share one such line.
-
-    Args:
-        clock: seconds that only grow.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,14 +89,7 @@ class FailureLog:
         self.note(f"{failed.kind}: {failed.detail}", "samples", where, failed.frames)
 
     def note(self, detail: str, unit: str, where: str, frames: tuple[str, ...] = ()) -> None:
-        """Count one failure, and log it if it is the first of its reason or a count is due.
-
-        Args:
-            detail: what happened.
-            unit: what is counted.
-            where: the prompt and its replica.
-            frames: of the exception, the last first.
-        """
+        """Count one failure, and log it if it is the first of its reason or a count is due."""
         reason, now = reason_of(detail), self._clock()
         if reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
             reason, detail = "", f"more kinds of failures, such as {detail}"
@@ -123,6 +113,7 @@ _YIELD_ENDS = {
 }
 
 _UNSAMPLED = {EndCause.OVERLONG, EndCause.QUARANTINE}
+_KEPT = "kept"
 
 
 ALIKE_GROUPS = 64
@@ -143,8 +134,8 @@ class YieldGuard:
 
     def __init__(self, min_yield: float, num_groups: int, source: str = "") -> None:
         self._source = source
-        self._floor, self._last = YieldFloor(min_yield, num_groups), LastGroups()
-        self._ends: deque[str] = deque(maxlen=num_groups)  # how the same groups ended
+        self._floor = YieldFloor(min_yield, num_groups)
+        self._ends: deque[str] = deque(maxlen=num_groups)  # how the last groups ended
         self._last_failure = ""
         self._num_left_out, self._last_left_out = 0, ""
         self._num_quarantined = 0
@@ -204,8 +195,7 @@ class YieldGuard:
                 self._num_alike = None
             elif self._num_alike is not None:
                 self._num_alike += 1
-        self._last = self._floor.after(self._last, is_kept=end is None)
-        self._ends.append("kept" if end is None else end.value)
+        self._ends.append(_KEPT if end is None else end.value)
         if end is PromptEnd.DROPPED_FAILED:
             self._last_failure = detail
 
@@ -216,7 +206,6 @@ class YieldGuard:
 
     def begin_again(self) -> None:
         """Forget the last groups: another policy samples the next ones."""
-        self._last = LastGroups()
         self._ends.clear()
         self.num_unsampled = 0
 
@@ -229,11 +218,12 @@ class YieldGuard:
                 f"the first {self._num_alike} groups all failed for one reason: "
                 f"{self._last_failure}{at}; {_remedy(self._last_failure)}"
             )
-        if self._floor.is_hopeless(self._last):
+        num_kept = self._ends.count(_KEPT)
+        if self._floor.is_hopeless(num_kept, len(self._ends)):
             remedy = REMEDY
             if self._source:
                 remedy += f", or leave the source '{self._source}' out"
-            raise self._floor.error(self._last, self._summary(), remedy)
+            raise self._floor.error(num_kept, self._summary(), remedy)
 
     def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
         """Return the error for a data set that ended before the batch was full."""

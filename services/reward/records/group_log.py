@@ -54,16 +54,7 @@ _ID_LENGTH = 8  # of a few starts in a file; each line holds it
 
 
 class EpisodeLine(msgspec.Struct, frozen=True):
-    """One sample with an environment, in a line of the log.
-
-    Args:
-        turns: answers of the policy.
-        roots: turns that continue no other.
-        read: tokens that it read beyond the prompt.
-        end: why it ended, an `EpisodeEnd`; null: it failed.
-        calls: of each tool.
-        seconds: spent, by part.
-    """
+    """One sample with an environment, in a line of the log."""
 
     turns: int
     roots: int
@@ -74,29 +65,7 @@ class EpisodeLine(msgspec.Struct, frozen=True):
 
 
 class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One group, as a line of the log.
-
-    Args:
-        prompt_id: its prompt.
-        key: the same for every attempt of a prompt (`prompt_key`).
-        end: how it ended, a `PromptEnd`.
-        right: graded samples that were right.
-        scored: graded samples.
-        tokens: response lengths in the order of samples; all graded samples, scored or not.
-        version: policy version announced when it started.
-        oldest_version: oldest version that sampled a token; null if nothing was graded.
-        started_s: when it started, seconds since the service's start.
-        generated_s: when its last sample came; null if it never did.
-        ended_s: when it ended: a trained group when its batch was acknowledged.
-        replicas: those that generated it, in the order of their first request.
-        probes: samples generated first, to decide about the rest; 0: all were generated at once.
-        probability: with which it started, given what was known of its prompt.
-        step: that trained it; null for others.
-        instance: names the start of the service that its times are counted from.
-        environment: its name, where the prompt has one; else left out.
-        source: of several sources, its name; else left out.
-        episodes: the graded samples, where they have an environment; else left out.
-    """
+    """One group, as a line of the log; docs/sampling.md has the meaning of each field."""
 
     prompt_id: str
     key: str
@@ -128,11 +97,9 @@ class GroupLog:
     Args:
         path: the file lines are appended to; ``None``: no lines are written.
         samples_per_group: n.
-        clock: seconds, monotonic.
         samples: the archive of groups with their texts; ``None``: there is none.
         most_chars: of each prompt and response in the archive.
         most_bytes: of texts that wait for the archive.
-        environments: name them.
         samples_of_source: n of each of several sources.
     """
 

@@ -124,8 +124,6 @@ def batch_content_metrics(
     """Return tokens and staleness of a batch for `version`; staleness is per response, in versions.
 
     Args:
-        groups: the batch.
-        version: the version the batch will update.
         num_generated_tokens: tokens generated in the interval, trained on or not.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -159,7 +157,6 @@ def uses_of_group(
 
     Args:
         use: of its graded samples, and of its greedy response.
-        progress: counts the tokens received for it.
         graded: its samples; ``None``: the group was never complete; all tokens that were not thrown
             away have one use.
     """
@@ -229,10 +226,6 @@ class GroupStatistics:
         received: response tokens received since the start, by their purpose.
         round_size: groups that ``train/num_gen_batches`` counts as one round: the groups of a wave,
             or of a train batch where there are no waves.
-        scorer_seconds: seconds the scorers have worked so far.
-        tool_names: of the tools that environments have offered so far.
-        environments: name them.
-        sources: names of several sources.
 
     Attributes:
         on_batch: called with a batch that is formed, its version and the seconds it took to fill.

@@ -75,9 +75,7 @@ class PromptStore:
         """Store a finished prompt.
 
         Args:
-            prompt: with its position.
             group: its samples; ``None``: none could be generated.
-            outcomes: one per requested sample.
 
         Raises:
             DataError: the file cannot be written.
@@ -91,11 +89,6 @@ class PromptStore:
 
 def open_store(run_dir: Path, names: Sequence[str], files: PromptFiles) -> PromptStore:
     """Return the store of an evaluation.
-
-    Args:
-        run_dir: the evaluation's folder.
-        names: of the benchmarks, one for each file.
-        files: the validation set.
 
     Raises:
         DataError: a file has no rows.

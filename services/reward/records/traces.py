@@ -75,12 +75,7 @@ class _PromptSpans:
 
 
 class PromptTraces:
-    """The recorded prompts that are pending.
-
-    Args:
-        key: of the run's folder.
-        tracer: records them.
-    """
+    """The recorded prompts that are pending."""
 
     def __init__(self, key: bytes = b"", tracer: Tracer = TRACER) -> None:
         self._key, self._tracer = key, tracer

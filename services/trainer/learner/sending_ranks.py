@@ -140,7 +140,7 @@ class SendingRank(services.SendingRankServiceServicer):
         def encode(stop: threading.Event) -> messages.EncodeChangesResponse:
             epoch = self._epoch(request.epoch)
             bases = [Base(request.base_version, digest) for digest in request.base_digests]
-            read = self._snapshots.read_version
+            read = self._snapshots.read
             epoch.changes = None
             # The version before may be overwritten by now; then all weights are sent.
             with (
@@ -161,7 +161,7 @@ class SendingRank(services.SendingRankServiceServicer):
             changes, epoch.changes = epoch.changes, None
             if not request.changes:
                 changes = None
-            with self._snapshots.read_version(version) as snapshot:
+            with self._snapshots.read(version) as snapshot:
                 sent = epoch.sender.send(snapshot.weights, version, stop, changes)
             return messages.SendVersionResponse(
                 streams=[

@@ -96,7 +96,6 @@ def penalize_rewards(
         ref_logprobs: float [rows, width], of the reference policy.
         mask: bool [rows, width], the tokens of the responses.
         kind: name of a `kl_estimate`.
-        controller: its state before the batch.
     """
     estimate = kl_estimate(old_logprobs, ref_logprobs, kind=kind)
     penalty = torch.where(mask.bool(), estimate, torch.zeros_like(estimate))

@@ -153,7 +153,6 @@ def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> 
     """Return the first failure that counts against the prompt; ``None``: there is none.
 
     Args:
-        outcomes: of the group's samples.
         engine_answered: whether a replica answered with an error of its engine. If none did,
             replicas were lost or stalled, which shows nothing about the prompt.
     """
@@ -264,9 +263,7 @@ def filter_group(
     The filter does not look at that response.
 
     Args:
-        graded: the group.
         metric: the filter's metric; ``None``: no filter.
-        needs: what the group has to have.
 
     Raises:
         ConfigError: the scorer does not return `metric` for a prompt of the data set, as it then

@@ -69,8 +69,6 @@ class GroupAges:
         """Note that a group waits for a batch.
 
         Args:
-            prompt_id: names it.
-            oldest_version: of its tokens.
             sequence: its number in the order of issue; the lowest of a version is taken first.
         """
         self._kept.put(prompt_id, oldest_version, sequence)
@@ -178,11 +176,6 @@ class GroupAges:
     ) -> tuple[int, ...]:
         """Return start versions of running groups that would have no slot if the batch were formed
         now.
-
-        Args:
-            newest_chosen: youngest version in the batch.
-            oldest_allowed: oldest version that may be in it.
-            kept_bound: see `decide`.
         """
         first_with_slot = self._first_with_slot(oldest_allowed)
         alive = {v: len(ids) for v, ids in self._running.groups.items() if v >= first_with_slot}

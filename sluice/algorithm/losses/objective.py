@@ -1,4 +1,4 @@
-"""What policy losses share: the importance ratio, the aggregation (loss_agg_mode), the result, and
+"""What losses share: the importance ratio, the aggregation (loss_agg_mode), the result, and
 the total with the entropy bonus and the divergence from the reference.
 """
 
@@ -75,7 +75,7 @@ def bounded_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> tor
 
 
 def surrogate_terms(
-    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+    ratio: torch.Tensor, advantages: torch.Tensor, settings: PolicyLossSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``-A r`` and ``-A clip(r, 1 - low, 1 + high)``; PPO's loss is their maximum.
 
@@ -83,7 +83,7 @@ def surrogate_terms(
     same shape.
     """
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped = -advantages * ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     return unclipped, clipped
 
 
@@ -175,10 +175,6 @@ def total_loss(
     it, and without importance weights.
 
     Args:
-        objective: the policy's share.
-        inputs: of the same tokens.
-        counts: of the same mini-batch.
-        settings: aggregation mode.
         entropy: float [N], nats; with a coefficient of 0 it is only reported.
         entropy_coeff: weight of the bonus.
         kl: float [N], estimated divergences from the reference policy.
@@ -191,3 +187,49 @@ def total_loss(
             total = total + weight * share
         shares.append(None if share is None else share.detach())
     return TotalLoss(total, objective.loss.detach(), *shares)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueLoss:
+    """A micro-batch's share of the critic's loss, and what its metrics are made of.
+
+    Args:
+        loss: 0-d, to differentiate; summed over micro-batches and ranks it is ``critic/vf_loss``.
+        metric_sums: detached 0-d sums over tokens of ``critic/vf_clipfrac`` (tokens whose clipped
+            error exceeds the other) and ``critic/vpred_mean`` (predicted values). Add them and
+            `num_tokens` over micro-batches and ranks, then divide.
+        num_tokens: tokens in this micro-batch.
+    """
+
+    loss: torch.Tensor
+    metric_sums: Mapping[str, torch.Tensor]
+    num_tokens: int
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    *,
+    cliprange_value: float,
+    aggregate: Callable[[torch.Tensor], torch.Tensor],
+) -> ValueLoss:
+    """Return half of the aggregate of ``max((v - R)^2, (clip(v, v_old +- cliprange) - R)^2)``.
+
+    Args:
+        values: float [tokens], of the critic being updated; carries the gradient.
+        old_values: float [tokens], of the critic before the train batch.
+        returns: float [tokens], R.
+        cliprange_value: how far a value may move before its error is held, > 0.
+        aggregate: turns per-token losses [tokens] into this micro-batch's scalar, for example
+            `aggregate` with all but its first argument bound.
+    """
+    near = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    free_error, held_error = (values - returns).square(), (near - returns).square()
+    loss = 0.5 * aggregate(torch.maximum(free_error, held_error))
+    with torch.no_grad():
+        metric_sums = {
+            "critic/vf_clipfrac": (held_error > free_error).sum().float(),
+            "critic/vpred_mean": values.detach().float().sum(),
+        }
+    return ValueLoss(loss=loss, metric_sums=metric_sums, num_tokens=values.numel())

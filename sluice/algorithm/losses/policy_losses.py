@@ -49,12 +49,7 @@ def vanilla_objective(
 ) -> PolicyObjective:
     """`vanilla_policy_loss`, weighed and aggregated."""
     loss, metrics = vanilla_policy_loss(
-        inputs.logprobs,
-        inputs.old_logprobs,
-        inputs.advantages,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        clip_c=settings.clip_c,
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, settings
     )
     return token_objective(loss, inputs, counts, settings, metrics)
 
@@ -63,24 +58,14 @@ def vanilla_policy_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
+    settings: PolicyLossSettings,
 ) -> tuple[torch.Tensor, Mapping[str, MetricMean]]:
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``, for A < 0 not above ``-A c``.
 
     r is the ratio ``exp(logprobs - old_logprobs)``, its exponent kept within +-20 so that float32
-    stays finite. PPO (Schulman et al. 2017, equation 7), clip-higher (DAPO §3.1), dual clip (Ye et
-    al. 2020, equation 5). Importance weights, if any, multiply the returned loss.
-
-    Args:
-        logprobs: float [tokens], of the policy being updated; carries the gradient.
-        old_logprobs: float [tokens], of the policy before the train batch.
-        advantages: float [tokens].
-        clip_low: the ratio counts down to ``1 - clip_low``.
-        clip_high: the ratio counts up to ``1 + clip_high``.
-        clip_c: dual-clip constant, > 1.
+    stays finite; all tensors are float [tokens], and only `logprobs` carries a gradient. PPO
+    (Schulman et al. 2017, equation 7), clip-higher (DAPO §3.1), dual clip (Ye et al. 2020,
+    equation 5). Importance weights, if any, multiply the returned loss.
 
     Returns:
         loss [tokens] and means of ``actor/pg_clipfrac`` (tokens whose clipped term exceeds the
@@ -88,10 +73,10 @@ def vanilla_policy_loss(
         (``old - new`` within +-20).
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
-    unclipped, clipped = surrogate_terms(log_ratio.exp(), advantages, clip_low, clip_high)
+    unclipped, clipped = surrogate_terms(log_ratio.exp(), advantages, settings)
     pessimistic = torch.maximum(unclipped, clipped)
     # For A < 0 the clip leaves -A r unbounded as r grows; the ceiling removes that gradient.
-    ceiling = -advantages * clip_c
+    ceiling = -advantages * settings.clip_c
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(pessimistic, ceiling), pessimistic)
     held = negative & (pessimistic > ceiling)
@@ -112,9 +97,7 @@ def gspo_objective(
     # 0 in value: it only gives the sequence's ratio the gradient of this token.
     own = inputs.logprobs - inputs.logprobs.detach()
     ratio = (own + log_sequence).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
-    unclipped, clipped = surrogate_terms(
-        ratio, inputs.advantages, settings.clip_low, settings.clip_high
-    )
+    unclipped, clipped = surrogate_terms(ratio, inputs.advantages, settings)
     return token_objective(
         torch.maximum(unclipped, clipped),
         inputs,
@@ -264,9 +247,7 @@ def clip_cov_objective(
     ``actor/pg_clipfrac`` counts the chosen tokens only.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    unclipped, clipped = surrogate_terms(
-        log_ratio.exp(), inputs.advantages, settings.clip_low, settings.clip_high
-    )
+    unclipped, clipped = surrogate_terms(log_ratio.exp(), inputs.advantages, settings)
     covariances = _covariances(inputs.logprobs, inputs.advantages)
     candidates = (
         (clipped <= unclipped)

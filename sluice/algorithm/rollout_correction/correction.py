@@ -8,6 +8,7 @@ Truncation bounds the variance of weights (TIS; Ionides 2008), a band drops impl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,6 @@ def rollout_correction(
         logprobs: float [tokens]; the old policy's, or in bypass mode the current one's.
         behavior_logprobs: float [tokens], of the distribution that sampled each token.
         row_index: int64 [tokens]; all tokens of a row are in the same call.
-        settings: which weights and rules.
     """
     policy, behavior = logprobs.detach().float(), behavior_logprobs.detach().float()
     log_ratio, rows = policy - behavior, TokenRows.of(row_index)
@@ -96,7 +96,6 @@ def _off_policy_statistics(
     Args:
         old_logprobs: float [tokens], of the trainer.
         behavior_logprobs: float [tokens], of the engine.
-        rows: of the tokens.
     """
     rows = rows.on_cpu()
     old, behavior = old_logprobs.cpu().double(), behavior_logprobs.cpu().double()
@@ -133,8 +132,6 @@ def _weighed(
 
     Args:
         log_ratio: float32 [tokens], trainer's logprob less the engine's.
-        rows: of the tokens.
-        bounds: truncation or band.
         of_tokens: else all tokens of a row have one weight.
 
     Returns:
@@ -160,22 +157,31 @@ def _lower(bounds: WeightBounds) -> float:
     return 1.0 / bounds.upper if bounds.lower is None else bounds.lower
 
 
+def _spread(name: str, moments: Moments, deviation: Reading) -> dict[str, Statistic]:
+    readings = {"mean": Reading.MEAN, "std": deviation, "max": Reading.MAX, "min": Reading.MIN}
+    return {f"{name}_{kind}": Statistic(moments, reading) for kind, reading in readings.items()}
+
+
+def _fractions(name: str, values: torch.Tensor, low: float, high: float) -> dict[str, Statistic]:
+    """Return the shares of values above and below bounds."""
+    return {
+        f"{name}_fraction_high": Statistic(Moments.of(values > high), Reading.MEAN),
+        f"{name}_fraction_low": Statistic(Moments.of(values < low), Reading.MEAN),
+    }
+
+
 def _token_statistics(
     raw: torch.Tensor, weights: torch.Tensor, bounds: WeightBounds
 ) -> dict[str, Statistic]:
-    applied = Moments.of(weights)
-    high, low = raw > bounds.upper, raw < _lower(bounds)
+    applied, low, high = Moments.of(weights), _lower(bounds), bounds.upper
     found = {
-        "rollout_is_mean": Statistic(applied, Reading.MEAN),
-        "rollout_is_std": Statistic(applied, Reading.STD),
-        "rollout_is_max": Statistic(applied, Reading.MAX),
-        "rollout_is_min": Statistic(applied, Reading.MIN),
+        **_spread("rollout_is", applied, Reading.STD),
         "rollout_is_eff_sample_size": Statistic(applied, Reading.EFFECTIVE_FRACTION),
-        "rollout_is_ratio_fraction_high": Statistic(Moments.of(high), Reading.MEAN),
-        "rollout_is_ratio_fraction_low": Statistic(Moments.of(low), Reading.MEAN),
+        **_fractions("rollout_is_ratio", raw, low, high),
     }
     if bounds.lower is not None:
-        found["rollout_is_oob_ratio"] = Statistic(Moments.of(high | low), Reading.MEAN)
+        outside = Moments.of((raw > high) | (raw < low))
+        found["rollout_is_oob_ratio"] = Statistic(outside, Reading.MEAN)
     return found
 
 
@@ -183,16 +189,11 @@ def _row_statistics(
     raw: torch.Tensor, weights: torch.Tensor, bounds: WeightBounds
 ) -> dict[str, Statistic]:
     """Return statistics of the mean weights of rows [rows], before and after the bounds."""
-    applied = Moments.of(weights)
-    high, low = Moments.of(raw > bounds.upper), Moments.of(raw < _lower(bounds))
+    name, deviations = "rollout_is_seq", Moments.of((weights - 1.0).abs())
     return {
-        "rollout_is_seq_mean": Statistic(applied, Reading.MEAN),
-        "rollout_is_seq_std": Statistic(applied, Reading.SAMPLE_STD),
-        "rollout_is_seq_max": Statistic(applied, Reading.MAX),
-        "rollout_is_seq_min": Statistic(applied, Reading.MIN),
-        "rollout_is_seq_max_deviation": Statistic(Moments.of((weights - 1.0).abs()), Reading.MAX),
-        "rollout_is_seq_fraction_high": Statistic(high, Reading.MEAN),
-        "rollout_is_seq_fraction_low": Statistic(low, Reading.MEAN),
+        **_spread(name, Moments.of(weights), Reading.SAMPLE_STD),
+        f"{name}_max_deviation": Statistic(deviations, Reading.MAX),
+        **_fractions(name, raw, _lower(bounds), bounds.upper),
     }
 
 
@@ -200,13 +201,11 @@ def _ratio_statistics(log_ratio_sums: torch.Tensor, bounds: WeightBounds) -> dic
     """Return what a sequence's weights report of their ratios [rows] before any bound."""
     sums = log_ratio_sums.cpu().double()
     ratios = Moments.of(sums.clamp(max=MAX_LOG_RATIO).exp())
-    high = Moments.of(sums > torch.tensor(bounds.upper, dtype=torch.float64).log())
-    low = Moments.of(sums < torch.tensor(_lower(bounds), dtype=torch.float64).log())
+    low, high = math.log(_lower(bounds)), math.log(bounds.upper)
     return {
         "rollout_is_max": Statistic(ratios, Reading.MAX),
         "rollout_is_min": Statistic(ratios, Reading.MIN),
-        "rollout_is_ratio_fraction_high": Statistic(high, Reading.MEAN),
-        "rollout_is_ratio_fraction_low": Statistic(low, Reading.MEAN),
+        **_fractions("rollout_is_ratio", sums, low, high),
     }
 
 
@@ -257,22 +256,15 @@ def _rule_statistics(
     # k2 and k3 are never negative: without a lower bound the clamp starts at 0.
     lowest = 0.0 if rule.lower == -torch.inf else rule.lower
     clamped = Moments.of(of_tokens.clamp(lowest, rule.upper))
-    row_high, row_low = Moments.of(of_rows > rule.upper), Moments.of(of_rows < rule.lower)
-    high, low = Moments.of(judged > rule.upper), Moments.of(judged < rule.lower)
     return {
         f"{name}_mean": Statistic(Moments.of(of_tokens), Reading.MEAN),
         f"{name}_max": Statistic(extremes, Reading.MAX),
         f"{name}_min": Statistic(extremes, Reading.MIN),
         f"{name}_std": Statistic(clamped, Reading.STD),
-        f"{name}_fraction_high": Statistic(high, Reading.MEAN),
-        f"{name}_fraction_low": Statistic(low, Reading.MEAN),
-        f"{name}_seq_mean": Statistic(of_row, Reading.MEAN),
-        f"{name}_seq_std": Statistic(of_row, Reading.SAMPLE_STD),
-        f"{name}_seq_max": Statistic(of_row, Reading.MAX),
-        f"{name}_seq_min": Statistic(of_row, Reading.MIN),
+        **_fractions(name, judged, rule.lower, rule.upper),
+        **_spread(f"{name}_seq", of_row, Reading.SAMPLE_STD),
         f"{name}_seq_max_deviation": Statistic(Moments.of(of_rows.abs()), Reading.MAX),
-        f"{name}_seq_fraction_high": Statistic(row_high, Reading.MEAN),
-        f"{name}_seq_fraction_low": Statistic(row_low, Reading.MEAN),
+        **_fractions(f"{name}_seq", of_rows, rule.lower, rule.upper),
     }
 
 

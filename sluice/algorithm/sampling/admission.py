@@ -47,7 +47,7 @@ State without I/O; the reward service and the simulator drive the same objects, 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -65,7 +65,7 @@ _KEPT_OF_RATE, _KEPT_OF_LENGTH, _KEPT_OF_INTERVAL = 0.98, 0.98, 0.8
 KNOWN_LENGTHS = 65_536
 """Prompts whose lengths a forecast remembers."""
 _VERSIONS_PASSED_BY = 2
-_STEPS_PER_OCTAVE, _LENGTH_STEPS = 8, 240  # up to 2^30 tokens
+_STEPS_PER_OCTAVE = 8
 
 REMEDY = (
     "choose prompts the policy solves sometimes, sample more (actor_rollout_ref.rollout.n), "
@@ -193,24 +193,6 @@ def groups_with_capacity(num_free: int, *, first_sequences: int, is_idle: bool) 
 
 
 @dataclass(frozen=True, slots=True)
-class LastGroups:
-    """Which of the last groups were kept, of those that ended as kept, filtered or failed.
-
-    Args:
-        num_groups: how many these are.
-        kept: a bit for each, the newest lowest; 1: it was kept.
-    """
-
-    num_groups: int = 0
-    kept: int = 0
-
-    @property
-    def share(self) -> float:
-        """Kept ones of all, in [0, 1]; 1 where there is none."""
-        return self.kept.bit_count() / self.num_groups if self.num_groups else 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class YieldFloor:
     """The bound on the yield below which a run gives up, and a simulated run as well.
 
@@ -222,31 +204,21 @@ class YieldFloor:
     min_yield: float = DEFAULT_MIN_YIELD
     num_groups: int = DEFAULT_NUM_GROUPS
 
-    def after(self, last: LastGroups, *, is_kept: bool) -> LastGroups:
-        """Return the last groups once another one has ended."""
-        num_groups = min(last.num_groups + 1, self.num_groups)
-        within = (1 << self.num_groups) - 1
-        return LastGroups(num_groups, (last.kept << 1 | is_kept) & within)
+    def is_hopeless(self, num_kept: int, num_ended: int) -> bool:
+        """Return whether too few of the last groups were kept; not while fewer have ended.
 
-    def is_hopeless(self, last: LastGroups) -> bool:
-        """Return whether too few of the last `num_groups` were kept; not while there are fewer."""
-        return last.num_groups >= self.num_groups and last.share < self.min_yield
+        Those count that ended as kept, filtered or failed.
+        """
+        return num_ended >= self.num_groups and num_kept / num_ended < self.min_yield
 
-    def error(
-        self, last: LastGroups, summary: str = "", remedy: str = REMEDY
-    ) -> BatchUnfillableError:
+    def error(self, num_kept: int, summary: str = "", remedy: str = REMEDY) -> BatchUnfillableError:
         """Return the error of a run that gives up.
 
         It begins with verl's words (`recipe/dapo/dapo_ray_trainer.py`), for users who search logs.
-
-        Args:
-            last: groups that ended.
-            summary: what else is known of them; follows the numbers.
-            remedy: what may help.
         """
         return BatchUnfillableError(
-            f"Generated too many groups for those kept: only {last.share:.2%} of the last "
-            f"{self.num_groups} groups were kept, below "
+            f"Generated too many groups for those kept: only {num_kept / self.num_groups:.2%} of "
+            f"the last {self.num_groups} groups were kept, below "
             f"algorithm.filter_groups.min_yield = {self.min_yield:g}{summary}; {remedy}"
         )
 
@@ -313,26 +285,17 @@ class FinishForecast:
 
 
 class AdmissionOrder:
-    """Prompts next in line, by expected length to an eighth of an octave (9 %).
-
-    All operations take constant time, however long the line is.
-    """
+    """Prompts next in line, by expected length to an eighth of an octave (9 %)."""
 
     def __init__(self) -> None:
-        # Sequences by rounded length, each in the order of the line; bit i: `_alike[i]` has some.
-        self._alike = [deque[int]() for _ in range(_LENGTH_STEPS)]
-        self._filled = 0
-        self._line: OrderedDict[int, tuple[int, int]] = OrderedDict()  # length step, version
+        self._line: dict[int, tuple[int, int]] = {}  # by sequence: length step, version
 
     def __len__(self) -> int:
         return len(self._line)
 
     def add(self, sequence: int, expected_tokens: float, version: int) -> None:
         """Put the prompt `sequence` into the line, from `version` on."""
-        step = _length_step(expected_tokens)
-        self._alike[step].append(sequence)
-        self._filled |= 1 << step
-        self._line[sequence] = step, version
+        self._line[sequence] = _length_step(expected_tokens), version
 
     def take(self, version: int, tokens_in_time: float | None) -> int:
         """Return the sequence of the prompt to start now, which leaves the line; there must be one.
@@ -341,35 +304,22 @@ class AdmissionOrder:
             version: announced now.
             tokens_in_time: see `FinishForecast`; ``None``: in their order of arrival.
         """
-        step, since = next(iter(self._line.values()))
+        sequence, (_, since) = next(iter(self._line.items()))
         if version < since:  # a trainer went back to an older policy: the wait begins again
-            self._line = OrderedDict(
-                (s, (at, min(v, version))) for s, (at, v) in self._line.items()
-            )
+            self._line = {s: (step, min(v, version)) for s, (step, v) in self._line.items()}
             since = version
         if tokens_in_time is not None and version - since < _VERSIONS_PASSED_BY:
-            in_time = self._filled & ((2 << _length_step(tokens_in_time)) - 1)
-            shortest = self._filled & -self._filled
-            step = (in_time or shortest).bit_length() - 1
-        # The first of the line also comes first among equals.
-        alike = self._alike[step]
-        sequence = alike.popleft()
-        if not alike:
-            self._filled &= ~(1 << step)
+            steps, most = {step for step, _ in self._line.values()}, _length_step(tokens_in_time)
+            wanted = max((step for step in steps if step <= most), default=min(steps))
+            # Of equally long ones the first in line.
+            sequence = next(s for s, (step, _) in self._line.items() if step == wanted)
         del self._line[sequence]
         return sequence
 
     def clear(self) -> None:
         """Remove all prompts from the line."""
-        for alike in self._alike:
-            alike.clear()
-        self._filled = 0
         self._line.clear()
 
 
 def _length_step(tokens: float) -> int:
-    """0 to `_LENGTH_STEPS` - 1."""
-    if tokens <= 0.0:
-        return 0
-    step = int(_STEPS_PER_OCTAVE * math.log2(1.0 + tokens))
-    return step if step < _LENGTH_STEPS else _LENGTH_STEPS - 1
+    return int(_STEPS_PER_OCTAVE * math.log2(1.0 + tokens)) if tokens > 0.0 else 0

@@ -56,15 +56,7 @@ def rest_of_group(
     num_rest: int,
     samples_per_group: int,
 ) -> Stakes:
-    """Return the rest of a group whose probes were all right or all wrong.
-
-    Args:
-        before_probes: weights of the grid for its prompt before them.
-        num_right: right probes: all or none.
-        num_probes: graded probes.
-        num_rest: samples that are not generated yet.
-        samples_per_group: n.
-    """
+    """Return the rest of a group whose probes were all right or all wrong."""
     grade_counts = GradeCounts(float(num_right), float(num_probes - num_right))
     after = posterior(before_probes, grade_counts)
     stays_uniform = all_right_probability if num_right else all_wrong_probability
@@ -78,9 +70,7 @@ def whole_attempt(
     """Return the stakes of an attempt at a prompt, its probes included.
 
     Args:
-        weights: weights of the grid for the prompt.
         probe_samples: samples generated first; ``None``: all at once.
-        samples_per_group: n.
         price: decides whether groups with uniform probes continue.
     """
     n = samples_per_group
@@ -200,12 +190,7 @@ def choose_rest(
     """Continue a group or stop it, by its first samples.
 
     Args:
-        knowledge: at this time.
-        rules: of the run.
-        attempt: the attempt the probes are of.
-        num_right: right probes.
         num_scored: graded probes; one that could not be graded does not count.
-        version: announced now.
 
     Returns:
         the attempt that continues, or ``None``: the group ends here, all right or all wrong.

@@ -41,28 +41,14 @@ class StrategyName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """What a strategy is made of.
+    """What a strategy is made of; the rest is as `sluice.sampling` has it.
 
     Args:
-        strategy: which one.
         train_batch_size: B, groups in a train batch.
         max_staleness: S, versions a group may be behind when it is trained; 0 for ``rounds``.
         samples_per_group: n, samples of a prompt.
-        gen_batch_size: prompts of a wave; ``rounds`` only.
-        max_num_gen_batches: waves after which an unfilled batch is an error, 0 or less for
-            unlimited; ``rounds`` only.
-        probe_samples: number of a group's samples to generate first, below n; strategies with
-            probes only.
-        exploration: least probability, above 0, of starting a prompt or a group that is not worth
-            its tokens.
-        coverage_guard: keep the share of hard prompts among the kept ones what it is without
-            probes and memory.
-        seed: of the random choices of `exploration`.
-        paces: start long prompts early in a version's time (`pacing`), where S >= 1.
         ahead_share: of the ``S * B`` groups that may be kept beyond a batch, those that are wanted;
             above 0 and at most 1.
-        on_policy_fill: ``expected``: at S = 0, as many groups run as are expected to fill a batch,
-            which preempts those it is full without; ``exact``: never one that might be too many.
     """
 
     strategy: StrategyName

@@ -47,15 +47,7 @@ class LoopLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Waves started for the batch under way.
-
-    Args:
-        gen_batch_size: prompts of a wave.
-        train_batch_size: groups of a batch.
-        max_num_gen_batches: most waves for one batch; 0 or less: no bound.
-        num_waves: waves begun.
-        num_issued: prompts of the last wave that were issued.
-    """
+    """Waves started for the batch under way."""
 
     gen_batch_size: int
     train_batch_size: int
@@ -110,11 +102,7 @@ class Rounds:
 class SamplingStrategy:
     """Decides for one run.
 
-    Args:
-        rules: which strategy, and its settings.
-
     Attributes:
-        rules: see above.
         discards_surplus: whether kept groups beyond a batch are thrown away.
         preempts: whether a full batch cancels the groups that still run.
         estimate: of the yield.
@@ -189,10 +177,7 @@ class SamplingStrategy:
         """Decide about a prompt that was issued; `started` or `skipped` has to follow.
 
         Args:
-            key: names the prompt across attempts.
-            sequence: its number in the order of issue.
             history: of its earlier attempts; ignored by strategies without memory.
-            version: announced now.
         """
         if history is None or not self._uses_memory:
             return Attempt(key, sequence, None, self._first_samples)
@@ -250,11 +235,8 @@ class SamplingStrategy:
 
         Args:
             attempt: as `after_probes` returned it, if it continued.
-            num_right: right samples.
-            num_scored: graded samples.
             mean_tokens: mean response length.
             kept: whether it waits for a batch.
-            version: announced now.
             seconds: since it was admitted.
         """
         self.estimate = self.estimate.observe(kept)

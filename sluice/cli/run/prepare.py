@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -23,27 +23,24 @@ from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
-from sluice.config.explain import replaced_values
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import dump_config, write_config
-from sluice.config.problems import Problem
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.doctor.reward import try_scorer
-from sluice.launch.container_settings import (
+from sluice.launch.network_layout import (
     DASHBOARD_VARIABLE,
     DEVICE_VARIABLE,
     OBSERVED_VARIABLE,
-    STOP_GRACE_VARIABLE,
-    check_stop_grace,
+    dashboard_settings,
     device_settings,
+    network_settings,
     observed_settings,
 )
-from sluice.launch.network_layout import dashboard_settings, network_settings
 from sluice.launch.shared_run import SharedRun
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.service_contract import CONFIG_NAME
-from sluice.telemetry.metrics_page import forget_targets
+from sluice.telemetry.metrics import forget_targets
 
 _SEED = 0  # of the quickstart's files
 
@@ -81,14 +78,6 @@ _Restart = Annotated[
 _RunFolder = Annotated[
     Path, typer.Option("--run", "--run-dir", help="Folder that all services of the run see.")
 ]
-_StopGrace = Annotated[
-    str | None,
-    typer.Option(
-        help="Time that the container engine gives a service to stop, such as 90s; a job that "
-        "may need longer is refused.",
-        envvar=STOP_GRACE_VARIABLE,
-    ),
-]
 
 
 def prepare(  # noqa: PLR0913 - one parameter an option
@@ -100,7 +89,6 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     observed: _Observed = False,
     dashboard: _Dashboard = False,
     device: _Device = None,
-    stop_grace: _StopGrace = None,
     restart: _Restart = False,
     trust_script: TrustScript = False,
     as_json: AsJson = False,
@@ -134,13 +122,10 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         base = job if quickstart else file
         config = load_config(base, [*settings, *overrides])
         notes = launch_notes(config, read_settings(base, overrides))
-    replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
-    _report_notices((*notes, *replaced), report)
+    for note in notes:
+        report(f"notice: {note.text}")
     check_config(config)
     try_scorer(config, ())
-    if stop_grace is not None:
-        # The services of an active run read the configuration that it began with.
-        check_stop_grace(load_config(written, ()) if is_active else config, stop_grace)
     if secure:
         renew_certificates(certificates, report, run_is_active=is_active)
     if not is_active:
@@ -148,11 +133,6 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     elif written.read_text(encoding="utf-8") != dump_config(config):
         report(f"notice: {written} {_KEPT}")
     _show(written, is_active=is_active, as_json=as_json)
-
-
-def _report_notices(notes: Sequence[Problem], report: Callable[[str], None]) -> None:
-    for note in notes:
-        report(f"notice: {note.text}")
 
 
 def _show(written: Path, *, is_active: bool, as_json: bool) -> None:

@@ -43,7 +43,7 @@ from sluice.report.summary import SUMMARY_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME
-from sluice.telemetry.metrics_page import forget_target, forget_targets
+from sluice.telemetry.metrics import forget_target, forget_targets
 
 logger = logging.getLogger(__name__)
 

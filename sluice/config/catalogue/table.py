@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import UNSET
 
-from sluice.config.run import annotation_at, default_at, expectation, leaf_keys, text_at
+from sluice.config.run import annotation_at, defaults, expectation, leaf_keys, text_at, value_at
 
 SECTIONS: dict[str, str] = {
     "data": "data",
@@ -97,6 +97,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refused: str = ""
     quiet: list[object] | None = None
     sets: list[str] = []
+    copied: bool = False
     unit: str = ""
     effect: str = ""
     advice: str = ""
@@ -136,6 +137,7 @@ class Entry:
         instead: for MAPPED the conversion, for NOT_APPLICABLE what happens instead, for REFUSED
             why; it ends a sentence that starts with the key.
         targets: the keys of the schema that a MAPPED key sets.
+        is_copied: whether the one that it sets takes its value as it is.
         verl_default: verl's default in words where it differs.
         unit: of a number (``tokens``, ``prompts``); empty where there is none.
         effect: on memory and speed; may be empty.
@@ -155,6 +157,7 @@ class Entry:
     in_schema: bool
     instead: str = ""
     targets: tuple[str, ...] = ()
+    is_copied: bool = False
     verl_default: str | None = None
     unit: str = ""
     effect: str = ""
@@ -253,7 +256,7 @@ def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> En
     annotation = annotation_at(keys) if in_schema else _type(row)
     if annotation is None:
         raise ValueError(f"{path} has a row without a meaning, but the schema has no such key")
-    default = default_at(keys, UNSET) if in_schema else ({} if row.block else row.default)
+    default = value_at(defaults(), keys, UNSET) if in_schema else ({} if row.block else row.default)
     silent = () if in_schema or row.block else (row.default,)
     return Entry(
         path=path,
@@ -265,6 +268,7 @@ def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> En
         instead=row.mapped or row.refused or no_effect,
         # A target that starts with a dot is in the key's own section.
         targets=tuple(f"{path.rpartition('.')[0]}{t}" if t[0] == "." else t for t in row.sets),
+        is_copied=row.copied,
         verl_default=row.verl or None,
         unit=row.unit or (_unit(path) if in_schema else ""),
         effect=_effect(row.effect, shared.engines),

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from msgspec import UNSET
 
 from sluice.algorithm.sampling.rules import StrategyName
+from sluice.config.catalogue.table import catalogue
 from sluice.config.loading.settings_tree import SettingsTree
+from sluice.config.parallel_layout import (
+    EXPERT_KEY,
+    PIPELINE_KEY,
+    SEQUENCE_KEY,
+    SHARD_KEY,
+    TENSOR_KEY,
+)
 from sluice.config.problems import Problem
 from sluice.config.run import value_at
+from sluice.config.schema.security import FILE_FIELDS
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _V1, _ENGINE = "trainer.v1", f"{_ROLLOUT}.checkpoint_engine"
@@ -30,46 +40,9 @@ _MANAGERS = {"prime": "naive", "rate_limited": "naive", "limited": "naive", "rem
 NULL_IS_DEFAULT = ("algorithm.filter_groups.metric", "reward.custom_reward_function.name")
 """Keys whose null means the default in verl."""
 
-_COPIES = (
-    (f"{_ENGINE}.update_weights_bucket_megabytes", "sluice.weights.bucket_mb"),
-    (f"{_ROLLOUT}.limit_images", "sluice.limits.max_prompt_images"),
-    ("reward.num_workers", "reward.scorer_pool.num_workers"),
-    # Megatron's names of the learning-rate schedule.
-    (f"{_ACTOR}.optim.lr_decay_style", f"{_ACTOR}.optim.lr_scheduler_type"),
-    (f"{_ACTOR}.optim.lr_decay_steps", f"{_ACTOR}.optim.total_training_steps"),
-    (
-        f"{_ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction",
-        f"{_ACTOR}.fsdp_config.optimizer_offload_fraction",
-    ),
-    (f"{_ACTOR}.megatron.param_offload", f"{_ACTOR}.fsdp_config.param_offload"),
-    ("critic.optim.lr_decay_style", "critic.optim.lr_scheduler_type"),
-    ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),
-    (
-        "critic.optim.override_optimizer_config.optimizer_offload_fraction",
-        "critic.fsdp.optimizer_offload_fraction",
-    ),
-    ("critic.megatron.param_offload", "critic.fsdp.param_offload"),
-)
-"""Keys whose values another key takes over as they are."""
-
 _SHARDING = f"{_ACTOR}.fsdp_config"
-SAME_SIZES = {
-    f"{_SHARDING}.ulysses_sequence_parallel_size": (
-        f"{_ACTOR}.megatron.context_parallel_size",
-        f"{_ACTOR}.veomni.ulysses_parallel_size",
-    ),
-    f"{_SHARDING}.expert_parallel_size": (
-        f"{_ACTOR}.megatron.expert_model_parallel_size",
-        f"{_ACTOR}.veomni.expert_parallel_size",
-    ),
-    f"{_SHARDING}.tensor_parallel_size": (
-        f"{_ACTOR}.megatron.tensor_model_parallel_size",
-        f"{_ACTOR}.torchtitan.tensor_parallel_size",
-    ),
-    f"{_SHARDING}.pipeline_parallel_size": (f"{_ACTOR}.megatron.pipeline_model_parallel_size",),
-    f"{_SHARDING}.fsdp_size": (f"{_ACTOR}.veomni.fsdp_size",),
-}
-"""Sizes of the trainer's layout, and their names in other backends of verl."""
+_SIZES = (SHARD_KEY, SEQUENCE_KEY, EXPERT_KEY, TENSOR_KEY, PIPELINE_KEY)
+"""Sizes of the trainer's layout, which have other names in other backends of verl."""
 
 _OPTIMIZER_OFFLOADS = (
     "megatron.optimizer_offload",
@@ -116,7 +89,24 @@ def _home(value: object) -> object:
     return str(Path(str(value)).expanduser()) if is_home else value
 
 
+PATH_KEYS = (
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.lora_adapter_path",
+    "critic.model.path",
+    "data.train_files",
+    "data.val_files",
+    "reward.custom_reward_function.path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "sluice.run_dir",
+    *(f"sluice.security.{name}" for name in FILE_FIELDS),
+)
+"""Keys that name files and folders, without the files of `sluice.sources`."""
+
 WORDS: dict[str, Callable[[object], object]] = {
+    **dict.fromkeys(PATH_KEYS, _home),
     f"{_ACTOR}.fsdp_config.model_dtype": _words(_DTYPES),
     f"{_ACTOR}.fsdp_config.dtype": _words(_DTYPES),
     "critic.fsdp.model_dtype": _words(_DTYPES),
@@ -125,16 +115,8 @@ WORDS: dict[str, Callable[[object], object]] = {
     f"{_ROLLOUT}.quantization": lambda value: None if value is False else value,
     "reward.reward_manager.name": _words(_MANAGERS),
     "trainer.logger": _loggers,
-    "trainer.default_local_dir": _home,
-    "trainer.resume_from_path": _home,
-    "data.train_files": _home,
-    "data.val_files": _home,
     "sluice.sources": _homes,
-    "actor_rollout_ref.model.path": _home,
-    "critic.model.path": _home,
-    "actor_rollout_ref.model.lora_adapter_path": _home,
     "actor_rollout_ref.model.lora.adapter_path": _home,
-    "reward.custom_reward_function.path": _home,
     "trainer.max_actor_ckpt_to_keep": _keep_all,
     "trainer.max_critic_ckpt_to_keep": _keep_all,
 }
@@ -257,19 +239,22 @@ def _replicas(settings: _Settings) -> None:
     settings.put("sluice.rollout.replicas", max(1, devices // per_replica))
 
 
+@cache
+def _copied() -> dict[str, list[str]]:
+    """Return the keys whose values another key takes over as they are, by that key."""
+    found: dict[str, list[str]] = {}
+    for entry in catalogue().values():
+        if entry.is_copied:
+            found.setdefault(entry.targets[0], []).append(entry.path)
+    return found
+
+
 def _copies(settings: _Settings) -> None:
-    for key, target in _COPIES:
-        value = settings.given(key)
-        if value is not None:
-            settings.put(target, value)
-
-
-def _layout(settings: _Settings) -> None:
-    """Read sizes in the words of verl's other backends; two that differ are a problem."""
-    for target, names in SAME_SIZES.items():
+    """Copy values; two of one size of the trainer's layout that differ are a problem."""
+    for target, names in _copied().items():
         given = {name: settings.given(name) for name in (target, *names)}
         present = {name: value for name, value in given.items() if value is not None}
-        if len(set(present.values())) > 1:
+        if target in _SIZES and len(set(present.values())) > 1:
             (first, value), *_ = present.items()
             other = next(name for name in present if present[name] != value)
             message = f"and {other} = {present[other]} are one size of the trainer's layout"
@@ -284,7 +269,7 @@ def names_set(key: str, settings: SettingsTree) -> tuple[str, ...]:
 
     All of them must change with the size, since two that differ are a problem.
     """
-    names = (key, *SAME_SIZES.get(key, ()))
+    names = (key, *_copied().get(key, ()))
     return tuple(name for name in names if settings.get(name) not in (UNSET, None)) or (key,)
 
 
@@ -410,7 +395,6 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _micro_batches,
     _replicas,
     _copies,
-    _layout,
     _optimizer_offload,
     _transport,
     _asynchrony,

@@ -68,20 +68,17 @@ class _Resolver:
 
     def _look_up(self, key: str, chain: tuple[str, ...]) -> object:
         select = _SELECT.match(key)
-        if select:
-            path = _absolute(select[1].strip(), chain[-1])
-            found = self._value(path, chain)
-            default = None if select[2] is None else parse_scalar(select[2].strip())
-            return default if found is UNSET else found
-        if ":" in key:
+        if select is None and ":" in key:
             raise ConfigError(
                 f"{chain[-1]}: the reference ${{{key}}} calls a resolver; only ${{key.path}} is "
                 "known, so write the value itself"
             )
-        path = _absolute(key, chain[-1])
+        path = _absolute((select[1] if select else key).strip(), chain[-1])
         found = self._value(path, chain)
         if found is not UNSET:
             return found
+        if select is not None:
+            return None if select[2] is None else parse_scalar(select[2].strip())
         if find_key(canonical(path)) is None and not is_section(canonical(path)):
             raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path).text}")
         raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: that key has no value; set it")

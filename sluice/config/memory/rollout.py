@@ -1,10 +1,12 @@
-"""Memory of one device of an inference engine: weights, KV cache, and the guide's fit rule."""
+"""One engine: its sizes by the configuration, and the memory of one of its devices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sluice.config.memory.shape import ModelShape
+from sluice.config.derived import max_row_tokens
+from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
+from sluice.config.run import RunConfig
 
 GIB = 1 << 30
 _FIT_BYTES = 2
@@ -33,6 +35,21 @@ class RolloutLayout:
     batched_tokens: int
     max_num_seqs: int
     longest_row: int
+
+
+def rollout_layout(config: RunConfig) -> RolloutLayout:
+    """Return the sizes that the configuration gives an engine."""
+    rollout = config.actor_rollout_ref.rollout
+    return RolloutLayout(
+        tp=rollout.tensor_model_parallel_size,
+        ep=rollout.expert_parallel_size,
+        utilization=rollout.gpu_memory_utilization,
+        weight_bytes=1 if rollout.quantization == "fp8" else DTYPE_BYTES[rollout.dtype],
+        kv_bytes=DTYPE_BYTES[rollout.dtype],
+        batched_tokens=rollout.max_num_batched_tokens,
+        max_num_seqs=rollout.max_num_seqs,
+        longest_row=max_row_tokens(config.data),
+    )
 
 
 @dataclass(frozen=True, slots=True)

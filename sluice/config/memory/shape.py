@@ -1,16 +1,26 @@
-"""The shape of a decoder-only model: the sizes that decide its memory, from its config.json."""
+"""The shape of a decoder-only model: the sizes that decide its memory, from its config.json or, of
+a published model, from `published.toml`.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from sluice.errors import ConfigError
 from sluice.types import expert_dtype
 
+ModelContent = Mapping[str, object]
+"""What stands in a config.json."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_ENCODER = "vision_config"
 _ADAPTABLE_EXPERTS = frozenset({"qwen3_moe", "qwen3_vl_moe"})
 
 
@@ -263,3 +273,49 @@ def _size(config: Mapping[str, object], key: str, otherwise: int | None = None) 
     if otherwise is None and value == 0:
         raise ConfigError(f"{key} = 0: expected a size of at least 1")
     return value
+
+
+def published_name(path: str) -> str | None:
+    """Return the published model that a path or name ends with; `None`: another one."""
+    last = path.rstrip("/").rpartition("/")[2]
+    for suffix in ("-Instruct", "-Base", "-Thinking"):
+        last = last.removesuffix(suffix)
+    return last if last in _models() else None
+
+
+def published_model(name: str) -> ModelContent:
+    """Return what its config.json says of the language model.
+
+    Raises:
+        ConfigError: no such model is known; names those that are.
+    """
+    found = published_name(name)
+    if found is None:
+        raise ConfigError(
+            f"model {name!r} is neither a folder with a config.json nor one of "
+            f"{', '.join(_models())}; give one of these"
+        )
+    return {key: value for key, value in _models()[found].items() if key != _ENCODER}
+
+
+def published_shape(name: str) -> ModelShape:
+    """Return the same as a shape."""
+    return shape_of(published_model(name))
+
+
+def published_encoder(name: str) -> ModelContent:
+    """Return the `vision_config` of a published model; empty: it reads no images."""
+    found: ModelContent = _models().get(published_name(name) or "", {}).get(_ENCODER, {})
+    return found
+
+
+@cache
+def _models() -> dict[str, dict[str, Any]]:
+    file = resources.files(__package__).joinpath("published.toml")
+    content = tomllib.loads(file.read_text(encoding="utf-8"))
+    families = content.pop("family")
+    return {
+        name: {**families[family], **own}
+        for family, models in content.items()
+        for name, own in models.items()
+    }

@@ -1,9 +1,10 @@
-"""A guess of one trainer rank's memory, in bytes, made in no time.
+"""One trainer: its sizes by the configuration, a guess of a rank's memory in no time, and the
+operations of a step.
 
-`sluice plan` counts by running the trainer's own code; this says which of many layouts are worth
-counting, and which models are too small for it. Activations follow the counting of Korthikanti et
-al. 2022 ("Reducing activation recomputation in large transformer models", sections 4 and 5) for
-gated MLPs, grouped-query attention and a fused attention kernel.
+`sluice plan` counts by running the trainer's own code; the guess says which of many layouts are
+worth counting, and which models are too small for it. Activations follow the counting of
+Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", sections 4
+and 5) for gated MLPs, grouped-query attention and a fused attention kernel.
 """
 
 from __future__ import annotations
@@ -11,8 +12,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sluice.config.memory.shape import ModelShape
+from sluice.config.derived import (
+    adapts,
+    adapts_experts,
+    is_bypassed,
+    is_whole,
+    max_row_tokens,
+    uses_reference,
+    world_size,
+)
+from sluice.config.memory.shape import DTYPE_BYTES, ModelShape
+from sluice.config.run import RunConfig
+from sluice.config.sources import responses_per_step
 
+MEAN_RESPONSE = 0.5
+"""Mean length of a response over the longest: unknown before a run."""
+_FORWARD = 1 / 3
+"""Of a forward and a backward pass, the forward pass."""
+_ADAPTERS = 2 / 3
+"""Of both, without the gradients of frozen weights."""
 _HEAD_BYTES = 4 + 2 + 2
 """Per weight of the head: its gradient adds up in float32, beside a block's product and the
 result."""
@@ -64,6 +82,55 @@ class TrainingLayout:
         if not self.gradient_checkpointing:
             return 0
         return layers if self.recomputed_layers is None else min(self.recomputed_layers, layers)
+
+
+def training_layout(config: RunConfig) -> TrainingLayout:
+    """Return the sizes that the configuration gives a trainer.
+
+    ``fsdp_size`` ranks of each tensor index share a copy.
+    """
+    world, sharding = world_size(config), config.actor_rollout_ref.actor.fsdp_config
+    model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
+    recompute = megatron.override_transformer_config
+    granularity, is_block = recompute.recompute_granularity, recompute.recompute_method == "block"
+    tensor = sharding.tensor_parallel_size
+    peers = max(1, world // (tensor * sharding.pipeline_parallel_size))
+    shard = tensor * (sharding.fsdp_size if 0 < sharding.fsdp_size < peers else peers)
+    whole = is_whole(sharding, shard)
+    return TrainingLayout(
+        world=world,
+        shard=1 if whole else shard,
+        gathers=not whole,
+        reshard_after_forward=sharding.reshard_after_forward,
+        whole_gradients=sharding.use_no_sync_for_gradient_accumulation
+        or sharding.pipeline_parallel_size > 1,
+        tensor=tensor,
+        pipeline=sharding.pipeline_parallel_size,
+        ep=sharding.expert_parallel_size,
+        micro_tokens=_micro_tokens(config, ranks=sharding.ulysses_sequence_parallel_size),
+        master_bytes=DTYPE_BYTES[sharding.model_dtype],
+        compute_bytes=DTYPE_BYTES[sharding.dtype],
+        gradient_checkpointing=granularity == "full"
+        or (granularity is None and model.enable_gradient_checkpointing),
+        recomputed_layers=recompute.recompute_num_layers
+        if granularity == "full" and is_block
+        else None,
+        activation_offload=model.enable_activation_offload,
+        moments_on_device=1 - sharding.optimizer_offload_fraction * sharding.optimizer_offload,
+        adapter_rank=model.lora_rank,
+        adapts_experts=adapts_experts(model),
+    )
+
+
+def _micro_tokens(config: RunConfig, *, ranks: int) -> int:
+    """Return the most tokens of a micro-batch on one device.
+
+    The token budget is per device already; rows of a fixed micro-batch are cut by `ranks`.
+    """
+    actor, longest = config.actor_rollout_ref.actor, max_row_tokens(config.data)
+    if actor.use_dynamic_bsz:
+        return max(actor.ppo_max_token_len_per_gpu, -(-longest // ranks))
+    return -(-(actor.ppo_micro_batch_size_per_gpu or 1) * longest // ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +248,31 @@ def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
     recomputed = layout.recomputed_of(shape.layers)
     kept = shape.layers - recomputed
     return recomputed * inputs + kept * layer + (layer if recomputed else 0.0)
+
+
+def group_flops(config: RunConfig, shape: ModelShape) -> float:
+    """Return the operations of all passes over one group: a prompt once, and its responses.
+
+    Each epoch has a forward and a backward pass, which computes recomputed layers again. Passes
+    without gradients compute the reference's logprobs, and old ones of all mini-batches but the
+    first, unless the behavior policy's are taken. Critic and images do not count. Of several
+    sources it is the mean group of a batch.
+    """
+    data, actor = config.data, config.actor_rollout_ref.actor
+    n, prompt = responses_per_step(config) / data.train_batch_size, data.max_prompt_length
+    response = data.max_response_length * MEAN_RESPONSE
+    tokens = prompt + n * response
+    pairs = _causal(prompt) + n * (response * prompt + _causal(response))
+    both = shape.training_flops(tokens, n * response, pairs)
+    update = both * (_ADAPTERS if adapts(config.actor_rollout_ref.model) else 1)
+    layout = training_layout(config)
+    again = layout.recomputed_of(shape.layers) / shape.layers
+    update += again * shape.training_flops(tokens, 0, pairs) * _FORWARD
+    old = 0.0
+    if not (actor.use_rollout_log_probs or is_bypassed(config)):
+        old = max(0.0, 1 - actor.ppo_mini_batch_size / data.train_batch_size)
+    return actor.ppo_epochs * update + (old + uses_reference(config)) * both * _FORWARD
+
+
+def _causal(tokens: float) -> float:
+    return tokens * (tokens + 1) / 2

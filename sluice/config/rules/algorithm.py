@@ -10,7 +10,7 @@ from sluice.algorithm.registry import SILENT_AT_ZERO_ADVANTAGE
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE
 from sluice.config import derived
 from sluice.config.derived import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS, TURN_ESTIMATORS
-from sluice.config.problems import Problem, named
+from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import ACTOR
 from sluice.errors import ConfigError
@@ -226,7 +226,8 @@ def _thresholds(config: RunConfig) -> Iterator[Problem]:
 
 def correction_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield staleness that nothing corrects for, and corrections that nothing reads."""
-    yield from named("correction", (*_staleness(config), *_without_effect(config)))
+    yield from _staleness(config)
+    yield from _without_effect(config)
 
 
 def _staleness(config: RunConfig) -> Iterator[Problem]:

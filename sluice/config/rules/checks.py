@@ -7,7 +7,7 @@ training; batch and parallel sizes are in `batch`, estimators and losses in `alg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -35,11 +35,7 @@ from sluice.config.rules.model import (
     shape_problems,
     stage_problems,
 )
-from sluice.config.rules.sampling import (
-    straggler_problems,
-    strategy_problems,
-    truncation_problems,
-)
+from sluice.config.rules.sampling import straggler_problems, strategy_problems, truncation_problems
 from sluice.config.rules.sources import source_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
@@ -55,7 +51,7 @@ _NO_PORT = {
 }
 DEVICES = ("cpu", "cuda", "npu")
 _SHORTEST_STALL_S = 1.0
-_NEEDS_OTHERS = ("grpo_passk", "rloo_vectorized", "adpo")  # the others keep a lone raw reward
+NEEDS_OTHERS = ("grpo_passk", "rloo_vectorized", "adpo")  # the others keep a lone raw reward
 
 
 def check_config(config: RunConfig, *, files: bool = True) -> None:
@@ -119,20 +115,10 @@ def _rule_problems(
     found = [*verl_problems(sizes), *engine_problems(sizes)]
     if shape is not None:
         found += shape_problems(config, sizes, shape)
-        found += named("context", context_problems(config, shape))
-        found += named("repeated-samples", repeat_problems(config, shape))
-        found += named("routing", routing_problems(config, shape))
-        found += named("stages", stage_problems(config, shape))
-    for check in _CHECKS:
-        found += named(check.__name__.strip("_").replace("_", "-"), check(config))
-    found += named("cuts", cut_problems(config))
-    found += named("algorithm", algorithm_problems(config))
-    found += named("environment", environment_problems(config))
-    found += named("guards", guard_problems(config))
-    found += named("stragglers", straggler_problems(config))
-    found += named("sampling-strategy", strategy_problems(config))
-    found += named("truncated-training", truncation_problems(config))
-    found += correction_problems(config)
+        for name, of_model in _OF_MODEL.items():
+            found += named(name, of_model(config, shape))
+    for name, check in _CHECKS.items():
+        found += named(name, check(config))
     return found
 
 
@@ -186,7 +172,7 @@ def _critic_layout(config: RunConfig) -> Iterator[Problem]:
 def _group_size(config: RunConfig) -> Iterator[Problem]:
     n, most = config.actor_rollout_ref.rollout.n, config.sluice.rollout.max_n
     key, estimator = f"{ROLLOUT}.n", config.algorithm.adv_estimator
-    if n == 1 and estimator in _NEEDS_OTHERS:
+    if n == 1 and estimator in NEEDS_OTHERS:
         yield Problem(
             key,
             n,
@@ -502,23 +488,37 @@ def _routing_replay(config: RunConfig) -> Iterator[Problem]:
         yield Problem(caching, False, only, overrides=(f"{caching}=true",))
 
 
-_CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _idle_ranks,
-    _parallel_layout,
-    _critic_layout,
-    _group_size,
-    _devices,
-    _clip,
-    _sampling,
-    _overlong,
-    _validation_files,
-    _reward_model,
-    _profiler,
-    _resume,
-    _endpoints,
-    _draining,
-    _heartbeats,
-    _watchdog,
-    _message_size,
-    _routing_replay,
-)
+_CHECKS: Mapping[str, Callable[[RunConfig], Iterable[Problem]]] = {
+    "idle-ranks": _idle_ranks,
+    "parallel-layout": _parallel_layout,
+    "critic-layout": _critic_layout,
+    "group-size": _group_size,
+    "devices": _devices,
+    "clip": _clip,
+    "sampling": _sampling,
+    "overlong": _overlong,
+    "validation-files": _validation_files,
+    "reward-model": _reward_model,
+    "profiler": _profiler,
+    "resume": _resume,
+    "endpoints": _endpoints,
+    "draining": _draining,
+    "heartbeats": _heartbeats,
+    "watchdog": _watchdog,
+    "message-size": _message_size,
+    "routing-replay": _routing_replay,
+    "cuts": cut_problems,
+    "algorithm": algorithm_problems,
+    "environment": environment_problems,
+    "guards": guard_problems,
+    "stragglers": straggler_problems,
+    "sampling-strategy": strategy_problems,
+    "truncated-training": truncation_problems,
+    "correction": correction_problems,
+}
+_OF_MODEL: Mapping[str, Callable[[RunConfig, ModelShape], Iterable[Problem]]] = {
+    "context": context_problems,
+    "repeated-samples": repeat_problems,
+    "routing": routing_problems,
+    "stages": stage_problems,
+}

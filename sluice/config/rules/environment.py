@@ -16,48 +16,37 @@ _LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 def environment_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield settings of environments that contradict each other, or other settings."""
-    given = _given(config)
-    num_own = sum(key.startswith(_KEY) for key in given)
-    if num_own > 1 or 0 < num_own < len(given):  # verl's two files make one environment
-        yield Problem(
-            given[0],
-            _value(config, given[0]),
-            f"with {' and '.join(given[1:])}: a run has one environment",
-            f"keep one of {_KEY}.path, {_KEY}.addresses, {_KEY}.agents and the tools of {_TURNS}",
-        )
-    if not given:
-        yield from _without(config)
-    if config.sluice.environment.name is not None and config.sluice.environment.path is None:
-        yield Problem(
-            f"{_KEY}.name", config.sluice.environment.name, "without a path", f"set {_KEY}.path"
-        )
-    if given and replays_engine_routing(config):
-        yield Problem(
-            given[0],
-            _value(config, given[0]),
-            "with actor_rollout_ref.actor.router_replay.mode = R3: the experts that the engine "
-            "chose are recorded for single answers",
-            "set router_replay.mode to disabled or R2",
-        )
-
-
-def _given(config: RunConfig) -> list[str]:
-    """Return the keys that define an environment and are set."""
     environment, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
-    found = {
+    possible = {
         f"{_KEY}.path": environment.path,
         f"{_KEY}.addresses": environment.addresses,
         f"{_KEY}.agents": environment.agents,
         f"{_TURNS}.function_tool_path": turns.function_tool_path,
         f"{_TURNS}.tool_config_path": turns.tool_config_path,
     }
-    return [key for key, value in found.items() if value]
-
-
-def _value(config: RunConfig, key: str) -> object:
-    section = config.sluice.environment
-    turns = config.actor_rollout_ref.rollout.multi_turn
-    return getattr(section if key.startswith(_KEY) else turns, key.rpartition(".")[2])
+    given = {key: value for key, value in possible.items() if value}
+    if environment.name is not None and environment.path is None:
+        yield Problem(f"{_KEY}.name", environment.name, "without a path", f"set {_KEY}.path")
+    if not given:
+        yield from _without(config)
+        return
+    (key, value), *others = given.items()
+    num_own = sum(key.startswith(_KEY) for key in given)
+    if num_own > 1 or 0 < num_own < len(given):  # verl's two files make one environment
+        yield Problem(
+            key,
+            value,
+            f"with {' and '.join(other for other, _ in others)}: a run has one environment",
+            f"keep one of {_KEY}.path, {_KEY}.addresses, {_KEY}.agents and the tools of {_TURNS}",
+        )
+    if replays_engine_routing(config):
+        yield Problem(
+            key,
+            value,
+            "with actor_rollout_ref.actor.router_replay.mode = R3: the experts that the engine "
+            "chose are recorded for single answers",
+            "set router_replay.mode to disabled or R2",
+        )
 
 
 def _without(config: RunConfig) -> Iterator[Problem]:

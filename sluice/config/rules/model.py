@@ -27,11 +27,6 @@ _SHARED_ENGINES = ("vllm", "sglang")
 """Engines that sluice runs too: what they refuse is not a rule of verl alone."""
 
 
-def engine_problems(sizes: VerlSizes) -> list[Problem]:
-    """Return what the engines of verl refuse, whatever the model."""
-    return [*_engine(sizes), *_one_engine(sizes)]
-
-
 def shape_problems(config: RunConfig, sizes: VerlSizes, shape: ModelShape) -> list[Problem]:
     """Return parallel sizes that cannot cut the model's heads and experts evenly."""
     experts = (
@@ -127,7 +122,8 @@ def cut_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, True, no_layers, overrides=(f"{key}=false",))
 
 
-def _engine(sizes: VerlSizes) -> Iterator[Problem]:
+def engine_problems(sizes: VerlSizes) -> Iterator[Problem]:
+    """Yield what the engines of verl refuse, whatever the model."""
     engine, here = sizes.rollout, sizes.rollout.name in _SHARED_ENGINES
     if sizes.keys.value(f"{ROLLOUT}.mode") == "sync":
         key = f"{ROLLOUT}.mode"
@@ -161,12 +157,7 @@ def _engine(sizes: VerlSizes) -> Iterator[Problem]:
             f"{ROLLOUT}.max_num_batched_tokens={context}",
             here=here,
         )
-
-
-def _one_engine(sizes: VerlSizes) -> Iterator[Problem]:
-    """Yield sizes that one engine of vLLM or SGLang cannot serve: it is a whole replica."""
-    engine = sizes.rollout
-    if engine.name in _SHARED_ENGINES and engine.data_parallel_size > 1:
+    if here and engine.data_parallel_size > 1:
         yield verl_problem(
             "engine-replicas",
             f"{ROLLOUT}.data_parallel_size",

@@ -18,6 +18,7 @@ _REWARD_KEY = "sluice.reward"
 INTERVALS_BEFORE_A_STALL = 4
 
 _SAMPLING_KEY = "sluice.sampling"
+_TRUNCATES = "truncates sampling in training: the engine's logprobs are of the tokens that it kept"
 _ON_POLICY: Mapping[OnPolicyFill, str] = {
     "exact": (
         f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = exact no "
@@ -150,60 +151,32 @@ def _probes(config: RunConfig) -> Iterator[Problem]:
 
 
 def truncation_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if training would use truncated samples and nobody has asked for it."""
-    evaluates = config.trainer.val_only or config.sluice.rollout.serves_model_files
-    if evaluates or config.sluice.sampling.train_truncated:
-        return
-    for key, value, off in _cuts(config):
-        yield Problem(
-            f"{ROLLOUT}.{key}",
-            value,
-            "truncates sampling in training: the engine's logprobs are of the tokens it kept, the "
-            "trainer's of all tokens",
-            f"set {key}={off} (val_kwargs keep their own), or {_SAMPLING_KEY}.train_truncated=true "
-            "to train with the difference",
-        )
+    """Yield each key that truncates training samples, unless somebody has asked for it."""
+    if not config.sluice.sampling.train_truncated:
+        for key, value, off in _cuts(config):
+            yield Problem(
+                key,
+                value,
+                f"{_TRUNCATES}, the trainer's of all tokens",
+                f"set it to {off} (val_kwargs keep their own), or "
+                f"{_SAMPLING_KEY}.train_truncated=true to train with the difference",
+            )
 
 
-def sampling_notice(config: RunConfig) -> str | None:
-    """Return a warning if top-p or top-k truncates sampling in training, else None.
-
-    Behavior logprobs belong to the truncated distribution: the remaining tokens share all
-    probability. The trainer computes logprobs over the whole vocabulary, which are lower.
-    """
-    actor, cuts = config.actor_rollout_ref.actor, _cuts(config)
-    if not cuts or config.trainer.val_only:
-        return None
-    correction = config.algorithm.rollout_correction.rollout_is
-    if correction is not None:
-        effect = (
-            f"the importance weights (rollout_correction.rollout_is = {correction}) are below 1 by "
-            "the mass that was cut off, whatever the staleness"
-        )
-    elif actor.use_rollout_log_probs:
-        effect = (
-            "the loss's ratio (use_rollout_log_probs = true) starts below 1 by the mass that was "
-            "cut off and may be clipped before any update"
-        )
-    else:
-        effect = (
-            "old logprobs are recomputed over all tokens, so the loss takes samples of the "
-            "truncated policy for samples of the whole one"
-        )
-    named = " and ".join(f"{key} = {value:g}" for key, value, _ in cuts)
-    return (
-        f"{ROLLOUT}: {named} truncate sampling in training: {effect}; "
-        "set top_p=1 and top_k=-1 for training (val_kwargs keep their own), or watch "
-        "training/rollout_probs_diff_mean"
-    )
+def truncation_notes(config: RunConfig) -> Iterator[Problem]:
+    """Yield each such key that somebody has asked for."""
+    if config.sluice.sampling.train_truncated:
+        message = f"{_TRUNCATES}, so ratios and importance weights begin below 1"
+        for key, value, _ in _cuts(config):
+            yield Problem(key, value, message, severity=Severity.NOTE)
 
 
-def _cuts(config: RunConfig) -> list[tuple[str, float, int]]:
-    """Return what truncates training samples: key, value, and the value that turns it off."""
+def _cuts(config: RunConfig) -> Iterator[tuple[str, float, int]]:
+    """Yield what truncates training samples: key, value, and the value that turns it off."""
     rollout = config.actor_rollout_ref.rollout
-    cuts: list[tuple[str, float, int]] = []
+    if config.trainer.val_only or config.sluice.rollout.serves_model_files:
+        return
     if rollout.top_p < 1.0:
-        cuts.append(("top_p", rollout.top_p, 1))
+        yield f"{ROLLOUT}.top_p", rollout.top_p, 1
     if rollout.top_k > 0:
-        cuts.append(("top_k", rollout.top_k, -1))
-    return cuts
+        yield f"{ROLLOUT}.top_k", rollout.top_k, -1

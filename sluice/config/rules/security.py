@@ -57,23 +57,13 @@ def _page_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def server_problems(security: SecurityConfig, host: str) -> list[Problem]:
-    """Return what keeps a service from being served with these settings.
-
-    Args:
-        host: the name or address that peers connect to.
-    """
-    problems = _missing(security, for_server=True)
-    if problems:
-        return problems
-    return [*_certificate_problems(security, host), *_token_problems(security, for_server=True)]
+    """Return what keeps a service from being served with these settings at a host."""
+    return _problems(security, host)
 
 
 def client_problems(security: SecurityConfig) -> list[Problem]:
     """Return what keeps a command from calling services with these settings."""
-    problems = _missing(security, for_server=False)
-    if problems:
-        return problems
-    return [*_certificate_problems(security, None), *_token_problems(security, for_server=False)]
+    return _problems(security, None)
 
 
 def exposed_secrets(security: SecurityConfig) -> Iterator[Problem]:
@@ -90,53 +80,41 @@ def exposed_secrets(security: SecurityConfig) -> Iterator[Problem]:
             )
 
 
-def _missing(security: SecurityConfig, *, for_server: bool) -> list[Problem]:
-    empty = [
-        Problem(
-            f"{SECURITY_KEY}.{name}",
-            "",
-            "is empty, which switches nothing off",
-            "give it a value, or leave it out",
-        )
-        for name in _TEXT_FIELDS
-        if getattr(security, name) == ""
-    ]
-    if empty:
-        return empty
-    found = [
-        Problem(
-            f"{SECURITY_KEY}.tls",
-            security.tls,
-            f"needs {SECURITY_KEY}.{name}, which is not set",
-            "name a PEM file (`sluice certs` makes all of them), or set tls=off",
-        )
-        for name in _needed(security, for_server=for_server)
-        if not getattr(security, name)
-    ]
+def _problems(security: SecurityConfig, host: str | None) -> list[Problem]:
+    """Return the problems of a service at a host; `None`: of a caller that serves nothing."""
+    for_server = host is not None
+    missing = [*_empty(security)] or [*_missing(security, for_server=for_server)]
+    of_tokens = _token_problems(security, for_server=for_server)
+    return missing or [*_certificate_problems(security, host), *of_tokens]
+
+
+def _empty(security: SecurityConfig) -> Iterator[Problem]:
+    for name in _TEXT_FIELDS:
+        if getattr(security, name) == "":
+            nothing = "is empty, which switches nothing off"
+            remedy = "give it a value, or leave it out"
+            yield Problem(f"{SECURITY_KEY}.{name}", "", nothing, remedy)
+
+
+def _missing(security: SecurityConfig, *, for_server: bool) -> Iterator[Problem]:
+    tls, key = security.tls, f"{SECURITY_KEY}.tls"
+    for name in _needed(security, for_server=for_server):
+        if not getattr(security, name):
+            needs = f"needs {SECURITY_KEY}.{name}, which is not set"
+            remedy = "name a PEM file (`sluice certs` makes all of them), or set tls=off"
+            yield Problem(key, tls, needs, remedy)
     for name in FILE_FIELDS:
-        key, path = f"{SECURITY_KEY}.{name}", getattr(security, name)
+        of_file, path = f"{SECURITY_KEY}.{name}", getattr(security, name)
         if path and not Path(path).is_file():
-            found.append(Problem(key, path, "is no file", "check the path"))
+            yield Problem(of_file, path, "is no file", "check the path")
         elif path and not os.access(path, os.R_OK):
-            found.append(
-                Problem(key, path, "cannot be read by this user", "give the user that right")
-            )
-    if for_server and security.tls != "off" and not can_read_dates():
-        found.append(
-            Problem(f"{SECURITY_KEY}.tls", security.tls, f"needs {DATES_PACKAGE}", DATES_REMEDY)
-        )
-    if security.tls == "off":
-        found += [
-            Problem(
-                f"{SECURITY_KEY}.{name}",
-                getattr(security, name),
-                f"has no effect with {SECURITY_KEY}.tls = off",
-                "set tls=mtls, or leave it out",
-            )
-            for name in ("ca_file", "cert_file", "key_file", "server_name")
-            if getattr(security, name)
-        ]
-    return found
+            yield Problem(of_file, path, "cannot be read by this user", "give the user that right")
+    if for_server and tls != "off" and not can_read_dates():
+        yield Problem(key, tls, f"needs {DATES_PACKAGE}", DATES_REMEDY)
+    for name in ("ca_file", "cert_file", "key_file", "server_name"):
+        if tls == "off" and (value := getattr(security, name)):
+            message = f"has no effect with {key} = off"
+            yield Problem(f"{SECURITY_KEY}.{name}", value, message, "set tls=mtls, or leave it out")
 
 
 def _needed(security: SecurityConfig, *, for_server: bool) -> tuple[str, ...]:

@@ -24,14 +24,11 @@ def source_problems(
 ) -> Iterator[Problem]:
     """Yield what keeps the sources from training together, and every broken rule of their
     configurations. The run's own values break a rule only where every source has them.
-
-    Args:
-        config: of the run, with sources.
-        check_source: returns the problems of the configuration of one source.
     """
     yield from named("sources", _share_problems(config))
     yield from named("sources", _run_problems(config))
-    of_run, configs = check_source(without_sources(config)), source_configs(config)
+    without = structs.replace(config, sluice=structs.replace(config.sluice, sources={}))
+    of_run, configs = check_source(without), source_configs(config)
     of_sources = {name: check_source(one) for name, one in configs.items()}
     shared = {problem.statement for problem in of_run}
     for found in of_sources.values():
@@ -50,11 +47,6 @@ def _name_problems(config: RunConfig, name: str) -> Iterator[Problem]:
         remedy = "name it with up to 64 letters, digits and the signs _ . -"
         yield Problem(f"{SOURCES_KEY}.{name}", UNSET, "is no name that metrics can carry", remedy)
     yield from _environment_problems(config, name)
-
-
-def without_sources(config: RunConfig) -> RunConfig:
-    """Return the run's configuration as if it had no sources."""
-    return structs.replace(config, sluice=structs.replace(config.sluice, sources={}))
 
 
 def _share_problems(config: RunConfig) -> Iterator[Problem]:

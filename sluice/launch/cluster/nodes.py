@@ -27,9 +27,9 @@ from sluice import UNINSTALLED, own_version
 from sluice.config.addresses import bare_host
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.config.schema.data import file_list
 from sluice.config.schema.security import FILE_FIELDS
 from sluice.config.schema.service import EndpointConfig
+from sluice.config.sources import prompt_files
 from sluice.device.host import launch_environment
 from sluice.errors import ConfigError
 from sluice.launch.network_layout import Kind
@@ -45,14 +45,7 @@ _EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 recognised, not bound
 
 def paths_of(kind: Kind, config: RunConfig) -> dict[str, str]:
     """Return the paths that must exist before a service starts, by the key that names each."""
-    return {
-        **dict(_own_paths(kind, config)),
-        **{
-            f"sluice.security.{name}": path
-            for name in FILE_FIELDS
-            if (path := getattr(config.sluice.security, name))
-        },
-    }
+    return dict(_paths(kind, config))
 
 
 def missing_paths(paths: Mapping[str, str]) -> list[str]:
@@ -60,7 +53,7 @@ def missing_paths(paths: Mapping[str, str]) -> list[str]:
     return [f"{key} = {path}" for key, path in paths.items() if not Path(path).exists()]
 
 
-def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
+def _paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
     if kind != "reward":
         yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
     if kind == "trainer":
@@ -69,18 +62,14 @@ def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
         if config.critic.model.path:
             yield "critic.model.path", config.critic.model.path
     if kind == "reward":
-        yield from _prompt_files(config)
+        for key, files in prompt_files(config).items():
+            yield from ((f"{key}[{number}]", file) for number, file in enumerate(files))
         path = config.reward.custom_reward_function.path
         if path and not path.startswith("pkg://"):
             yield "reward.custom_reward_function.path", path
-
-
-def _prompt_files(config: RunConfig) -> Iterator[tuple[str, str]]:
-    files = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
-    files |= {f"sluice.sources.{name}.files": o.files for name, o in config.sluice.sources.items()}
-    for key, given in files.items():
-        for number, file in enumerate(file_list(given)):
-            yield f"{key}[{number}]", file
+    for name in FILE_FIELDS:
+        if path := getattr(config.sluice.security, name):
+            yield f"sluice.security.{name}", path
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +109,7 @@ class NodeFacts:
 
 
 def look_around(plan: ServicePlan, address: str) -> NodeFacts:
-    """Get this node ready for a service, which includes writing the configuration.
-
-    Args:
-        plan: of the service.
-        address: this node's.
-    """
+    """Get this node ready for a service, which includes writing the configuration."""
     problems = [_version_problem(plan), _unshared(plan)]
     environment: dict[str, str] = {}
     try:

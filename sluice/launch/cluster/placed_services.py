@@ -157,8 +157,12 @@ class PlacedServices:
         self._addresses: dict[str, str] = {}
         self._shared: SharedConfig | None = None
 
-    async def place(self, plans: Sequence[PlacementPlan]) -> None:
+    async def place(self, plans: Sequence[PlacementPlan], advice: str = "") -> None:
         """Reserve resources for all processes that the run begins with.
+
+        Args:
+            plans: in the order of start.
+            advice: of the error; the split that the cluster has devices for.
 
         Raises:
             ConfigError: there is not enough; names resource and node.
@@ -171,7 +175,7 @@ class PlacedServices:
             if not await self._cluster.is_reserved(plan, left_s):
                 raise ConfigError(
                     f"no capacity in the Ray cluster within {self._patience_s:g} s: "
-                    f"{shortage(plan, self._cluster.nodes())}"
+                    f"{shortage(plan, self._cluster.nodes())}\n{advice}".rstrip()
                 )
 
     async def node_of(self, name: str, num_ports: int) -> NodePlace:

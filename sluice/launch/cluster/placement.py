@@ -77,7 +77,6 @@ def plans(config: RunConfig, cluster: Resources, extra: Demands) -> tuple[Placem
     """Return the groups of a run, in the order of its processes' start.
 
     Args:
-        config: of the run.
         cluster: resources of all nodes, for device keys that take the available device.
         extra: resources that each process of a kind takes too, or in place of the same ones.
     """

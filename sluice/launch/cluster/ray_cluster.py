@@ -41,12 +41,7 @@ class RayServiceHost(ServiceHost):
 
 
 class RayHost:
-    """Calls to one actor.
-
-    Args:
-        name: of the service.
-        actor: Ray's handle.
-    """
+    """Calls to one actor."""
 
     def __init__(self, name: str, actor: Any) -> None:  # noqa: ANN401 Ray's own types are partial
         self._name = name

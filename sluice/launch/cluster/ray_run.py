@@ -102,7 +102,7 @@ async def placed_run(
 
     services = PlacedServices(cluster, plan_of_added, options.patience_s)
     try:
-        await _place(services, plans(config, total, extra), devices.lack)
+        await services.place(plans(config, total, extra), devices.lack)
         reward = await services.node_of(REWARD, 1)
         trainer = await services.node_of(TRAINER, 2)
         addressed = with_addresses(config, reward, trainer)
@@ -112,14 +112,6 @@ async def placed_run(
             yield _plan(addressed, config_file, meeting, services)
     finally:
         services.close()
-
-
-async def _place(services: PlacedServices, groups: Sequence[PlacementPlan], lack: str) -> None:
-    """Reserve resources; `lack`: what an error adds, the split that the cluster has devices for."""
-    try:
-        await services.place(groups)
-    except ConfigError as error:
-        raise ConfigError(f"{error}\n{lack}" if lack else str(error)) from error
 
 
 def on_devices(

@@ -24,12 +24,7 @@ KILLED_S = 30.0
 
 
 class Child(ABC):
-    """A started process, on this machine or on another one.
-
-    Args:
-        name: of the process, for logs.
-        pid: on its machine.
-    """
+    """A started process, on this machine or on another one."""
 
     def __init__(self, name: str, pid: int) -> None:
         self.name = name
@@ -94,22 +89,14 @@ class Process(Protocol):
     """The part of `asyncio.subprocess.Process` that a child needs."""
 
     @property
-    def pid(self) -> int:
-        """Return its id."""
-        ...
+    def pid(self) -> int: ...
 
     @property
-    def returncode(self) -> int | None:
-        """Return the exit code, once it is known."""
-        ...
+    def returncode(self) -> int | None: ...
 
-    async def wait(self) -> int:
-        """Return the exit code."""
-        ...
+    async def wait(self) -> int: ...
 
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal."""
-        ...
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class LocalChild(Child):

@@ -215,17 +215,3 @@ class Crew:
                 file.flush()
                 self._last_lines[name].append(line)
                 self._on_line(name, line)
-
-
-def crews_of(
-    specs: Sequence[ServiceSpec],
-    log_dir: Path,
-    on_line: LogLine,
-    grace_s: float,
-    host: ProcessHost,
-) -> list[Crew]:
-    """Return one crew for each name of a crew, in the order of their first members."""
-    members: dict[str, list[ServiceSpec]] = {}
-    for spec in specs:
-        members.setdefault(spec.crew_name, []).append(spec)
-    return [Crew(each, log_dir, on_line, grace_s, host) for each in members.values()]

@@ -24,13 +24,7 @@ from sluice.concurrency.waits import unless
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
-from sluice.launch.processes.crew import (
-    REQUESTS,
-    Crew,
-    CrewEnd,
-    LogLine,
-    crews_of,
-)
+from sluice.launch.processes.crew import REQUESTS, Crew, CrewEnd, LogLine
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
@@ -92,13 +86,19 @@ class Supervisor:
         self._on_line = on_line
         self._grace_s = grace_s
         self._host: ProcessHost = host or ThisMachine()
-        self._crews = crews_of(specs, log_dir, on_line, grace_s, self._host)
+        members: dict[str, list[ServiceSpec]] = {}
+        for spec in specs:
+            members.setdefault(spec.crew_name, []).append(spec)
+        self._crews = [self._crew(each) for each in members.values()]
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()
         self._interrupted = asyncio.Event()
         self._ends_at_once = asyncio.Event()
         self._failures: list[str] = []
         self._ending = False
+
+    def _crew(self, specs: Sequence[ServiceSpec]) -> Crew:
+        return Crew(specs, self._log_dir, self._on_line, self._grace_s, self._host)
 
     async def run(self) -> RunEnd:
         """Run until the run is over; every process has ended when this returns or raises."""
@@ -150,7 +150,7 @@ class Supervisor:
         """
         if self._tasks is None or self._ending or self._over.is_set():
             raise NotReadyError(f"{spec.name}: the run is starting or ending; nothing is started")
-        crew = Crew((spec,), self._log_dir, self._on_line, self._grace_s, self._host)
+        crew = self._crew((spec,))
         self._crews.append(crew)
         self._tasks.create_task(self._keep(crew), name=crew.name)
         logger.info("%s is started", spec.name)

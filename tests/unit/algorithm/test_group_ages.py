@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.algorithm.groups.staleness import BatchDecision, GroupAges, OnStale
-
-MANY = 10_000
 
 
 @dataclass
@@ -204,84 +201,6 @@ def test_any_sequence_of_events_is_decided_as_by_the_rules_read_group_by_group(
     for _ in range(80):
         both.rng.choices(events, weights=[10, 2, 8, 1, 1, 2, 4, 1, 3, 1])[0]()
         both.check()
-
-
-class CountedDict(MutableMapping[object, object]):
-    """Counts the entries that are walked over; looking one up, and its length, are free."""
-
-    num_walked = 0
-
-    def __init__(self, entries: dict[object, object]) -> None:
-        self._entries = entries
-
-    def __iter__(self) -> Iterator[object]:
-        for key in self._entries:
-            CountedDict.num_walked += 1
-            yield key
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __getitem__(self, key: object) -> object:
-        return self._entries[key]
-
-    def __setitem__(self, key: object, value: object) -> None:
-        self._entries[key] = value
-
-    def __delitem__(self, key: object) -> None:
-        del self._entries[key]
-
-
-def counted(value: object) -> object:
-    """The same state, every dict in it counted, however deep."""
-    if isinstance(value, dict):
-        return CountedDict({key: counted(inner) for key, inner in value.items()})
-    for name, inner in vars(value).items() if hasattr(value, "__dict__") else ():
-        setattr(value, name, counted(inner))
-    return value
-
-
-def crowd(on_stale: OnStale = "wait") -> GroupAges:
-    """Many groups run, of three versions, and a few less than a batch are kept; S is 1."""
-    ages = GroupAges(512, 1, on_stale)
-    for number in range(MANY):
-        ages.runs(f"r{number}", 4 + number % 3)
-    for number in range(511):
-        ages.keep(f"k{number}", 4 + number % 2, number)
-    counted(ages)
-    CountedDict.num_walked = 0
-    return ages
-
-
-def test_the_count_sees_every_group_walked_over() -> None:
-    ages = crowd()
-    assert len(ages.without_slot(6)) > MANY / 4  # those of version 4
-    assert CountedDict.num_walked > MANY / 4
-
-
-@pytest.mark.parametrize("on_stale", ["wait", "drop"])
-def test_nothing_to_decide_is_seen_without_a_look_at_any_group(on_stale: OnStale) -> None:
-    ages = crowd(on_stale)
-    assert ages.without_slot(5) == ()
-    assert ages.decide(5) == BatchDecision((), (), (), (), 1)
-    assert CountedDict.num_walked <= 50  # versions, several times each
-
-
-def test_a_full_batch_that_waits_is_seen_without_a_look_at_any_group() -> None:
-    ages = crowd()
-    ages.keep("the last one", 5, 511)
-    assert ages.decide(5) == BatchDecision((), (), (4,), (), 0)
-    assert CountedDict.num_walked <= 50
-
-
-def test_a_start_an_end_and_a_kept_group_cost_no_look_at_the_others() -> None:
-    ages = crowd()
-    ages.runs("r0", 5)
-    ages.left("r1")
-    ages.keep("r1", 5, 512)
-    ages.remove("k0")
-    assert ages.decide(5).num_missing == 1
-    assert CountedDict.num_walked <= 50
 
 
 def test_a_group_that_starts_over_counts_under_its_new_version_only() -> None:

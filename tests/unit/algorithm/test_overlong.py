@@ -5,18 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.overlong import overlong_penalty
+from sluice.algorithm.overlong import OverlongShaping
 
 
 @given(st.integers(0, 100), st.integers(1, 100), st.floats(0, 5))
 def test_the_penalty_lies_between_minus_the_factor_and_zero(
     length: int, buffer: int, factor: float
 ) -> None:
-    penalty = overlong_penalty(
-        length, max_response_tokens=100, buffer_tokens=buffer, penalty_factor=factor
-    )
-    longer = overlong_penalty(
-        length + 1, max_response_tokens=100, buffer_tokens=buffer, penalty_factor=factor
-    )
+    shaping = OverlongShaping(100, buffer, factor)
+    penalty, longer = shaping.penalty(length), shaping.penalty(length + 1)
     assert -factor <= penalty <= 0.0
     assert longer <= penalty

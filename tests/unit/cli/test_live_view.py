@@ -17,12 +17,12 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.cli.watch import live_view
 from sluice.cli.watch.live_view import AccuracyTail, Detail, LiveView, run_table
 from sluice.client.run_monitor import (
-    AwaitedPeer,
     ReplicaSnapshot,
     RunMonitor,
     RunSnapshot,
     WatchedRule,
 )
+from sluice.concurrency.waits import Waiting
 from sluice.config.loading.loader import load_config
 from sluice.errors import SluiceError
 from sluice.report.run_record import AccuracyPoint
@@ -35,7 +35,7 @@ REPLICA = ReplicaSnapshot("rollout-0", "127.0.0.1:7", "serving", 3, 256, 120, 64
 
 
 def snapshot(
-    metrics: Mapping[str, float], *, version: int | None = 3, awaited: tuple[AwaitedPeer, ...] = ()
+    metrics: Mapping[str, float], *, version: int | None = 3, awaited: tuple[Waiting, ...] = ()
 ) -> RunSnapshot:
     replicas = (REPLICA,) if version is not None else ()
     return RunSnapshot("waiting for batch", 7.2, 3, 60, version, replicas, metrics, {}, awaited)
@@ -108,7 +108,7 @@ def test_before_the_first_step_there_are_dashes_and_no_replicas() -> None:
 
 
 def test_only_long_waits_are_shown() -> None:
-    awaited = (AwaitedPeer("replica a", "generating", 11.0), AwaitedPeer("scorers", "grading", 0.5))
+    awaited = (Waiting("replica a", "generating", 11.0), Waiting("scorers", "grading", 0.5))
     text = rendered(snapshot(METRICS, awaited=awaited))
     assert "waiting for replica a: generating (11 s)" in text
     assert "scorers" not in text

@@ -153,20 +153,6 @@ def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
     assert all(getattr(config.sluice, kind).endpoint.port for kind in KINDS)
 
 
-def test_settings_of_the_deployment_that_replace_the_files_are_named(tmp_path: Path) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text(
-        "data: {train_batch_size: 4}\nsluice: {shutdown_grace_s: 60}\n", encoding="utf-8"
-    )
-    words = [*model_and_data(tmp_path / "job"), "sluice.shutdown_grace_s=15"]
-    reported = prepare(job, *words, "--run-dir", tmp_path / "run")
-    assert (
-        f"notice: sluice.shutdown_grace_s = 60 of {job} has no effect: the command sets it to 15"
-        in reported
-    )
-    assert "train_batch_size" not in reported
-
-
 AUTO = "trainer.resume_mode=auto"
 
 

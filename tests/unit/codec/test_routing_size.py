@@ -10,7 +10,7 @@ import pytest
 from sluice.codec.rollout import rollout_to_proto
 from sluice.config.derived import max_row_tokens, message_mb
 from sluice.config.loading.loader import load_config
-from sluice.config.memory.published import published_shape
+from sluice.config.memory.shape import published_shape
 from sluice.config.rules.model import routing_problems
 from sluice.config.run import RunConfig
 from sluice.types import FinishReason, Rollout, VersionSpan

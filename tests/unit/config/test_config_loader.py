@@ -202,27 +202,6 @@ def test_overrides_and_references_that_are_wrong_are_named_with_everything_else(
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("data.train_batch_size=0", "expected an integer >= 1"),
-        ("data.seed='5'", "expected an integer or null; write it without quotes"),
-        ("trainer.experiment_name=3", "expected a string; put the value in quotes"),
-        ("actor_rollout_ref.rollout.top_p=1.5", "expected a number > 0 and <= 1"),
-        (
-            "actor_rollout_ref.actor.optim.betas=[0.9]",
-            "expected a list of 2: a number >= 0 and < 1",
-        ),
-        ("data.train_files={a: 1}", "expected a string or a list with each element a string"),
-        ("data=3", "data = 3: expected keys below it"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_what_was_expected(override: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_config(None, [override])
-    assert expected in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("data: [", "run.yaml is not valid YAML: line "),

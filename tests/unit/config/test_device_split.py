@@ -10,7 +10,7 @@ import pytest
 from sluice.config.device_split import DeviceSplit, device_split, seconds_per_token, splits
 from sluice.config.loading.loader import KeySettings, load_config, read_run
 from sluice.config.memory.devices import device_kind
-from sluice.config.memory.published import published_model, published_shape
+from sluice.config.memory.shape import published_model, published_shape
 from sluice.config.parallel_layout import trainer_layout
 from sluice.errors import ConfigError
 

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.config.catalogue.table import KeyStatus, catalogue
-from sluice.config.explain import (
-    explain_key,
-    key_statuses,
-    notices,
-    replaced_values,
-)
+from sluice.config.explain import explain_key, key_statuses, notices
 from sluice.config.loading.keys import is_known, other_spellings
 from sluice.config.loading.loader import load_config, read_settings, settings_of
 from sluice.errors import ConfigError
@@ -159,28 +154,3 @@ def test_a_value_that_changes_nothing_is_not_counted_as_honoured() -> None:
 def test_no_effect_on_speed_or_memory_is_a_figure_that_nobody_here_measured() -> None:
     figure = re.compile(r"\d ?(%|ms\b)|\ba (tenth|third|quarter)\b|several times faster")
     assert [key.path for key in catalogue().values() if figure.search(key.effect)] == []
-
-
-FILES = {
-    "job.yaml": "trainer:\n  n_gpus_per_node: 8\n  save_freq: 5\nsluice: {shutdown_grace_s: 60}\n",
-    "job.overrides": "trainer.n_gpus_per_node=8\ntrainer.save_freq=5\nsluice.shutdown_grace_s=60\n",
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_each_value_that_is_replaced_is_named_with_the_one_that_holds(
-    name: str, tmp_path: Path
-) -> None:
-    file = tmp_path / name
-    file.write_text(FILES[name], encoding="utf-8")
-    words = ["trainer.n_gpus_per_node=1", "trainer.save_freq=5", "trainer.nnodes=1"]
-    found = replaced_values(file, [*words, "~sluice.shutdown_grace_s"])
-    assert [one.text for one in found] == [
-        f"trainer.n_gpus_per_node = 8 of {file} has no effect: the command sets it to 1",
-        f"sluice.shutdown_grace_s = 60 of {file} has no effect: the command removes it",
-    ]
-    assert replaced_values(file, ["trainer.save_freq=5"]) == []
-
-
-def test_without_a_file_nothing_is_replaced() -> None:
-    assert replaced_values(None, ["trainer.nnodes=1"]) == []

@@ -8,14 +8,14 @@ import pytest
 
 from sluice.config.check import EngineReport, engine_problems, engine_report
 from sluice.config.loading.loader import load_config
-from sluice.config.memory.layouts import rollout_layout, training_layout
-from sluice.config.memory.published import published_shape
-from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.rollout import rollout_layout
+from sluice.config.memory.shape import ModelShape, published_shape
 from sluice.config.memory.training import (
     Guess,
     TrainingLayout,
     activation_values,
     guessed_memory,
+    training_layout,
 )
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig

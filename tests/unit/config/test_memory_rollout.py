@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from sluice.config.memory.published import published_shape
 from sluice.config.memory.rollout import (
     GIB,
     RolloutLayout,
@@ -15,7 +14,7 @@ from sluice.config.memory.rollout import (
     rollout_memory,
     smallest_tensor_parallel,
 )
-from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.shape import ModelShape, published_shape
 
 SHAPE = ModelShape(2, 8, 2, 1, 4, 16, 32)  # 1704 parameters
 EXPERTS = replace(

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.memory.published import published_shape
-from sluice.config.memory.shape import (
-    find_shape,
-    read_shape,
-)
+from sluice.config.memory.shape import find_shape, published_shape, read_shape
 from sluice.errors import ConfigError
 
 TINY = {

@@ -9,7 +9,7 @@ import pytest
 from sluice.config.check import remarks
 from sluice.config.loading.loader import load_config, read_run
 from sluice.config.memory.shape import ModelShape
-from sluice.config.memory.work import group_flops
+from sluice.config.memory.training import group_flops
 from sluice.config.rules.checks import relation_problems
 from sluice.config.rules.files import file_problems
 from sluice.config.rules.sources import source_problems

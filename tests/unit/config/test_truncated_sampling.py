@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from sluice.config.check import remarks
 from sluice.config.loading.loader import KeySettings, load_config, settings_of
 from sluice.config.rules.checks import all_problems
-from sluice.config.rules.sampling import sampling_notice
 
 ROLLOUT = "actor_rollout_ref.rollout"
-WEIGHTS = "algorithm.rollout_correction.rollout_is=token"
-BEHAVIOR = "actor_rollout_ref.actor.use_rollout_log_probs=true"
-
-
-def notice(*overrides: str) -> str | None:
-    return sampling_notice(load_config(None, overrides))
 
 
 def refused(*overrides: str) -> list[str]:
@@ -30,8 +24,8 @@ def test_truncated_training_is_refused_with_field_value_and_remedy() -> None:
         f"{ROLLOUT}.top_p = 0.9",
         f"{ROLLOUT}.top_k = 5",
     ]
-    assert "set top_p=1 (val_kwargs keep their own)" in texts[0]
-    assert "set top_k=-1 (val_kwargs keep their own)" in texts[1]
+    assert "set it to 1 (val_kwargs keep their own)" in texts[0]
+    assert "set it to -1 (val_kwargs keep their own)" in texts[1]
 
 
 @pytest.mark.parametrize(
@@ -50,35 +44,8 @@ def test_whole_sampling_validation_and_what_was_asked_for_are_not_refused(
     assert refused(*overrides) == []
 
 
-@pytest.mark.parametrize("correction", [(), (WEIGHTS,), (BEHAVIOR,)])
-def test_whole_sampling_needs_no_warning(correction: tuple[str, ...]) -> None:
-    assert notice(*correction) is None
-
-
-def test_truncated_validation_needs_no_warning() -> None:
-    assert notice(WEIGHTS, f"{ROLLOUT}.val_kwargs.top_p=0.7") is None
-
-
-@pytest.mark.parametrize(
-    ("cut", "named"), [("top_p=0.9", "top_p = 0.9"), ("top_k=20", "top_k = 20")]
-)
-@pytest.mark.parametrize(
-    ("correction", "effect"),
-    [
-        (WEIGHTS, "importance weights (rollout_correction.rollout_is = token) are below 1"),
-        (BEHAVIOR, "ratio (use_rollout_log_probs = true) starts below 1"),
-        ("trainer.seed=0", "old logprobs are recomputed over all tokens"),
-    ],
-)
-def test_truncated_training_sampling_is_reported_with_its_effect_and_a_remedy(
-    cut: str, named: str, correction: str, effect: str
-) -> None:
-    text = notice(f"{ROLLOUT}.{cut}", correction) or ""
-    assert named in text
-    assert effect in text
-    assert "set top_p=1 and top_k=-1" in text
-
-
-def test_both_cuts_are_named() -> None:
-    text = notice(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5") or ""
-    assert "top_p = 0.9 and top_k = 5" in text
+def test_what_was_asked_for_is_noted_with_its_effect() -> None:
+    asked = load_config(None, [f"{ROLLOUT}.top_p=0.9", "sluice.sampling.train_truncated=true"])
+    (note,) = (one for one in remarks(asked) if "truncates sampling" in one.text)
+    assert note.text.startswith(f"{ROLLOUT}.top_p = 0.9 truncates")
+    assert "ratios and importance weights begin below 1" in note.text

@@ -9,13 +9,8 @@ import pytest
 
 from sluice.config.catalogue.table import KeyStatus
 from sluice.config.explain import key_statuses, notices
-from sluice.config.loading.loader import (
-    KeySettings,
-    load_config,
-    read_settings,
-    settings_of,
-)
-from sluice.config.memory.published import published_shape
+from sluice.config.loading.loader import KeySettings, load_config, read_settings, settings_of
+from sluice.config.memory.shape import published_shape
 from sluice.config.problems import Problem
 from sluice.config.rules.checks import all_problems
 from sluice.config.run import RunConfig

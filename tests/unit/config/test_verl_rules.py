@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.config.loading.loader import KeySettings, load_config, read_settings
-from sluice.config.memory.published import published_shape
-from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.shape import ModelShape, published_shape
 from sluice.config.problems import Problem, Severity, errors
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.checks import all_problems

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.config.loading.loader import load_config
+from sluice.config.problems import Severity
 from sluice.config.run import RunConfig
 from sluice.device import host as ascend_host
 from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
@@ -40,8 +41,8 @@ def test_a_host_without_a_package_names_what_to_install(
     change: dict[str, str | int | None], what: str, remedy: str
 ) -> None:
     (found,) = ascend_findings(replace(_GOOD, **change), _DEMAND)  # type: ignore[arg-type]
-    assert found.is_fatal
-    assert what in found.what
+    assert found.severity is Severity.ERROR
+    assert what in found.statement
     assert remedy in found.remedy
 
 
@@ -64,17 +65,17 @@ def test_a_variable_that_cannot_work_is_named_with_its_value(
 ) -> None:
     host = replace(_GOOD, environment={**_GOOD.environment, **variables})
     (found,) = ascend_findings(host, _DEMAND)
-    assert found.is_fatal
-    assert what in found.what
-    assert next(iter(variables)) in str(found)
+    assert found.severity is Severity.ERROR
+    assert what in found.statement
+    assert next(iter(variables)) in found.text
 
 
 def test_a_replica_with_vllm_names_the_plugin_to_install() -> None:
     demand = replace(_DEMAND, runs_vllm=True)
     host = replace(_GOOD, vllm_version="0.23.0")
     (found,) = ascend_findings(host, demand)
-    assert found.is_fatal
-    assert "vllm_ascend is not installed" in found.what
+    assert found.severity is Severity.ERROR
+    assert "vllm_ascend is not installed" in found.statement
     assert "install the vllm-ascend wheel made for vllm 0.23.0" in found.remedy
     assert ascend_findings(replace(host, vllm_ascend_version="0.23.0rc1"), demand) == ()
     assert ascend_findings(host, _DEMAND) == (), "other processes do without"
@@ -83,8 +84,8 @@ def test_a_replica_with_vllm_names_the_plugin_to_install() -> None:
 def test_a_plugin_for_another_vllm_is_reported() -> None:
     host = replace(_GOOD, vllm_version="0.32.0", vllm_ascend_version="0.23.0")
     (found,) = ascend_findings(host, replace(_DEMAND, runs_vllm=True))
-    assert not found.is_fatal
-    assert "made for vllm 0.23, and vllm is 0.32.0" in found.what
+    assert found.severity is Severity.NOTE
+    assert "made for vllm 0.23, and vllm is 0.32.0" in found.statement
     assert "install vllm-ascend 0.32" in found.remedy
 
 
@@ -99,13 +100,14 @@ def test_what_may_work_is_left_alone(variables: dict[str, str]) -> None:
 def test_a_watchdog_that_ends_processes_is_reported_where_collectives_are_on_the_device() -> None:
     host = replace(_GOOD, environment={**_GOOD.environment, "HCCL_ASYNC_ERROR_HANDLING": "1"})
     (found,) = ascend_findings(host, _DEMAND)
-    assert not found.is_fatal
+    assert found.severity is Severity.NOTE
     assert ascend_findings(host, replace(_DEMAND, collectives_on_device=False)) == ()
 
 
 def test_what_is_fatal_comes_first() -> None:
     host = replace(_GOOD, environment={}, torch_npu_version=None)
-    assert [found.is_fatal for found in ascend_findings(host, _DEMAND)] == [True, False]
+    found = ascend_findings(host, _DEMAND)
+    assert [one.severity for one in found] == [Severity.ERROR, Severity.NOTE]
 
 
 @pytest.fixture
@@ -204,8 +206,8 @@ def test_a_process_on_another_device_gets_no_variable_of_cann(
 def test_a_queue_with_which_no_graph_is_captured_is_refused_where_vllm_captures_some() -> None:
     host = replace(_GOOD, environment={**_GOOD.environment, "TASK_QUEUE_ENABLE": "2"})
     (found,) = ascend_findings(host, replace(_DEMAND, captures_graphs=True))
-    assert found.is_fatal
-    assert "enforce_eager=true" in str(found)
+    assert found.severity is Severity.ERROR
+    assert "enforce_eager=true" in found.text
     assert ascend_findings(host, _DEMAND) == ()
 
 

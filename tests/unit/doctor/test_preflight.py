@@ -18,10 +18,9 @@ from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor import examination as module
 from sluice.doctor.examination import CHECKS, Check, preflight
-from sluice.doctor.finding import Examined, Finding, problem, warning
+from sluice.doctor.finding import Examined, Finding, opened_rows, problem, warning
 from sluice.doctor.machine import cores_finding
 from sluice.doctor.prompts import overlong_findings, template_findings
-from sluice.doctor.rows import opened_rows
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError
 from tests.support.doctor_findings import only, run_of, write_model
@@ -72,7 +71,7 @@ def test_a_check_that_is_late_refuses_no_run(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_run_on_other_hosts_is_not_checked_for_packages_and_devices_of_this_one() -> None:
     names = {one.name for one in CHECKS if one.before_start and one.of_host}
-    assert names == {"extras", "engine", "gpus", "cores", "ports", "sandbox"}
+    assert names == {"extras", "gpus", "cores", "ports", "sandbox"}
 
 
 def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None:

@@ -14,13 +14,7 @@ from sluice.errors import ConfigError
 from sluice.launch.cluster.nodes import ServiceHost
 from sluice.launch.processes.child import LocalChild, start_child
 from sluice.launch.service_spec import ServiceSpec
-from tests.support.scripted_children import (
-    SLEEP,
-    WAIT_S,
-    Supervised,
-    end_self,
-    spec,
-)
+from tests.support.scripted_children import SLEEP, WAIT_S, Supervised, end_self, spec
 
 
 def pipes() -> set[tuple[str, str]]:

@@ -18,16 +18,12 @@ from typer.testing import CliRunner
 from sluice.cli.main import commands
 from sluice.config.loading.loader import load_config
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
-from sluice.launch.container_settings import (
-    DASHBOARD_VARIABLE,
-    DEVICE_VARIABLE,
-    STOP_GRACE_VARIABLE,
-    check_stop_grace,
-)
 from sluice.launch.network_layout import (
     COMPUTE_IMAGE,
     CONFIG_FILE,
     DASHBOARD_PORT,
+    DASHBOARD_VARIABLE,
+    DEVICE_VARIABLE,
     HEALTH_PROBE,
     JOBS_MOUNT,
     KINDS,
@@ -197,13 +193,6 @@ def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
         assert filled_in(services()[kind]["stop_grace_period"]) == f"{grace_s}s"
         assert grace_s > longest_s
         assert services()[kind]["init"] is True
-
-
-def test_prepare_is_reported_how_long_compose_lets_a_service_stop_whatever_that_is() -> None:
-    reported = services()["prepare"]["environment"][STOP_GRACE_VARIABLE]
-    assert {services()[kind]["stop_grace_period"] for kind in KINDS} == {reported}
-    assert VARIABLE.fullmatch(reported)[1] == STOP_GRACE_VARIABLE  # type: ignore[index]
-    check_stop_grace(load_config(None, []), filled_in(reported))
 
 
 @pytest.mark.parametrize(("overlay", "device"), [("gpu", "cuda"), ("npu", "npu")])

@@ -18,9 +18,8 @@ from sluice.config.check import check_report
 from sluice.config.derived import replica_devices, world_size
 from sluice.config.loading.loader import ReadRun, load_config, read_run
 from sluice.config.loading.yaml_text import write_config
-from sluice.config.memory.layouts import training_layout
-from sluice.config.memory.published import published_model, published_shape
-from sluice.config.memory.training import guessed_memory
+from sluice.config.memory.shape import published_model, published_shape
+from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.run import RunConfig
 from sluice.device.host import gpu_gib
 from sluice.doctor.finding import examined_of

@@ -9,7 +9,7 @@ import pytest
 from sluice.config.loading.loader import load_config
 from sluice.device.host import gpu_numbers
 from sluice.errors import ConfigError
-from sluice.launch.device_share import DeviceShare
+from sluice.launch.device_plan import DeviceShare
 from sluice.launch.service_spec import ServiceSpec, local_services, rollout_service, with_ports
 
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"

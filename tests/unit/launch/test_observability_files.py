@@ -12,8 +12,14 @@ from typer.testing import CliRunner
 from sluice.cli.main import commands
 from sluice.config.loading.loader import load_config
 from sluice.config.rules.checks import relation_problems
-from sluice.launch.container_settings import COLLECTOR, OBSERVED_VARIABLE, observed_settings
-from sluice.launch.network_layout import KINDS, SERVICE_PORTS, network_settings
+from sluice.launch.network_layout import (
+    COLLECTOR,
+    KINDS,
+    OBSERVED_VARIABLE,
+    SERVICE_PORTS,
+    network_settings,
+    observed_settings,
+)
 from sluice.service_contract import CONFIG_NAME
 from tests.support.source_tree import ROOT
 from tests.unit.cli.test_prepare_command import model_and_data

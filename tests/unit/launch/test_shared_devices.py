@@ -11,8 +11,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError
 from sluice.launch import container
-from sluice.launch.container import services_of
-from sluice.launch.container_settings import SHARED_DEVICES_VARIABLE
+from sluice.launch.container import SHARED_DEVICES_VARIABLE, services_of
 from sluice.launch.network_layout import Kind, network_settings
 from sluice.launch.service_spec import ServiceSpec
 from sluice.launch.shared_run import SharedRun

@@ -142,16 +142,6 @@ async def test_a_process_that_may_restart_is_started_again_and_the_run_continues
     assert ending.result().exit_code == 0
 
 
-async def test_a_crash_loop_ends_the_run_with_a_diagnosis(tmp_path: Path) -> None:
-    crashes = spec("rollout-0", "print('out of memory'); raise SystemExit(9)", max_restarts=3)
-    run = Supervised(tmp_path, polite("reward"), crashes)
-    end = await run.run()
-    assert end.exit_code == 1
-    assert end.failures[0].startswith("rollout-0 ended with code 9 after 3 restarts:\n")
-    assert end.failures[0].endswith("  out of memory")
-    assert run.said("rollout-0") == ["out of memory"] * 4
-
-
 async def test_a_process_whose_errors_are_final_is_started_again_only_after_a_signal(
     tmp_path: Path,
 ) -> None:

@@ -174,11 +174,6 @@ def test_a_completion_request_that_cannot_be_is_refused_with_its_field(
     assert caught.value.param.startswith(param.partition("[")[0])
 
 
-def test_what_is_no_json_is_refused() -> None:
-    with pytest.raises(RefusedError, match="body: "):
-        decode(b"{", ChatRequest)
-
-
 @pytest.mark.parametrize("given", [0, -1])
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_a_chat_answer_of_no_tokens_is_refused_and_not_taken_for_no_limit(

@@ -130,13 +130,6 @@ async def test_choices_of_all_prompts_are_bounded_together() -> None:
     assert (status, answer["error"]["param"]) == (400, "n")
 
 
-async def test_more_choices_than_the_server_ever_samples_are_no_reason_to_retry() -> None:
-    async with http_front("127.0.0.1:1", settings=FrontSettings(max_choices=3)) as front:
-        status, answer = await front.post(COMPLETION, model="policy", prompt=["a", "b"], n=2)
-    assert (status, answer["error"]["param"]) == (400, "n")
-    assert "--max-choices" in answer["error"]["message"]
-
-
 async def test_a_compressed_body_is_not_blown_up() -> None:
     body = gzip.compress(json.dumps(ASKED).encode())
     async with http_front("127.0.0.1:1") as front:

@@ -10,9 +10,8 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.devices import device_kind
-from sluice.config.memory.layouts import training_layout
 from sluice.config.memory.shape import shape_of
-from sluice.config.memory.training import guessed_memory
+from sluice.config.memory.training import guessed_memory, training_layout
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.plan.dry_run import PassBytes

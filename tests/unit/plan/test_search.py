@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sluice.config.device_split import DeviceSplit
 from sluice.config.loading.loader import load_config
-from sluice.config.memory.published import published_shape
+from sluice.config.memory.shape import published_shape
 from sluice.config.run import RunConfig
 from sluice.plan.search import engine_change, trainer_changes
 

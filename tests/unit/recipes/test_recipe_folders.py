@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.config.loading.loader import KeySettings, load_config, read_settings
-from sluice.config.memory.published import published_name, published_shape
-from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.shape import ModelShape, published_name, published_shape
 from sluice.config.problems import errors
 from sluice.config.rules.checks import all_problems
 from sluice.errors import ConfigError

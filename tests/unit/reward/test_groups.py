@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,8 +39,10 @@ RIGHT = Scored(1.0, 1.0, {})
 class World:
     """Groups whose events are noted."""
 
-    def __init__(self, batch_size: int = 1, max_staleness: int = 1) -> None:
-        self.ledger = PromptLedger()
+    def __init__(
+        self, batch_size: int = 1, max_staleness: int = 1, ledger: PromptLedger | None = None
+    ) -> None:
+        self.ledger = ledger or PromptLedger()
         self.ages = GroupAges(batch_size, max_staleness, "wait")
         self.groups = GroupTable(self.ledger, {"": self.ages})
         self.groups.policy_version = 5
@@ -160,15 +163,17 @@ def test_a_requeued_group_begins_like_a_new_one_but_knows_how_often_it_was_preem
     assert (group.version, group.num_preemptions) == (None, 1)
 
 
-def test_pending_prompts_of_an_earlier_service_wait_or_are_leased() -> None:
-    first = World()
-    for name in ("leased", "kept", "waiting"):
-        first.accept(name)
-    for name in ("leased", "kept"):
-        first.keep(first.start(name, 5))
-    first.groups.lease("batch", 5, [first.groups["leased"]])
-    ledger = PromptLedger(content=first.ledger.content)
-    again = GroupTable(ledger, {"": first.ages})
+def test_pending_prompts_of_an_earlier_service_wait_or_are_leased(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with PromptLedger(path) as ledger:
+        first = World(ledger=ledger)
+        for name in ("leased", "kept", "waiting"):
+            first.accept(name)
+        for name in ("leased", "kept"):
+            first.keep(first.start(name, 5))
+        first.groups.lease("batch", 5, [first.groups["leased"]])
+    with PromptLedger(path) as ledger:
+        again = GroupTable(ledger, {"": first.ages})
     assert {group.prompt_id: group.state for group in again} == {
         "leased": GroupState.LEASED,
         "kept": GroupState.WAITING,

@@ -6,12 +6,10 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from services.reward.generation.request import prompt_key
 from services.reward.ledger.ledger import PromptLedger
-from services.reward.ledger.schema import body_digest, decode_prompt, encode_body
 from sluice.errors import DataError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
@@ -114,13 +112,3 @@ def test_a_ledger_in_memory_counts_image_bytes_of_clients_alone() -> None:
     assert ledger.client_image_bytes == sum(map(len, IMAGES))
     ledger.end("client", PromptEnd.TRAINED)
     assert ledger.client_image_bytes == 0
-
-
-def test_a_body_without_images_is_what_it_was_before_there_were_any() -> None:
-    turns = [["user", "<image><image>?"]]
-    plain = msgspec.msgpack.encode([turns, "math_dapo", "1", {}, ""])
-    assert encode_body(prompt("a", images=())) == plain
-    assert decode_prompt("a", 0, None, plain) == prompt("a", images=())
-    with_images = msgspec.msgpack.decode(encode_body(prompt("a")))
-    assert with_images[:5] == msgspec.msgpack.decode(plain)
-    assert with_images[5] == [body_digest(image) for image in IMAGES]

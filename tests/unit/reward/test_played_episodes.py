@@ -13,8 +13,9 @@ import grpc
 import pytest
 
 from services.reward.generation.request import GroupFailedError, GroupProgress
-from services.reward.grading.grader import Grader, OverlongShaping
+from services.reward.grading.grader import Grader
 from sluice.algorithm.groups.stragglers import StragglerRules
+from sluice.algorithm.overlong import OverlongShaping
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.types import EpisodeEnd, Failed, FailureKind, FinishReason, Rollout, Scored, Tool

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.grading.scorers.custom import MODULE_NAME, load_custom_scorer
+from services.reward.grading.scorers.custom import load_custom_scorer
 from services.reward.grading.scorers.registry import Scorer
 from sluice.errors import ConfigError
 
@@ -74,7 +74,7 @@ def test_the_event_loop_is_closed_with_the_scorer(tmp_path: Path) -> None:
     source += "    loops.append(asyncio.get_running_loop())\n    return 1.0"
     scorer = load_custom_scorer(write(tmp_path, source), "note", {})
     grade(scorer)
-    (loop,) = sys.modules[MODULE_NAME].loops
+    (loop,) = sys.modules["sluice_file_score"].loops
     assert not loop.is_closed()
     del scorer
     gc.collect()

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from services.reward.grading.scorer_main import (
+from services.reward.grading.limits import (
     COUNTED_EVERY_S,
     MAX_MORE_PROCESSES,
     MAX_MORE_PROCESSES_EVER,

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.ledger.leases import LeaseRecord
 from services.reward.ledger.ledger import ACKNOWLEDGED_REMEMBERED, PromptLedger
 from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
@@ -198,51 +197,10 @@ def of_another_program(path: Path) -> None:
         database.execute("CREATE TABLE theirs (x)")
 
 
-def newer(path: Path) -> None:
+def of_another_format(path: Path) -> None:
     PromptLedger(path).close()
     with closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA user_version = 7")
-
-
-def test_a_file_of_format_1_is_read_and_loses_its_samples_alone(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with PromptLedger(path) as ledger:
-        accept(ledger, "client-0")
-    with closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA user_version = 1")
-        database.execute("CREATE TABLE samples (number INTEGER PRIMARY KEY, prompt_id, body)")
-        database.execute("CREATE INDEX samples_by_prompt ON samples (prompt_id)")
-        for table in ("strikes", "images"):  # a file may be older than these
-            database.execute(f"DROP TABLE {table}")
-    with PromptLedger(path) as ledger:
-        accept(ledger, "client-1")  # its images go into the new table
-    with PromptLedger(path) as ledger:
-        assert [one.prompt_id for one in ledger.pending()] == ["client-0", "client-1"]
-    with closing(sqlite3.connect(path)) as database:
-        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_schema")}
-        assert "samples" not in tables
-        assert {"strikes", "images"} <= tables
-
-
-def test_a_file_of_format_3_loses_its_leases_alone(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with PromptLedger(path) as ledger:
-        accept(ledger, "client-0")
-    with closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA user_version = 3")
-        database.execute("DROP TABLE sample_leases")
-        database.execute(
-            "CREATE TABLE sample_leases (prompt_id, sample_index, lease_id, expires_s, posted_end)"
-        )
-        database.execute("INSERT INTO sample_leases VALUES ('client-0', 0, 'one', 1e12, NULL)")
-        database.execute("INSERT INTO lease_turns VALUES ('one', 0, 'digest', x'00')")
-        database.commit()
-    with PromptLedger(path) as ledger:
-        assert [one.prompt_id for one in ledger.pending()] == ["client-0"]
-        assert ledger.leases.found == ()
-        assert ledger.leases.taken(LeaseRecord("two", "client-0", 0, 1e12))
-    with PromptLedger(path) as ledger:
-        assert [one.lease_id for one in ledger.leases.found] == ["two"]
+        database.execute("PRAGMA user_version = 6")
 
 
 def no_database(path: Path) -> None:
@@ -263,8 +221,8 @@ def unreadable_body(path: Path) -> None:
         (damaged, "the ledger cannot be used: .*restore the file, or move it away"),
         (of_another_program, "a database of another program.*move it away"),
         (
-            newer,
-            "format 7, and this version of sluice reads 1 to 6; use the version that",
+            of_another_format,
+            "format 6, and this version of sluice reads 7; use the version that",
         ),
         (no_database, "the ledger cannot be used: file is not a database"),
         (unreadable_body, "the ledger cannot be used"),

@@ -91,8 +91,8 @@ def test_a_batch_whose_weights_died_with_the_trainer_does_not_count() -> None:
 def test_ledger_and_dumps_are_read_as_the_reward_service_writes_them(tmp_path: Path) -> None:
     database = open_ledger_file(tmp_path / "ledger.sqlite")
     database.execute("INSERT INTO pending VALUES ('data-3', 3, 3, x'00')")
-    database.execute("UPDATE ledger SET low_water = 3")
-    database.execute("INSERT INTO ended_positions VALUES (5)")
+    database.execute("INSERT INTO source_progress VALUES ('', 3)")
+    database.execute("INSERT INTO ended_positions VALUES ('', 5)")
     database.execute(
         "INSERT INTO ended (prompt_id, sequence, body, prompt_end, step, rewards, detail) "
         "VALUES ('witness-1', 1, x'00', 'trained', 2, x'00', '')"

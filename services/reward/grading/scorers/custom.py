@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import cast
 
 from services.reward.grading.scorers.registry import Scorer
+from sluice.environment.loading import file_module, import_error
 from sluice.errors import ConfigError
 
-MODULE_NAME = "sluice_custom_reward_function"
 PACKAGE_PREFIX = "pkg://"
 FILE_PREFIX = "file://"
 CALL_KEYS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -36,7 +32,6 @@ class CustomScorer:
     closed with the scorer, at the latest when the process ends.
 
     Args:
-        function: the function that the user's file defines.
         kwargs: further arguments; they win over the arguments of the call.
     """
 
@@ -66,7 +61,10 @@ def load_custom_scorer(path: str, name: str, kwargs: Mapping[str, object]) -> Sc
         ConfigError: the file or module is missing or fails to import, has no such function, or
             the function cannot be called with verl's arguments and `kwargs`.
     """
-    module = _package_module(path) if path.startswith(PACKAGE_PREFIX) else _file_module(path)
+    if path.startswith(PACKAGE_PREFIX):
+        module = _package_module(path)
+    else:
+        module = file_module(path.removeprefix(FILE_PREFIX), f"{KEY}.path")
     function: object = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(
@@ -86,37 +84,7 @@ def _package_module(path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise _import_error(path, error) from error
-
-
-def _file_module(path: str) -> ModuleType:
-    file = Path(path.removeprefix(FILE_PREFIX))
-    if not file.is_file():
-        raise ConfigError(f"{KEY}.path: no file {file}; give the path of a Python file")
-    spec = importlib.util.spec_from_file_location(MODULE_NAME, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{KEY}.path: {file} is no Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE_NAME] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise _import_error(path, error) from error
-    return module
-
-
-def _import_error(path: str, error: Exception) -> ConfigError:
-    last_line = traceback.format_exception_only(error)[-1].strip()
-    return ConfigError(
-        f"{KEY}.path: {path} fails to import: {last_line} ({_place(error)}); repair it"
-    )
-
-
-def _place(error: Exception) -> str:
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}"
-    deepest = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{deepest.filename}, line {deepest.lineno}"
+        raise import_error(f"{KEY}.path", path, error) from error
 
 
 def _check_signature(

@@ -25,7 +25,6 @@ def compute_score(solution: str, ground_truth: str) -> float:
     """Return 1 if right, else 0; 0.25 if right among more than ten answer tags (guessing).
 
     Args:
-        solution: the response's text.
         ground_truth: one answer; or, as JSON, a list of them or ``{"target": ...}`` with either.
     """
     tagged = last_tagged(solution)

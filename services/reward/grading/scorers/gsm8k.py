@@ -23,7 +23,6 @@ def compute_score(solution: str, ground_truth: str, *, method: Method = "strict"
     Args:
         solution: the response's text; only its last 300 characters count.
         ground_truth: digits, without thousands separators.
-        method: how the number is found.
     """
     return float(final_number(solution[-SCORED_CHARACTERS:], method) == ground_truth)
 

@@ -66,8 +66,6 @@ def compute_score(
     r"""Grade one response.
 
     Args:
-        solution: the response's text.
-        ground_truth: the reference answer.
         strict_box_verify: accept the last ``\boxed{}`` only, without normalisation.
         boxed_fallback: without an ``Answer:`` line look for a ``\boxed{}`` as verl's main branch
             does; false: such a response is wrong, as in verl 0.6.

@@ -58,10 +58,6 @@ def unknowns(symbols: list[str]) -> frozenset[str]:
 def value(symbols: list[str], given: Mapping[str, float]) -> float:
     """Evaluate in double precision.
 
-    Args:
-        symbols: from `tokens`.
-        given: the unknowns' values.
-
     Raises:
         NotAnExpressionError: wrong syntax, a division by zero, or no finite real value.
     """

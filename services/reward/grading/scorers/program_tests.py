@@ -56,7 +56,6 @@ class ProgramTests:
     failed.
 
     Args:
-        sandbox: where programs run.
         limits: of a program; time and output are set here.
         item_timeout_s: wall-clock limit of one sample, after which its scorer is killed.
     """

@@ -79,7 +79,6 @@ def scorer_for(
     """Return the built-in scorer of a data source.
 
     Args:
-        data_source: as the row has it.
         routes: the user's, by data source or beginning (``aime*``); they win over verl's.
         row: where the data source comes from, for the message.
         programs: grades programs in the configured sandbox; ``None``: there is none.

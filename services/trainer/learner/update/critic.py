@@ -29,8 +29,7 @@ from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
 from services.trainer.learner.rank_shares import check_shareable
 from services.trainer.learner.ranks import DataParallel
-from sluice.algorithm.losses.objective import aggregate
-from sluice.algorithm.losses.value_loss import ValueLoss, value_loss
+from sluice.algorithm.losses.objective import ValueLoss, aggregate, value_loss
 from sluice.config.derived import max_row_tokens, padding_step
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
