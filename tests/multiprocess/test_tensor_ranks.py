@@ -16,8 +16,8 @@ from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.tensor_cut import check_cuttable
+from services.trainer.learner.rank_shares import check_shareable
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import check_shareable
 from sluice.config.schema.actor import ActorFsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
