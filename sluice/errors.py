@@ -82,13 +82,7 @@ class ValidationFailedError(SluiceError):
 
 
 class DeadlineError(SluiceError):
-    """A wait ran out.
-
-    Args:
-        peer: the peer that did not answer.
-        phase: the purpose of the wait.
-        seconds: how long.
-    """
+    """A wait ran out."""
 
     def __init__(self, peer: str, phase: str, seconds: float, remedy: str = "") -> None:
         self.peer, self.phase, self.seconds = peer, phase, seconds

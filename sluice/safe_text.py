@@ -16,17 +16,15 @@ def printable(text: str) -> str:
     Control characters (escape sequences begin with one) and those that reorder or hide text become
     escapes like ``\x1b``; newlines and tabs stay.
     """
-    return "".join(character if _is_safe(character) else _escape(character) for character in text)
+    return "".join(
+        one if _is_safe(one) else one.encode("unicode_escape").decode("ascii") for one in text
+    )
 
 
 def _is_safe(character: str) -> bool:
     if character in _KEPT or character in _HARMLESS:
         return True
     return unicodedata.category(character) not in _UNSAFE_CATEGORIES
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def encodable(text: str) -> str:

@@ -96,8 +96,6 @@ async def serve_http(
     """Serve within the block; yield the port. The handler of a caller that disconnects ends.
 
     Args:
-        app: what answers.
-        host: interface to listen on.
         port: 0 lets the system choose one.
         most_connections: open at once; further ones get the status 503 and are closed.
         shutdown_s: seconds that open requests get at the end of the block.

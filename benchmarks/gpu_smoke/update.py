@@ -25,7 +25,7 @@ from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import LoadedModel, build_policy
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.update.flops import update_flops
+from services.trainer.learner.step_measures import update_flops
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.rollout import GIB
 from sluice.config.memory.shape import read_shape

@@ -5,8 +5,7 @@ of every prompt. A collector receives the spans, and every process is scraped ev
 as often as Prometheus does as shipped. The learning rate is next to nothing, so steps stay alike.
 
 A run reports the CPU time of its threads that send spans and answer scrapes, by their own clocks.
-The time to record spans is their number times what `span_cost` measures for one. Printed last is
-one JSON object:
+The time to record spans is their number times what one takes here. Printed last is one JSON object:
 
 share_traces      of the run's CPU: recording and sending spans, default share of prompts
 share_traces_all  the same with spans of every prompt
@@ -23,25 +22,29 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median
 
 from benchmarks.reporting import ROOT, empty_run_folder, print_line, print_report
-from benchmarks.telemetry.span_cost import record_us
 from sluice.concurrency.process import stat_fields
 from sluice.config.schema.service import TracesConfig
 from sluice.report.run_record import read_progress
 from sluice.telemetry.metrics import TelemetryPart
+from sluice.telemetry.otel import BATCH
+from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
 from tests.support.scraped import fetch, parsed, targets
-from tests.support.seen_spans import collector
+from tests.support.seen_spans import collector, traced
 from tools.commands import started
 from tools.phases import tool_parser, until
 
 SETTINGS = f"@{Path(__file__).with_name('run.overrides')}"
 _STEP_TIMEOUT_S, _SCRAPE_INTERVAL_S = 300.0, 5.0
 _NUM_SPANS, _NUM_PROCESSES = "num_spans", "num_processes"
+_COUNT, _REPEATS = 10 * BATCH, 9
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     if min(parsed.warm_up, parsed.steps) < 1:
         parser.error("--warm-up and --steps have to be 1 at least")
-    recording_us = record_us()
+    recording_us = _record_us()
     default = TracesConfig().sample_ratio
     runs = {ratio: _run(parsed, ratio, recording_us) for ratio in (default, 1.0)}
     return print_report(
@@ -68,6 +71,23 @@ def main(arguments: Sequence[str]) -> int:
             "cpu_s_a_step": {f"{ratio:g}": found["cpu_s"] for ratio, found in runs.items()},
         }
     )
+
+
+def _record_us() -> float:
+    """Return the CPU microseconds of this thread to record a span, the median of nine times."""
+    found = []
+    with traced():
+        for _ in range(_REPEATS):
+            began_s = time.thread_time()
+            with TRACER.trace(SpanName.SERVE, is_always=True) as serve:
+                assert serve.context is not None
+                began = Moment.now()
+                for index in range(_COUNT):  # of samples, as most are
+                    ended: dict[str, str | int] = {Key.SAMPLE_INDEX: index, Key.NUM_TOKENS: 100}
+                    ended |= {Key.FINISH_REASON: "stop", Key.VERSION: 1}
+                    TRACER.past(serve.context, SpanName.SAMPLE, began, ended)
+            found.append((time.thread_time() - began_s) / _COUNT * 1e6)
+    return round(median(found), 2)
 
 
 def _run(parsed: argparse.Namespace, sample_ratio: float, recording_us: float) -> dict[str, float]:

@@ -16,10 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image, ImageDraw
+from torch.nn import functional
 from transformers import GenerationConfig, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from sluice.data.published_rows import THINK_INSTRUCTION
-from sluice.quickstart.model import one_torch_thread, save_model
+from sluice.data.prepare import THINK_INSTRUCTION
+from sluice.quickstart.model import (
+    IGNORED,
+    fit,
+    one_torch_thread,
+    save_model,
+    slip_entropy,
+    whole_batches,
+)
 from sluice.quickstart.settings import WarmStartSettings
 from sluice.quickstart.tokenizer import (
     IMAGE_PAD,
@@ -31,12 +39,13 @@ from sluice.quickstart.tokenizer import (
     VISION_START,
     VISION_TOKENS,
     render_prompt,
+    save_image_processor,
     save_tokenizer,
     train_on_texts,
 )
-from sluice.quickstart.vision_model import PictureDialogue, save_processor, warm_start_on_pictures
 from sluice.types import IMAGE_MARK
 from sluice.vision.image_prompts import load_image_prompts
+from sluice.vision.torch_inputs import encode_images, forward_with_images
 
 WIDTH = 64
 MAX_POSITIONS = 256
@@ -152,7 +161,49 @@ def dialogues(stream, tokenizer, reader):
         prompt = reader.expand(ids(user_text(problem)), (image,))
         read = answer + (slips.random() < SETTINGS.wrong_step_rate)
         said = ids(solution(problem, read) + TURN_END)
-        yield PictureDialogue(reader.read(prompt, (image,)), prompt, said)
+        yield reader.read(prompt, (image,)), prompt, said
+
+
+def save_processor(folder):
+    """Write the image processor of the model; pictures keep their size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = SIDE**2
+    save_image_processor(folder, patch_size=PATCH, min_pixels=pixels, max_pixels=pixels)
+
+
+def warm_start(model, dialogues):
+    """Train the model in place; `dialogues` yields image, prompt and answer of each."""
+    entropy = slip_entropy(SETTINGS.wrong_step_rate)
+
+    def loss_of(batch):
+        # An answer has one slip at most.
+        mean_answer_tokens = sum(answer.size for _, _, answer in batch) / len(batch)
+        return loss(model, batch), entropy / mean_answer_tokens
+
+    batches = whole_batches(dialogues, SETTINGS.batch_dialogues)
+    fit(model, batches, loss_of, SETTINGS, lambda *_: None)
+
+
+def loss(model, batch):
+    width = max(prompt.size + answer.size for _, prompt, answer in batch) - 1
+    tokens = np.zeros((len(batch), width), dtype=np.int64)
+    targets = np.full((len(batch), width), IGNORED, dtype=np.int64)
+    is_image = np.zeros((len(batch), width), dtype=np.bool_)
+    for row, (image, prompt, answer) in enumerate(batch):
+        known = np.concatenate([prompt, answer])[:-1]
+        tokens[row, : known.size] = known
+        targets[row, prompt.size - 1 : known.size] = answer
+        is_image[row, image.places] = True
+    images = [image for image, _, _ in batch]
+    positions = np.stack([image.positions.extended(width) for image in images], axis=1)
+    pixels = np.concatenate([image.pixel_values for image in images])
+    grids = np.concatenate([image.grid_thw for image in images])
+    features = encode_images(model, torch.from_numpy(pixels), torch.from_numpy(grids))
+    inputs = (torch.from_numpy(one) for one in (tokens, positions, is_image))
+    hidden = forward_with_images(model, *inputs, features)
+    wanted = torch.from_numpy(targets)
+    trained = wanted != IGNORED
+    return functional.cross_entropy(model.lm_head(hidden[trained]), wanted[trained])
 
 
 def make(folder: Path, seed: int) -> None:
@@ -177,5 +228,5 @@ def make(folder: Path, seed: int) -> None:
     model.config.save_pretrained(model_dir)
     stream = dialogues(f"{seed}/warm-start", tokenizer, load_image_prompts(model_dir))
     with one_torch_thread():
-        warm_start_on_pictures(model, stream, SETTINGS, lambda *_: None)
+        warm_start(model, stream)
     save_model(model, model_dir)

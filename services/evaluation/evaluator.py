@@ -19,8 +19,7 @@ from pathlib import Path
 
 from services.evaluation.servicer import VERSION
 from services.trainer.fleet.members import Fleet, MemberState
-from services.trainer.loop.announcer import PolicyAnnouncer
-from services.trainer.loop.reward_client import RewardClient
+from services.trainer.loop.reward_client import PolicyAnnouncer, RewardClient
 from services.trainer.loop.run_state import RunPhase, RunState, under_control
 from sluice.concurrency.waits import deadline
 from sluice.config.deadlines import replica_wait_timeout_s

@@ -20,12 +20,6 @@ from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.bounds import check_fields
-from sluice.codec.leases import (
-    chat_answer_to_proto,
-    conversation_of,
-    lease_to_proto,
-    reward_of,
-)
 from sluice.codec.messages import (
     announced_from_proto,
     announced_to_proto,
@@ -34,11 +28,15 @@ from sluice.codec.messages import (
 )
 from sluice.codec.reward import (
     PROMPT_END_TO_PROTO,
+    chat_answer_to_proto,
     check_announcement,
     check_prompt,
     check_score,
+    conversation_of,
     extra_info_of,
+    lease_to_proto,
     progress_from_proto,
+    reward_of,
     score_to_proto,
 )
 from sluice.codec.train_batch import outline_to_proto, packed, sample_messages

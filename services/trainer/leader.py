@@ -25,12 +25,8 @@ from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
-from services.trainer.learner.checkpoint import CheckpointStore, StartPoint, start_point
-from services.trainer.learner.frozen_weights import (
-    FrozenWeights,
-    frozen_weights,
-    sending_ranks,
-)
+from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, num_kept, start_point
+from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks, frozen_weights
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
@@ -51,21 +47,12 @@ from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.sinks import JSONL, Reporter, SinkTarget, check_sinks, open_sinks
 from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.servicer import TrainerServicer, trainer_server
-from services.trainer.telemetry import (
-    RunHistory,
-    TrainerMetrics,
-    exported,
-    watching,
-)
+from services.trainer.telemetry import RunHistory, TrainerMetrics, exported, watching
 from sluice.algorithm.guards import GuardRecord
 from sluice.algorithm.publishing import swaps_at_once
 from sluice.concurrency.process import exempt_start_up, process_age_s, until_signal
 from sluice.config.addresses import advertised_host
-from sluice.config.deadlines import (
-    command_timeout_s,
-    commit_timeout_s,
-    replica_wait_timeout_s,
-)
+from sluice.config.deadlines import commit_timeout_s, replica_wait_timeout_s
 from sluice.config.derived import (
     checkpoint_folder,
     message_mb,
@@ -74,6 +61,7 @@ from sluice.config.derived import (
     overlaps_transfers,
     sleeps_while_training,
     total_training_steps,
+    uses_critic,
     world_size,
 )
 from sluice.config.loading.yaml_text import flat_settings
@@ -107,7 +95,7 @@ class _Trained:
     frozen: FrozenWeights
     others: Sequence[OtherRank]
     total_steps: int
-    start: StartPoint
+    checkpoint: Checkpoint | None
     guard_record: GuardRecord
 
 
@@ -138,7 +126,7 @@ async def _lead(config: RunConfig) -> bool:
         trained = _load(config, parallel, total_training_steps(config, dataset_rows), stack)
         stack.push_async_callback(trained.learner.close)
         observed = _observed(config, trained, instance_id)
-        reporter = await _open_reporter(config, trained.start.replaces_after, observed.history)
+        reporter = await _open_reporter(config, trained.checkpoint, observed.history)
         stack.push_async_callback(reporter.close)
         replicas = ChannelPool(message_mb(config) << 20, credentials)
         stack.push_async_callback(replicas.close)
@@ -159,7 +147,7 @@ async def _lead(config: RunConfig) -> bool:
         accounting = RunAccountant(
             observed.fleet, observed.state, ask, reward.counters, has_restarted=restarts() > 0
         )
-        checkpoint = trained.start.checkpoint
+        checkpoint = trained.checkpoint
         loop = TrainLoop(
             _loop_settings(config, dataset_rows),
             learner=trained.learner,
@@ -184,7 +172,7 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
     logger.info(
         "%s / %s: %d steps", trainer.project_name, trainer.experiment_name, trained.total_steps
     )
-    checkpoint = trained.start.checkpoint
+    checkpoint = trained.checkpoint
     step = checkpoint.step if checkpoint else 0
     weights = [spec for spec in trained.frozen.tensors if not is_adapter(spec.name)]
     return TrainerMetrics(
@@ -232,15 +220,16 @@ async def _refresh_accounting(
 
 
 async def _open_reporter(
-    config: RunConfig, replaces_after: int | None, history: RunHistory
+    config: RunConfig, checkpoint: Checkpoint | None, history: RunHistory
 ) -> Reporter:
     trainer, run_dir = config.trainer, Path(config.sluice.run_dir)
+    replaces_after = 0 if restarts() else None
     target = SinkTarget(
         run_dir,
         trainer.project_name,
         trainer.experiment_name,
         flat_settings(config),
-        replaces_after,
+        checkpoint.step if checkpoint else replaces_after,
     )
     # `sluice status` and the report read the JSONL file, so it is always written.
     names = list(dict.fromkeys([JSONL, *trainer.logger]))
@@ -255,21 +244,18 @@ def _load(
     share_total_steps(parallel, total_steps)
     logger.info("loading the model from %s", config.actor_rollout_ref.model.path)
     learner = Learner(config, parallel, total_steps)
-    timeout_s = command_timeout_s(config)
     frozen = frozen_weights(config, learner, parallel)
-    others = stack.enter_context(sending_ranks(config, frozen, parallel))
-    leader = RankLeader(learner, parallel, timeout_s, reward_samples(config), frozen)
-    folder = Path(checkpoint_folder(config))
-    store = CheckpointStore(
-        folder, config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
-    )
-    start = start_point(config.trainer, store, folder)
-    record = read_record(start.checkpoint)
-    if start.checkpoint is not None:
-        leader.load(start.checkpoint.actor, record.learning_rate_factor)
-        logger.info("resumed from step %d", start.checkpoint.step)
+    others = stack.enter_context(connected_ranks(config, frozen, parallel))
+    leader = RankLeader(learner, parallel, reward_samples(config), frozen)
+    keep = num_kept(config.trainer, with_critic=uses_critic(config))
+    store = CheckpointStore(Path(checkpoint_folder(config)), keep)
+    checkpoint = start_point(config.trainer, store)
+    record = read_record(checkpoint)
+    if checkpoint is not None:
+        leader.load(checkpoint.actor, record.learning_rate_factor)
+        logger.info("resumed from step %d", checkpoint.step)
     thread = LearnerThread(leader, store, learner.peaks, gives_back=sleeps_while_training(config))
-    return _Trained(thread, frozen, others, total_steps, start, record)
+    return _Trained(thread, frozen, others, total_steps, checkpoint, record)
 
 
 def _publisher(

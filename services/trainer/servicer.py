@@ -20,12 +20,7 @@ from sluice.codec.messages import (
     replica_from_proto,
     replica_to_proto,
 )
-from sluice.codec.trainer import (
-    check_heartbeat,
-    check_pause,
-    check_register,
-    check_watchers,
-)
+from sluice.codec.trainer import check_heartbeat, check_pause, check_register, check_watchers
 from sluice.codec.weights import shares_from_proto
 from sluice.config.derived import message_mb
 from sluice.config.run import RunConfig
@@ -40,13 +35,7 @@ _PHASE_TO_PROTO = {phase: trainer.RunPhase.Value(f"RUN_PHASE_{phase.name}") for 
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Calls for membership, progress and control.
-
-    Args:
-        fleet: the replicas.
-        state: of the run.
-        service: the run's settings: what replicas are asked for, and limits.
-    """
+    """Calls for membership, progress and control."""
 
     def __init__(self, fleet: Fleet, state: RunState, service: ServiceConfig) -> None:
         self._fleet = fleet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -183,51 +183,41 @@ def _sync(counts: SyncCounts) -> Iterator[InstrumentReading]:
 
 def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContextManager[None]:
     """Run the trainer's watchdog during the block."""
-    work = TrainerWork(config, state, fleet)
     endpoint = config.sluice.trainer.endpoint
     address = advertised_address(endpoint, endpoint.port)
-    return watched_service("trainer", config.sluice, work.work_state, address=address)
+    work = trainer_work(config, state, fleet)
+    return watched_service("trainer", config.sluice, work, address=address)
 
 
-class TrainerWork:
-    """The trainer's progress, for the watchdog.
+def trainer_work(config: RunConfig, state: RunState, fleet: Fleet) -> Callable[[], WorkState]:
+    """Return what reads the trainer's progress; call that in the event loop.
 
     These count as progress: steps, changes of phase, forward passes, buckets of weights, bytes of
     the checkpoint that is being written, and the fleet's tokens, which fill the next batch. A
     paused or finished run has no work.
-
-    Args:
-        config: the run's, with the deadlines of waits that have their own.
     """
+    unfinished = BackgroundMeasurement(
+        "unfinished checkpoint", partial(unfinished_checkpoint, Path(checkpoint_folder(config)))
+    )
+    batch_s = config.sluice.trainer.batch_timeout_s
+    patience_s = {  # of waits that have deadlines of their own
+        RunPhase.WAITING_FOR_REPLICAS: replica_wait_timeout_s(config),
+        RunPhase.WAITING_FOR_BATCH: batch_s,
+        RunPhase.EVALUATING: batch_s,
+    }
 
-    def __init__(self, config: RunConfig, state: RunState, fleet: Fleet) -> None:
-        self._state = state
-        self._fleet = fleet
-        self._unfinished = BackgroundMeasurement(
-            "unfinished checkpoint",
-            partial(unfinished_checkpoint, Path(checkpoint_folder(config))),
-        )
-        batch_s = config.sluice.trainer.batch_timeout_s
-        self._patience_s = {
-            RunPhase.WAITING_FOR_REPLICAS: replica_wait_timeout_s(config),
-            RunPhase.WAITING_FOR_BATCH: batch_s,
-            RunPhase.EVALUATING: batch_s,
-        }
+    def work_state() -> WorkState:
+        phase = state.phase
+        written = unfinished.latest() if phase is RunPhase.SAVING else None
+        progress = (phase, state.step, units_done(), written, fleet.totals())
+        is_working = phase not in _AT_REST
+        return WorkState(progress, is_working, patience_s.get(phase, 0.0), phase_waits(state))
 
-    def work_state(self) -> WorkState:
-        """Return progress and whether there is work; call in the event loop."""
-        phase = self._state.phase
-        written = self._unfinished.latest() if phase is RunPhase.SAVING else None
-        progress = (phase, self._state.step, units_done(), written, self._fleet.totals())
-        patience_s = self._patience_s.get(phase, 0.0)
-        return WorkState(progress, phase not in _AT_REST, patience_s, phase_waits(self._state))
+    return work_state
 
 
 def unfinished_checkpoint(root: Path) -> tuple[int, int]:
     """Return the bytes of the files of a checkpoint that is being written, and those allocated.
-
-    Args:
-        root: the folder of the run's checkpoints.
 
     Raises:
         OSError: the folder was renamed meanwhile, because the checkpoint is complete.

@@ -59,7 +59,6 @@ def merge_checkpoint(
     Args:
         source: from `find_source`.
         target: new, or an empty folder.
-        options: how.
         on_tensor: called with (tensors done, tensors in all).
 
     Raises:

@@ -6,7 +6,6 @@ sharded). Under hybrid sharding every group of ranks holds all shards; the first
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import (
     AutoConfig,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-FSDP_CONFIG_FILE = "fsdp_config.json"
 _MESH_NAMES = (("fsdp",), ("ddp", "fsdp"))
 # torch itself allows the classes of a DTensor under their present names; before 2.5 they had these.
 _FORMER_PACKAGE = "torch.distributed._tensor"
@@ -63,20 +61,13 @@ Shape = tuple[int, ...]
 
 
 def read_world_size(folder: Path) -> int:
-    """Return the ranks of the run that saved `folder`, by ``fsdp_config.json`` or the file names.
+    """Return the ranks of the run that saved `folder`, by the file names.
 
     Raises:
-        CheckpointError: unreadable, or the file names disagree.
+        CheckpointError: the file names disagree.
     """
-    file = folder / FSDP_CONFIG_FILE
-    if file.is_file():
-        try:
-            return int(json.loads(file.read_text(encoding="utf-8"))["world_size"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{file} holds no world_size ({error!r}); copy it again"
-            ) from error
-    sizes = {int(m[1]) for m in map(SHARD_NAME.fullmatch, _names(folder)) if m is not None}
+    names = (file.name for file in folder.iterdir())
+    sizes = {int(m[1]) for m in map(SHARD_NAME.fullmatch, names) if m is not None}
     if len(sizes) != 1:
         raise CheckpointError(
             f"{folder}: files of runs with {sorted(sizes)} ranks; leave those of one run there"
@@ -117,8 +108,12 @@ def read_shards(
     states = [first, *(_load(file) for file in files[1:])]
     merged: dict[str, Tensor] = {}
     for number, name in enumerate(first, 1):
-        parts = [_part(state, name, file) for state, file in zip(states, files, strict=True)]
-        whole = join_parts(name, parts, shapes.get(name))
+        for state, file in zip(states, files, strict=True):
+            if name not in state:
+                raise CheckpointError(
+                    f"{file} lacks {name}, which rank 0 has; files of runs are mixed"
+                )
+        whole = join_parts(name, [state[name] for state in states], shapes.get(name))
         merged[name] = whole.to(dtype) if dtype and whole.is_floating_point() else whole.clone()
         on_tensor(number, len(first))
     return merged
@@ -131,22 +126,14 @@ def join_parts(name: str, parts: Sequence[Tensor], shape: Shape | None = None) -
     no DTensors are joined on dimension 0, unless each has the model's `shape` already.
 
     Raises:
-        CheckpointError: partial sums, mixed kinds, or a result that is not of the saved shape.
+        CheckpointError: ranks differ, it is not weights, or the result is not of the saved shape.
     """
-    sharded = parts[0]
-    if isinstance(sharded, DTensor):
-        placement = sharded.placements[-1]
-        local = [_local(part, name) for part in parts]
-        if any(list(p.placements) != list(sharded.placements) for p in parts):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{name}: ranks shard it differently; save the checkpoint again")
-        if isinstance(placement, Partial):
-            raise CheckpointError(f"{name} holds partial sums, which are no weights")
-        whole = local[0] if isinstance(placement, Replicate) else _joined(placement, local, name)
-        expected: Shape | None = tuple(sharded.shape)
+    first, expected = parts[0], shape
+    if isinstance(first, DTensor):
+        whole, expected = _joined(name, first.placements, parts), tuple(first.shape)
     else:
-        is_whole = not sharded.dim() or tuple(sharded.shape) == shape or len(parts) == 1
-        whole = sharded if is_whole else torch.cat([*parts], dim=0)
-        expected = shape
+        is_whole = not first.dim() or tuple(first.shape) == shape or len(parts) == 1
+        whole = first if is_whole else torch.cat([*parts], dim=0)
     if expected is not None and tuple(whole.shape) != expected:
         raise CheckpointError(
             f"{name}: the shards give shape {tuple(whole.shape)} instead of {expected}; files of "
@@ -155,16 +142,18 @@ def join_parts(name: str, parts: Sequence[Tensor], shape: Shape | None = None) -
     return whole
 
 
-def _joined(placement: object, local: Sequence[Tensor], name: str) -> Tensor:
+def _joined(name: str, placements: Sequence[object], parts: Sequence[Tensor]) -> Tensor:
+    local: list[Tensor] = []
+    for part in parts:
+        if not isinstance(part, DTensor) or list(part.placements) != list(placements):
+            raise CheckpointError(f"{name}: ranks shard it differently; save the checkpoint again")
+        local.append(part._local_tensor)  # to_local() would require the process group of the run
+    placement = placements[-1]
+    if isinstance(placement, Replicate):
+        return local[0]
     if not isinstance(placement, Shard):
-        raise CheckpointError(f"{name}: placement {placement} is not known; merge it with verl")
-    return torch.cat([*local], dim=placement.dim)
-
-
-def _local(part: Tensor, name: str) -> Tensor:
-    if not isinstance(part, DTensor):
-        raise CheckpointError(f"{name}: a DTensor on one rank and none on another")
-    return part._local_tensor  # to_local() would require the process group of the run
+        raise CheckpointError(f"{name}: {placement} is no shard and no copy; merge it with verl")
+    return torch.cat(local, dim=placement.dim)
 
 
 def _num_shards(folder: Path, state: Mapping[str, Tensor], world_size: int) -> int:
@@ -214,18 +203,8 @@ def _no_process_group_warnings() -> Iterator[None]:
         loud.setLevel(level)
 
 
-def _part(state: Mapping[str, Tensor], name: str, file: Path) -> Tensor:
-    if name not in state:
-        raise CheckpointError(f"{file} lacks {name}, which rank 0 has; files of runs are mixed")
-    return state[name]
-
-
 def _file(folder: Path, world_size: int, rank: int) -> Path:
     return folder / f"model_world_size_{world_size}_rank_{rank}.pt"
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(file.name for file in folder.iterdir())
 
 
 def assemble_model(

@@ -19,15 +19,13 @@ from sluice.data.inspection import (
     Inspection,
     Lengths,
     MeasureTokens,
-    histogram,
     inspect_files,
     quantiles,
 )
 from sluice.data.known_sources import scorer_name
-from sluice.data.prepare import Preparation, Prepared, prepare
+from sluice.data.prepare import PUBLISHED_SETS, Preparation, Prepared, Wishes, prepare
 from sluice.data.prompt_files import open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
-from sluice.data.published_rows import PUBLISHED_SETS, Wishes
 from sluice.data.row_files import check_raw_file
 from sluice.errors import ConfigError, DataError
 from sluice.safe_text import printable
@@ -35,7 +33,6 @@ from sluice.types import ChatMessage
 from sluice.vision.image_files import images_of_row
 from sluice.vision.image_limits import DEFAULT_LIMITS
 
-BAR_COLUMNS = 40
 NO_SCORER = "none"
 _HEAD_CHARACTERS = 400
 _QUANTILE_NAMES = tuple(
@@ -279,15 +276,6 @@ def _print_lengths(console: Console, found: Inspection) -> None:
         rows.append(("tokens", *map(str, quantiles(found.tokens))))
     names = ("prompt length", *_QUANTILE_NAMES)
     print_table(console, "prompt lengths", names, rows, right=names[1:])
-    unit = "tokens" if found.tokens.size else "characters"
-    lengths = found.tokens if found.tokens.size else found.characters
-    bins = histogram(lengths)
-    highest = max(one.count for one in bins)
-    bars = [
-        (f"{b.low} to {b.high}", str(b.count), "█" * -(-b.count * BAR_COLUMNS // highest))
-        for b in bins
-    ]
-    print_table(console, f"prompts by {unit}", (unit, "rows", ""), bars, right=(unit, "rows"))
 
 
 def _print_row(console: Console, number: int, row: PromptRow) -> None:

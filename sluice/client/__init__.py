@@ -17,9 +17,9 @@ from sluice.client.generation_types import (
     SampleFinished,
     Sampling,
 )
-from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run, credentials_from_environment
 from sluice.client.scoring import ScoreItem
+from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.client.sync_client import Client
 from sluice.rpc.retries import RetryPolicy
 from sluice.types import Answer, ChatMessage, PromptLogprobs, ScoredPrompt, Tool, ToolCall

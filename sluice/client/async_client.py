@@ -21,11 +21,10 @@ from sluice.client.generation_types import (
     SampleFinished,
 )
 from sluice.client.leases import Leases
-from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.scoring import MOST_CALLS, ScoreItem, score_items
-from sluice.client.submission import submit_prompts
+from sluice.client.submission import NewPrompt, PromptEvent, submit_prompts
 from sluice.errors import ConfigError
 from sluice.rpc.retries import RetryPolicy
 from sluice.types import Failed, Rollout, Scored, TokenIds
@@ -158,7 +157,7 @@ class AsyncClient:
 
         Raises:
             InvalidRequestError: an item or the deadline is not valid.
-            DeadlineError: `deadline_s` has passed, or a single response took over ten minutes.
+            DeadlineError: `deadline_s` has passed, or 16 responses took over two hours.
             SluiceError: the reward service refuses the call, or stays away.
         """
         return await score_items(

@@ -74,12 +74,7 @@ def choose_replica(
 
 
 class ClientFleet:
-    """The replicas of a run as one client uses them.
-
-    Args:
-        look_up: returns those that serve.
-        clock: seconds, monotonic.
-    """
+    """The replicas of a run as one client uses them."""
 
     def __init__(
         self,

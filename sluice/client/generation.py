@@ -27,7 +27,7 @@ from sluice.client.generation_types import (
     encoded_images,
     is_conversation,
 )
-from sluice.codec.fields import shortened, token_ids_from_bytes, token_ids_to_bytes
+from sluice.codec.fields import shortened, token_ids_from_bytes, token_ids_to_bytes, valid_unicode
 from sluice.codec.messages import template_kwargs_to_proto
 from sluice.codec.rollout import (
     chat_prompt_to_proto,
@@ -70,10 +70,8 @@ class GenerationProgress:
     """The unfinished samples of one request: their tokens so far, and the request for the rest.
 
     Args:
-        prompt: what to generate from.
         options: how to generate. Without a seed this class chooses one, so that a sample stays the
             same wherever it is continued.
-        every_token: report tokens as they come.
     """
 
     def __init__(self, prompt: Prompt, options: GenerateOptions, *, every_token: bool) -> None:
@@ -228,7 +226,7 @@ def _prompt_to_proto(prompt: Prompt, options: GenerateOptions) -> common.PromptI
 
 
 def _input_to_proto(prompt: Prompt, tools: Sequence[Tool]) -> common.PromptInput:
-    try:
+    with valid_unicode("prompt"):
         if isinstance(prompt, str):
             return common.PromptInput(text=prompt)
         if isinstance(prompt, ChatWithImages):
@@ -238,8 +236,6 @@ def _input_to_proto(prompt: Prompt, tools: Sequence[Tool]) -> common.PromptInput
         if is_conversation(prompt):
             turns = [turn for turn in prompt if isinstance(turn, ChatMessage)]
             return chat_prompt_to_proto(turns, tools=tools)
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"prompt: not valid Unicode: {error}") from error
     return _tokens_to_proto(_token_ids(prompt))
 
 
@@ -266,13 +262,7 @@ class _StallError(PeerError):
 
 
 class ResumableGeneration:
-    """Generation on the replicas of a run.
-
-    Args:
-        fleet: chooses the replica for each try.
-        channels: to replicas.
-        policy: how failures are retried.
-    """
+    """Generation on the replicas of a run."""
 
     def __init__(self, fleet: ClientFleet, channels: ServiceChannels, policy: RetryPolicy) -> None:
         self._fleet = fleet

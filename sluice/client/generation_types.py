@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sluice.codec.bounds import MAX_PRIORITY, MAX_SAMPLE_INDEX
-from sluice.codec.fields import check_range
+from sluice.codec.fields import check_range, valid_unicode
 from sluice.codec.rollout import check_sampling, check_stops
 from sluice.codec.tools import check_tool_format, check_tools, tools_to_proto
 from sluice.data.image_sources import read_image
@@ -60,10 +60,6 @@ class Continuation:
 
 def encoded_images(owner: str, chat: ChatWithImages) -> list[bytes]:
     """Return the images as they are sent. Paths are relative to the current folder.
-
-    Args:
-        owner: the prompt, for errors.
-        chat: has the images.
 
     Raises:
         InvalidRequestError: the numbers of images and marks differ, or one is no whole image.
@@ -185,7 +181,8 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         check_traceparent(self.traceparent)
-        _check_tools(self.tools)
+        with valid_unicode("tools"):
+            check_tools("tools", tools_to_proto(self.tools))
         check_tool_format(self.tool_format)
         if self.n < 1 or self.first_sample < 0 or self.first_sample + self.n > MAX_SAMPLES:
             raise InvalidRequestError(
@@ -256,17 +253,8 @@ class Generation:
 def _check_stop(stops: Sequence[str]) -> None:
     if isinstance(stops, str):  # or each of its characters would be a stop text
         raise InvalidRequestError("stop: a single text; give a tuple of texts")
-    try:
+    with valid_unicode("stop"):
         check_stops("stop", stops)
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"stop: not valid Unicode: {error}") from error
-
-
-def _check_tools(tools: Sequence[Tool]) -> None:
-    try:
-        check_tools("tools", tools_to_proto(tools))
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"tools: not valid Unicode: {error}") from error
 
 
 def is_conversation(prompt: Prompt) -> bool:

@@ -41,12 +41,7 @@ class LaunchedProcess:
 
 
 class Launcher:
-    """Calls to the launcher. Use it as a context manager.
-
-    Args:
-        address: the launcher's host:port.
-        credentials: what the launcher is shown.
-    """
+    """Calls to the launcher at host:port. Use it as a context manager."""
 
     def __init__(self, address: str, credentials: Credentials = OPEN) -> None:
         self._channel = open_channel(

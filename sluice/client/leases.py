@@ -15,7 +15,7 @@ from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.client.channels import ServiceChannels
-from sluice.codec.leases import chat_to_proto
+from sluice.codec.reward import chat_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
 from sluice.errors import SluiceError
 from sluice.rpc.client import reward_stub, unary_call
@@ -72,7 +72,6 @@ class Leases:
     """The leased samples of one run.
 
     Args:
-        channels: of the client.
         address: host:port of the reward service.
         policy: how long `chat` and `end` wait for a reward service that is away.
 

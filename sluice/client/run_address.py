@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,12 +78,11 @@ def locate_run(run: Path) -> RunLocation:
     )
 
 
-def address_of_run(run: Path, environment: Mapping[str, str] = os.environ) -> RunAddress:
-    """Read the addresses of a run from its folder.
+def address_of_run(run: Path) -> RunAddress:
+    """Read the addresses of a run from its folder; the ``SLUICE_`` variables come before it.
 
     Args:
         run: the run's folder (`sluice.run_dir`), or its configuration file.
-        environment: its certificates and token come before the run's.
 
     Raises:
         ConfigError: nothing was started from there, or the credentials cannot be used.
@@ -93,12 +91,12 @@ def address_of_run(run: Path, environment: Mapping[str, str] = os.environ) -> Ru
     return RunAddress(
         started.trainer,
         started.reward,
-        credentials=client_credentials(started.config.sluice.security, environment),
+        credentials=started.credentials,
         max_message_bytes=message_mb(started.config) << 20,
     )
 
 
-def credentials_from_environment(environment: Mapping[str, str] = os.environ) -> Credentials:
+def credentials_from_environment() -> Credentials:
     """Return the credentials of the ``SLUICE_`` variables, for a client without a configuration.
 
     ``SLUICE_CA_FILE`` switches TLS on; the caller's certificate is used if it is set too.
@@ -107,7 +105,7 @@ def credentials_from_environment(environment: Mapping[str, str] = os.environ) ->
         ConfigError: a file is missing or cannot be used.
     """
     tls = SecurityConfig()
-    if FILE_VARIABLES["ca_file"] in environment:
-        has_own = FILE_VARIABLES["cert_file"] in environment
+    if FILE_VARIABLES["ca_file"] in os.environ:
+        has_own = FILE_VARIABLES["cert_file"] in os.environ
         tls = SecurityConfig(tls="mtls" if has_own else "server")
-    return client_credentials(tls, environment)
+    return client_credentials(tls)

@@ -14,7 +14,7 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.channels import ServiceChannels
 from sluice.client.run_address import RunAddress
-from sluice.concurrency.waits import deadline, while_progressing
+from sluice.concurrency.waits import Waiting, deadline, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.rpc.client import reward_stub, stream_call, trainer_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
@@ -45,15 +45,6 @@ class ReplicaSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitedPeer:
-    """A peer that the reward service waits for."""
-
-    peer: str
-    phase: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class WatchedRule:
     """A rule of the run's guards: "watching", "no signal" or "broken", and why."""
 
@@ -67,10 +58,10 @@ class RunSnapshot:
     """The state of a run at one moment.
 
     `metrics` come from the last finished step. `accounts` is the run's accounting by the names
-    of `accounts.json`, at most some seconds old; empty before it was first taken. `groups` counts
-    those that are generating, grading, or kept for the next batch. `validation` has the prompts
-    that the running validation has finished, and all of them; zeros without one. `hold_reason` is
-    why a guard pauses the run; empty: none does.
+    of `accounts.json`, at most some seconds old; empty before it was first taken. `awaited` is what
+    the reward service waits for. `groups` counts those that are generating, grading, or kept for
+    the next batch. `validation` has the prompts that the running validation has finished, and all
+    of them; zeros without one. `hold_reason` is why a guard pauses the run; empty: none does.
     """
 
     phase: str
@@ -81,7 +72,7 @@ class RunSnapshot:
     replicas: tuple[ReplicaSnapshot, ...]
     metrics: Mapping[str, float]
     prompts: Mapping[str, int] = field(default_factory=dict)
-    awaited: tuple[AwaitedPeer, ...] = ()
+    awaited: tuple[Waiting, ...] = ()
     accounts: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
     validation: tuple[int, int] = (0, 0)
@@ -248,8 +239,14 @@ class RunMonitor:
         following = from_step
         while True:
             opened_s = time.monotonic()
+            calls = stream_call(
+                self._trainer.WatchSteps,
+                trainer_pb2.WatchStepsRequest(from_step=following),
+                peer=_TRAINER,
+                phase="watching steps",
+            )
             try:
-                async with aclosing(self._watch(following)) as messages:
+                async with aclosing(calls) as messages:
                     async for message in messages:
                         following = message.step + 1
                         yield message.step, dict(message.metrics)
@@ -259,14 +256,6 @@ class RunMonitor:
                     raise
             else:
                 return
-
-    def _watch(self, from_step: int) -> AsyncGenerator[trainer_pb2.WatchStepsResponse, None]:
-        return stream_call(
-            self._trainer.WatchSteps,
-            trainer_pb2.WatchStepsRequest(from_step=from_step),
-            peer=_TRAINER,
-            phase="watching steps",
-        )
 
     async def _reward_status(self) -> reward_pb2.GetStatusResponse:
         return await unary_call(
@@ -344,7 +333,7 @@ def _with_reward(snapshot: RunSnapshot, status: reward_pb2.GetStatusResponse) ->
             "pending": status.prompts_pending,
             **status.prompts_by_end,
         },
-        awaited=tuple(AwaitedPeer(a.peer, a.phase, a.seconds) for a in status.awaited),
+        awaited=tuple(Waiting(a.peer, a.phase, a.seconds) for a in status.awaited),
         groups={
             "generating": status.groups_generating,
             "grading": status.groups_grading,

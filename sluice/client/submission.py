@@ -2,32 +2,45 @@
 
 A prompt may be sent again as often as needed: the reward service knows it by its id and content,
 accepts it once, and repeats its receipt and outcome. A prompt that it refuses because it is full is
-sent again later.
+held (`RefusedPrompts`) and sent again later.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, closing
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.channels import ServiceChannels
-from sluice.client.generation_types import check_traceparent
-from sluice.client.held_prompts import RefusedPrompts
-from sluice.client.prompts import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
+from sluice.client.generation_types import (
+    ChatWithImages,
+    Image,
+    check_traceparent,
+    encoded_images,
+)
+from sluice.codec.fields import valid_unicode
+from sluice.codec.messages import struct_to_proto
+from sluice.codec.rollout import chat_prompt_to_proto
+from sluice.concurrency.threads import settle
 from sluice.errors import PeerError, SluiceError
 from sluice.rpc.client import reward_stub, stream_call
 from sluice.rpc.retries import Retries, RetryPolicy, own_deadline_is_failure
+from sluice.types import ChatMessage
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+logger = logging.getLogger(__name__)
 
-RECEIPTS = ("accepted", "refused")
 # Open prompts: they keep a service busy, and a broken call repeats them all.
 _WINDOW = 1024
 # A share of what a service takes of all clients (512 MiB unless configured otherwise).
@@ -36,11 +49,199 @@ _IMAGE_WINDOW_BYTES = 64 << 20
 _ECHOED_CHARACTERS = 128
 _PHASE = "submitting prompts"
 _DEFAULT_POLICY = RetryPolicy()
+_Read = Future["NewPrompt | None"]
+_WARNING_PAUSE_S = 600.0
+_MOST_CHARACTERS = 500
+# However short a policy's pauses are, a full service is not called in a tight loop.
+_LEAST_PAUSE_S = 0.025
 
 
-class _ReadPrompt(NamedTuple):
-    prompt: NewPrompt | None  # None: the end, or a failure
-    failure: Exception | None = None
+@dataclass(frozen=True, slots=True)
+class NewPrompt:
+    """A prompt to train on; `prompt_id` is unique in the run.
+
+    `images` are encoded files (PNG, JPEG or WebP) or their paths, one for each ``<image>`` in the
+    messages.
+    `extra_info` is for the scorer: texts, finite numbers, lists and mappings with texts as keys.
+    """
+
+    prompt_id: str
+    messages: tuple[ChatMessage, ...]
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, object] = field(default_factory=dict)
+    images: Sequence[Image] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """A receipt (``accepted``, ``refused``) or an outcome (``trained``, ``filtered_...``, ...).
+
+    `is_retryable`: the service was full, and will have capacity as prompts end.
+    """
+
+    prompt_id: str
+    event: str
+    step: int | None
+    rewards: tuple[float, ...]
+    detail: str
+    is_retryable: bool = False
+
+
+def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
+    """Encode a prompt to train on.
+
+    Raises:
+        InvalidRequestError: a text is not valid Unicode, `extra_info` cannot be sent, or an image
+            is none.
+        DataError: the file of an image cannot be read.
+    """
+    owner = f"prompt {prompt.prompt_id}"
+    chat = ChatWithImages(prompt.messages, prompt.images)
+    with valid_unicode(owner):
+        return reward_pb2.SubmitPromptsRequest(
+            prompt_id=prompt.prompt_id,
+            messages=chat_prompt_to_proto(prompt.messages).chat.messages,
+            data_source=prompt.data_source,
+            ground_truth=prompt.ground_truth,
+            extra_info=struct_to_proto(prompt.extra_info, f"{owner}: extra_info"),
+            images=encoded_images(owner, chat),
+        )
+
+
+def prompt_event(answer: reward_pb2.SubmitPromptsResponse) -> PromptEvent:
+    """Decode a receipt or an outcome."""
+    if answer.WhichOneof("event") == "receipt":
+        receipt = answer.receipt
+        event = "refused" if receipt.refused_because else "accepted"
+        return PromptEvent(
+            receipt.prompt_id, event, None, (), receipt.refused_because, receipt.retryable
+        )
+    outcome = answer.outcome
+    name = reward_pb2.PromptEnd.Name(outcome.end).removeprefix("PROMPT_END_").lower()
+    step = outcome.step if outcome.HasField("step") else None
+    return PromptEvent(outcome.prompt_id, name, step, tuple(outcome.rewards), outcome.detail)
+
+
+class RefusedPrompts:
+    """Prompts that a full service refused, by id, the longest held first.
+
+    One held prompt is sent again for each outcome, which frees capacity, and one after each pause,
+    because other clients' prompts end too. The pause grows while that fails. Each one that is
+    accepted lets another follow at once. So vain tries are at most one for each outcome and one for
+    each pause; prompts that were in flight when the service became full, and all open ones after a
+    broken call, add one each.
+
+    Args:
+        policy: the pauses, and with `gives_up` the patience without progress.
+        gives_up: give prompts up when patience has ended; otherwise hold them until they are
+            accepted. A policy without patience gives up at once.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        *,
+        gives_up: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._gives_up = gives_up or policy.patience_s <= 0
+        self._refusals: dict[str, PromptEvent] = {}
+        self._tried: set[str] = set()  # released, and not answered yet
+        self._capacity = 0
+        self._num_pauses = 0
+        self._next_pause_ends_s = 0.0
+        self._full_since_s: float | None = None
+        self._next_warning_s = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._refusals)
+
+    def hold(self, refusal: PromptEvent) -> Sequence[PromptEvent]:
+        """Hold a refused prompt, and return all that are given up."""
+        now_s = self._clock()
+        if self._full_since_s is None:
+            self._full_since_s = now_s
+        if not self._refusals and not self._tried:
+            self._num_pauses = 0
+            self._next_pause_ends_s = now_s + self._pause_s()
+        self._tried.discard(refusal.prompt_id)
+        self._refusals[refusal.prompt_id] = refusal
+        if not self._gives_up or now_s - self._full_since_s < self._policy.patience_s:
+            self._warn(refusal.detail, now_s, now_s - self._full_since_s)
+            return ()
+        given_up = tuple(self._refusals.values())
+        self._refusals.clear()
+        return given_up
+
+    def accepted(self, prompt_id: str) -> None:
+        """Note an accepted prompt, held before or not."""
+        self._full_since_s = None
+        if prompt_id in self._tried:
+            self._tried.discard(prompt_id)
+            self._num_pauses = 0
+            self._capacity += 1
+
+    def drop(self, prompt_id: str) -> None:
+        """Forget a prompt that is done."""
+        self._refusals.pop(prompt_id, None)
+        self._tried.discard(prompt_id)
+
+    def ended(self) -> None:
+        """Note an ended prompt, which frees capacity for another."""
+        self._full_since_s = None
+        if self._refusals:
+            self._capacity += 1
+
+    def forget(self) -> None:
+        """Forget all held prompts: a new call sends them again."""
+        self._full_since_s = None
+        self._refusals.clear()
+        self._tried.clear()
+
+    def take_due(self) -> str | None:
+        """Release the prompt to send again now and return its id; ``None``: there is none."""
+        if not self._refusals:
+            self._capacity = 0
+            return None
+        now_s = self._clock()
+        if self._capacity > 0:
+            self._capacity -= 1
+        elif now_s >= self._next_pause_ends_s:
+            self._num_pauses += 1
+            self._next_pause_ends_s = now_s + self._pause_s()
+        else:
+            return None
+        prompt_id = next(iter(self._refusals))
+        del self._refusals[prompt_id]
+        self._tried.add(prompt_id)
+        return prompt_id
+
+    def wait_s(self) -> float | None:
+        """Return the seconds until a prompt is due if nothing happens; ``None``: none is held."""
+        if not self._refusals:
+            return None
+        return max(self._next_pause_ends_s - self._clock(), 0.0)
+
+    def _pause_s(self) -> float:
+        return max(self._policy.pause_s(self._num_pauses), _LEAST_PAUSE_S)
+
+    def _warn(self, detail: str, now_s: float, full_for_s: float) -> None:
+        """Warn at the first held prompt, then every ten minutes."""
+        if now_s < self._next_warning_s:
+            return
+        self._next_warning_s = now_s + _WARNING_PAUSE_S
+        # A terminal may show the service's text, so it must be printable.
+        printable = "".join(c if c.isprintable() else " " for c in detail[:_MOST_CHARACTERS])
+        logger.warning(
+            "prompts that wait for capacity: %d; no progress for %.0f s; the service: %s",
+            len(self),
+            full_for_s,
+            printable,
+        )
 
 
 class _PromptReader:
@@ -53,7 +254,6 @@ class _PromptReader:
     Args:
         prompts: iterated by one thread alone.
         on_ready: called in the event loop when the thread has read a prompt, or the end.
-        in_thread: read in a thread.
     """
 
     def __init__(
@@ -63,70 +263,62 @@ class _PromptReader:
         self._iterator: Iterator[NewPrompt] | None = None
         self._on_ready = on_ready
         self._in_thread = in_thread
-        self._demands: SimpleQueue[bool] | None = None
-        self._is_reading = False
-        self._pending: _ReadPrompt | None = None
+        self._demands: SimpleQueue[_Read | None] | None = None
+        self._read: _Read | None = None
 
     def is_ready(self) -> bool:
         """Return whether a prompt, or the end, has come. If not, start to read it."""
-        if self._pending is None and not self._in_thread:
-            self._pending = self._read()
-        elif self._pending is None and not self._is_reading:
-            self._is_reading = True
-            if self._demands is None:
-                self._demands = self._start()
-            self._demands.put(True)
-        return self._pending is not None
+        if self._read is None:
+            self._read = Future()
+            if not self._in_thread:
+                settle(self._read, self._next)
+            else:
+                self._demands = self._demands or self._start()
+                self._demands.put(self._read)
+        return self._read.done()
 
     def take(self) -> NewPrompt | None:
         """Return the prompt that has come; ``None`` at the end. Raise what the iterable raised.
 
         Call it only when `is_ready`.
         """
-        assert self._pending is not None
-        read, self._pending = self._pending, None
-        if read.failure is not None:
-            raise read.failure
-        return read.prompt
+        assert self._read is not None
+        read, self._read = self._read, None
+        return read.result()
 
     def close(self) -> None:
         """End the thread, at once or after its present read."""
         if self._demands is not None:
-            self._demands.put(False)
+            self._demands.put(None)
 
-    def _read(self) -> _ReadPrompt:
+    def _next(self) -> NewPrompt | None:
+        if self._iterator is None:
+            self._iterator = iter(self._prompts)
+        return next(self._iterator, None)
+
+    def _next_in_thread(self) -> NewPrompt | None:
         try:
-            if self._iterator is None:
-                self._iterator = iter(self._prompts)
-            return _ReadPrompt(next(self._iterator, None))
-        except Exception as error:  # noqa: BLE001 - raised by `take`
-            return _ReadPrompt(None, error)
+            return self._next()
+        except Exception:
+            raise
+        except BaseException as error:  # such as SystemExit: not for the event loop
+            kind = type(error).__name__
+            raise RuntimeError(f"the iterable of prompts raised {kind}: {error}") from error
 
-    def _start(self) -> SimpleQueue[bool]:
-        demands = SimpleQueue[bool]()
-        arguments = (asyncio.get_running_loop(), demands)
-        name = "sluice prompts"
-        threading.Thread(target=self._serve, args=arguments, name=name, daemon=True).start()
+    def _start(self) -> SimpleQueue[_Read | None]:
+        demands: SimpleQueue[_Read | None] = SimpleQueue()
+        loop = asyncio.get_running_loop()
+
+        def serve() -> None:
+            while (read := demands.get()) is not None:
+                settle(read, self._next_in_thread)
+                try:
+                    loop.call_soon_threadsafe(self._on_ready)
+                except RuntimeError:  # the loop is closed: nothing waits any more
+                    return
+
+        threading.Thread(target=serve, name="sluice prompts", daemon=True).start()
         return demands
-
-    def _serve(self, loop: asyncio.AbstractEventLoop, demands: SimpleQueue[bool]) -> None:
-        while demands.get():
-            try:
-                read = self._read()
-            except BaseException as error:  # noqa: BLE001 - such as SystemExit: not for the event loop
-                kind = type(error).__name__
-                failure = RuntimeError(f"the iterable of prompts raised {kind}: {error}")
-                failure.__cause__ = error
-                read = _ReadPrompt(None, failure)
-            try:
-                loop.call_soon_threadsafe(self._put, read)
-            except RuntimeError:  # the loop is closed: nothing waits any more
-                return
-
-    def _put(self, read: _ReadPrompt) -> None:
-        self._pending = read
-        self._is_reading = False
-        self._on_ready()
 
 
 def _image_bytes(request: reward_pb2.SubmitPromptsRequest) -> int:
@@ -208,7 +400,10 @@ class OpenPrompts:
             if (prompt_id := self._held.take_due()) is not None:
                 self._unanswered.add(prompt_id)
                 return self._open[prompt_id]
-            if self._takes_more() and self._has_fresh():
+            # While prompts are held, the service would refuse fresh ones too.
+            has_capacity = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
+            takes_more = has_capacity and not self._is_exhausted and not self._held
+            if takes_more and (self._pending is not None or self._prompts.is_ready()):
                 if (fresh := await self._fresh_one(call)) is not None:
                     return fresh
             elif self._is_exhausted and not self._unanswered and not self._held:
@@ -225,14 +420,6 @@ class OpenPrompts:
                 await self._changed.wait()
         except TimeoutError:
             return  # a held prompt is due
-
-    def _takes_more(self) -> bool:
-        # While prompts are held, the service would refuse fresh ones too.
-        has_capacity = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
-        return has_capacity and not self._is_exhausted and not self._held
-
-    def _has_fresh(self) -> bool:
-        return self._pending is not None or self._prompts.is_ready()
 
     async def _fresh_one(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
         """Return the next fresh prompt; ``None`` at the end, or if the call is not the latest."""
@@ -324,9 +511,8 @@ async def submit_prompts(
     At most 1024 prompts are open at a time, and no further one is sent while those hold images of
     64 MiB or more. Image files are read once. A failed call is repeated with the open prompts for
     the policy's patience; a call that reached its own deadline counts as failed. Prompts that a
-    full service refused are sent again; see `sluice.client.held_prompts`. No fresh ones are sent
-    meanwhile. Without outcomes to wait for, they are refused when nothing came for the policy's
-    patience.
+    full service refused are sent again; see `RefusedPrompts`. No fresh ones are sent meanwhile.
+    Without outcomes to wait for, they are refused when nothing came for the policy's patience.
     """
     check_traceparent(traceparent)
     open_prompts = OpenPrompts(

@@ -11,10 +11,10 @@ from typing import Self, TypeVar
 from sluice.client.async_client import AsyncClient
 from sluice.client.fleet import FleetReplica
 from sluice.client.generation_types import GenerateOptions, Generation, GenerationEvent, Prompt
-from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunSnapshot
 from sluice.client.scoring import ScoreItem
+from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.errors import ConfigError
 from sluice.rpc.retries import RetryPolicy
 from sluice.types import Failed, Scored

@@ -1,21 +1,76 @@
-"""Explain what a run waits for: follow the waits to the service that holds up the others."""
+"""Explain what a run waits for: ask every service at once, then follow the waits to the one that
+holds up the others.
+
+A service that does not answer in time is part of the result, with the state of its process if that
+runs on this machine.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import grpc
+
+from sluice.api.reward.v1 import reward_pb2
+from sluice.api.rollout.v1 import rollout_pb2
+from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.run_address import RunLocation
-from sluice.client.wait_survey import ServiceWaits, survey_waits
+from sluice.codec.messages import wait_report_from_proto
+from sluice.concurrency.process import process_marks
 from sluice.concurrency.waits import Waiting
+from sluice.errors import AccessDeniedError, DeadlineError, HandshakeError, PeerError, SluiceError
+from sluice.rpc.client import open_channel, reward_stub, rollout_stub, trainer_stub, unary_call
+from sluice.rpc.credentials import OPEN, Credentials
 from sluice.service_contract import CONFIG_NAME
 
-FLEET = "rollout fleet"
+TRAINER, REWARD, FLEET = "trainer", "reward service", "rollout fleet"
 MIN_REPORTED_S = 1.0
 """Shorter waits are normal."""
 
 _MAX_WAITERS_REPORTED = 3
+_MARKED_AS = {"reward": REWARD}
+_MESSAGE_BYTES = 64 << 20
+_PHASE = "reporting what it waits for"
+_StatusCall = tuple[Callable[[grpc.aio.Channel], Any], Any]
+
+_STATUS_CALLS: dict[str, _StatusCall] = {
+    TRAINER: (trainer_stub, trainer_pb2.GetStatusRequest()),
+    REWARD: (reward_stub, reward_pb2.GetStatusRequest()),
+}
+_REPLICA_CALL: _StatusCall = (rollout_stub, rollout_pb2.GetStatusRequest(without_engine=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceWaits:
+    """One service of a run.
+
+    Attributes:
+        name: "trainer", "reward service" or the replica's name.
+        waits: what it waits for, the longest first.
+        still_s: seconds without progress although there is work; ``None``: unknown, or no work.
+        failure: why there is no answer; empty: it answered.
+        is_refused: the service is there, and the failure is that caller and service do not accept
+            each other's certificate or token.
+        pid: its process id; 0: unknown.
+        process: the kernel's state of the process, such as "stopped by a signal"; empty: unknown.
+        unheard_s: seconds since its last heartbeat to the trainer; ``None``: unknown.
+        is_replica: whether it generates.
+    """
+
+    name: str
+    waits: tuple[Waiting, ...] = ()
+    still_s: float | None = None
+    failure: str = ""
+    pid: int = 0
+    process: str = ""
+    unheard_s: float | None = None
+    is_replica: bool = False
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +119,8 @@ def explain(services: Sequence[ServiceWaits]) -> Explanation:
     silent = [service for service in services if service.failure]
     if refused:
         root = refused[0].name
-        cause = "; ".join([refused[0].failure, *_also_refused(refused[1:])])
+        others = ", ".join(service.name for service in refused[1:])
+        cause = refused[0].failure + (f"; also refused by {others}" if others else "")
     elif silent:
         root = max(silent, key=lambda one: (_num_led_to(one.name, by_name), one.name)).name
         cause = _silence(by_name[root], [s for s in silent if s.name != root], by_name)
@@ -121,11 +177,6 @@ def _num_led_to(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
     )
 
 
-def _also_refused(others: Sequence[ServiceWaits]) -> list[str]:
-    names = ", ".join(service.name for service in others)
-    return [f"also refused by {names}"] if names else []
-
-
 def _silence(
     root: ServiceWaits, others: Sequence[ServiceWaits], by_name: Mapping[str, ServiceWaits]
 ) -> str:
@@ -173,13 +224,11 @@ def _next(
     for wait in sorted(by_name[name].waits, key=lambda wait: -wait.seconds):
         targets = [each for each in _targets(wait.peer, by_name) if each not in seen]
         if targets and wait.seconds >= MIN_REPORTED_S:
-            own = {each: _count_for(each, by_name[name]) for each in targets}
+            own = Counter[str]()
+            for each in by_name[name].waits:
+                own[each.peer] += each.count
             return max(targets, key=lambda each: (own[each], each)), wait
     return None
-
-
-def _count_for(peer: str, service: ServiceWaits) -> int:
-    return sum(wait.count for wait in service.waits if wait.peer == peer)
 
 
 def _chain_in_words(
@@ -199,3 +248,96 @@ def _chain_in_words(
     else:
         end = "is working"
     return ", which ".join([f"{chain[0][0]} {links[0]}", *links[1:], end])
+
+
+class _Replica(NamedTuple):
+    address: str
+    unheard_s: float | None = None
+
+
+async def survey_waits(
+    trainer: str,
+    reward: str,
+    run_dir: Path,
+    *,
+    since_s: float = 0.0,
+    timeout_s: float = 2.0,
+    credentials: Credentials = OPEN,
+) -> tuple[ServiceWaits, ...]:
+    """Return trainer, reward service and all replicas that these or the run's folder know.
+
+    Args:
+        trainer, reward: host:port.
+        run_dir: the run's folder, which lists the processes on this machine.
+        since_s: older entries there (seconds of the file system's clock) are of an earlier run.
+        timeout_s: time that each service has to answer.
+        credentials: what the services ask of callers.
+    """
+    marks = {_MARKED_AS.get(m.name, m.name): m for m in process_marks(run_dir, since_s)}
+    replicas = {
+        name: _Replica(mark.address)
+        for name, mark in marks.items()
+        if name not in {TRAINER, REWARD}
+    }
+    # Two rounds: the answers of the first name the replicas.
+    first = await _ask_all({TRAINER: trainer, REWARD: reward}, timeout_s, credentials)
+    for _, named in first:
+        for name, replica in named.items():
+            earlier = replicas.get(name)
+            # Only the trainer knows the last heartbeat, and its answer comes first.
+            unheard_s = replica.unheard_s or (earlier.unheard_s if earlier else None)
+            replicas[name] = _Replica(replica.address, unheard_s)
+    addresses = {name: replica.address for name, replica in sorted(replicas.items())}
+    second = await _ask_all(addresses, timeout_s, credentials)
+    found = [service for service, _ in first]
+    for service, _ in second:
+        unheard_s = replicas[service.name].unheard_s
+        found.append(replace(service, unheard_s=unheard_s, is_replica=True))
+    return tuple(
+        replace(service, pid=mark.pid, process=mark.state())
+        if (mark := marks.get(service.name))
+        else service
+        for service in found
+    )
+
+
+async def _ask_all(
+    addresses: Mapping[str, str], timeout_s: float, credentials: Credentials
+) -> list[tuple[ServiceWaits, Mapping[str, _Replica]]]:
+    async with asyncio.TaskGroup() as tasks:
+        asked = [
+            tasks.create_task(_ask(name, address, timeout_s, credentials), name=f"asking {name}")
+            for name, address in addresses.items()
+        ]
+    return [task.result() for task in asked]
+
+
+async def _ask(
+    name: str, address: str, timeout_s: float, credentials: Credentials
+) -> tuple[ServiceWaits, Mapping[str, _Replica]]:
+    """Return what a service waits for, or why it does not say, and the replicas that it names."""
+    stub, request = _STATUS_CALLS.get(name, _REPLICA_CALL)
+    channel = open_channel(address, max_message_bytes=_MESSAGE_BYTES, credentials=credentials)
+    try:
+        async with channel:
+            status: Any = await unary_call(
+                stub(channel).GetStatus, request, peer=name, phase=_PHASE, deadline_s=timeout_s
+            )
+    except DeadlineError:
+        return ServiceWaits(name, failure=f"no answer within {timeout_s:g} s"), {}
+    except (AccessDeniedError, HandshakeError) as error:
+        return ServiceWaits(name, failure=str(error), is_refused=True), {}
+    except SluiceError as error:
+        # The transport's words add nothing about a port where no process listens.
+        failure = "no answer" if type(error) is PeerError else str(error)
+        return ServiceWaits(name, failure=failure), {}
+    replicas: dict[str, _Replica] = {}
+    if name == TRAINER:
+        replicas = {
+            one.replica.name: _Replica(one.replica.address, one.heartbeat_age_seconds)
+            for one in status.replicas
+        }
+    elif name == REWARD:
+        replicas = {replica.name: _Replica(replica.address) for replica in status.replicas}
+    report = wait_report_from_proto(status.wait_report)
+    return ServiceWaits(name, report.waits, report.still_s), replicas

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
-from sluice.algorithm.episode_rules import CONTINUING_ROLES, Observation
-from sluice.api.common.v1 import common_pb2 as common
+from sluice.algorithm.episode_rules import Observation
 from sluice.api.environment.v1 import environment_pb2 as environment
-from sluice.codec.fields import check_count, check_name, shortened
-from sluice.codec.reward import score_from_proto
+from sluice.codec.fields import check_count, check_name
+from sluice.codec.reward import row_json, score_from_proto
 from sluice.codec.rollout import MAX_TURNS, check_turns
 from sluice.codec.tools import (
     answer_to_proto,
-    check_calls,
+    check_role,
     check_tools,
     message_from_proto,
     message_to_proto,
@@ -29,10 +26,6 @@ MAX_METRICS, MAX_PREDICTION_CHARS = 64, 1000
 """Of a score; the rest of a prediction is cut."""
 LARGEST_NUMBER = (2 - 2**-23) * 2.0**127
 """Of float32, which advantages are computed in."""
-BUNDLE_BYTES = 1 << 20
-"""Most bytes of messages that travel together."""
-ItemT = TypeVar("ItemT")
-_ROLES = frozenset(("system", "assistant")) | CONTINUING_ROLES
 
 
 def open_to_proto(
@@ -55,16 +48,6 @@ def open_to_proto(
         seed=seed,
         timeout_s=timeout_s,
     )
-
-
-def row_json(prompt: Prompt) -> str:
-    """Return a row's columns besides its messages, the text of a JSON object."""
-    row = {
-        "data_source": prompt.data_source,
-        "ground_truth": prompt.ground_truth,
-        "extra_info": prompt.extra_info,
-    }
-    return json.dumps(row, ensure_ascii=False, default=str)
 
 
 def step_to_proto(
@@ -120,17 +103,6 @@ def observation_to_proto(seen: Observation) -> environment.Observation:
     )
 
 
-def check_role(field: str, turn: common.ChatMessage, *, is_whole: bool) -> None:
-    """Check role and calls of a turn. Raise InvalidRequestError, which names the field."""
-    allowed = _ROLES if is_whole else CONTINUING_ROLES
-    if turn.role not in allowed:
-        raise InvalidRequestError(
-            f"{field}.role: {shortened(turn.role)}; send {', '.join(sorted(allowed))}"
-            + ("" if is_whole else ", or the whole conversation with is_whole")
-        )
-    check_calls(field, turn)
-
-
 def grade_from_proto(message: environment.CloseResponse) -> Scored | None:
     """Check and decode an episode's score, its further numbers included; ``None``: it has none.
 
@@ -149,25 +121,6 @@ def grade_from_proto(message: environment.CloseResponse) -> Scored | None:
         _check_number(f"score.{name}", value)
     prediction = None if scored.prediction is None else scored.prediction[:MAX_PREDICTION_CHARS]
     return Scored(scored.score, scored.score, metrics, prediction)
-
-
-def bundles(items: Iterable[ItemT], size_of: Callable[[ItemT], int]) -> Iterator[list[ItemT]]:
-    """Yield items in lists of at most `BUNDLE_BYTES`, or of one item.
-
-    Args:
-        items: that travel.
-        size_of: returns the bytes of one.
-    """
-    bundle, num_bytes = list[ItemT](), 0
-    for item in items:
-        size = size_of(item)
-        if bundle and num_bytes + size > BUNDLE_BYTES:
-            yield bundle
-            bundle, num_bytes = [], 0
-        bundle.append(item)
-        num_bytes += size
-    if bundle:
-        yield bundle
 
 
 def _check_number(field: str, value: float) -> None:

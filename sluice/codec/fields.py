@@ -6,7 +6,8 @@ The checks are pure functions. Each raises InvalidRequestError, which names fiel
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,15 @@ def shortened(value: object) -> str:
     return f"{shown}…" if len(text) > _SHOWN_CHARACTERS else shown
 
 
+@contextmanager
+def valid_unicode(field: str) -> Iterator[None]:
+    """Raise InvalidRequestError, which names the field, for a text that a message cannot hold."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{field}: not valid Unicode: {error}") from error
+
+
 def check_name(field: str, value: str, *, may_be_empty: bool = False) -> None:
     """Check a name for logs and tables: printable, at most 128 bytes."""
     if not value and not may_be_empty:
@@ -53,16 +63,16 @@ def check_text(field: str, value: str, max_bytes: int) -> None:
         )
 
 
-def check_range(field: str, value: int, lowest: int, highest: int) -> None:
+def check_range(field: str, value: float, lowest: int, highest: int) -> None:
     """Check for a number in [lowest, highest]."""
     if not lowest <= value <= highest:
         raise InvalidRequestError(f"{field}: {value}; send {lowest} to {highest}")
 
 
-def check_finite(field: str, value: float, lowest: float = 0.0) -> None:
-    """Check for a finite number not below `lowest`."""
-    if not math.isfinite(value) or value < lowest:
-        raise InvalidRequestError(f"{field}: {value}; send a finite number of at least {lowest:g}")
+def check_finite(field: str, value: float) -> None:
+    """Check for a finite number not below 0."""
+    if not math.isfinite(value) or value < 0:
+        raise InvalidRequestError(f"{field}: {value}; send a finite number of at least 0")
 
 
 def check_count(field: str, values: Sized, highest: int) -> None:

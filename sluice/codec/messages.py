@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
@@ -36,6 +36,8 @@ _FIELD = "chat_template_kwargs"
 _JSON_TYPES = (bool, int, float, str, list, tuple, Mapping, type(None))
 
 _MOST_WAITS = 64
+
+ItemT = TypeVar("ItemT")
 
 
 def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replica:
@@ -177,9 +179,6 @@ def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "")
     """Decode a JSON object. Whole numbers become integers up to 2**53, 1.0 like 1.
 
     Args:
-        struct: the object.
-        field: its name, for errors.
-        max_bytes: largest size.
         key: the setting of that size, for errors; empty: it is fixed.
 
     Raises:
@@ -250,6 +249,22 @@ def _check_levels(value: object, path: str, levels: int) -> None:
         )
     for name, each in inner:
         _check_levels(each, name, levels - 1)
+
+
+def bundles(
+    items: Iterable[ItemT], size_of: Callable[[ItemT], int], most_bytes: int = 1 << 20
+) -> Iterator[list[ItemT]]:
+    """Yield items that travel together, in lists of at most `most_bytes`, or of one larger item."""
+    bundle, num_bytes = list[ItemT](), 0
+    for item in items:
+        size = size_of(item)
+        if bundle and num_bytes + size > most_bytes:
+            yield bundle
+            bundle, num_bytes = [], 0
+        bundle.append(item)
+        num_bytes += size
+    if bundle:
+        yield bundle
 
 
 @dataclass(frozen=True, slots=True)

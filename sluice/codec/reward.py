@@ -1,21 +1,42 @@
-"""Calls to the reward service: encode and decode scores and progress; check requests."""
+"""Calls to the reward service: encode and decode scores, progress and leased samples; check
+requests.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.codec.bounds import check_fields
-from sluice.codec.fields import (
-    MAX_NUMBER,
-    check_name,
-)
+from sluice.codec.fields import MAX_NUMBER, check_name, valid_unicode
 from sluice.codec.messages import check_replicas, struct_from_proto
-from sluice.codec.rollout import check_turns
-from sluice.codec.tools import check_no_calls
+from sluice.codec.rollout import MAX_TURNS, check_turns
+from sluice.codec.tools import (
+    answer_to_proto,
+    check_no_calls,
+    check_role,
+    check_tools,
+    message_from_proto,
+    message_to_proto,
+    tools_from_proto,
+    tools_to_proto,
+)
+from sluice.codec.turns import finish_reason_to_proto
 from sluice.errors import InvalidRequestError
-from sluice.types import DataProgress, PromptEnd, Scored
+from sluice.types import (
+    Answer,
+    ChatMessage,
+    DataProgress,
+    FinishReason,
+    Prompt,
+    PromptEnd,
+    Scored,
+    Tool,
+)
 
 if TYPE_CHECKING:
     from google.protobuf.struct_pb2 import Struct
@@ -103,3 +124,91 @@ def _check_progress(progress: common.DataProgress, field: str) -> None:
                 "low_water on"
             )
         before = position
+
+
+def row_json(prompt: Prompt) -> str:
+    """Return a row's columns besides its messages, the text of a JSON object."""
+    row = {
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+    }
+    return json.dumps(row, ensure_ascii=False, default=str)
+
+
+def lease_to_proto(
+    prompt: Prompt, *, lease_id: str, sample_index: int, deadline_s: float
+) -> reward.Lease:
+    """Encode a leased sample."""
+    return reward.Lease(
+        lease_id=lease_id,
+        prompt_id=prompt.prompt_id,
+        sample_index=sample_index,
+        messages=map(message_to_proto, prompt.messages),
+        row_json=row_json(prompt),
+        deadline_s=deadline_s,
+    )
+
+
+def chat_to_proto(
+    lease_id: str, digest: str, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+) -> reward.ChatRequest:
+    """Encode a request for an answer.
+
+    Raises:
+        InvalidRequestError: a text is not valid Unicode.
+    """
+    with valid_unicode("messages"):
+        return reward.ChatRequest(
+            lease_id=lease_id,
+            request_digest=digest,
+            messages=map(message_to_proto, messages),
+            tools=tools_to_proto(tools),
+        )
+
+
+def conversation_of(
+    request: reward.ChatRequest,
+) -> tuple[tuple[ChatMessage, ...], tuple[Tool, ...]]:
+    """Check a request, and return its conversation and tools.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    check_fields(request)
+    if not request.messages:
+        raise InvalidRequestError("messages: empty; send the whole conversation")
+    check_turns("messages", request.messages, MAX_TURNS)
+    for index, turn in enumerate(request.messages):
+        check_role(f"messages[{index}]", turn, is_whole=True)
+    check_tools("tools", request.tools)
+    return tuple(map(message_from_proto, request.messages)), tools_from_proto(request.tools)
+
+
+def reward_of(request: reward.EndEpisodeRequest) -> float | None:
+    """Check the end of a sample, and return its reward.
+
+    Raises:
+        InvalidRequestError: the reward is not finite, or there is a failure too.
+    """
+    check_fields(request)
+    if not request.HasField("reward"):
+        return None
+    if not math.isfinite(request.reward):
+        raise InvalidRequestError(f"reward: {request.reward}; send a finite number, or none")
+    if request.failure:
+        raise InvalidRequestError("reward: set together with failure; send one of them")
+    return request.reward
+
+
+def chat_answer_to_proto(
+    answer: Answer, finish: FinishReason, *, num_read: int, num_sampled: int, turn: int
+) -> reward.ChatResponse:
+    """Encode an answer."""
+    return reward.ChatResponse(
+        answer=answer_to_proto(answer),
+        finish_reason=finish_reason_to_proto(finish),
+        prompt_tokens=num_read,
+        completion_tokens=num_sampled,
+        turn=turn,
+    )

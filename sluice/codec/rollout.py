@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from sluice.algorithm.episode_rules import CONTINUING_ROLES
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.codec.bounds import MAX_SAMPLE_INDEX, check_fields, check_temperature
+from sluice.codec.bounds import MAX_SAMPLE_INDEX, MAX_TEMPERATURE, check_fields
 from sluice.codec.fields import (
     MAX_NUMBER,
     check_count,
@@ -199,16 +199,7 @@ def scored_prompt_from_proto(message: rollout.PromptLogprobs, num_tokens: int) -
 
 def sampling_to_proto(sampling: SamplingParams) -> common.SamplingParams:
     """Encode sampling parameters; set every field explicitly."""
-    return common.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        stop=sampling.stop,
-    )
+    return common.SamplingParams(**asdict(sampling))
 
 
 def sampling_from_proto(
@@ -217,7 +208,6 @@ def sampling_from_proto(
     """Decode sampling parameters; absent fields take the protocol's defaults.
 
     Args:
-        message: as received.
         default_seed: used when the caller gave none.
         longest: `max_tokens` when the caller gave none, tokens.
 
@@ -246,7 +236,7 @@ def check_sampling(temperature: float, top_p: float, top_k: int, prefix: str = "
     Raises:
         InvalidRequestError: a value is out of its range.
     """
-    check_temperature(f"{prefix}temperature", temperature)
+    check_range(f"{prefix}temperature", temperature, 0, MAX_TEMPERATURE)
     if not 0.0 < top_p <= 1.0:
         raise InvalidRequestError(f"{prefix}top_p: {top_p} is not in (0, 1]; use 1 for off")
     if top_k != -1 and not 1 <= top_k < 1 << 31:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from sluice.algorithm.episode_rules import CONTINUING_ROLES
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.codec.fields import MAX_NAME_BYTES, check_count, check_text, shortened
 from sluice.errors import InvalidRequestError
@@ -18,6 +19,7 @@ from sluice.types import TOOL_FORMATS, Answer, ChatMessage, Tool, ToolCall
 
 MAX_TOOLS = 128
 _MAX_DESCRIPTION_BYTES, _MAX_PARAMETERS_BYTES = 1 << 14, 1 << 16
+_ROLES = frozenset(("system", "assistant")) | CONTINUING_ROLES
 
 
 def _check_object(field: str, text: str, max_bytes: int) -> None:
@@ -66,6 +68,17 @@ def check_calls(field: str, turn: common.ChatMessage) -> None:
         if not call.name:
             raise InvalidRequestError(f"{place}.name: empty; name the tool")
         _check_object(f"{place}.arguments_json", call.arguments_json, MAX_ARGUMENTS_BYTES)
+
+
+def check_role(field: str, turn: common.ChatMessage, *, is_whole: bool) -> None:
+    """Check role and calls of a turn. Raise InvalidRequestError, which names the field."""
+    allowed = _ROLES if is_whole else CONTINUING_ROLES
+    if turn.role not in allowed:
+        raise InvalidRequestError(
+            f"{field}.role: {shortened(turn.role)}; send {', '.join(sorted(allowed))}"
+            + ("" if is_whole else ", or the whole conversation with is_whole")
+        )
+    check_calls(field, turn)
 
 
 def check_no_calls(field: str, turns: Sequence[common.ChatMessage]) -> None:

@@ -19,6 +19,7 @@ from sluice.codec.fields import (
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
+from sluice.codec.messages import bundles
 from sluice.codec.reward import (
     progress_from_proto,
     progress_to_proto,
@@ -101,18 +102,8 @@ def packed(
     A message costs the service a turn of its loop, which at a large fleet is longer than what a
     small sample takes. A larger part travels alone.
     """
-    message, size = reward.TakeSamplesResponse(), 0
-    for part in parts:
-        added = part.ByteSize()
-        if size and size + added > most_bytes:
-            yield message
-            size = 0
-        if size:
-            message.more.append(part)
-        else:
-            message = part
-        size += added
-    if size:
+    for message, *more in bundles(parts, lambda part: part.ByteSize(), most_bytes):
+        message.more.extend(more)
         yield message
 
 
@@ -227,7 +218,6 @@ def _unsent_experts(group: TrainGroup, first: int, wanted: set[int]) -> RoutedEx
     """Return the experts of the first sample with any, if it is not sent: the prompt brings them.
 
     Args:
-        group: a group of the batch.
         first: number of its first sample in the batch.
         wanted: numbers of the samples to send.
     """

@@ -7,9 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from sluice.errors import ConfigError
 
@@ -52,20 +52,11 @@ def endpoint(url: str, *, key: str) -> Endpoint:
     Raises:
         ConfigError: the text is not such a URL; names `key`.
     """
-    try:
+    with suppress(ValueError):
         parts = urlsplit(url)
-        parsed = _endpoint(parts)
-    except ValueError:
-        parsed = None
-    if parsed is None:
-        raise ConfigError(f"{key} = {url!r} is no URL; write http://HOST:PORT/PATH")
-    return parsed
-
-
-def _endpoint(parts: SplitResult) -> Endpoint | None:
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        return None
-    return Endpoint(parts.scheme == "https", parts.hostname, parts.port, parts.path)
+        if parts.scheme in ("http", "https") and parts.hostname and not parts.query:
+            return Endpoint(parts.scheme == "https", parts.hostname, parts.port, parts.path)
+    raise ConfigError(f"{key} = {url!r} is no URL; write http://HOST:PORT/PATH")
 
 
 def post(
@@ -120,17 +111,15 @@ def _no_answer(to: Endpoint, error: Exception, *, timed_out: bool) -> HttpFault:
 @contextmanager
 def _cut_off_at(connected: socket.socket, ends_at: float) -> Iterator[None]:
     """Shut the connection down at `ends_at`: a socket's own timeout is for one read only."""
-    timer = threading.Timer(max(ends_at - time.monotonic(), 0.0), _shut_down, [connected])
+
+    def shut_down() -> None:
+        with suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(ends_at - time.monotonic(), 0.0), shut_down)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _shut_down(connected: socket.socket) -> None:
-    try:
-        connected.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from sluice.concurrency.waits import unless
 from sluice.errors import MissingPackageError, SluiceError, leaves
 from sluice.safe_text import printable
+from sluice.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,7 @@ def service_parser(service: str, description: str, example: str) -> argparse.Arg
 
     Args:
         service: the module that is run, such as ``services.reward``.
-        description: what it does.
-        example: of its arguments.
+        description, example: of its help.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {service}",
@@ -138,9 +138,7 @@ def noted_file(file: Path, text: str, *, stays_after_error: bool = False) -> Ite
     with suppress(OSError):  # services that need the disk report that it is full
         if file.parent.parent.is_dir():
             file.parent.mkdir(exist_ok=True)
-            partial = file.with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(file)
+            write_whole(file, text.encode())
     has_failed = False
     try:
         yield
@@ -167,17 +165,10 @@ def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...
     """Return the processes noted since `since_s` (seconds of the file system's clock), by name."""
     found = []
     for file in sorted((run_dir / FOLDER).glob("*.json")):
-        with suppress(OSError):
-            mark = _read(file) if file.stat().st_mtime >= since_s else None
-            found += [mark] if mark is not None else []
+        with suppress(OSError, ValueError, TypeError):  # such as half a file
+            if file.stat().st_mtime >= since_s:
+                found.append(ProcessMark(**json.loads(file.read_text(encoding="utf-8"))))
     return tuple(found)
-
-
-def _read(file: Path) -> ProcessMark | None:
-    try:
-        return ProcessMark(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def stat_fields(pid: int) -> list[str]:
@@ -233,12 +224,7 @@ def stop_on_signals(
 
 
 async def until_signal(work: Coroutine[Any, Any, ResultT], farewell: str = "") -> ResultT | None:
-    """Return the result of `work`; None if SIGTERM or SIGINT cancelled it first.
-
-    Args:
-        work: to do.
-        farewell: logged on the signal.
-    """
+    """Return the result of `work`; None if a signal to stop, which logs `farewell`, ended it."""
     stop = asyncio.Event()
     with stop_on_signals(stop, farewell=farewell):
         return await unless(stop, work)
@@ -253,12 +239,8 @@ def end_by_sigterm() -> NoReturn:
 
 
 def exit_status(name: str, run: Callable[[], object]) -> int:
-    """Run a program's body; return 0 when it returns, 1 after errors of ours, which are printed;
-    `EXIT_MISSING_PACKAGE` if they are missing packages.
-
-    Args:
-        name: prefix of each message.
-        run: the body.
+    """Run a program's body; return 0 when it returns, 1 after errors of ours, which are printed
+    after `name`; `EXIT_MISSING_PACKAGE` if they are missing packages.
     """
     try:
         run()

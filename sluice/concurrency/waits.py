@@ -99,11 +99,11 @@ class WaitRegistry:
         """
         return Wait(peer, phase, self._clock(), self._open)
 
-    def snapshot(self, most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
-        """Return the waits by peer and phase, the longest first, `most` lines at most."""
+    def snapshot(self) -> tuple[Waiting, ...]:
+        """Return the waits by peer and phase, the longest first, `MAX_REPORTED` lines at most."""
         now_s = self._clock()
         return merged_waits(
-            (Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(self._open)), most
+            Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(self._open)
         )
 
 
@@ -208,8 +208,7 @@ async def while_progressing(
         progress: returns a value that differs whenever something moved; None if it is not known.
         stall_s: longest time without a change.
         interval_s: time between two looks; well below `stall_s`.
-        peer: the process that does the work, for the error.
-        phase: what the work is, for the error.
+        peer, phase: who does the work, and what it is, for the error.
 
     Raises:
         DeadlineError: nothing moved for `stall_s`.

@@ -244,12 +244,10 @@ class Watchdog:
     """The thread that watches a process, and the beats of its event loop.
 
     Args:
-        judge: decides.
         work_state: describes the work; called in the event loop, must not block. If it raises
             `SluiceError`, there is no beat.
         stacks_file: where stacks are added; ``None``: nowhere.
         interval_s: seconds between two looks.
-        end: ends the process at once.
         cpu_deadline: pushed back by each look; ``None``: a kept interpreter's lock is tolerated.
     """
 
@@ -293,11 +291,6 @@ class Watchdog:
             thread.join(self._interval_s + REPORT_TIMEOUT_S)
             if self._cpu_deadline is not None:
                 self._cpu_deadline.stop()
-
-    @property
-    def still_s(self) -> float | None:
-        """Return the seconds without progress; ``None`` while there is nothing to do."""
-        return self._judge.still_at_work_s
 
     def _beat(self) -> None:
         assert self._loop is not None
@@ -359,12 +352,12 @@ def _line_of(wait: Waiting) -> str:
     return f"{wait.peer}: {wait.phase} ({wait.seconds:.0f} s{times}){task}"
 
 
-_watching: list[Watchdog] = []
+_watching: list[StallJudge] = []
 
 
 def still_seconds() -> float | None:
     """Return the seconds without progress; ``None``: no work, or no watchdog."""
-    return _watching[-1].still_s if _watching else None
+    return _watching[-1].still_at_work_s if _watching else None
 
 
 @contextmanager
@@ -379,8 +372,7 @@ def watched_service(
 
     Args:
         name: the service's, or the replica's.
-        service: the run's settings.
-        work_state: describes its work; see `Watchdog`.
+        work_state: see `Watchdog`.
         address: where it serves, host:port.
     """
     run_dir, limits = Path(service.run_dir), service.watchdog
@@ -396,9 +388,9 @@ def watched_service(
         interval_s=interval_s,
         cpu_deadline=None if give_up_s is None else CpuDeadline(give_up_s, stacks_file),
     )
-    _watching.append(watchdog)
+    _watching.append(judge)
     try:
         with marked_process(run_dir, name, address), watchdog.watching():
             yield
     finally:
-        _watching.remove(watchdog)
+        _watching.remove(judge)

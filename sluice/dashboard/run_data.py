@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sluice.config.schema.trainer import TrainerConfig
-from sluice.dashboard.comparison import compare_validations
 from sluice.dashboard.curves import curve_points
 from sluice.dashboard.live_status import LiveAnswer
-from sluice.dashboard.log_tail import log_tail
 from sluice.dashboard.overview import overview, read_final_accounts
 from sluice.dashboard.page import group_object, page_object
 from sluice.dashboard.run_settings import settings_object
@@ -22,12 +22,19 @@ from sluice.dashboard.sample_browser import (
     SampleFilter,
     folders_of_run,
 )
+from sluice.dashboard.sample_lines import DumpRow, dump_row
 from sluice.dashboard.side_by_side import ComparedRun, metric_of_runs, side_by_side
 from sluice.dashboard.step_history import StepHistory
 from sluice.report.versions import versions_of_run
 from sluice.telemetry.metric_names import described
 
 NO_POINTS = 1
+_EXAMPLES = "validation"
+_NUM_PAIRS = 8
+_MOST_EXAMPLE_BYTES = 4 << 20  # of a file; examples of a validation are far smaller
+_LOGS, _LOG_SUFFIX = "logs", ".log"
+_MOST_LOG_BYTES, _MOST_LOG_LINES = 128 << 10, 400
+_FIRST_LOGS = ("trainer", "reward")
 
 
 def compare_folders(folders: Sequence[Path], most: int) -> dict[str, Any]:
@@ -145,3 +152,86 @@ class RunData:
         """Return one group with its texts; ``None``: it is not there."""
         found = self._browser.group(ordinal)
         return None if found is None else group_object(found)
+
+
+def compare_validations(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
+    """Return ``before`` and ``after`` (steps), and ``pairs`` of responses to the same problem.
+
+    Args:
+        run_dir: the run's folder.
+        steps: those with a validation, rising. Without two that recorded examples there are no
+            pairs.
+    """
+    if len(steps) < 2:
+        return {"before": None, "after": None, "pairs": []}
+    before, after = (
+        {example.input: example for example in _examples(run_dir / _EXAMPLES / f"{step}.jsonl")}
+        for step in (steps[0], steps[-1])
+    )
+    shared = (prompt for prompt in before if prompt in after)
+    pairs = [
+        {
+            "prompt": prompt,
+            "ground_truth": "" if before[prompt].gts is None else str(before[prompt].gts),
+            "before": _response(before[prompt]),
+            "after": _response(after[prompt]),
+        }
+        for prompt in islice(shared, _NUM_PAIRS)
+    ]
+    return {"before": steps[0], "after": steps[-1], "pairs": pairs}
+
+
+def _response(example: DumpRow) -> dict[str, Any]:
+    return {"text": example.output, "score": example.score}
+
+
+def _examples(file: Path) -> Iterator[DumpRow]:
+    """Yield the rows at the beginning of a file; none if it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            lines = opened.read(_MOST_EXAMPLE_BYTES).split(b"\n")[:-1]
+    except OSError:
+        return
+    yield from filter(None, map(dump_row, lines))
+
+
+def log_names(run_dir: Path) -> list[str]:
+    """Return the services with a log: trainer and reward service first."""
+    try:
+        found = [
+            entry.name
+            for entry in os.scandir(run_dir / _LOGS)
+            if entry.is_file(follow_symlinks=False)
+        ]
+    except OSError:
+        return []
+    names = [name.removesuffix(_LOG_SUFFIX) for name in found if name.endswith(_LOG_SUFFIX)]
+    first = _FIRST_LOGS
+    return sorted(names, key=lambda name: (not name.startswith(first), name != first[0], name))
+
+
+def log_tail(run_dir: Path, service: str) -> dict[str, Any]:
+    """Return the newest lines of a service's log, and the services that have one.
+
+    Args:
+        run_dir: the run's folder.
+        service: one of `log_names`; for any other there are no lines.
+    """
+    names = log_names(run_dir)
+    lines: list[str] = []
+    is_cut = False
+    if service in names:
+        try:
+            with (run_dir / _LOGS / f"{service}{_LOG_SUFFIX}").open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                begin = max(0, size - _MOST_LOG_BYTES)
+                file.seek(begin)
+                text = file.read(_MOST_LOG_BYTES).decode(errors="replace")
+        except OSError as error:
+            text, begin = f"cannot be read: {error}\n", 0
+        lines = text.split("\n")
+        if begin:  # the first one lacks its beginning; without another one its end is shown
+            lines = lines[1:] if any(lines[1:]) else [f"... {lines[0]}"]
+        is_cut = begin > 0 or len(lines) > _MOST_LOG_LINES
+        lines = [line for line in lines if line][-_MOST_LOG_LINES:]
+    return {"services": names, "service": service, "lines": lines, "is_cut": is_cut}

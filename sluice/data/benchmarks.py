@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sluice.data.published_rows import PUBLISHED_SETS
+from sluice.data.prepare import PUBLISHED_SETS
 from sluice.data.row_files import JSON_SUFFIXES, PARQUET_SUFFIX
 from sluice.errors import DataError
 

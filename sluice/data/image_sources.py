@@ -62,8 +62,6 @@ def read_image(field: str, source: ImageSource, folder: Path, max_bytes: int) ->
     """Return the bytes of an image.
 
     Args:
-        field: the owner, for errors.
-        source: the bytes themselves, or a path.
         folder: relative paths start here.
         max_bytes: a larger file is not read.
 

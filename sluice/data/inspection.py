@@ -94,7 +94,9 @@ def inspect_files(
                         check_row(row, slab.path)
                     num_tokens = measure_tokens(row.messages) if measure_tokens else 0
                 except SluiceError as error:
-                    _note_problem(found, error)
+                    found.num_bad += 1
+                    if found.num_bad <= MAX_PROBLEMS_KEPT:
+                        found.problems.append(str(error))
                     continue
                 columns.tokens.append(num_tokens)
                 _add(found, columns, row)
@@ -106,12 +108,6 @@ def inspect_files(
     found.tokens = np.asarray(columns.tokens if measure_tokens else [], np.int64)
     found.num_duplicates = len(columns.digests) - int(np.unique(columns.digests).size)
     return found
-
-
-def _note_problem(found: Inspection, error: SluiceError) -> None:
-    found.num_bad += 1
-    if len(found.problems) < MAX_PROBLEMS_KEPT:
-        found.problems.append(str(error))
 
 
 def _add(found: Inspection, columns: _Columns, row: PromptRow) -> None:
@@ -128,25 +124,3 @@ def quantiles(lengths: Lengths) -> tuple[int, ...]:
     if lengths.size == 0:
         return ()
     return tuple(int(one) for one in np.quantile(lengths, QUANTILES, method="inverted_cdf"))
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """The number of lengths in ``[low, high]``."""
-
-    low: int
-    high: int
-    count: int
-
-
-def histogram(lengths: Lengths, num_bins: int = 10) -> tuple[Bin, ...]:
-    """Return at most `num_bins` bins of equal width, which together hold every length."""
-    if lengths.size == 0:
-        return ()
-    low, high = int(lengths.min()), int(lengths.max())
-    width = -(-(high - low + 1) // num_bins)
-    counts = np.bincount((lengths - low) // width)
-    return tuple(
-        Bin(low + i * width, min(low + (i + 1) * width - 1, high), int(count))
-        for i, count in enumerate(counts)
-    )

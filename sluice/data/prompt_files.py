@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,12 +11,12 @@ import numpy.typing as npt
 
 from sluice.data.prompt_rows import PromptColumns, images_refused
 from sluice.data.row_files import (
-    JSON_SUFFIXES,
     PARQUET_SUFFIX,
     RowBlock,
     RowIndexes,
     Slab,
     batches_of,
+    is_parquet,
     json_line_blocks,
     lines_of,
     open_parquet,
@@ -115,9 +114,9 @@ class SlabReader:
                 yield chosen
 
     def _slabs(self, block: RowBlock, names: tuple[str, ...]) -> Iterator[Slab]:
-        if _suffix(block.path) in JSON_SUFFIXES:
-            return read_lines(block)
-        return read_parquet(self._file(block.path), block, names)
+        if block.path.lower().endswith(PARQUET_SUFFIX):
+            return read_parquet(self._file(block.path), block, names)
+        return read_lines(block)
 
     def _file(self, path: str) -> pq.ParquetFile:
         file = self._open.pop(path, None)
@@ -130,32 +129,18 @@ class SlabReader:
 
 
 def _blocks(path: str, columns: PromptColumns, start: int, config_key: str) -> list[RowBlock]:
-    if not Path(path).is_file():
-        raise DataError(f"{config_key}: no file {path}; give the path of a data file")
-    suffix = _suffix(path)
-    if suffix != PARQUET_SUFFIX and suffix not in JSON_SUFFIXES:
-        raise DataError(
-            f"{config_key}: {path} ends in '{suffix}'; give a .parquet, .json or .jsonl file"
-        )
-    if Path(path).stat().st_size == 0:
-        raise DataError(f"{config_key}: {path} is empty (0 bytes); write it or download it again")
-    read = parquet_blocks if suffix == PARQUET_SUFFIX else json_line_blocks
     try:
+        read = parquet_blocks if is_parquet(path) else json_line_blocks
         return list(read(path, columns, start))
     except DataError as error:
         raise DataError(f"{config_key}: {error}") from error
 
 
-def _suffix(path: str) -> str:
-    return Path(path).suffix.lower()
-
-
 def first_row_with_images(paths: Iterable[str], column: str) -> str | None:
     """Return file and row (from 0) of the first row found to hold images; ``None``: none was found.
 
-    Of a Parquet file, the footer counts the values of the image column for every row group. Only
-    row groups with a value, or without counts, are read, to name the row. Of JSON lines, only the
-    first row is read: `decode_row` refuses others when the data set reaches them.
+    Of a Parquet file, only the column is read. Of JSON lines, only the first row is read:
+    `decode_row` refuses others when the data set reaches them.
 
     Args:
         paths: Parquet files, or files of JSON lines.
@@ -165,8 +150,7 @@ def first_row_with_images(paths: Iterable[str], column: str) -> str | None:
         DataError: a file is damaged.
     """
     for path in paths:
-        is_parquet = _suffix(path) == PARQUET_SUFFIX
-        row = _parquet_row(path, column) if is_parquet else _json_row(path, column)
+        row = _parquet_row(path, column) if is_parquet(path) else _json_row(path, column)
         if row is not None:
             return f"{path}, row {row}"
     return None
@@ -178,40 +162,15 @@ def _json_row(path: str, column: str) -> int | None:
 
 
 def _parquet_row(path: str, column: str) -> int | None:
+    row = 0
     with open_parquet(path) as file:
         if column not in file.schema_arrow.names:
             return None
-        start = 0
-        for index in range(file.num_row_groups):
-            group = file.metadata.row_group(index)
-            if _may_hold_values(group, column):
-                row = _first_filled(path, file, index, column)
-                if row is not None:
-                    return start + row
-            start += group.num_rows
-    return None
-
-
-def _may_hold_values(group: pq.RowGroupMetaData, column: str) -> bool:
-    """Return whether a leaf of `column` has a value that is not null, or no count of them."""
-    leaves = [group.column(i) for i in range(group.num_columns)]
-    for leaf in leaves:
-        if leaf.path_in_schema == column or leaf.path_in_schema.startswith(f"{column}."):
-            statistics = leaf.statistics
-            if statistics is None or not statistics.has_null_count:
-                return True
-            if statistics.null_count < leaf.num_values:
-                return True
-    return False
-
-
-def _first_filled(path: str, file: pq.ParquetFile, group: int, column: str) -> int | None:
-    row = 0
-    for batch in batches_of(path, file, IMAGE_ROWS_PER_READ, row_groups=[group], columns=[column]):
-        for images in batch.column(0):
-            if images.as_py():
-                return row
-            row += 1
+        for batch in batches_of(path, file, IMAGE_ROWS_PER_READ, columns=[column]):
+            for images in batch.column(0):
+                if images.as_py():
+                    return row
+                row += 1
     return None
 
 

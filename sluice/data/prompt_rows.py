@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from reprlib import repr as short_repr  # bounded, however deep or long a value is
 
@@ -104,32 +104,26 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
         DataError: a column is missing or of another type; names file, column and remedy.
     """
     found = check_column_names(path, schema.names, columns)
-    turns = schema.field(columns.prompt).type
-    if not _is_list(turns) or not _has_text(turns.value_type, "role", "content"):
-        remedy = 'write [{"role": "user", "content": TEXT}] in each row'
-        raise _wrong_type(
-            path, columns.prompt, turns, f"a list of {{role, content}} structs of strings; {remedy}"
-        )
-    source = schema.field(columns.data_source).type
-    if not _is_text(source):
-        raise _wrong_type(path, columns.data_source, source, "a string; convert it")
-    reward_model = schema.field(columns.reward_model).type
-    if not _has_text(reward_model, GROUND_TRUTH):
-        raise _wrong_type(
-            path,
-            columns.reward_model,
-            reward_model,
+    wanted: dict[str | None, tuple[Callable[[pa.DataType], bool], str]] = {
+        columns.prompt: (
+            lambda kind: _is_list(kind) and _has_text(kind.value_type, "role", "content"),
+            "a list of {role, content} structs of strings; "
+            'write [{"role": "user", "content": TEXT}] in each row',
+        ),
+        columns.data_source: (_is_text, "a string; convert it"),
+        columns.reward_model: (
+            lambda kind: _has_text(kind, GROUND_TRUTH),
             f"a struct with a string '{GROUND_TRUTH}'; convert other types to strings",
-        )
-    if columns.images in found:
-        images = schema.field(columns.images).type
-        if not _is_list(images) and not pa.types.is_null(images):
-            raise _wrong_type(
-                path,
-                str(columns.images),
-                images,
-                "a list of {bytes, path} structs or of paths; convert it",
-            )
+        ),
+        columns.images: (
+            lambda kind: _is_list(kind) or pa.types.is_null(kind),
+            "a list of {bytes, path} structs or of paths; convert it",
+        ),
+    }
+    for name in found:
+        fits, text = wanted.get(name, (lambda _: True, ""))
+        if not fits(kind := schema.field(name).type):
+            raise DataError(f"{path}: column '{name}' is {kind}, not {text}")
     return found
 
 
@@ -221,10 +215,6 @@ def _image(found: object, index: int, column: str, place: str) -> ImageSource:
 
 def _bad_row(place: str, problem: str) -> DataError:
     return DataError(f"{place}: {problem}; repair the row or remove it")
-
-
-def _wrong_type(path: str, column: str, kind: pa.DataType, wanted: str) -> DataError:
-    return DataError(f"{path}: column '{column}' is {kind}, not {wanted}")
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -44,6 +44,25 @@ DIGEST_BYTES = 8
 RowIndexes = npt.NDArray[np.int64]
 
 
+def is_parquet(path: str) -> bool:
+    """Return whether a file with rows is of Parquet, or else of JSON lines, by its name.
+
+    Raises:
+        DataError: there is no such file, it is empty, or its name is neither's.
+    """
+    file = Path(path)
+    suffix = file.suffix.lower()
+    if not file.is_file():
+        raise DataError(f"no file {path}; give the path of a data file")
+    if suffix not in (PARQUET_SUFFIX, *JSON_SUFFIXES):
+        raise DataError(
+            f"{path} ends in '{suffix}'; give a .parquet, .json or .jsonl file, unpacked"
+        )
+    if file.stat().st_size == 0:
+        raise DataError(f"{path} is empty (0 bytes); write it or download it again")
+    return suffix == PARQUET_SUFFIX
+
+
 @dataclass(frozen=True, slots=True)
 class RowBlock:
     """A row group of a Parquet file, or some lines of JSON.
@@ -283,13 +302,9 @@ def batches_of(
     row_groups: list[int] | None = None,
     columns: list[str] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of at most `num_rows` rows. Raise DataError if the file is damaged.
+    """Yield batches of at most `num_rows` rows of these row groups and columns; ``None``: all.
 
-    Args:
-        path: of the file, for errors.
-        file: is read.
-        num_rows: of a batch.
-        row_groups, columns: what to read; ``None``: all.
+    Raise DataError, which names `path`, if the file is damaged.
     """
     try:
         yield from file.iter_batches(
@@ -325,18 +340,12 @@ def check_raw_file(path: Path) -> list[str]:
     Raises:
         DataError: there is no such file, it is empty, damaged or of another format.
     """
-    if not path.is_file():
-        raise DataError(f"no file {path}; give the path of a data file")
-    if path.suffix not in (PARQUET_SUFFIX, *JSON_SUFFIXES):
-        raise DataError(
-            f"{path} ends in '{path.suffix}'; give a .parquet, .json or .jsonl file, unpacked"
-        )
-    if path.suffix == PARQUET_SUFFIX:
+    if is_parquet(str(path)):
         with open_parquet(str(path)) as file:
             return list(file.schema_arrow.names)
     first = next((line for line in lines_of(str(path)) if line.strip()), None)
     if first is None:
-        raise DataError(f"{path} is empty; write it or download it again")
+        raise DataError(f"{path} holds blank lines alone; write it or download it again")
     return list(parse_line(str(path), 0, first))
 
 
@@ -347,7 +356,7 @@ def raw_rows(path: Path) -> Iterator[RawRow]:
 
 
 def _readers(path: Path) -> Iterator[Callable[[], Mapping[str, object]]]:
-    if path.suffix != PARQUET_SUFFIX:
+    if not is_parquet(str(path)):
         lines = (line for line in lines_of(str(path)) if line.strip())
         for index, line in enumerate(lines):
             yield partial(parse_line, str(path), index, line)

@@ -22,8 +22,9 @@ from sluice.algorithm.episode_rules import Observation
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.api.environment.v1 import environment_pb2_grpc
-from sluice.codec.environment import bundles, observation_to_proto
+from sluice.codec.environment import observation_to_proto
 from sluice.codec.fields import MAX_NAME_BYTES, check_text
+from sluice.codec.messages import bundles
 from sluice.codec.reward import score_to_proto
 from sluice.codec.tools import answer_from_proto, message_from_proto
 from sluice.environment.episodes import AuthorCalls, Environment, PlayedEpisode, PlayedRow

@@ -1,3 +1,3 @@
 """The model and the data set of the quickstart, made offline. In: settings and a seed. Out: a
-folder with tokenizer, data and a warm-started model. Only `model` and `vision_model` load torch.
+folder with tokenizer, data and a warm-started model. Only `model` loads torch.
 """

@@ -273,14 +273,13 @@ def write_dataset(path: Path, problems: Iterable[ArithmeticProblem], split: str)
     write_rows(path, rows, row_schema(num_terms=pa.int64()))
 
 
-def row_schema(images: pa.DataType | None = None, **extra_info: pa.DataType) -> pa.Schema:
-    """Return the columns of DAPO-Math; with `images`, of Geometry3k."""
+def row_schema(**extra_info: pa.DataType) -> pa.Schema:
+    """Return the columns of DAPO-Math."""
     extra = [("index", pa.int64()), ("split", pa.string()), *extra_info.items()]
     return pa.schema(
         [
             ("data_source", pa.string()),
             ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-            *([] if images is None else [("images", images)]),
             ("ability", pa.string()),
             ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
             ("extra_info", pa.struct(extra)),

@@ -29,19 +29,17 @@ from sluice.quickstart.jars import JARS, make_jars
 from sluice.quickstart.lessons import lesson_of, save_taught
 from sluice.quickstart.settings import (
     JARS_SETTINGS,
-    SHAPES_SETTINGS,
     PrepareProgress,
     PrepareSettings,
     QuickstartTask,
 )
-from sluice.quickstart.shapes import SHAPES
 from sluice.quickstart.tokenizer import train_tokenizer
 from sluice.whole_file import write_whole
 
 # Increase it when the same settings give other files: existing folders are then made again.
 FORMAT_VERSION = 3
 STAMP_NAME = "prepared.json"
-_SIZES = {SHAPES.name: SHAPES_SETTINGS, JARS.name: JARS_SETTINGS}
+_SIZES = {JARS.name: JARS_SETTINGS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +78,7 @@ def prepare(
         progress(PrepareProgress("reused", 1, 1))
         return assets
     (directory / STAMP_NAME).unlink(missing_ok=True)  # before a stamped file changes
-    if chosen is SHAPES:
-        from sluice.quickstart.vision_model import make_shapes  # needs Pillow and torch
-
-        make_shapes(directory, seed, sizes, progress)
-    elif isinstance(chosen, Task):
+    if isinstance(chosen, Task):
         _make(directory, chosen, seed, sizes, progress)
     else:
         make_jars(directory, seed, sizes, progress)
@@ -122,7 +116,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _task_named(name: str) -> QuickstartTask:
-    known: dict[str, QuickstartTask] = {**TASKS, SHAPES.name: SHAPES, JARS.name: JARS}
+    known: dict[str, QuickstartTask] = {**TASKS, JARS.name: JARS}
     if name not in known:
         raise ConfigError(f"task: {name!r} is unknown; choose one of {', '.join(known)}")
     return known[name]

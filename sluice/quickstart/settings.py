@@ -43,20 +43,6 @@ class PrepareSettings:
     warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
 
 
-SHAPES_SETTINGS = PrepareSettings(
-    num_train=4_000,
-    warm_start=WarmStartSettings(
-        batch_dialogues=32,
-        learning_rate=3e-3,
-        hold_until_excess_loss=0.02,
-        max_hold_steps=600,
-        decay_steps=60,
-        wrong_step_rate=0.7,
-    ),
-)
-"""Settings of `shapes`. Its answers have one step: the model starts right three times in ten."""
-
-
 JARS_SETTINGS = PrepareSettings(
     num_train=6_000,
     warm_start=WarmStartSettings(

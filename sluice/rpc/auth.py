@@ -1,9 +1,11 @@
 """Authorize calls: bearer tokens, roles of methods, tokens revoked during a stream, quotas of
-clients.
+clients. Health checks need no token, so they are bounded.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,6 @@ from typing import Any
 import grpc
 
 from sluice.errors import AccessDeniedError, ExhaustedError, InvalidRequestError
-from sluice.rpc.health import BoundedChecks
 from sluice.rpc.metadata import presented_token
 from sluice.rpc.status import CLASS_KEY, QUOTA_REFUSALS, RPC_ERRORS
 from sluice.security.token_file import Role, TokenSource, role_of
@@ -38,6 +39,9 @@ CLIENT_METHODS = frozenset(
 _REFLECTION_PREFIX = "/grpc.reflection."
 
 _REMEDY = "set sluice.security.token_file, or SLUICE_TOKEN, to one that this service accepts"
+LONGEST_CHECK_BYTES = 1024
+MOST_OPEN_CHECKS = 64
+_READ_WITHIN_S = 5.0
 
 
 def is_allowed(role: Role, method: str) -> bool:
@@ -116,6 +120,56 @@ def _refusal(code: grpc.StatusCode, details: str) -> Any:
 
     # A stream handler without deserializers fits both unary and streaming callers.
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class BoundedChecks:
+    """Limits for handlers of `Check`: no long requests, no slow ones, and not too many at once.
+
+    gRPC reads a whole request, up to the limit of all messages, before it calls a unary handler. So
+    a check is served as a stream of one message, whose bytes are read only here, against a clock.
+
+    When one more comes than may be open, the oldest ends. An honest check takes milliseconds, so
+    callers that only keep requests open cannot keep others out.
+    """
+
+    def __init__(self) -> None:
+        self._open: deque[asyncio.Timeout] = deque()
+
+    def bounded(self, handler: Any) -> Any:
+        """Return the unary handler `handler` with these limits."""
+
+        async def check(requests: Any, context: Any) -> Any:
+            data = await self._read(requests, context)
+            if len(data) > LONGEST_CHECK_BYTES:
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"request: a health check of {len(data)} bytes; send at most "
+                    f"{LONGEST_CHECK_BYTES}",
+                )
+            return await handler.unary_unary(handler.request_deserializer(data), context)
+
+        return grpc.stream_unary_rpc_method_handler(
+            check, response_serializer=handler.response_serializer
+        )
+
+    async def _read(self, requests: Any, context: Any) -> bytes:
+        if len(self._open) >= MOST_OPEN_CHECKS:
+            self._open.popleft().reschedule(asyncio.get_running_loop().time())
+        limit = asyncio.timeout(_READ_WITHIN_S)
+        try:
+            async with limit:
+                self._open.append(limit)
+                try:
+                    return bytes(await anext(aiter(requests), b""))
+                finally:
+                    if limit in self._open:
+                        self._open.remove(limit)
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "request: this health check came too slowly, or too many came at once; ask again",
+            )
+            raise
 
 
 class ClientQuota:

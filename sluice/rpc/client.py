@@ -37,41 +37,32 @@ RequestT = TypeVar("RequestT", contravariant=True)
 ResponseT = TypeVar("ResponseT", covariant=True)
 
 
-def rollout_stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
-    """Return a replica's sampling calls."""
-    stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-    return cast("rollout_pb2_grpc.RolloutServiceAsyncStub", stub)
-
-
-def weight_sync_stub(channel: grpc.aio.Channel) -> weights_pb2_grpc.WeightSyncServiceAsyncStub:
-    """Return a replica's weight updates."""
-    stub = weights_pb2_grpc.WeightSyncServiceStub(channel)
-    return cast("weights_pb2_grpc.WeightSyncServiceAsyncStub", stub)
-
-
-def reward_stub(channel: grpc.aio.Channel) -> reward_pb2_grpc.RewardServiceAsyncStub:
-    """Return the calls of the reward service."""
-    stub = reward_pb2_grpc.RewardServiceStub(channel)
-    return cast("reward_pb2_grpc.RewardServiceAsyncStub", stub)
-
-
-def environment_stub(channel: grpc.aio.Channel) -> environment_pb2_grpc.EnvironmentServiceAsyncStub:
-    """Return the calls of an environment."""
-    stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
-    return cast("environment_pb2_grpc.EnvironmentServiceAsyncStub", stub)
-
-
-def launch_stub(channel: grpc.aio.Channel) -> launch_pb2_grpc.LaunchServiceAsyncStub:
-    """Return the calls of the launcher."""
-    stub = launch_pb2_grpc.LaunchServiceStub(channel)
-    return cast("launch_pb2_grpc.LaunchServiceAsyncStub", stub)
-
-
-def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
-    """Return the calls of the trainer."""
-    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-    return cast("trainer_pb2_grpc.TrainerServiceAsyncStub", stub)
-
+_Channel = grpc.aio.Channel
+# The generated classes serve both kinds of channels; their types are those of the other kind.
+rollout_stub = cast(
+    "Callable[[_Channel], rollout_pb2_grpc.RolloutServiceAsyncStub]",
+    rollout_pb2_grpc.RolloutServiceStub,
+)
+weight_sync_stub = cast(
+    "Callable[[_Channel], weights_pb2_grpc.WeightSyncServiceAsyncStub]",
+    weights_pb2_grpc.WeightSyncServiceStub,
+)
+reward_stub = cast(
+    "Callable[[_Channel], reward_pb2_grpc.RewardServiceAsyncStub]",
+    reward_pb2_grpc.RewardServiceStub,
+)
+environment_stub = cast(
+    "Callable[[_Channel], environment_pb2_grpc.EnvironmentServiceAsyncStub]",
+    environment_pb2_grpc.EnvironmentServiceStub,
+)
+launch_stub = cast(
+    "Callable[[_Channel], launch_pb2_grpc.LaunchServiceAsyncStub]",
+    launch_pb2_grpc.LaunchServiceStub,
+)
+trainer_stub = cast(
+    "Callable[[_Channel], trainer_pb2_grpc.TrainerServiceAsyncStub]",
+    trainer_pb2_grpc.TrainerServiceStub,
+)
 
 # ruff: noqa: ANN401 - grpc.aio.Channel is typed with Any
 
@@ -163,10 +154,7 @@ def _connected(
 class ChannelPool:
     """One channel to each address, opened by its first use. Close it.
 
-    Args:
-        max_message_bytes: largest message either way.
-        credentials: shown to the peers.
-        metadata: returns what each call sends besides, such as the caller's name.
+    Takes the arguments of `open_channel`.
     """
 
     def __init__(
@@ -253,23 +241,20 @@ async def unary_call(
     *,
     peer: str,
     phase: str,
-    name: str | None = None,
     deadline_s: float | None = None,
 ) -> ResponseT:
-    """Call a unary method and return its answer.
+    """Call a unary method of a stub and return its answer.
 
     Args:
-        method: the stub's method.
-        request: the message.
+        method: of the service that has the request's type; see `policy_key`.
         peer: the called process, for errors.
         phase: the purpose of the call, for errors ("taking a batch").
-        name: the key in `CALL_POLICIES`; None: that of the request's type.
         deadline_s: seconds per try; None: the table's.
 
     Raises:
         SluiceError: as mapped by `sluice.rpc.status`.
     """
-    name = name or policy_key(cast("Message", request))
+    name = policy_key(cast("Message", request))
     policy = CALL_POLICIES[name]
     seconds = policy.deadline_s if deadline_s is None else deadline_s
     for attempt in range(policy.attempts):
@@ -299,8 +284,8 @@ async def stream_call(
     """Call a server-streaming method and yield its messages. Leaving early cancels the call.
 
     Consume it inside `contextlib.aclosing`. Takes the arguments and raises the errors of
-    `unary_call`, but a stream of requests needs a `name`, and `traceparent` (W3C) replaces the
-    present span as the caller's. Streams are never retried.
+    `unary_call`, but a stream of requests needs a `name`, its key in `CALL_POLICIES`, and
+    `traceparent` (W3C) replaces the present span as the caller's. Streams are never retried.
     """
     name = name or policy_key(cast("Message", request))
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s

@@ -28,7 +28,6 @@ from sluice.types import TransferCertificates
 
 logger = logging.getLogger(__name__)
 
-CERT_FILE, CA_FILE = "cert_file", "ca_file"
 TOKEN_VARIABLE = "SLUICE_TOKEN"
 FILE_VARIABLES = {
     "ca_file": "SLUICE_CA_FILE",
@@ -40,40 +39,31 @@ FILE_VARIABLES = {
 _CHECKED = "sluice.security"
 
 
-class CertificateEnds:
-    """When the certificates end that a service loaded at its start. It reads no file again.
-
-    Attributes:
-        by_file: the end by the field of `sluice.security` that names the file. `cert_file` is a
-            chain, so its first certificate to end counts. `ca_file` may hold several authorities,
-            and any may be the one in use, so its last one to end counts.
-    """
-
-    def __init__(self) -> None:
-        self.by_file: Mapping[str, datetime] = {}
-
-    def note(self, certificate: bytes | None, authority: bytes | None) -> None:
-        """Replace the earlier notes, and warn of certificates that end soon.
-
-        Args:
-            certificate, authority: PEM; None: there is none.
-        """
-        found = ((CERT_FILE, _end(certificate, min)), (CA_FILE, _end(authority, max)))
-        self.by_file = {name: end for name, end in found if end is not None}
-        now = datetime.now(UTC)
-        for name, end in self.by_file.items():
-            if end - now < SOON:
-                logger.warning(
-                    "sluice.security.%s ends on %s, in %d days, and no connection is made after "
-                    "that; replace the file and restart this process before",
-                    name,
-                    end.strftime("%Y-%m-%d %H:%M UTC"),
-                    (end - now).days,
-                )
+CERTIFICATE_ENDS: dict[str, datetime] = {}
+"""When the certificates end that this service loaded at its start, by the field of
+`sluice.security` that names the file."""
 
 
-CERTIFICATE_ENDS = CertificateEnds()
-"""Of this process."""
+def _note_ends(credentials: Credentials) -> None:
+    """Fill `CERTIFICATE_ENDS`, and warn of certificates that end soon."""
+    # `cert_file` is a chain, so its first end counts. `ca_file` may hold several authorities, and
+    # any may be the one in use, so its last end counts.
+    found = (
+        ("cert_file", _end(credentials.certificate, min)),
+        ("ca_file", _end(credentials.authority, max)),
+    )
+    CERTIFICATE_ENDS.clear()
+    CERTIFICATE_ENDS.update((name, end) for name, end in found if end is not None)
+    now = datetime.now(UTC)
+    for name, end in CERTIFICATE_ENDS.items():
+        if end - now < SOON:
+            logger.warning(
+                "sluice.security.%s ends on %s, in %d days, and no connection is made after that; "
+                "replace the file and restart this process before",
+                name,
+                end.strftime("%Y-%m-%d %H:%M UTC"),
+                (end - now).days,
+            )
 
 
 def _end(pem: bytes | None, of: Callable[[Iterable[datetime]], datetime]) -> datetime | None:
@@ -157,7 +147,7 @@ def service_credentials(security: SecurityConfig, endpoint: EndpointConfig) -> C
     """
     raise_problems(server_problems(security, advertised_host(endpoint)), _CHECKED)
     credentials = _load(security, os.environ.get(TOKEN_VARIABLE))
-    CERTIFICATE_ENDS.note(credentials.certificate, credentials.authority)
+    _note_ends(credentials)
     return credentials
 
 

@@ -28,15 +28,18 @@ from sluice.rpc.credentials import CERTIFICATE_ENDS
 from sluice.rpc.ports import check_bindable
 from sluice.rpc.status import QUOTA_REFUSALS, RPC_ERRORS
 from sluice.telemetry.metrics import (
+    PATH,
     SPANS,
     TELEMETRY_CPU,
     InstrumentReading,
+    MetricsPage,
     SpanOutcome,
     TelemetryPart,
+    ask_loop,
     charged_cpu,
     reading,
+    scrape_target,
 )
-from sluice.telemetry.metrics_page import PATH, MetricsPage, ask_loop, scrape_target
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +89,7 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentRe
         yield reading("sluice_rpc_errors_total", count, *kind)
     for limit, count in QUOTA_REFUSALS.counts().items():
         yield reading("sluice_quota_refusals_total", count, *limit)
-    for file, end in CERTIFICATE_ENDS.by_file.items():
+    for file, end in CERTIFICATE_ENDS.items():
         yield reading("sluice_certificate_end_seconds", end.timestamp(), file)
     cpu_s = TELEMETRY_CPU.counts()
     for part in TelemetryPart:
@@ -108,9 +111,7 @@ def served_metrics(
     Call it in a running event loop.
 
     Args:
-        service: the run's settings.
-        endpoint: of this process.
-        who: this process.
+        service, endpoint, who: settings, endpoint and name of this process.
         read: returns the service's readings; runs in the event loop and must not block.
 
     Raises:
@@ -134,44 +135,38 @@ def served_metrics(
         server.close()
 
 
+@dataclass(slots=True)
 class _ServedPage:
     """All readings of a process, collected in a scrape's thread."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        read: ReadMetrics,
-        who: ProcessName,
-        disk: DiskSpace,
-    ) -> None:
-        self._loop = loop
-        self._read = read
-        self._who = who
-        self._disk = disk
-        self._has_failed = False
+    loop: asyncio.AbstractEventLoop
+    read: ReadMetrics
+    who: ProcessName
+    disk: DiskSpace
+    has_failed: bool = False
 
     def readings(self) -> Iterator[InstrumentReading]:
-        yield from process_readings(self._who, self._disk)
+        yield from process_readings(self.who, self.disk)
         own = self._own()
         yield reading("sluice_scrape_complete", float(own is not None))
         yield from own or ()
 
     def _own(self) -> tuple[InstrumentReading, ...] | None:
         try:
-            own = ask_loop(self._loop, self._read_service, _LOOP_TIMEOUT_S)
+            own = ask_loop(self.loop, self._read_service, _LOOP_TIMEOUT_S)
         except Exception:  # such as a broken engine; the rest of the page reports it
-            if not self._has_failed:
-                logger.exception("the metrics of %s cannot be read", self._who.name)
-            self._has_failed = True
+            if not self.has_failed:
+                logger.exception("the metrics of %s cannot be read", self.who.name)
+            self.has_failed = True
             return None
         if own is not None:
-            self._has_failed = False
+            self.has_failed = False
         return own
 
     def _read_service(self) -> tuple[InstrumentReading, ...]:
         """Read them in the event loop."""
         with charged_cpu(TelemetryPart.SCRAPES):
-            return tuple(self._read())
+            return tuple(self.read())
 
 
 def _announce(host: str, address: str) -> None:

@@ -48,9 +48,8 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "RewardService/TakeSamples": CallPolicy(deadline_s=86_400.0),
     "RewardService/AcknowledgeBatch": _QUICK,
     "RewardService/AnnouncePolicy": _QUICK,
-    # 16 responses of 10 s each (the default limit of one), in the last of four calls that share one
-    # scorer process: see sluice.client.scoring.
-    "RewardService/Score": CallPolicy(deadline_s=640.0, attempts=2),
+    # The scorers' own limits end it; this is only an upper bound.
+    "RewardService/Score": CallPolicy(deadline_s=7200.0),
     # The callers end it when progress stops; this is only an upper bound.
     "RewardService/Evaluate": CallPolicy(deadline_s=604_800.0),
     "RewardService/LeaseSamples": CallPolicy(deadline_s=90.0),

@@ -14,7 +14,6 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """Return a bound TCP socket that does not listen. The caller closes it.
 
     Args:
-        host: a name, or an IPv4 or IPv6 address.
         port: 0 lets the system choose.
 
     Raises:

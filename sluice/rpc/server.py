@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,7 +16,6 @@ from grpc_reflection.v1alpha import reflection
 from sluice.config.addresses import join_host_port
 from sluice.rpc.auth import TokenInterceptor
 from sluice.rpc.credentials import OPEN, Credentials, exposure
-from sluice.rpc.health import ChecksOnly
 from sluice.rpc.interceptors import ErrorInterceptor
 from sluice.rpc.policy import message_limits
 from sluice.rpc.ports import check_bindable, port_in_use
@@ -74,7 +74,7 @@ class RpcServer:
         self._probed: grpc.aio.Server | None = None
         if health_port:  # with mutual TLS a kubelet could not probe the main port
             self._probed = _server(_LONGEST_PROBE_BYTES, _PROBE_STREAMS)
-            health_pb2_grpc.add_HealthServicer_to_server(ChecksOnly(self._health), self._probed)
+            health_pb2_grpc.add_HealthServicer_to_server(_ChecksOnly(self._health), self._probed)
         self.port = 0
 
     @property
@@ -121,6 +121,16 @@ class RpcServer:
         await self._server.stop(grace_s)
         if self._probed is not None:
             await self._probed.stop(0)
+
+
+class _ChecksOnly(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped in grpc
+    """A health service with `Check` but without `Watch`, whose callers could keep streams open."""
+
+    def __init__(self, health: HealthServicer) -> None:
+        self._health = health
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: ANN401 - untyped in grpc
+        return await self._health.Check(request, context)
 
 
 def _server(

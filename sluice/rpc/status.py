@@ -157,15 +157,12 @@ def error_of(
     is the same. So does any status that the table cannot place. INTERNAL is a `PeerDefectError`.
 
     Args:
-        code: of the status.
-        details: of the status.
+        code, details: of the status.
         class_name: under `CLASS_KEY` in the trailing metadata; None: it was not sent.
-        peer: the called process.
-        phase: the purpose of the call.
+        peer, phase: for the error.
         deadline_s: seconds that the call had.
     """
-    named = _ERROR_BY_NAME.get((class_name or "", code))
-    named = named or _ERROR_BY_CODE.get(code)
+    named = _ERROR_BY_NAME.get((class_name or "", code)) or _ERROR_BY_CODE.get(code)
     if named is not None:
         return named(details)
     match code:
@@ -177,8 +174,10 @@ def error_of(
             return errors.WeightSyncError(peer, phase, details)
         case grpc.StatusCode.INTERNAL:
             return errors.PeerDefectError(peer, phase, f"{code.name}: {details}")
+        case grpc.StatusCode.UNAVAILABLE if remedy := handshake_remedy(details):
+            return errors.HandshakeError(peer, phase, f"{remedy} ({details})")
         case _:
-            return _failed_peer(code, details, peer, phase)
+            return errors.PeerError(peer, phase, f"{code.name}: {details}")
 
 
 def _cut(details: str) -> str:
@@ -194,9 +193,3 @@ def _cut(details: str) -> str:
         if num_bytes > _LONGEST_DETAILS_BYTES:
             return details[:index]
     return details
-
-
-def _failed_peer(code: grpc.StatusCode, details: str, peer: str, phase: str) -> errors.PeerError:
-    if code is grpc.StatusCode.UNAVAILABLE and (remedy := handshake_remedy(details)):
-        return errors.HandshakeError(peer, phase, f"{remedy} ({details})")
-    return errors.PeerError(peer, phase, f"{code.name}: {details}")

@@ -49,7 +49,6 @@ class SimulationResult:
         num_samples: samples asked of replicas in the whole run.
         accounts: response tokens of the whole run by what became of them. `pending` is of groups
             that run or wait for a batch; `generated` is counted by the replicas.
-        staleness_counts: trained samples by staleness.
     """
 
     strategy: str
@@ -73,7 +72,6 @@ class SimulationResult:
     hard_share: float
     num_samples: int
     accounts: dict[str, float]
-    staleness_counts: dict[int, int]
 
 
 def simulate(
@@ -131,7 +129,6 @@ def _result(
         hard_share=_hard_share(settings, recorder),
         num_samples=loop.num_samples,
         accounts=_accounts(recorder, loop),
-        staleness_counts=dict(sorted(recorder.staleness.items())),
     )
 
 

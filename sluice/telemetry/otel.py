@@ -151,7 +151,13 @@ class OtelRecorder:
         trace_id: int = 0,
         began: Moment | None = None,
     ) -> OtelSpan:
-        """Begin a span; see `sluice.telemetry.tracing.Recorder`."""
+        """Begin a span.
+
+        Args:
+            parent: the span above it; ``None``: it is the first of its trace.
+            trace_id: of the trace that it is the first of.
+            began: its beginning; ``None``: now.
+        """
         began = began or Moment.now()
         if parent is None:
             _first_of_trace.set(trace_id)
@@ -189,7 +195,6 @@ class SpanQueue(SpanProcessor):
         destination: where spans go, for messages.
         export: sends a batch; may block.
         break_off: ends an `export` that hangs.
-        most: spans that may wait.
         interval_s: a span waits about this long for others to travel with.
     """
 
@@ -199,7 +204,6 @@ class SpanQueue(SpanProcessor):
         export: Callable[[Sequence[ReadableSpan]], None],
         break_off: Callable[[], None] = lambda: None,
         *,
-        most: int = MOST_QUEUED,
         interval_s: float = INTERVAL_S,
     ) -> None:
         def write(spans: Sequence[ReadableSpan]) -> None:
@@ -211,7 +215,7 @@ class SpanQueue(SpanProcessor):
             "spans",
             destination,
             write,
-            most=most,
+            most=MOST_QUEUED,
             batch=BATCH,
             interval_s=interval_s,
             break_off=break_off,

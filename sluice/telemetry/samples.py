@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout, Turn
+from sluice.whole_file import write_whole
 
 FOLDER_NAME = "samples"
 _NUM_FILES = 8
@@ -183,7 +184,6 @@ def sampled_group(
     """Return the archive's record of a group.
 
     Args:
-        graded: its samples with their outcomes; ``None`` if there are none.
         most_chars: of the prompt and of each response.
     """
     pairs = zip(graded.group.rollouts, graded.outcomes, strict=True) if graded else ()
@@ -268,10 +268,6 @@ class DumpedSample:
     """One response.
 
     Args:
-        input: the prompt's text.
-        output: the response's text.
-        gts: the ground truth.
-        score: the row's score.
         extras: further columns, such as the scorer's; columns named like verl's own are left out.
     """
 
@@ -292,10 +288,8 @@ def write_dump(folder: Path, samples: Iterable[DumpedSample], step: int) -> Path
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{step}.jsonl"
-    partial = folder / f".{step}.jsonl.partial"
-    text = "".join(_line(sample, step) + "\n" for sample in samples)
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(target)
+    write_whole(target, "".join(_line(sample, step) + "\n" for sample in samples).encode())
+    return target
 
 
 def _line(sample: DumpedSample, step: int) -> str:

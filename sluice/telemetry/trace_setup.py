@@ -27,7 +27,6 @@ def traced_process(config: RunConfig, service: str, instance: str) -> Iterator[N
     seconds.
 
     Args:
-        config: the run's.
         service: ``trainer``, ``reward`` or ``rollout``.
         instance: this process's name in the run.
 

@@ -13,7 +13,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from enum import IntEnum, StrEnum
 from types import TracebackType
@@ -224,7 +224,7 @@ class ContextSpan(Span):
 class RecordedSpan(ContextSpan):
     """A span that is recorded, from its creation until `end`.
 
-    An exception that leaves its block becomes its error.
+    An exception that leaves its block becomes its error. `sluice.telemetry.otel` has the rest.
     """
 
     __slots__ = ()
@@ -248,29 +248,10 @@ class RecordedSpan(ContextSpan):
 
 
 class Recorder(Protocol):
-    """Records the spans of chosen traces."""
+    """Records the spans of chosen traces: `sluice.telemetry.otel.OtelRecorder`."""
 
-    def begin(
-        self,
-        name: SpanName,
-        parent: TraceContext | None,
-        kind: SpanKind,
-        attributes: Attributes,
-        *,
-        trace_id: int = 0,
-        began: Moment | None = None,
-    ) -> RecordedSpan:
-        """Begin a span.
-
-        Args:
-            name: what is timed.
-            parent: the span above it; ``None``: it is the first of its trace.
-            kind: its side of a call.
-            attributes: known at its beginning.
-            trace_id: of the trace that it is the first of.
-            began: its beginning; ``None``: now.
-        """
-        ...
+    @property
+    def begin(self) -> Callable[..., RecordedSpan]: ...
 
 
 class Tracer:
@@ -296,7 +277,6 @@ class Tracer:
         """Record spans from now on.
 
         Args:
-            recorder: records them.
             sample_ratio: share of the traces that are recorded.
             follows_callers: callers from outside decide about their traces, whatever the share.
         """
@@ -343,10 +323,6 @@ class Tracer:
         """Record a span below `parent` that ends now, if that one is recorded.
 
         Args:
-            parent: the span above it.
-            name: what was timed.
-            began: its beginning.
-            attributes: of it.
             error: the failure; ``None``: a success.
         """
         span = self.child(parent, name, attributes, began=began)
@@ -366,12 +342,9 @@ class Tracer:
         """Begin the first span of a trace in this process.
 
         Args:
-            name: what is timed.
             caller: continue its trace, recorded or not as the caller decided; ``None``: begin one.
             trace_id: of the trace that begins; ``None``: a random one.
             is_always: record the trace that begins, whatever the share of recorded traces.
-            attributes: known at its beginning.
-            kind: its side of a call.
         """
         recorder = self._recorder
         if recorder is None:

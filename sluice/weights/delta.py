@@ -1,14 +1,16 @@
-"""The change of one bucket of weights in few bytes, bit for bit.
+"""An update that carries only the changes since a version that the receivers hold, bit for bit.
 
-A bucket's stretches of elements of one size are cut into blocks of `BLOCK_ELEMENTS`, so that the
-code needs little extra memory. A block is a header, the gaps between changed elements, their steps,
-and the values whose step does not fit a byte. A block that would be longer than its plain bytes
-holds these instead, so a code is never much longer than its bucket.
+Receivers apply it to the base in staging memory, or to a copy of it there. Its digest covers all
+parts, as for an update that is sent whole.
 
-Gaps: the gap of a position is the number of places skipped since the one before, in words of one or
-two bytes. The largest word skips that many places and marks none; it is repeated as often as it
-fits, and the rest marks a place. If a share p of places is marked, words of one byte cost at most
-about p + 1/255 bytes a place, words of two bytes 2p.
+The code of a bucket: its stretches of elements of one size are cut into blocks of `BLOCK_ELEMENTS`,
+so that the code needs little extra memory. A block is a header, the gaps between changed elements,
+their steps, and the values whose step does not fit a byte. A block that would be longer than its
+plain bytes holds these instead, so a code is never much longer than its bucket.
+
+Gaps: the gap of a position is the number of places skipped since the one before, in words of one
+byte. The word 255 skips that many places and marks none; it is repeated as often as it fits, and
+the rest marks a place. If a share p of places is marked, gaps cost at most p + 1/255 bytes a place.
 
 Steps: an optimizer step moves most weights by one unit in the last place or by none, and the bits
 of neighbouring floating-point numbers are neighbouring integers. The step from old to new bits,
@@ -20,29 +22,41 @@ NaN equals itself, and -0.0 differs from 0.0.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sluice.weights.plan import Bucket, TransferPlan, torch_dtype
+from sluice.errors import InvalidRequestError, WeightSyncError
+from sluice.weights.plan import (
+    Bucket,
+    PackedShare,
+    TransferPlan,
+    WeightBuffer,
+    stream_of,
+    torch_dtype,
+)
+from sluice.weights.transfer import IN_FLIGHT, Base
 
+WORTHWHILE_SHARE = 0.25
+"""Largest share of all bytes. Above it, coding takes longer than a fast network needs for the
+difference."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Positions: TypeAlias = NDArray[np.int64]
-Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
-
 Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
+ByteArray: TypeAlias = NDArray[np.uint8]
+_Elements: TypeAlias = np.dtype[np.unsignedinteger[Any]]
 
-_WHOLE = 255
+_SKIP = _WHOLE = 255
+_PLAIN, _CODED = 0, 1
+"""Forms of a block."""
 
 BLOCK_ELEMENTS = 1 << 18
-
-ByteArray: TypeAlias = NDArray[np.uint8]
 
 # Form; number of changed elements, of gap words, of values given whole.
 _HEADER = struct.Struct("<B3xIII")
@@ -59,29 +73,27 @@ def changed_positions(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return (old.view(-1).view(bits) != new.view(-1).view(bits)).nonzero().view(-1)
 
 
-def encode_gaps(positions: Positions) -> Words:
-    """Return the gaps of `positions` in words of the width that takes fewer bytes.
+def encode_gaps(positions: Positions) -> NDArray[np.uint8]:
+    """Return the gaps of positions: uint8 ``[words]``, at least one word a position.
 
     Args:
         positions: int64 ``[marked]``, rising, none below 0.
-
-    Returns:
-        uint8 or uint16 ``[words]``, at least one word a position.
     """
     gaps = np.diff(positions, prepend=-1) - 1
-    narrow_bytes = gaps.size + int((gaps // 0xFF).sum())
-    wide_bytes = 2 * (gaps.size + int((gaps // 0xFFFF).sum()))
-    return _words(gaps, np.uint8) if narrow_bytes <= wide_bytes else _words(gaps, np.uint16)
+    skips, rest = np.divmod(gaps, _SKIP)
+    last = np.cumsum(skips + 1) - 1
+    words = np.full(int(last[-1]) + 1 if gaps.size else 0, _SKIP, dtype=np.uint8)
+    words[last] = rest
+    return words
 
 
-def decode_gaps(words: Words, num_positions: int, length: int) -> Positions:
+def decode_gaps(words: NDArray[np.uint8], num_positions: int, length: int) -> Positions:
     """Return the positions, int64 ``[num_positions]``, rising and each in ``[0, length)``.
 
     Raises:
         ValueError: the words do not mark `num_positions` places, or one beyond `length`.
     """
-    skip = np.iinfo(words.dtype).max
-    marks = words != skip
+    marks = words != _SKIP
     if (marked := int(np.count_nonzero(marks))) != num_positions:
         raise ValueError(f"the gap code marks {marked} places instead of {num_positions}")
     if words.size and not marks[-1]:
@@ -92,15 +104,6 @@ def decode_gaps(words: Words, num_positions: int, length: int) -> Positions:
     if num_positions and positions[-1] >= length:
         raise ValueError(f"the gap code marks place {positions[-1]} of {length}")
     return positions
-
-
-def _words(gaps: Positions, width: type[np.uint8 | np.uint16]) -> Words:
-    skip = np.iinfo(width).max
-    skips, rest = np.divmod(gaps, skip)
-    last = np.cumsum(skips + 1) - 1
-    words = np.full(int(last[-1]) + 1 if gaps.size else 0, skip, dtype=width)
-    words[last] = rest
-    return words
 
 
 def encode_steps(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
@@ -138,33 +141,9 @@ def decode_steps(old: Bits, steps: NDArray[np.uint8], whole: Bits) -> Bits:
     return new
 
 
-class _Form(IntEnum):
-    """How a block is written; the value is the number of bytes of a gap word."""
-
-    PLAIN = 0
-    NARROW_GAPS = 1
-    WIDE_GAPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Bytes ``[start, stop)`` of a bucket that hold elements of `dtype` (unsigned, little-endian).
-
-    Padding between tensors counts as elements that never change.
-    """
-
-    start: int
-    stop: int
-    dtype: np.dtype[np.unsignedinteger[Any]]
-
-    def of(self, content: ByteArray) -> Bits:
-        """Return a view of the block's elements in the bucket's bytes."""
-        return content[self.start : self.stop].view(self.dtype)
-
-
 def max_code_bytes(plan: TransferPlan, bucket: Bucket) -> int:
     """Return the bytes that the longest code of a change of this bucket takes."""
-    return sum(_HEADER.size + block.stop - block.start for block in _blocks(plan, bucket))
+    return sum(_HEADER.size + where.stop - where.start for where, _ in _blocks(plan, bucket))
 
 
 def encode_change(plan: TransferPlan, bucket: Bucket, old: ByteArray, new: ByteArray) -> ByteArray:
@@ -175,36 +154,36 @@ def encode_change(plan: TransferPlan, bucket: Bucket, old: ByteArray, new: ByteA
         new: the same.
     """
     parts: list[ByteArray] = []
-    for block in _blocks(plan, bucket):
-        parts.extend(_encode(block.of(old), block.of(new)))
+    for where, dtype in _blocks(plan, bucket):
+        parts.extend(_encode(old[where].view(dtype), new[where].view(dtype)))
     return np.concatenate(parts)
 
 
-def apply_change(plan: TransferPlan, bucket: Bucket, code: ByteArray, content: ByteArray) -> int:
-    """Change `content`, which holds the old bytes, into the new ones; return the number of elements
-    changed.
+def apply_change(plan: TransferPlan, bucket: Bucket, code: ByteArray, content: ByteArray) -> None:
+    """Change `content`, which holds the old bytes, into the new ones.
 
     Raises:
         ValueError: this is not the code of a change of this bucket. Nothing outside `content` was
             written, but its own bytes are then neither the old nor the new ones.
     """
-    rest, changed = code, 0
-    for block in _blocks(plan, bucket):
-        elements = block.of(content)
+    rest = code
+    for where, dtype in _blocks(plan, bucket):
         if rest.size < _HEADER.size:
             raise ValueError("the code ends in front of a block's header")
-        length, block_changed = _apply(rest, elements)
-        rest, changed = rest[length:], changed + block_changed
+        rest = rest[_apply(rest, content[where].view(dtype)) :]
     if rest.size:
         raise ValueError(f"{rest.size} bytes are left over after the last block")
-    return changed
 
 
-def _blocks(plan: TransferPlan, bucket: Bucket) -> Iterator[_Block]:
+def _blocks(plan: TransferPlan, bucket: Bucket) -> Iterator[tuple[slice, _Elements]]:
+    """Yield where the bucket's bytes hold a block, and its elements' dtype.
+
+    Padding between tensors counts as elements that never change.
+    """
     for start, stop, size in _stretches(plan, bucket):
-        dtype = np.dtype(f"<u{size}")
         for first in range(start, stop, BLOCK_ELEMENTS * size):
-            yield _Block(first, min(first + BLOCK_ELEMENTS * size, stop), dtype)
+            last = min(first + BLOCK_ELEMENTS * size, stop)
+            yield slice(first, last), np.dtype(f"<u{size}")
 
 
 def _stretches(plan: TransferPlan, bucket: Bucket) -> Iterator[tuple[int, int, int]]:
@@ -226,22 +205,21 @@ def _encode(old: Bits, new: Bits) -> Iterator[ByteArray]:
     gaps = encode_gaps(positions)
     steps, whole = encode_steps(old[positions], new[positions])
     if gaps.nbytes + steps.nbytes + whole.nbytes < new.nbytes:
-        yield _header(_Form(gaps.itemsize), positions.size, gaps.size, whole.size)
-        yield from (_bytes(gaps), steps, _bytes(whole))
+        yield _header(_CODED, positions.size, gaps.size, whole.size)
+        yield from (gaps, steps, _bytes(whole))
     else:
-        yield _header(_Form.PLAIN, new.size, 0, 0)
+        yield _header(_PLAIN, new.size, 0, 0)
         yield _bytes(new)
 
 
-def _apply(code: ByteArray, elements: Bits) -> tuple[int, int]:
-    """Apply the next block; return the length of its code and the elements changed."""
+def _apply(code: ByteArray, elements: Bits) -> int:
+    """Apply the next block; return the length of its code."""
     form, changed, num_gaps, num_whole = _HEADER.unpack(code[: _HEADER.size].tobytes())
-    if form not in _Form.__members__.values():
+    if form not in (_PLAIN, _CODED):
         raise ValueError(f"a block's header has form {form}")
-    is_plain = form == _Form.PLAIN
-    gap_bytes = form * num_gaps  # see `_Form`
+    is_plain = form == _PLAIN
     step_bytes = elements.nbytes if is_plain else changed
-    length = _HEADER.size + gap_bytes + step_bytes + num_whole * elements.itemsize
+    length: int = _HEADER.size + num_gaps + step_bytes + num_whole * elements.itemsize
     if max(changed, num_whole) > elements.size or length > min(
         code.size, _HEADER.size + elements.nbytes
     ):
@@ -250,17 +228,139 @@ def _apply(code: ByteArray, elements: Bits) -> tuple[int, int]:
         if (changed, num_gaps, num_whole) != (elements.size, 0, 0):
             raise ValueError(f"a plain block's header claims {changed} of {elements.size} elements")
         elements[:] = code[_HEADER.size : length].view(elements.dtype)
-        return length, changed
-    gaps, steps, whole = np.split(code[_HEADER.size : length], [gap_bytes, gap_bytes + step_bytes])
-    words = gaps if form == _Form.NARROW_GAPS else gaps.view(np.dtype("<u2"))
-    positions = decode_gaps(words, changed, elements.size)
+        return length
+    gaps, steps, whole = np.split(code[_HEADER.size : length], [num_gaps, num_gaps + step_bytes])
+    positions = decode_gaps(gaps, changed, elements.size)
     elements[positions] = decode_steps(elements[positions], steps, whole.view(elements.dtype))
-    return length, changed
+    return length
 
 
-def _header(form: _Form, changed: int, num_gaps: int, num_whole: int) -> ByteArray:
+def _header(form: int, changed: int, num_gaps: int, num_whole: int) -> ByteArray:
     return np.frombuffer(_HEADER.pack(form, changed, num_gaps, num_whole), dtype=np.uint8)
 
 
 def _bytes(array: NDArray[np.unsignedinteger[Any]]) -> ByteArray:
     return array.view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseUpdate:
+    """The changes of each bucket since `base`: uint8 on the CPU, in the order of the plan."""
+
+    base: Base
+    codes: tuple[torch.Tensor, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the bytes of each bucket's changes."""
+        return tuple(code.numel() for code in self.codes)
+
+
+def encode_update(
+    plan: TransferPlan,
+    base: Base,
+    old: WeightBuffer,
+    new: WeightBuffer,
+    should_stop: threading.Event,
+) -> SparseUpdate | None:
+    """Return the changes from `old` to `new`; ``None`` if they are too many, or when asked to stop.
+
+    Memory: the code, which is at most about `WORTHWHILE_SHARE` of the share.
+
+    Args:
+        plan: of the wire; both buffers hold its parts.
+        base: version and digest of `old`.
+        old: the weights that every receiver holds.
+        new: the weights that they will hold.
+        should_stop: checked between two buckets.
+    """
+    if old.plan != new.plan or not {*plan.tensors} <= {*new.plan.tensors}:
+        raise InvalidRequestError("weights: only buffers of the epoch's tensors can be compared")
+    allowed = WORTHWHILE_SHARE * plan.total_bytes
+    codes: list[torch.Tensor] = []
+    before, after = stream_of(plan, old, 1), stream_of(plan, new, 1)
+    for bucket in plan.buckets:
+        contents = before.bucket(bucket).numpy(), after.bucket(bucket).numpy()
+        code = encode_change(plan, bucket, *contents)
+        # Stop as soon as the changes are not worth it.
+        allowed -= code.nbytes
+        if allowed < 0 or should_stop.is_set():
+            return None
+        codes.append(torch.from_numpy(code))
+    return SparseUpdate(base, tuple(codes))
+
+
+class ChangeSendingPort:
+    """The sender's port for changes; the digest covers the new weights."""
+
+    def __init__(
+        self, update: SparseUpdate, new: WeightBuffer | PackedShare, device: torch.device
+    ) -> None:
+        self._update = update
+        self._new = new
+        self._device = device
+
+    def load(self, bucket: Bucket) -> torch.Tensor:
+        return self._update.codes[bucket.index].to(self._device)
+
+    def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
+        return self._new.bucket(bucket)
+
+
+class ChangeReceivingPort:
+    """The receiver's port for changes, which it applies to the base in staging memory.
+
+    Args:
+        plan: of the wire.
+        base: the same parts of the base; only read, unless it is the staging memory itself.
+        sizes: bytes of each bucket's changes.
+
+    Raises:
+        ValueError: no changes under this plan have these sizes.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        staging: WeightBuffer | PackedShare,
+        base: WeightBuffer | PackedShare,
+        sizes: Sequence[int],
+        device: torch.device,
+        sender: str,
+        phase: str,
+    ) -> None:
+        for bucket, size in zip(plan.buckets, sizes, strict=True):
+            if not 0 < size <= max_code_bytes(plan, bucket):
+                raise ValueError(f"bucket {bucket.index + 1} claims changes of {size} bytes")
+        self._plan = plan
+        self._staging = staging
+        self._base = base
+        self._sizes = tuple(sizes)
+        self._peer = sender, phase
+        longest = max(sizes, default=0)
+        self._ring = [
+            torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)
+        ]
+
+    def load(self, bucket: Bucket) -> torch.Tensor:
+        return self._ring[bucket.index % IN_FLIGHT][: self._sizes[bucket.index]]
+
+    def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
+        """Apply the changes; return the bucket's new bytes.
+
+        Raises:
+            WeightSyncError: the bytes that arrived are not changes of this bucket.
+        """
+        content = self._old(bucket)
+        try:
+            apply_change(self._plan, bucket, wire.cpu().numpy(), content.numpy())
+        except ValueError as error:
+            item = f"bucket {bucket.index + 1} of {len(self._plan.buckets)}"
+            raise WeightSyncError(*self._peer, f"{item}: {error}") from error
+        return self._staging.put(bucket, content)
+
+    def _old(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bucket of the base, to be written to."""
+        if self._base is self._staging or isinstance(self._base, PackedShare):
+            return self._base.bucket(bucket)  # packed: a copy that nothing else reads
+        return self._staging.bucket(bucket).copy_(self._base.bucket(bucket))

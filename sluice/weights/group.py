@@ -51,7 +51,6 @@ class TransferGroup:
     Args:
         spec: the epoch and this member's rank.
         names: of all ranks, for errors.
-        device: where collectives run.
     """
 
     def __init__(self, spec: TransferGroupSpec, names: Mapping[int, str], device: Device) -> None:

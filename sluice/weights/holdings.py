@@ -70,7 +70,6 @@ def stream_plans(
     """Return the layout of each stream to the workers with a share; ``None``: there is none.
 
     Args:
-        tensors: all weights.
         bucket_bytes: largest collective.
         share: of the workers; its cuts were checked.
         holdings: of the ranks that send; none: one rank holds all weights.
@@ -89,9 +88,7 @@ def stream_bucket_bytes(
     A worker has buckets of all streams in flight: together they are no larger than those of one.
 
     Args:
-        tensors: all weights.
         most: largest collective that is allowed.
-        share: of the workers.
         holdings: of the ranks that send; none: one rank holds all weights.
     """
     if not holdings:

@@ -59,7 +59,7 @@ MOST_HIDING_BUCKETS = 2 * _WANTED_BUCKETS + 1
 neighbors together are larger than one may be."""
 _WORTHWHILE_BUCKET_BYTES = 4 << 20
 
-_FRAMING = "store over gRPC; header, buckets, trailer; XXH3-128 of each tensor"
+_FRAMING = "store over gRPC; header, buckets, trailer; gaps of a byte; XXH3-128 of each tensor"
 """Part of the plan's digest: two ends that would disagree on it do not begin."""
 
 
@@ -184,9 +184,7 @@ def hiding_bucket_bytes(
     last bucket has arrived, but not so small that starting collectives costs the time it saves.
 
     Args:
-        tensors: the weights.
         most: largest collective that is allowed; returned where the weights are large.
-        share: what will be sent of them.
     """
     cuts = cuts_by_name(share)
     total = sum(

@@ -11,10 +11,10 @@ from typing import Protocol
 from sluice.device.protocol import Device
 from sluice.types import TransferGroupSpec
 from sluice.weight_share import WeightShare
+from sluice.weights.delta import ChangeSendingPort, SparseUpdate, encode_update
 from sluice.weights.digest import WeightDigests
 from sluice.weights.group import TransferGroup, run_together
 from sluice.weights.plan import TransferPlan, WeightBuffer, stream_of
-from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
 from sluice.weights.transfer import (
     IN_FLIGHT,
     Base,
@@ -204,7 +204,9 @@ class RankSender:
         change: SparseUpdate | None,
     ) -> SentStream:
         bucket_port = self._port(plan, weights, change)
-        header = self._header(plan, version, change)
+        whole = tuple(bucket.num_bytes for bucket in plan.buckets)
+        sizes, base = (whole, None) if change is None else (change.sizes, change.base)
+        header = UpdateHeader(version, sizes, base, keep=self._keeps_base)
         phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
 
         def send_all() -> WeightDigests:
@@ -217,13 +219,6 @@ class RankSender:
         timeout_s = version_deadline_s(plan, group.spec.timeout_s)
         digests = group.run(send_all, phase, timeout_s, should_stop)
         return SentStream(digests, plan.total_bytes if change is None else sum(change.sizes))
-
-    def _header(
-        self, plan: TransferPlan, version: int, update: SparseUpdate | None
-    ) -> UpdateHeader:
-        whole = tuple(bucket.num_bytes for bucket in plan.buckets)
-        sizes, base = (whole, None) if update is None else (update.sizes, update.base)
-        return UpdateHeader(version, sizes, base, keep=self._keeps_base)
 
     def _port(
         self, plan: TransferPlan, weights: WeightBuffer, update: SparseUpdate | None

@@ -21,11 +21,11 @@ from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weight_share import WHOLE, WeightShare
+from sluice.weights.delta import ChangeReceivingPort
 from sluice.weights.digest import WeightDigests, joined
 from sluice.weights.group import SENDER_NAME, TransferGroup, rank_name, run_together
 from sluice.weights.holdings import check_holdings, joint_digest, stream_plans
 from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer, stream_of
-from sluice.weights.sparse_update import ChangeReceivingPort
 from sluice.weights.transfer import (
     IN_FLIGHT,
     Base,

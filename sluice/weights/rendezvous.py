@@ -397,7 +397,6 @@ class EpochStore(Store):
         """Wait until all keys are there; return their values.
 
         Args:
-            keys: what to wait for.
             timeout_s: from this call on.
             owners: names the members that did not write the keys of these indexes; by default all
                 peers.
@@ -449,10 +448,7 @@ def member_channel(
     """Open a connection of its own to an address.
 
     Args:
-        target: the address.
         host: the name that the address stands for.
-        certificates: for TLS.
-        max_bytes: of a message.
     """
     options = (*_message_limits(max_bytes), *_CHANNEL_OPTIONS)
     if certificates is None:

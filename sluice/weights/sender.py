@@ -81,10 +81,7 @@ def broadcast_deadline_s(
     """Return the seconds that all collectives of one version may take together, of any share.
 
     Args:
-        tensors: the tensors to send, tied weights once.
-        bucket_bytes: of the `WeightSender`.
         timeout_s: for each collective.
-        holdings: of the `WeightSender`.
     """
     size = stream_bucket_bytes(tensors, bucket_bytes, WHOLE, holdings)
     plans = [p for p in stream_plans(tensors, size, WHOLE, holdings) if p is not None]
@@ -110,11 +107,6 @@ class ShareClass:
     share: WeightShare
 
     @property
-    def world_size(self) -> int:
-        """Return the number of ranks, the sender included."""
-        return 1 + len(self.workers)
-
-    @property
     def total_bytes(self) -> int:
         """Return the bytes of all streams."""
         return sum(plan.total_bytes for plan in self.plans if plan is not None)
@@ -130,10 +122,7 @@ def share_classes(
     """Return the classes, in the order of their first workers.
 
     Args:
-        members: names of the receivers.
-        tensors: the weights.
         shares: of each member's workers; a member that is not named has one, which takes all.
-        most_bucket_bytes: largest collective.
         holdings: of the ranks that send; none: one rank holds all weights.
     """
     workers: dict[WeightShare, list[Worker]] = {}
@@ -150,11 +139,6 @@ def share_classes(
     )
 
 
-def bucket_bytes_of(classes: Sequence[ShareClass]) -> int:
-    """Return the bucket size of all streams."""
-    return next(p.bucket_bytes for one in classes for p in one.plans if p is not None)
-
-
 def specs_of(
     spec: TransferGroupSpec, classes: Sequence[ShareClass]
 ) -> dict[str, TransferGroupSpec]:
@@ -163,7 +147,7 @@ def specs_of(
     for group, one in enumerate(classes):
         digest = joint_digest(one.plans)
         for rank, (name, number) in enumerate(one.workers, 1):
-            place = WorkerPlace(group, rank, one.world_size, digest)
+            place = WorkerPlace(group, rank, 1 + len(one.workers), digest)
             places.setdefault(name, {})[number] = place
     return {
         name: _placed(spec, [found[number] for number in sorted(found)])
@@ -177,14 +161,10 @@ def _placed(spec: TransferGroupSpec, places: Sequence[WorkerPlace]) -> TransferG
     return replace(first, ranks=len(places), places=() if in_one else tuple(places))
 
 
-def rank_names(one: ShareClass, several: set[str]) -> dict[int, str]:
-    """Return the member of each rank, for errors.
-
-    Args:
-        several: members with more than one worker.
-    """
+def _rank_names(one: ShareClass, shares: Mapping[str, Sequence[WeightShare]]) -> dict[int, str]:
+    """Return the member of each rank, for errors."""
     return {
-        rank: f"{name} worker {number}" if name in several else name
+        rank: f"{name} worker {number}" if len(shares.get(name, ())) > 1 else name
         for rank, (name, number) in enumerate(one.workers, 1)
     }
 
@@ -199,7 +179,6 @@ class WeightSender:
         bucket_bytes: largest collective, a multiple of 64; small models use smaller ones.
         timeout_s: for each formation and each collective.
         host: the address that members connect to.
-        port: where the rendezvous store listens; 0 lets the operating system choose.
         bind_host: the address to listen on, by default `host`.
         certificates: with which the rendezvous store serves TLS; none: it does not.
         keeps_base: whether receivers hold the version that they committed, for updates to build
@@ -218,7 +197,6 @@ class WeightSender:
         bucket_bytes: int,
         timeout_s: float,
         host: str = "127.0.0.1",
-        port: int = 0,
         bind_host: str | None = None,
         certificates: TransferCertificates | None = None,
         keeps_base: bool = True,
@@ -231,7 +209,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._certificates = certificates
         self._holdings, self._others = tuple(holdings), tuple(others)
-        self._store = RendezvousStore(host, port, bind_host, certificates)
+        self._store = RendezvousStore(host, 0, bind_host, certificates)
         self._classes: tuple[ShareClass, ...] = ()
         self._tensors: tuple[TensorSpec, ...] = ()
         self._own: RankSender | None = None
@@ -285,15 +263,16 @@ class WeightSender:
             rank=0,
             world_size=0,
             backend=self._device.collective_backend,
-            bucket_bytes=bucket_bytes_of(classes),
+            bucket_bytes=next(
+                plan.bucket_bytes for one in classes for plan in one.plans if plan is not None
+            ),
             timeout_s=self._timeout_s,
             tensors=tuple(tensors),
             plan_digest="",
             store_key=store_key,
             holdings=self._holdings,
         )
-        several = {name for name, given in shares.items() if len(given) > 1}
-        names = [rank_names(one, several) for one in classes]
+        names = [_rank_names(one, shares) for one in classes]
         self._classes, self._tensors = classes, tuple(tensors)
         # Members verify the store by certificates of their own; these hold the private key.
         own = replace(spec, certificates=self._certificates)

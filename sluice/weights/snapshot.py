@@ -102,27 +102,18 @@ class SnapshotBuffers:
             return slot.held
 
     @contextmanager
-    def read(self) -> Iterator[Snapshot]:
-        """Read the newest version; its memory is not overwritten inside the block.
+    def read(self, version: int | None = None) -> Iterator[Snapshot]:
+        """Read a version, the newest one or the one before it; ``None``: the newest.
 
-        Raises:
-            NotReadyError: nothing was written yet.
-        """
-        with self._read(lambda _: True) as snapshot:
-            if snapshot is None:
-                raise NotReadyError("no snapshot of the weights was written yet")
-            yield snapshot
-
-    @contextmanager
-    def read_version(self, version: int) -> Iterator[Snapshot]:
-        """Read a version as `read` does: the newest one or the one before it.
+        Its memory is not overwritten inside the block.
 
         Raises:
             NotReadyError: it was not written, or is overwritten.
         """
-        with self._read(lambda held: held.version == version) as snapshot:
+        with self._read(lambda held: version in (None, held.version)) as snapshot:
             if snapshot is None:
-                raise NotReadyError(f"version {version}: no snapshot holds it; publish a newer one")
+                name = "the weights" if version is None else f"version {version}"
+                raise NotReadyError(f"no snapshot holds {name}; publish a newer version")
             yield snapshot
 
     @contextmanager

@@ -156,7 +156,6 @@ def version_deadline_s(plan: TransferPlan, timeout_s: float) -> float:
     """Return the seconds that all collectives of one version may take together.
 
     Args:
-        plan: the layout on the wire.
         timeout_s: for each collective.
     """
     return (len(plan.buckets) + _NUM_FRAMING_COLLECTIVES) * timeout_s
@@ -210,13 +209,7 @@ class DeviceSendingPort:
 
 
 class CopyingPort:
-    """The receiver's port for a device, or for parts that lie apart: it copies each bucket there.
-
-    Args:
-        stream: the destination.
-        plan: of the wire.
-        device: of the wire.
-    """
+    """The receiver's port for a device, or for parts that lie apart: it copies each bucket."""
 
     def __init__(
         self, stream: WeightBuffer | PackedShare, plan: TransferPlan, device: torch.device

@@ -17,8 +17,9 @@ from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.support.rank_peer import BUCKET_BYTES, NUM_GROUPS
 from tests.support.saved_states import are_equal, model_tensors
+from tests.support.steered_process import ANSWER_S
 from tests.support.tiny_policy import make_batch, make_config, save_model
-from tests.support.trainer_ranks import ANSWER_S, trainer
+from tests.support.trainer_ranks import trainer
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two shards": (2, {}),

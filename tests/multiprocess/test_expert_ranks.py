@@ -13,8 +13,9 @@ from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.multiprocess.test_sharded_trainer import ACTOR, assert_like, copies
 from tests.support.rank_peer import NUM_EXPERTS, NUM_GROUPS
+from tests.support.steered_process import ANSWER_S
 from tests.support.tiny_policy import make_batch, make_config, routed, save_model
-from tests.support.trainer_ranks import ANSWER_S, trainer
+from tests.support.trainer_ranks import trainer
 
 R2: dict[str, Any] = {"router_replay": {"mode": "R2"}, "ppo_epochs": 2}
 R3: dict[str, Any] = {"router_replay": {"mode": "R3"}, "ppo_epochs": 2}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from sluice.api.trainer.v1 import trainer_pb2
@@ -26,16 +23,10 @@ from sluice.client import (
     PromptEvent,
     Sampling,
 )
-from sluice.quickstart.prepare import prepare
-from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
+from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.small_run import WAIT_S, Assets, LiveRun, Record, run_to_end
+from tests.support.tiny_vision import PATCH, image_file, save_model
 
-SMALL = PrepareSettings(
-    num_train=400,
-    num_held_out=4,
-    num_tokenizer_dialogues=100,
-    warm_start=WarmStartSettings(max_hold_steps=2, decay_steps=1, batch_dialogues=4),
-)
 RUN = (
     "trainer.total_training_steps=1000000",
     "trainer.total_epochs=1000",
@@ -65,16 +56,15 @@ def assets(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> As
     Every fourth row has none.
     """
     folder = tmp_path_factory.mktemp("pictures")
-    made = prepare(folder, task="shapes", seed=0, progress=lambda _: None, settings=SMALL)
-    table = pq.read_table(made.train_file)
-    rows = table.to_pylist()
-    for row in rows[::4]:
-        row["images"] = []
-        row["prompt"] = [{"role": "user", "content": f"Row {row['extra_info']['index']}?"}]
-    pq.write_table(table.from_pylist(rows, schema=table.schema), made.train_file)
+    save_model("qwen2_5_vl", folder / "model")
+    rows = prompt_rows([f"{'<image>' * (index % 4 > 0)}Row {index}?" for index in range(400)])
+    for index, row in enumerate(rows):
+        row["images"] = [{"bytes": image_file(index)}] * (index % 4 > 0)
+    write_prompts(folder / "train.parquet", rows)
+    write_prompts(folder / "val.parquet", rows[:4])
     tree: dict[str, Any] = yaml.safe_load(small_assets.config.read_text(encoding="utf-8"))
-    tree["data"] |= {"train_files": str(made.train_file), "val_files": str(made.val_file)}
-    tree["actor_rollout_ref"]["model"] = {"path": str(made.model_dir)}
+    tree["data"] |= {f"{name}_files": str(folder / f"{name}.parquet") for name in ("train", "val")}
+    tree["actor_rollout_ref"]["model"] = {"path": str(folder / "model")}
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return Assets(folder, config)
@@ -94,22 +84,16 @@ async def _use(run: LiveRun, seen: Seen) -> None:
             options = GenerateOptions(n=2, sampling=Sampling(max_tokens=4), deadline_s=60)
             asked = (ChatMessage("user", "<image>Which colour?"),)
             for side in (48, 96):
-                picture = _picture(side)
+                picture = image_file(0, side, side)
                 found = await client.generate(ChatWithImages(asked, (picture,)), options)
                 seen.generations.append(found)
             submitted = [
-                NewPrompt(i, asked, "math_dapo", "red", images=[_picture(48)]) for i in IDS
+                NewPrompt(i, asked, "math_dapo", "red", images=[image_file(0)]) for i in IDS
             ]
             async with aclosing(client.submit(submitted)) as events:
                 seen.events += [event async for event in events]
     finally:
         await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
-
-
-def _picture(side: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (side, side), "red").save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def test_every_step_is_on_policy_and_replicas_and_trainer_agree_on_every_token(
@@ -138,7 +122,8 @@ def test_the_checkpoint_is_a_whole_model_whose_vision_tower_was_trained(
     folder = run[0].checkpoint(2) / "actor" / "huggingface"
     trained = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True)
     before = AutoModelForImageTextToText.from_pretrained(assets.folder / "model")
-    assert AutoImageProcessor.from_pretrained(folder, backend="pil").patch_size == 8
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    assert processor.patch_size == PATCH["qwen2_5_vl"]
     first = dict(before.named_parameters())
     moved = {n for n, w in trained.named_parameters() if not torch.equal(w, first[n])}
     assert any(name.startswith("model.visual.") for name in moved)

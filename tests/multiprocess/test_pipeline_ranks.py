@@ -23,6 +23,7 @@ from tests.support.layer_parity import MOST_ERROR
 from tests.support.rank_parity import compare, make_subject
 from tests.support.rank_peer import NUM_GROUPS, made_batch
 from tests.support.saved_states import are_equal, model_tensors, optimizer_tensors
+from tests.support.steered_process import ANSWER_S
 from tests.support.tiny_policy import (
     adapting,
     make_config,
@@ -31,7 +32,7 @@ from tests.support.tiny_policy import (
     with_critic,
     with_sources,
 )
-from tests.support.trainer_ranks import ANSWER_S, trainer
+from tests.support.trainer_ranks import trainer
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
 SIX: dict[str, Any] = {"num_hidden_layers": 6}

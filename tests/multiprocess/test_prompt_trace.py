@@ -12,7 +12,6 @@ import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client import AsyncClient, ChatMessage, GenerateOptions, NewPrompt, Sampling
-from sluice.client.submission import RECEIPTS
 from sluice.telemetry.tracing import TraceContext
 from tests.support.seen_spans import Collector, ReadSpan, collector, spans_in, tree
 from tests.support.small_run import ENDLESS, SAMPLES, SLOWLY, Assets, LiveRun, Record, run_to_end
@@ -106,7 +105,7 @@ async def submitted(live: LiveRun, name: str, caller: TraceContext, count: int) 
     ended = dict[str, int]()
     async with AsyncClient.connect(live.run_dir) as client:
         async for event in client.submit(prompts, traceparent=caller.traceparent):
-            if event.event not in RECEIPTS:
+            if event.event not in ("accepted", "refused"):
                 ended[event.prompt_id] = event.step or 0
     assert set(ended) == {prompt.prompt_id for prompt in prompts}
     return {key: step for key, step in ended.items() if step} if caller.is_sampled else ended

@@ -17,8 +17,8 @@ from transformers import AutoConfig
 
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.rank_shares import check_shareable
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import check_shareable
 from sluice.errors import ConfigError
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.saved_states import model_tensors, optimizer_tensors

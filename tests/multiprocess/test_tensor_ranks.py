@@ -16,14 +16,15 @@ from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.tensor_cut import check_cuttable
+from services.trainer.learner.rank_shares import check_shareable
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import check_shareable
 from sluice.config.schema.actor import ActorFsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import ACTOR, assert_like, copies, step, wire_digest
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.saved_states import are_equal, optimizer_tensors
+from tests.support.steered_process import ANSWER_S
 from tests.support.tiny_policy import (
     freezing,
     make_config,
@@ -31,7 +32,7 @@ from tests.support.tiny_policy import (
     save_model,
     with_critic,
 )
-from tests.support.trainer_ranks import ANSWER_S, trainer
+from tests.support.trainer_ranks import trainer
 
 FROZEN = "model.norm.weight"
 FLOAT32 = {"dtype": "float32"}

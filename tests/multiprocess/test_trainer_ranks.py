@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.support.rank_peer import NUM_GROUPS
+from tests.support.steered_process import ANSWER_S
 from tests.support.tiny_policy import make_batch, make_config, save_model
-from tests.support.trainer_ranks import ANSWER_S, trainer
+from tests.support.trainer_ranks import trainer
 
 Metrics = dict[str, float]
 Weights = dict[str, torch.Tensor]

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from services.trainer.learner.checkpoint import CheckpointStore
@@ -28,9 +29,17 @@ def write_models(folder: Path, content: str) -> None:
         (role / "optimizer.safetensors").write_text(f"{content} moments", encoding="utf-8")
 
 
-def save(root: Path, step: int, content: str, **keep: int) -> None:
-    store = CheckpointStore(root, **keep)
-    store.save(step, lambda folder: write_models(folder, content), DataProgress(step))
+def write_checkpoint(
+    store: CheckpointStore, step: int, write: Callable[[Path], None], progress: DataProgress
+) -> Path:
+    """Write a checkpoint whose ``actor`` folder `write` fills, and wait for it."""
+    actor = store.begin(step)
+    return store.finish(step, lambda: write(actor), progress)
+
+
+def save(root: Path, step: int, content: str, keep: int | None = None) -> None:
+    store = CheckpointStore(root, keep)
+    write_checkpoint(store, step, lambda folder: write_models(folder, content), DataProgress(step))
 
 
 def prepare(root: Path) -> None:
@@ -42,8 +51,7 @@ def prepare(root: Path) -> None:
 SCENARIOS = {
     "next step": lambda root: save(root, 3, "third"),
     "same step again": lambda root: save(root, 2, "third"),
-    "with retention": lambda root: save(root, 3, "third", keep=1, keep_critic=1),
-    "critics kept longer": lambda root: save(root, 3, "third", keep=1, keep_critic=3),
+    "with retention": lambda root: save(root, 3, "third", keep=1),
 }
 
 

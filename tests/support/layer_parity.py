@@ -9,7 +9,7 @@ import torch
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.rank_shares import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.checkpoint.adapter_files import Adapter
 from sluice.types import TokenIds

@@ -212,7 +212,7 @@ class World:
 
     async def accounts(self) -> Mapping[str, float]:
         await self.happens("accounts")
-        return dict(self.prompts)
+        return {**self.prompts, "groups_acknowledged": self.prompts["trained"], "prompts_lost": 0.0}
 
     async def statistics(self) -> Mapping[str, float]:
         return self.reported

@@ -35,12 +35,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
-from services.trainer.learner import sequence_share, sharded_state, tensor_share
+from services.trainer.learner import rank_shares, sharded_state
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks
 from services.trainer.learner.learner import Learner
@@ -52,7 +53,6 @@ from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.loop.learner_thread import LearnerThread
 from sluice.concurrency.process import leave
 from sluice.concurrency.threads import OwnerThread
-from sluice.device.cpu import CpuDevice
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
 from sluice.types import DataProgress, TrainBatch
@@ -299,8 +299,8 @@ def dying(exchange: Callable[..., Any], calls: int, *, raises: bool = False) -> 
 
 def die_in_exchanges(call: int) -> None:
     """Let this rank die in this call of an exchange of parts of a layer."""
-    for owner, name in ((sequence_share, "_exchanged"), (tensor_share, "_gathered")):
-        mock.patch.object(owner, name, dying(getattr(owner, name), call)).start()
+    for name in ("_exchanged", "_gathered"):
+        mock.patch.object(rank_shares, name, dying(getattr(rank_shares, name), call)).start()
 
 
 def fail_to_send(phase: str, call: int, number: int) -> None:
@@ -395,15 +395,15 @@ def run(
     fail_as_asked(parallel, dies_in_exchange, fails_between_stages, fails_to_send)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     samples = MadeSamples(partial(made_batch, model))
+    weights = structs.replace(config.sluice.weights, timeout_s=sends_within_s)
+    config = structs.replace(config, sluice=structs.replace(config.sluice, weights=weights))
     frozen = FrozenWeights(learner, parallel.rank, torch.bfloat16, TIMEOUT_S)
     with parallel:
-        with connected_ranks(
-            frozen, parallel, device=CpuDevice(), timeout_s=sends_within_s, keeps_base=True
-        ) as others:
+        with connected_ranks(config, frozen, parallel) as others:
             answer("ready")
             assert sys.stdin.readline() == "go\n"
             if parallel.rank == 0:
-                leader = RankLeader(learner, parallel, timeout_s, samples, frozen)
+                leader = RankLeader(learner, parallel, samples, frozen)
                 thread = LearnerThread(leader, CheckpointStore(model), learner.peaks)
                 try:
                     obey(leader, frozen, others, model, sends_within_s)

@@ -127,7 +127,7 @@ def run(address: str, stall_s: float, mini_batch_groups: int, timeout_s: float =
     if parallel.rank:
         follow(learner, parallel, samples)
     else:
-        leader = RankLeader(learner, parallel, timeout_s, samples)
+        leader = RankLeader(learner, parallel, samples)
         for line in sys.stdin:
             answer(asyncio.run(take(leader, address, int(line.split()[1]))))
         leader.stop()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry.metrics_page import FOLDER
+from sluice.telemetry.metrics import FOLDER
 
 Labels = tuple[tuple[str, str], ...]
 Page = Mapping[tuple[str, Labels], float]

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import queue
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.preloaded import PreloadedProcess
+from tests.support.steered_process import SteeredProcess
 
-ANSWER_S = 90.0
 LONG_S = 60.0
-_ENDED = object()
 
 
-class Rank:
+class Rank(SteeredProcess):
     """One process of `tests.support.rank_peer`, or of another module with answers in JSON."""
 
     def __init__(
@@ -32,57 +25,14 @@ class Rank:
         arguments: dict[str, Any],
         module: str,
     ) -> None:
-        self.name = f"rank {rank}"
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-        variables = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-        variables |= {name: str(value) for name, value in place.items()}
-        self.process: Any
-        if arguments.get("device", "cpu") == "cpu":
-            self.process = PreloadedProcess(module, [json.dumps(arguments)], variables)
-        else:  # a fork of a process that has looked at the driver could not use it
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(arguments)],
-                env=os.environ | variables,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        variables = {"MASTER_ADDR": "127.0.0.1"} | {name: str(v) for name, v in place.items()}
+        on_cpu = arguments.get("device", "cpu") == "cpu"
+        super().__init__(f"rank {rank}", module, [json.dumps(arguments)], variables, forked=on_cpu)
 
     def command(self, line: str) -> Any:
         self.tell(line)
         return self.answer()
-
-    def tell(self, line: str) -> None:
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        try:
-            found = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise AssertionError(f"{self.name} did not answer within {timeout_s} s") from None
-        assert found is not _ENDED, f"{self.name} ended without an answer"
-        return found
-
-    def finish(self) -> int:
-        """No more commands; the exit code."""
-        self.process.stdin.close()
-        return self.process.wait(ANSWER_S)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(ANSWER_S)
-        self._reader.join(ANSWER_S)
-        for pipe in (self.process.stdin, self.process.stdout):
-            pipe.close()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self._answers.put(json.loads(line))
-        self._answers.put(_ENDED)
 
 
 @contextmanager

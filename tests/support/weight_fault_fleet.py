@@ -23,6 +23,7 @@ from sluice.weight_share import Cut, Holding
 from sluice.weights.sender import WeightSender
 from sluice.weights.share import pack
 from sluice.weights.snapshot import SnapshotBuffers
+from tests.support.steered_process import ENDED
 from tests.support.weight_fleet import PeerProcess
 
 TIMEOUT_S = 3.0
@@ -74,7 +75,7 @@ class Replica:
     def _take(self, call: int, phase: str) -> dict[str, Any] | None:
         """The answer to a call, if it came: an earlier one of the same kind may come late."""
         for answer in self.peer.answers_so_far():
-            if answer is None:
+            if answer is ENDED:
                 self._ended = True
             else:
                 self._answers[answer["call"]] = answer

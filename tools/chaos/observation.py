@@ -142,7 +142,7 @@ class Observer:
 
     async def _query_reward(self) -> None:
         request = reward_pb2.GetStatusRequest()
-        if status := await _status(self._reward, reward_stub, "RewardService", request):
+        if status := await _status(self._reward, reward_stub, request):
             self._note_waits("reward", status)
             statistics = dict(status.statistics)  # which has no number for a missing name
             self.most_lost = max(self.most_lost, abs(statistics["reward/prompts_lost"]))
@@ -150,7 +150,7 @@ class Observer:
 
     async def _query_trainer_and_fleet(self) -> None:
         request = trainer_pb2.GetStatusRequest()
-        status = await _status(self._trainer, trainer_stub, "TrainerService", request)
+        status = await _status(self._trainer, trainer_stub, request)
         if status is None:
             return
         self._note_waits("trainer", status)
@@ -162,7 +162,7 @@ class Observer:
 
     async def _query_replica(self, trainer: str, replica: Any) -> None:  # noqa: ANN401 - untyped
         request = rollout_pb2.GetStatusRequest(without_engine=True)
-        if status := await _status(replica.address, rollout_stub, "RolloutService", request):
+        if status := await _status(replica.address, rollout_stub, request):
             self._note_waits(status.name, status)
             if status.instance_id == replica.instance_id and status.weight_digest:
                 self.digests[trainer, status.policy_version].add(status.weight_digest)
@@ -178,7 +178,6 @@ class Observer:
 async def _status(
     address: str,
     stub: Any,  # noqa: ANN401 - stubs of three services
-    service: str,
     request: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     """Return a service's status; None if it does not answer."""
@@ -187,7 +186,6 @@ async def _status(
             return await unary_call(
                 stub(channel).GetStatus,
                 request,
-                name=f"{service}/GetStatus",
                 peer=address,
                 phase="looking from outside",
                 deadline_s=_ANSWER_S,

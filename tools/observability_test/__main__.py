@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from sluice.telemetry.metric_names import instruments
-from sluice.telemetry.metrics_page import FOLDER
+from sluice.telemetry.metrics import FOLDER
 from tools.commands import CommandError, NoProgramError, ensure_programs, output_of
 from tools.launched_run import LaunchedRun, settings_file, training_run
 from tools.observability_test.prometheus_server import (

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import grpc
 
 from sluice.api.environment.v1 import environment_pb2 as environment
-from sluice.codec.environment import bundles
+from sluice.codec.messages import bundles
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import PeerError, SluiceError
 from sluice.rpc.client import (

@@ -30,9 +30,13 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_b
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
 from services.trainer.learner.model.forward import EntropyUse, hidden_states, token_outputs
-from services.trainer.learner.model.loading import LoadedModel, Stage, build_policy
+from services.trainer.learner.model.loading import (
+    LoadedModel,
+    Stage,
+    build_policy,
+    prepare_policy,
+)
 from services.trainer.learner.model.optimizer import ModelOptimizer, ShardedGradients
-from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model

@@ -75,12 +75,10 @@ async def fan_out(
     """Call every peer concurrently and wait for all.
 
     Args:
-        peers: the peers to call.
         call: one peer's call, with its own deadline.
         on_failure: runs once, at the first failure, while other calls are still running. It must
             make them end: a collective that lost a member does not end on its own. Calls that still
             run when it returns are cancelled and count as failed.
-        phase: names the calls in errors.
     """
     answers: Answers[PeerT, AnswerT] = Answers()
     scopes: set[asyncio.Timeout] = set()
@@ -204,14 +202,10 @@ class TransferSession:
 
     Args:
         sender: rank 0 of every group; closed with the session.
-        connect: opens the control calls to a replica.
-        tensors: the weights on the wire.
         next_epoch: returns rising numbers, shared by all sessions.
         timeout_s: seconds that the trainer's part of a collective has to end after a failure.
         probe_timeout_s: seconds that a replica has to answer a probe.
-        signs_of_life: heartbeats of the replicas.
         read_again: opens earlier snapshots; ``None``: all weights are sent every time.
-        counts: shared by all sessions.
         swaps_at_once: returns how many of the members swap at the same time, at least 1.
     """
 

@@ -189,10 +189,6 @@ class Fleet:
         """Record a heartbeat, and whether the engine progresses.
 
         Args:
-            name, instance_id: the replica.
-            load: its counters.
-            draining: whether it is shutting down.
-            now_s: the time.
             turns: calls that its engine's loop has answered; 0: they are not counted.
 
         Raises:

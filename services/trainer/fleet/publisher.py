@@ -20,11 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.trainer.fleet.delivery import (
-    DeliveryResult,
-    SyncCounts,
-    TransferSession,
-)
+from services.trainer.fleet.delivery import DeliveryResult, SyncCounts, TransferSession
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.errors import SluiceError, WeightSyncError
@@ -76,9 +72,7 @@ class WeightPublisher:
     """The sender of versions to the fleet and to newcomers.
 
     Args:
-        tensors: the weights on the wire.
         make_sender: makes rank 0 of new groups, with its own rendezvous store.
-        connect: opens the control calls to a replica.
         timeout_s: seconds that the trainer's part of a collective has to end after a failure.
         probe_timeout_s: seconds that a replica has to answer a probe.
         sends_changes: whether an update may consist of the changes since the last one.

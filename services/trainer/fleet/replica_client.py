@@ -52,7 +52,6 @@ class ReplicaClient:
     """The weight updates of one replica. Every call has a deadline. Close it.
 
     Args:
-        replica: the called replica.
         channels: hold the channel to it, which stays open until this client is closed.
         timeout_s: deadline of joining.
         transfer_timeout_s: deadline of receiving one version.

@@ -1,7 +1,7 @@
 """Checkpoints on disk: save, find the one to start from, and delete old ones.
 
 A checkpoint is written to a temporary folder and renamed when it is complete, so that a crash never
-leaves half a checkpoint under its final name.
+leaves half a checkpoint under its final name. A policy and its critic stay, and go, together.
 
     <root>/latest_checkpointed_iteration.txt   step of the newest; replaced after the rename
     <root>/global_step_<N>/actor/, critic/     written by `Learner.save`
@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +43,6 @@ _REPLACED = ".replaced"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
-    """A complete checkpoint on disk and the models in it (``actor``, ``critic``)."""
-
-    folder: Path
-    roles: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A complete checkpoint, and the position in the data set at its step."""
 
@@ -64,39 +56,16 @@ class CheckpointStore:
 
     Args:
         root: ``trainer.default_local_dir``; the first save creates it.
-        keep: number of newest policies that a save leaves on disk; ``None`` keeps all.
-        keep_critic: the same for critics. A folder without either is deleted.
+        keep: number of newest ones that a save leaves on disk; ``None`` keeps all.
 
     Attributes:
         protects: returns which of the steps on disk no save deletes; any thread calls it.
     """
 
-    def __init__(self, root: Path, keep: int | None = None, keep_critic: int | None = None) -> None:
-        self._root = root
-        self._keep = {ACTOR_FOLDER: keep, CRITIC_FOLDER: keep_critic}
+    def __init__(self, root: Path, keep: int | None = None) -> None:
+        self.root = root
+        self._keep = keep
         self.protects: Callable[[Collection[int]], Collection[int]] = lambda _steps: ()
-
-    def save(
-        self,
-        step: int,
-        write_actor: Callable[[Path], None],
-        progress: DataProgress,
-    ) -> Path:
-        """Write the checkpoint of `step`. Until this returns, the previous one is the latest.
-
-        Args:
-            step: finished train batches.
-            write_actor: fills the given folder (`Learner.save`).
-            progress: the position in the data set.
-
-        Returns:
-            the checkpoint's folder.
-
-        Raises:
-            CheckpointError: the disk is full or cannot be written.
-        """
-        actor = self.begin(step)
-        return self.finish(step, lambda: write_actor(actor), progress)
 
     def begin(self, step: int) -> Path:
         """Begin the checkpoint of `step`; return the policy's folder, which does not exist yet.
@@ -105,7 +74,7 @@ class CheckpointStore:
             CheckpointError: the disk is full or cannot be written.
         """
         with self._naming(step):
-            self._root.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(parents=True, exist_ok=True)
             self._clean_up()
             self._partial(step).mkdir()
         return self._partial(step) / ACTOR_FOLDER
@@ -113,10 +82,10 @@ class CheckpointStore:
     def finish(self, step: int, write: Callable[[], None], progress: DataProgress) -> Path:
         """Complete what `begin` made, and return the checkpoint's folder; any one thread.
 
+        Until this returns, the previous checkpoint is the latest.
+
         Args:
-            step: as given to `begin`.
-            write: fills the folder that `begin` returned.
-            progress: the position in the data set.
+            write: fills the folder that `begin` returned (`Learner.begin_save`).
 
         Raises:
             CheckpointError: the disk is full or cannot be written.
@@ -126,7 +95,7 @@ class CheckpointStore:
         try:
             self._delete_old(self.folder(step))
         except OSError as error:  # the new checkpoint is complete, so this ends no run
-            logger.warning("old checkpoints in %s cannot be deleted: %s", self._root, error)
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self.root, error)
         return self.folder(step)
 
     @contextmanager
@@ -135,7 +104,7 @@ class CheckpointStore:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written to {self._root} ({error}); free "
+                f"the checkpoint of step {step} cannot be written to {self.root} ({error}); free "
                 "space there, or lower trainer.max_actor_ckpt_to_keep"
             ) from error
 
@@ -146,7 +115,7 @@ class CheckpointStore:
             CheckpointError: the tracker holds no number, or its checkpoint is missing or
                 incomplete; names the newest complete one.
         """
-        tracker = self._root / TRACKER_FILE
+        tracker = self.root / TRACKER_FILE
         if not tracker.exists():
             return None
         content = tracker.read_text(encoding="ascii", errors="replace").strip()
@@ -159,11 +128,9 @@ class CheckpointStore:
         return read_checkpoint(self.folder(int(content)))
 
     def saved_steps(self) -> frozenset[int]:
-        """Return the steps of all complete checkpoints that hold a policy."""
-        stored = stored_checkpoints(self._root)
-        return frozenset(
-            int(one.folder.name.rpartition("_")[2]) for one in stored if ACTOR_FOLDER in one.roles
-        )
+        """Return the steps of all complete checkpoints."""
+        stored = stored_checkpoints(self.root)
+        return frozenset(int(folder.name.rpartition("_")[2]) for folder in stored)
 
     def checkpoint(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step.
@@ -175,10 +142,10 @@ class CheckpointStore:
 
     def folder(self, step: int) -> Path:
         """Return the folder of the complete checkpoint of a step."""
-        return self._root / f"global_step_{step}"
+        return self.root / f"global_step_{step}"
 
     def _partial(self, step: int) -> Path:
-        return self._root / f".global_step_{step}{_PARTIAL}"
+        return self.root / f".global_step_{step}{_PARTIAL}"
 
     def _write_partial(self, step: int, write: Callable[[], None], progress: DataProgress) -> Path:
         partial = self._partial(step)
@@ -194,89 +161,71 @@ class CheckpointStore:
     def _put(self, step: int, partial: Path) -> None:
         """Move a written checkpoint to its final name, then write the tracker."""
         folder = self.folder(step)
-        replaced = self._root / f".global_step_{step}{_REPLACED}"
+        replaced = self.root / f".global_step_{step}{_REPLACED}"
         if folder.exists():
             folder.rename(replaced)
         partial.rename(folder)
-        _sync(self._root)
+        _sync(self.root)
         self._write_tracker(step)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _clean_up(self) -> None:
         """Remove the leftovers of a process that was killed while it saved or deleted."""
-        for path in self._root.glob(f".global_step_*{_REPLACED}"):
+        for path in self.root.glob(f".global_step_*{_REPLACED}"):
             original = path.with_name(path.name[1 : -len(_REPLACED)])
             if original.exists():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.rename(original)
-        for path in self._root.glob(f".global_step_*{_PARTIAL}"):
+        for path in self.root.glob(f".global_step_*{_PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _undo_interrupted_replacement(self, step: int) -> None:
         """Put back a checkpoint if a crash came between the two renames that replace it."""
-        replaced = self._root / f".global_step_{step}{_REPLACED}"
+        replaced = self.root / f".global_step_{step}{_REPLACED}"
         if replaced.exists() and not self.folder(step).exists():
             replaced.rename(self.folder(step))
 
     def _write_tracker(self, step: int) -> None:
-        fresh = self._root / f".{TRACKER_FILE}{_PARTIAL}"
+        fresh = self.root / f".{TRACKER_FILE}{_PARTIAL}"
         fresh.write_text(f"{step}", encoding="ascii")
         _sync(fresh)
-        fresh.replace(self._root / TRACKER_FILE)
-        _sync(self._root)
+        fresh.replace(self.root / TRACKER_FILE)
+        _sync(self.root)
 
     def _delete_old(self, newest: Path) -> None:
         """Delete all but the last saved checkpoints on disk, of this process or another."""
-        stored = sorted(stored_checkpoints(self._root), key=lambda one: one.folder != newest)
+        if self._keep is None:
+            return
+        stored = sorted(stored_checkpoints(self.root), key=lambda folder: folder != newest)
         kept = {self.folder(step) for step in self.protects(self.saved_steps())}
-        superfluous = superfluous_roles(stored, self._keep, kept)
-        for one in stored:
-            roles = superfluous.get(one.folder, frozenset())
-            if roles and roles == one.roles:
-                _delete_folder(one.folder)
-                logger.info("checkpoint %s deleted (trainer.max_*_ckpt_to_keep)", one.folder.name)
-            elif roles:
-                _delete_roles(one.folder, roles)
-                logger.info("%s of checkpoint %s deleted", ", ".join(roles), one.folder.name)
+        for folder in stored[self._keep :]:
+            if folder not in kept:
+                _delete_folder(folder)
+                logger.info("checkpoint %s deleted (trainer.max_*_ckpt_to_keep)", folder.name)
 
 
-def stored_checkpoints(root: Path) -> list[StoredCheckpoint]:
-    """Return all complete checkpoints below `root`, the last saved first."""
-    found: list[tuple[int, StoredCheckpoint]] = []
+def num_kept(trainer: TrainerConfig, *, with_critic: bool) -> int | None:
+    """Return how many checkpoints stay, as long as either count wants them; ``None``: all."""
+    keep = trainer.max_actor_ckpt_to_keep
+    if keep is None or not with_critic:
+        return keep
+    return max(keep, trainer.max_critic_ckpt_to_keep or keep)
+
+
+def stored_checkpoints(root: Path) -> list[Path]:
+    """Return the folders of all complete checkpoints below `root`, the last saved first."""
+    found: list[tuple[int, Path]] = []
     for folder in root.iterdir() if root.is_dir() else ():
         if _FOLDER_NAME.fullmatch(folder.name):
             try:
-                names = _read_data(folder)["files"]
+                _ = _read_data(folder)["files"]
                 saved_ns = (folder / DATA_FILE).stat().st_mtime_ns
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            roles = frozenset(name.partition("/")[0] for name in names if "/" in name)
-            found.append((saved_ns, StoredCheckpoint(folder, roles)))
+            found.append((saved_ns, folder))
     found.sort(key=lambda pair: pair[0], reverse=True)
-    return [stored for _, stored in found]
-
-
-def superfluous_roles(
-    newest_first: Sequence[StoredCheckpoint],
-    keep: Mapping[str, int | None],
-    protected: Collection[Path] = (),
-) -> dict[Path, frozenset[str]]:
-    """Return the models to delete, by folder: all but the newest `keep` of each role.
-
-    Args:
-        newest_first: all complete checkpoints.
-        keep: by role, at least 1; ``None``, or a missing role, keeps all.
-        protected: folders that keep everything, whether or not they are among the newest.
-    """
-    found: dict[Path, frozenset[str]] = {}
-    for role, count in keep.items():
-        holders = [one.folder for one in newest_first if role in one.roles]
-        for folder in holders[count:] if count is not None else ():
-            if folder in protected:
-                continue
-            found[folder] = found.get(folder, frozenset()) | {role}
-    return found
+    return [folder for _, folder in found]
 
 
 def _delete_folder(folder: Path) -> None:
@@ -285,14 +234,6 @@ def _delete_folder(folder: Path) -> None:
     shutil.rmtree(expired, ignore_errors=True)
     folder.rename(expired)
     shutil.rmtree(expired, ignore_errors=True)
-
-
-def _delete_roles(folder: Path, roles: frozenset[str]) -> None:
-    """Remove some of a checkpoint's models, but not all."""
-    # First from the list: a listed file must exist, while an unlisted one does no harm.
-    _unlist(folder, roles)
-    for role in roles:
-        shutil.rmtree(folder / role, ignore_errors=True)
 
 
 def resume_point(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
@@ -338,11 +279,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder} holds step {step}; its folder was renamed; {resume_remedy(folder)}"
         )
-    if not any(name.startswith(f"{ACTOR_FOLDER}/") for name in files):
-        raise CheckpointError(
-            f"{folder} holds no policy any more (trainer.max_actor_ckpt_to_keep); "
-            f"{resume_remedy(folder)}"
-        )
     for name, size in files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
@@ -354,11 +290,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def resume_remedy(folder: Path) -> str:
     """Return the remedy for an unusable checkpoint: the newest other complete one, if any."""
-    for stored in stored_checkpoints(folder.parent):
-        if stored.folder != folder and ACTOR_FOLDER in stored.roles and _is_whole(stored.folder):
+    for other in stored_checkpoints(folder.parent):
+        if other != folder and _is_whole(other):
             return (
                 "resume from the one before with trainer.resume_mode=resume_path "
-                f"trainer.resume_from_path={stored.folder}"
+                f"trainer.resume_from_path={other}"
             )
     return (
         "resume from another with trainer.resume_mode=resume_path, or begin at step 0 with disable"
@@ -384,19 +320,6 @@ def _refuse_verl(folder: Path) -> None:
 def _read_data(folder: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
     return data
-
-
-def _unlist(folder: Path, roles: frozenset[str]) -> None:
-    """Remove the files of `roles` from the list, and keep the time of the save."""
-    data, file = _read_data(folder), folder / DATA_FILE
-    data["files"] = {n: s for n, s in data["files"].items() if n.partition("/")[0] not in roles}
-    saved = file.stat()
-    fresh = folder / f".{DATA_FILE}{_PARTIAL}"
-    fresh.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    os.utime(fresh, ns=(saved.st_atime_ns, saved.st_mtime_ns))
-    _sync(fresh)
-    fresh.replace(file)
-    _sync(folder)
 
 
 def _progress_of(values: dict[str, Any]) -> DataProgress:
@@ -444,51 +367,27 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class StartPoint:
-    """The point where this process continues the run.
-
-    `checkpoint` is None at step 0. `replaces_after` is the last step whose metrics stay: an earlier
-    process may have recorded later steps, which this one records again. None: there was no earlier
-    process.
-    """
-
-    checkpoint: Checkpoint | None
-    replaces_after: int | None
-
-
 def start_point(
-    trainer: TrainerConfig,
-    store: CheckpointStore,
-    folder: Path,
-    environment: Mapping[str, str] = os.environ,
-) -> StartPoint:
-    """Choose the checkpoint to continue from.
+    trainer: TrainerConfig, store: CheckpointStore, environment: Mapping[str, str] = os.environ
+) -> Checkpoint | None:
+    """Choose the checkpoint to continue from; ``None``: start at step 0.
 
     ``trainer.resume_mode`` decides where a run begins. A trainer that its supervisor restarts is in
     the middle of a run: it continues from the newest checkpoint of this run, also with ``disable``
     and ``resume_path``. If the run has saved none yet, it starts where the run began.
-
-    Args:
-        trainer: the settings.
-        store: the checkpoints of `folder`.
-        folder: holds the checkpoints.
-        environment: variables from the launcher.
 
     Raises:
         ConfigError, CheckpointError: as `resume_point` and `CheckpointStore.latest`.
     """
     times = restarts(environment)
     if times == 0:
-        found = resume_point(trainer, store)
-        return StartPoint(found, found.step if found else None)
-    has_saved = checkpoint_mark(folder) != environment.get(MARK_VARIABLE)
+        return resume_point(trainer, store)
+    has_saved = checkpoint_mark(store.root) != environment.get(MARK_VARIABLE)
     found = store.latest() if has_saved else resume_point(trainer, store)
-    step = found.step if found else 0
     logger.warning(
         "restarted (%d times so far): the run continues from step %d, %s",
         times,
-        step,
+        found.step if found else 0,
         "its last checkpoint" if has_saved else "where it began, since it has saved none",
     )
-    return StartPoint(found, step)
+    return found

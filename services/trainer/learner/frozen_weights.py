@@ -21,11 +21,9 @@ from services.trainer.learner.rank_rendezvous import rank_place
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sending_ranks import SendingRank, SendingRankClient
 from sluice.config.run import RunConfig
-from sluice.device.protocol import Device
 from sluice.device.select import transfer_device
 from sluice.errors import PeerError
 from sluice.rpc.credentials import service_credentials
-from sluice.types import TransferCertificates
 from sluice.weight_share import Cut, Holding
 from sluice.weights.plan import tensor_specs
 from sluice.weights.rendezvous import KEY_BYTES
@@ -49,8 +47,6 @@ class FrozenWeights:
     """This rank's snapshots of the policy.
 
     Args:
-        learner: of this rank.
-        rank: this one.
         wire_dtype: of floating-point weights.
         timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
 
@@ -88,7 +84,6 @@ class FrozenWeights:
         """Copy this rank's part of the current weights as `version`.
 
         Args:
-            version: of the weights.
             others: entered once the buffer is free; the version is readable only after it is left.
 
         Raises:
@@ -117,7 +112,7 @@ def frozen_weights(config: RunConfig, learner: Learner, parallel: DataParallel) 
 
 
 @contextmanager
-def sending_ranks(
+def connected_ranks(
     config: RunConfig, frozen: FrozenWeights, parallel: DataParallel
 ) -> Iterator[list[SendingRankClient]]:
     """Let the ranks above 0 that hold weights send them in the block. Collective.
@@ -129,34 +124,13 @@ def sending_ranks(
         ConfigError: this rank cannot listen.
         DeadlineError, PeerError: a rank did not take part.
     """
-    weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
-    credentials = service_credentials(config.sluice.security, endpoint)
-    with connected_ranks(
-        frozen,
-        parallel,
-        device=transfer_device(config.trainer.device, weights.backend),
-        timeout_s=weights.timeout_s,
-        keeps_base=weights.delta == "auto",
-        certificates=credentials.for_transfers(),
-    ) as others:
-        yield others
-
-
-@contextmanager
-def connected_ranks(
-    frozen: FrozenWeights,
-    parallel: DataParallel,
-    *,
-    device: Device,
-    timeout_s: float,
-    keeps_base: bool,
-    certificates: TransferCertificates | None = None,
-) -> Iterator[list[SendingRankClient]]:
-    """As `sending_ranks`, with the settings of `SendingRank`."""
     with ExitStack() as stack:
         if not frozen.holdings:
             yield []
             return
+        weights = config.sluice.weights
+        credentials = service_credentials(config.sluice.security, config.sluice.trainer.endpoint)
+        certificates = credentials.for_transfers()
         phase = "connecting the ranks that send weights"
         own_key = secrets.token_bytes(KEY_BYTES) if parallel.rank == 0 else None
         key = parallel.broadcast_bytes(own_key, phase)
@@ -168,9 +142,9 @@ def connected_ranks(
                 frozen.holdings,
                 frozen.tensors,
                 frozen.snapshots,
-                device=device,
-                timeout_s=timeout_s,
-                keeps_base=keeps_base,
+                device=transfer_device(config.trainer.device, weights.backend),
+                timeout_s=weights.timeout_s,
+                keeps_base=weights.delta == "auto",
                 host=address,
                 key=key,
                 certificates=certificates,

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import RoutingShape
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
-from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.model.experts import check_own_experts, routing_tape
 from services.trainer.learner.model.forward import DTYPES, check_packing
-from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.loading import load_policy, prepare_policy
 from services.trainer.learner.model.lora import on_the_wire
-from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.stages import check_stages_train, keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import (
@@ -30,22 +28,16 @@ from services.trainer.learner.model.trained_model import (
     trained_model,
 )
 from services.trainer.learner.places import Directory, local_part
+from services.trainer.learner.rank_shares import check_shareable
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import check_shareable
 from services.trainer.learner.sharded_state import keep_step
-from services.trainer.learner.step_profile import StepProfiler
+from services.trainer.learner.step_measures import MemoryPeaks, StepProfiler
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
-from services.trainer.learner.update.reference import (
-    AdapterReference,
-    Reference,
-    ReferencePolicy,
-)
+from services.trainer.learner.update.reference import AdapterReference, Reference, ReferencePolicy
 from services.trainer.learner.update.settings import update_settings
 from sluice.config.derived import adapts, max_row_tokens, uses_critic
-from sluice.config.parallel_layout import (
-    trainer_layout,
-)
+from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.device.protocol import Device
@@ -64,8 +56,6 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
 
     Args:
         key: the section of `precision` in the configuration.
-        precision: dtypes of a trained model.
-        device: trains the model.
 
     Raises:
         ConfigError: names key, value and remedy.
@@ -219,7 +209,6 @@ class Learner:
 
         Args:
             batch: the same on every rank; its tokens may be absent.
-            step: the step that it is for.
         """
         with self._parallel.naming_failures(f"dividing the batch of step {step}"):
             return self._update.own_rows(batch, step)
@@ -320,7 +309,6 @@ class Learner:
         """Load weights, optimizer and random state that `save` wrote. Collective.
 
         Args:
-            directory: of a checkpoint.
             rate_factor: multiplies the scheduled learning rates from now on.
 
         Raises:

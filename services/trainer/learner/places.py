@@ -119,7 +119,6 @@ def exchange_places(
 
     Args:
         tensors: those that this rank has a part of.
-        parallel: all ranks.
         outline: the tensors of all ranks, without memory, the same names in the same order on every
             rank; by default `tensors`.
 

@@ -19,11 +19,7 @@ from pathlib import Path
 import torch
 
 from services.trainer.learner.batch.train_batch import check_routing
-from services.trainer.learner.frozen_weights import (
-    FrozenWeights,
-    frozen_weights,
-    sending_ranks,
-)
+from services.trainer.learner.frozen_weights import FrozenWeights, connected_ranks, frozen_weights
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.sample_reader import SampleReader, reward_samples
@@ -76,16 +72,16 @@ class RankLeader:
 
     Args:
         learner: rank 0's; the other ranks run `follow`.
-        command_timeout_s: how long the others wait for a command.
-        samples: where rank 0 gets its samples from.
         frozen: rank 0's snapshots, for a run that publishes.
+
+    Raises (all methods):
+        DeadlineError, PeerError: a rank failed, now or since the last call.
     """
 
     def __init__(
         self,
         learner: Learner,
         parallel: DataParallel,
-        command_timeout_s: float,
         samples: SampleReader,
         frozen: FrozenWeights | None = None,
     ) -> None:
@@ -96,7 +92,7 @@ class RankLeader:
         self._commanding = threading.Lock()
         self._stopped = threading.Event()
         self._failure: Exception | None = None
-        self._interval_s = command_timeout_s / _KEEP_ALIVES_PER_DEADLINE
+        self._interval_s = parallel.timeout_s / _KEEP_ALIVES_PER_DEADLINE
         self._keep_alives = threading.Thread(
             target=self._keep_alive, name="rank-keep-alive", daemon=True
         )
@@ -109,10 +105,6 @@ class RankLeader:
         Returns:
             an empty text if all samples came; otherwise the reason, and the batch must be taken
             again.
-
-        Raises:
-            DeadlineError, PeerError: a rank failed, now or since the last call, or refused its
-                samples.
         """
         with self._together():
             body = outline_to_bytes(outline) if self._parallel.world_size > 1 else b""
@@ -124,20 +116,16 @@ class RankLeader:
 
         Args:
             batch: the outline of `take_samples`.
-            step: number of the train batch in the run, from 1.
-
-        Raises:
-            DeadlineError, PeerError: a rank failed, now or since the last call.
         """
         with self._together():
-            self._send(CommandKind.TRAIN, {"step": step, "batch_id": batch.batch_id}, b"")
+            self._send(CommandKind.TRAIN, {"step": step, "batch_id": batch.batch_id})
             return self._learner.train_step(self._samples.taken(batch.batch_id), step)
 
     def load(self, directory: Path, rate_factor: float = 1.0) -> None:
         """Call `Learner.load` on all ranks; every rank reads `directory`."""
         with self._together():
             arguments = {"directory": str(directory), "rate_factor": rate_factor}
-            self._send(CommandKind.LOAD, arguments, b"")
+            self._send(CommandKind.LOAD, arguments)
             self._learner.load(directory, rate_factor)
 
     def freeze(self, version: int) -> None:
@@ -147,7 +135,6 @@ class RankLeader:
 
         Raises:
             DeadlineError: a broadcast still reads the buffer, here or on another rank.
-            PeerError: a rank failed.
         """
         frozen = self._frozen
         assert frozen is not None
@@ -161,7 +148,7 @@ class RankLeader:
         """Let the other ranks freeze meanwhile, and wait for them."""
         with self._commanding:
             with self._noting_failure():
-                self._send(CommandKind.FREEZE, {"version": version}, b"")
+                self._send(CommandKind.FREEZE, {"version": version})
             try:
                 yield  # after an error here the ranks still meet, and take commands
             finally:
@@ -176,17 +163,20 @@ class RankLeader:
     def save(self, directory: Path) -> None:
         """Call `Learner.save` on all ranks."""
         with self._together(survived=OSError):
-            self._send(CommandKind.SAVE, {"directory": str(directory)}, b"")
+            self._send(CommandKind.SAVE, {"directory": str(directory)})
             self._learner.save(directory)
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Call `Learner.begin_save` on all ranks; the others begin to write.
+        """Call `Learner.begin_save` on all ranks.
 
         Returns:
-            rank 0's work, for another thread; later commands may run meanwhile.
+            rank 0's work. If `saves_aside`, the others are at theirs already; later commands may
+            run meanwhile, so it is for another thread. Else all ranks work when it is called.
         """
+        if not self.saves_aside:
+            return partial(self.save, directory)
         with self._together(survived=OSError):
-            self._send(CommandKind.SAVE, {"directory": str(directory)}, b"")
+            self._send(CommandKind.SAVE, {"directory": str(directory)})
             return self._learner.begin_save(directory)
 
     def stop(self) -> None:
@@ -196,7 +186,7 @@ class RankLeader:
         self._stopped.set()
         try:
             with self._commanding:
-                self._send(CommandKind.STOP, {}, b"")
+                self._send(CommandKind.STOP, {})
         finally:
             if self._keep_alives.is_alive():
                 self._keep_alives.join()
@@ -226,7 +216,7 @@ class RankLeader:
                 self._failure = self._failure or error
             raise
 
-    def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes) -> None:
+    def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes = b"") -> None:
         if self._parallel.world_size == 1:
             return
         if self._failure is not None:
@@ -244,7 +234,7 @@ class RankLeader:
                 continue
             try:
                 if not self._stopped.is_set() and self._failure is None:
-                    self._send(CommandKind.KEEP_ALIVE, {}, b"")
+                    self._send(CommandKind.KEEP_ALIVE, {})
             except SluiceError as error:
                 logger.error("trainer ranks do not answer: %s", error)  # noqa: TRY400 - no bug here
                 self._failure = error  # the next command raises it, in the learner's thread
@@ -261,9 +251,6 @@ class RankSamples:
 
     A pause may end the train loop's wait while ranks read. They read on, and keep the samples until
     the batch is taken again.
-
-    Args:
-        samples: where they come from.
     """
 
     def __init__(self, learner: Learner, parallel: DataParallel, samples: SampleReader) -> None:
@@ -353,10 +340,6 @@ def follow(
 ) -> None:
     """Follow rank 0's commands until the stop command. Blocks; for ranks above 0.
 
-    Args:
-        reader: where this rank gets its samples from.
-        frozen: this rank's snapshots, for a run that publishes.
-
     Raises:
         DeadlineError: no command came in time.
         PeerError: rank 0 failed or vanished, or samples were refused.
@@ -444,6 +427,6 @@ def run_follower(config: RunConfig) -> None:
     with join_ranks(config) as parallel:
         learner = Learner(config, parallel, share_total_steps(parallel, None))
         frozen = frozen_weights(config, learner, parallel)
-        with sending_ranks(config, frozen, parallel):
+        with connected_ranks(config, frozen, parallel):
             exempt_start_up()
             follow(learner, parallel, reward_samples(config), frozen)

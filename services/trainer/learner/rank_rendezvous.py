@@ -43,7 +43,6 @@ class RankRendezvous:
     """A store that all ranks have reached. Keep it as long as their group exists.
 
     Args:
-        place: this rank's.
         timeout_s: seconds until all ranks have arrived; also for each later wait of torch.
 
     Raises:

@@ -35,8 +35,7 @@ from services.trainer.learner.rank_rendezvous import (
     RankRendezvous,
     rank_place,
 )
-from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
-from services.trainer.learner.tensor_share import TensorShare
+from services.trainer.learner.rank_shares import ImageRanks, SequenceShare, TensorShare
 from sluice.concurrency.process import START_FIELD, ProcessMark, stat_fields
 from sluice.concurrency.waits import waiting_for
 from sluice.config.parallel_layout import ParallelLayout
@@ -241,7 +240,6 @@ class DataParallel:
         Args:
             sends: contiguous tensors and the ranks that get them.
             receives: contiguous tensors to fill and the ranks that send them.
-            phase: named in errors.
         """
         assert not sends, phase
         assert not receives, phase

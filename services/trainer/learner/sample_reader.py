@@ -57,11 +57,7 @@ class RewardSamples:
     """
 
     def __init__(
-        self,
-        address: str,
-        max_message_bytes: int,
-        stall_s: float,
-        credentials: Credentials = OPEN,
+        self, address: str, max_message_bytes: int, stall_s: float, credentials: Credentials = OPEN
     ) -> None:
         self._address = address
         self._max_message_bytes = max_message_bytes

@@ -74,13 +74,8 @@ class SendingRank(services.SendingRankServiceServicer):
 
     Args:
         number: of its holding.
-        holdings: of all ranks that send.
-        tensors: all weights.
-        snapshots: of what this rank holds.
-        device: where collectives run.
         timeout_s: for each formation and each collective.
         keeps_base: see `WeightSender`.
-        host: the address to listen on.
         key: secret of the run; rank 0 shows it.
         certificates: for TLS, here and at the rendezvous store.
 
@@ -145,7 +140,7 @@ class SendingRank(services.SendingRankServiceServicer):
         def encode(stop: threading.Event) -> messages.EncodeChangesResponse:
             epoch = self._epoch(request.epoch)
             bases = [Base(request.base_version, digest) for digest in request.base_digests]
-            read = self._snapshots.read_version
+            read = self._snapshots.read
             epoch.changes = None
             # The version before may be overwritten by now; then all weights are sent.
             with (
@@ -166,7 +161,7 @@ class SendingRank(services.SendingRankServiceServicer):
             changes, epoch.changes = epoch.changes, None
             if not request.changes:
                 changes = None
-            with self._snapshots.read_version(version) as snapshot:
+            with self._snapshots.read(version) as snapshot:
                 sent = epoch.sender.send(snapshot.weights, version, stop, changes)
             return messages.SendVersionResponse(
                 streams=[
@@ -256,11 +251,7 @@ class SendingRankClient:
     """Rank 0's calls to another rank that sends. They block; `leave` does not, and ends them.
 
     Args:
-        rank: its number.
-        host: where it listens.
-        port: where it listens.
         key: secret of the run.
-        certificates: of this process, for TLS.
 
     Raises (all methods but `leave`):
         WeightSyncError: the rank failed, vanished, or was stopped. Names it.

@@ -18,7 +18,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -50,12 +49,7 @@ _DONE, _MORE, _FAILED = 0.0, 1.0, 2.0
 
 
 class TensorFile:
-    """A file of safetensors, written in the order of its header and never held in memory.
-
-    Args:
-        file: new.
-        tensors: shape and dtype by name.
-    """
+    """A file of safetensors, written in the order of its header and never held in memory."""
 
     def __init__(self, file: Path, tensors: Mapping[str, tuple[Sizes, torch.dtype]]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -77,14 +71,9 @@ class TensorFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
-            if error is None:
+            if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
@@ -103,8 +92,6 @@ def keep_step(work: Iterable[object], parallel: DataParallel, phase: str) -> Non
 
     Args:
         work: of this rank; parts that exchange rows come first, equally many on every rank.
-        parallel: all ranks.
-        phase: named in errors.
 
     Raises:
         OSError: this or another rank cannot write.
@@ -148,9 +135,7 @@ def write_state(
 
     Args:
         folder: exists.
-        stem: names the files.
         parts: this rank's `local_part` of every tensor.
-        directory: of all ranks.
         parallel: all ranks; nothing is sent.
 
     Raises:
@@ -233,8 +218,6 @@ class StateFiles:
         """Copy a part of a tensor into `target`; read nothing else.
 
         Args:
-            target: of the part's shape, at least one-dimensional.
-            name: of the tensor.
             offset: where the part begins, by dimension.
         """
         left = target.numel()

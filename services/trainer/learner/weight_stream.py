@@ -36,7 +36,6 @@ def cut_buckets(
 
     Args:
         directory: has all `names`.
-        names: in order.
         bucket_bytes: of a bucket; one that holds a longer row holds nothing else.
     """
     bucket: list[Rows] = []
@@ -72,9 +71,6 @@ def exchange_rows(
     Args:
         wanted: receiving rank and rows; the same on every rank.
         parts: this rank's `local_part` of every tensor that it holds one of.
-        directory: of all ranks.
-        parallel: all ranks.
-        phase: named in errors.
 
     Returns:
         the rows that this rank wants, in order; views of its own part where that has them.
@@ -95,12 +91,7 @@ def exchange_rows(
 
 
 class _BucketExchange:
-    """What one rank sends and receives for one bucket of each receiver.
-
-    Args:
-        rank: this one.
-        parts: as in `exchange_rows`.
-    """
+    """What one rank sends and receives for one bucket of each receiver."""
 
     def __init__(self, rank: int, parts: Mapping[str, Tensor]) -> None:
         self.sends: list[tuple[Tensor, int]] = []
@@ -158,10 +149,6 @@ def stream_rows(
     the next one is read.
 
     Args:
-        parts: as in `exchange_rows`.
-        directory: of the same tensors, on all ranks.
-        parallel: all ranks.
-        phase: named in errors.
         bucket_bytes: rows of a bucket; rank 0 holds at most two buckets beside its own parts.
 
     Raises:

@@ -39,6 +39,7 @@ from sluice.types import ReplicaInfo
 
 logger = logging.getLogger(__name__)
 
+ACKNOWLEDGED = "groups_acknowledged"
 _ATTEMPTS = 10
 _PAUSE_S = 0.05
 # A step waits at most this long for its accounts, even if a peer hangs.
@@ -50,11 +51,6 @@ _ABORTED = "aborted"
 _ENDS = ("trained", "filtered_", "dropped_", "skipped")
 
 
-def acknowledged_groups(accounts: Mapping[str, float]) -> float:
-    """Return the groups that the reward service has counted as trained since its start."""
-    return accounts.get("groups_acknowledged", accounts.get("trained", 0.0))
-
-
 def settled_accounts(
     accounts: Mapping[str, float], *, groups_trained: int, acknowledged_before: float
 ) -> dict[str, float]:
@@ -63,7 +59,7 @@ def settled_accounts(
     Args:
         accounts: from `RewardClient.accounts`.
         groups_trained: groups of all batches that this trainer has trained.
-        acknowledged_before: `acknowledged_groups` before this trainer's first batch.
+        acknowledged_before: their ``groups_acknowledged`` before this trainer's first batch.
 
     Returns:
         `accounts` with ``groups_trained``, ``groups_acknowledged`` (the reward service's count of
@@ -71,14 +67,14 @@ def settled_accounts(
         that the reward service has lost, prompts that neither ended nor are pending, and the
         difference between the two counts of groups. It is 0 if nothing is missing.
     """
-    acknowledged = acknowledged_groups(accounts) - acknowledged_before
+    acknowledged = accounts[ACKNOWLEDGED] - acknowledged_before
     ended = sum(count for name, count in accounts.items() if name.startswith(_ENDS))
-    unexplained = accounts.get("submitted", 0.0) - ended - accounts.get("pending", 0.0)
-    lost = abs(accounts.get("prompts_lost", 0.0))
+    unexplained = accounts["submitted"] - ended - accounts["pending"]
+    lost = abs(accounts["prompts_lost"])
     return {
         **accounts,
         "groups_trained": float(groups_trained),
-        "groups_acknowledged": acknowledged,
+        ACKNOWLEDGED: acknowledged,
         "prompts_lost": lost + abs(unexplained) + abs(groups_trained - acknowledged),
     }
 
@@ -124,9 +120,6 @@ class RunAccountant:
 
     Args:
         state: has the phases; gets the accounts whenever they are taken.
-        ask_replica: returns the counters of one replica.
-        ask_reward: returns the statistics of the reward service.
-        wall_s: returns the age of this process in seconds.
         has_restarted: whether an earlier process of this trainer met the same peers.
     """
 

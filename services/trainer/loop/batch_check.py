@@ -54,7 +54,6 @@ def check_batch(batch: TrainBatch, terms: BatchTerms, step: int) -> None:
 
     Args:
         batch: the batch received for `step`; its tokens may be absent.
-        terms: the run's terms.
         step: from 1; it updates version ``step - 1`` to version ``step``.
 
     Raises:

@@ -42,26 +42,21 @@ logger = logging.getLogger(__name__)
 RECORD_FILE = "guards.json"
 
 
-def guard_rules(config: GuardsConfig) -> tuple[GuardRule, ...]:
-    """Return the rules, in order."""
-    return tuple(msgspec.convert(msgspec.to_builtins(one), GuardRule) for one in config.rules)
-
-
 class RunGuards:
     """The guards of one run; used from one event loop, but for `protected`.
 
     Args:
-        config: the run's.
         file: gets their record.
         state: is held, and shows what the guards see.
-        record: of the run that is resumed.
     """
 
     def __init__(
         self, config: GuardsConfig, file: Path, state: RunState, record: GuardRecord
     ) -> None:
         self._keep: KeepConfig = config.keep
-        self.rules = guard_rules(config)
+        self.rules = tuple(
+            msgspec.convert(msgspec.to_builtins(one), GuardRule) for one in config.rules
+        )
         self._file = file
         self._state = state
         self._record = record
@@ -134,11 +129,7 @@ class RunGuards:
         return found.get(version)
 
     def verdict(self, saved: Callable[[], Collection[int]]) -> Verdict | None:
-        """Return what a broken rule demands now; ``None``: nothing, or the run is paused or over.
-
-        Args:
-            saved: returns the steps of the checkpoints on disk.
-        """
+        """Return what a broken rule demands; ``None``: nothing, or the run is paused or over."""
         if self._state.is_paused or self._state.is_over:  # a holder may need this version
             return None
         if self._has_held:  # a user has resumed: what was seen so far is settled

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from sluice.concurrency.threads import OwnerThread
@@ -19,11 +20,9 @@ from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from services.trainer.learner.checkpoint import CheckpointStore
-    from services.trainer.learner.memory_peaks import MemoryPeaks
     from services.trainer.learner.rank_command import RankLeader
+    from services.trainer.learner.step_measures import MemoryPeaks
     from sluice.types import DataProgress, TrainBatch
 
 
@@ -56,7 +55,7 @@ class LearnerThread:
         self._gives_back = gives_back
         self._thread = OwnerThread("learner")
         self._writer = OwnerThread("checkpoint")
-        self._saving: Future[str] | None = None
+        self._saving: Future[None] | None = None
 
     async def take_samples(self, outline: TrainBatch, step: int) -> str:
         """Let every rank read its samples (`RankLeader.take_samples`)."""
@@ -101,41 +100,35 @@ class LearnerThread:
     async def save(self, step: int, progress: DataProgress) -> str:
         """Write a checkpoint and return its folder.
 
-        With ``actor.checkpoint.async_save`` this copies what is to be saved; `saved` and the next
-        save wait for the rest. If writing fails, the next step raises the error.
+        With ``actor.checkpoint.async_save`` training waits only for copies of what is to be saved;
+        `saved` and the next save wait for the rest. If that fails, the next step raises the error.
         """
         began_s = time.monotonic()
-        if not self._leader.saves_aside:
-
-            def save() -> Path:
-                path = self._store.save(step, self._leader.save, progress)
-                self._peaks.end_phase("save_checkpoint")
-                return path
-
-            path = await self._run(save)
-            logger.info("checkpoint of step %d saved", step)
-            return str(path)
         await self.saved()
+        aside = self._leader.saves_aside
 
-        def copy() -> Callable[[], Path]:
+        def begin() -> Callable[[], object]:
+            """Return what is left to do."""
             write = self._leader.begin_save(self._store.begin(step))
+            rest = partial(self._store.finish, step, write, progress)
+            if not aside:
+                rest()
             self._peaks.end_phase("save_checkpoint")
-            return lambda: self._store.finish(step, write, progress)
+            return rest if aside else lambda: None
 
-        finish = await self._run(copy)
-        copied_s = time.monotonic()
+        finish = await self._run(begin)
+        waited_s = time.monotonic() - began_s
 
-        def finish_it() -> str:
-            folder = str(finish())
+        def complete() -> None:
+            finish()
             logger.info(
                 "checkpoint of step %d saved in %.1f s; training waited %.1f s of them",
                 step,
                 time.monotonic() - began_s,
-                copied_s - began_s,
+                waited_s,
             )
-            return folder
 
-        self._saving = self._writer.submit(finish_it)
+        self._saving = self._writer.submit(complete)
         return str(self._store.folder(step))
 
     async def saved(self) -> None:

@@ -1,15 +1,18 @@
 """The trainer's calls to the reward service. They wait out a service that is away for a while,
-and announce the policy again to one that restarted.
+and announce the policy again to one that restarted. Announcements come one at a time, in order.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
+from services.trainer.fleet.members import Fleet
+from services.trainer.loop.run_state import RunState
 from services.trainer.metrics.sinks import Example, ValidationReport
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.reward.v1 import reward_pb2 as reward
@@ -64,7 +67,6 @@ class RewardClient:
     """Typed calls to the reward service.
 
     Args:
-        stub: the reward service.
         instance_id: of this trainer process; a new one resets leases.
         batch_timeout_s: a wait for a batch or an evaluation fails after so many seconds without
             progress.
@@ -114,7 +116,6 @@ class RewardClient:
         The announcement is repeated to a service that restarts before the next one.
 
         Args:
-            version: the current policy version.
             replicas: those in use, each with its version.
             progress: returns the position in the data set; called for each announcement.
             rolled_back_to: the version has the weights of this earlier one, and what was sampled
@@ -151,8 +152,6 @@ class RewardClient:
         nothing: the next call returns the batch that is leased.
 
         Args:
-            step: the step to train with it.
-            version: the announced policy version.
             generated_tokens: returns the tokens that the fleet has generated so far.
             take_samples: lets the ranks read the samples of a batch for a step; returns why they
                 did not come, to take the batch again.
@@ -259,24 +258,18 @@ class RewardClient:
     async def accounts(self) -> Mapping[str, float]:
         """Return prompt counts: submitted, pending, and one for each end.
 
-        With a service that reports them also ``groups_acknowledged``, groups of batches that
-        trainers have acknowledged, and ``prompts_lost``, prompts that the service itself lost.
+        With them come ``groups_acknowledged``, groups of batches that trainers have acknowledged,
+        and ``prompts_lost``, prompts that the service itself lost.
 
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
         status = await self._over_an_absence(self._status)
-        ends = {name: float(count) for name, count in status.prompts_by_end.items()}
-        reported = {
-            name: status.statistics[f"reward/{name}"]
-            for name in _COUNTS_OF_ITS_OWN
-            if f"reward/{name}" in status.statistics
-        }
         return {
             "submitted": float(status.prompts_submitted),
             "pending": float(status.prompts_pending),
-            **ends,
-            **reported,
+            **{name: float(count) for name, count in status.prompts_by_end.items()},
+            **{name: status.statistics[f"reward/{name}"] for name in _COUNTS_OF_ITS_OWN},
         }
 
     async def counters(self) -> Mapping[str, float]:
@@ -325,6 +318,63 @@ class RewardClient:
         deadline_s: float | None = None,
     ) -> ResponseT:
         return await unary_call(method, request, peer=_PEER, phase=phase, deadline_s=deadline_s)
+
+
+class PolicyAnnouncer:
+    """The reward service's knowledge of the current version and its replicas.
+
+    A version is announced only after the batch that it was trained on is acknowledged, and never an
+    older version after a newer one.
+
+    Args:
+        progress: returns the position in the data set, with the batch in hand counted as trained;
+            read for each announcement. A restarted reward service continues there and samples no
+            prompt of that batch again; a service that did not restart ignores it.
+    """
+
+    def __init__(
+        self,
+        reward: RewardClient,
+        fleet: Fleet,
+        state: RunState,
+        progress: Callable[[], DataProgress | None],
+    ) -> None:
+        self._reward = reward
+        self._fleet = fleet
+        self._state = state
+        self._progress = progress
+        self._one_at_a_time = asyncio.Lock()
+        self._last: tuple[int, tuple[AnnouncedReplica, ...]] | None = None
+        self._rollback = (-1, -1)  # a version, and the one whose weights it has
+
+    async def announce(
+        self,
+        *,
+        after: Callable[[], Awaitable[None]] | None = None,
+        rolled_back_to: int | None = None,
+    ) -> None:
+        """Announce a changed version or changed replicas; do nothing before the first version.
+
+        Args:
+            after: awaited first, while no other announcement can be made.
+            rolled_back_to: the version has the weights of this earlier one. Later announcements of
+                the same version repeat it, for a service that restarts.
+        """
+        async with self._one_at_a_time:
+            if after is not None:
+                await after()
+            # Read under the lock: an announcement that had to wait reports the newest version.
+            version = self._state.version
+            if version is None:
+                return
+            current = (version, self._fleet.announced())
+            if current == self._last:
+                return
+            if rolled_back_to is not None:
+                self._rollback = (version, rolled_back_to)
+            restored = self._rollback[1] if self._rollback[0] == version else None
+            await self._reward.announce(*current, self._progress, restored)
+            self._last = current
 
 
 def _patience(seconds: float) -> RetryPolicy:

@@ -297,8 +297,6 @@ async def under_control(
 
     Args:
         work: cancelled if `gives_way` becomes true before its end.
-        state: gets control calls.
-        phase: the run's phase during the wait.
         gives_way: returns whether a control call ends the wait.
         save: saves a checkpoint and answers its requests; `work` continues meanwhile.
 

@@ -39,16 +39,17 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport, WeightPublisher
-from services.trainer.loop.accounting import RunAccountant, acknowledged_groups, settled_accounts
-from services.trainer.loop.announcer import PolicyAnnouncer
+from services.trainer.loop.accounting import ACKNOWLEDGED, RunAccountant, settled_accounts
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from services.trainer.loop.guards import RunGuards
+from services.trainer.loop.learner_thread import LearnerThread
+from services.trainer.loop.reward_client import PolicyAnnouncer, RewardClient
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, under_control
-from services.trainer.loop.step_trace import StepTrace
+from services.trainer.loop.step_trace import StepTrace, step_trace
 from services.trainer.metrics.sinks import Reporter
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
@@ -65,10 +66,6 @@ from sluice.concurrency.waits import deadline
 from sluice.errors import BatchUnfillableError, DataExhaustedError, SluiceError
 from sluice.telemetry.tracing import TRACER, SpanName
 from sluice.types import DataProgress, TrainBatch
-
-if TYPE_CHECKING:
-    from services.trainer.loop.learner_thread import LearnerThread
-    from services.trainer.loop.reward_client import RewardClient
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +165,7 @@ class TrainLoop:
             watcher = None if self._is_stopped() else await self._begin(tasks)
             while not (self._settings.val_only or await self._is_over(tasks)):
                 step = self._state.step + 1
-                with StepTrace(step) as trace:
+                with step_trace(step) as trace:
                     await self._step(tasks, step, trace)
                     await self._validate_if_due(tasks, step)
             await self._finish(tasks)
@@ -183,7 +180,7 @@ class TrainLoop:
         await self._announcer.announce(rolled_back_to=self._guards.restored(self._state.step))
         # Only now: the announcement makes the reward service settle the batches of an earlier
         # trainer, which do not count as this one's.
-        self._acknowledged_before = acknowledged_groups(await self._reward.accounts())
+        self._acknowledged_before = (await self._reward.accounts())[ACKNOWLEDGED]
         validates_first = self._settings.val_before_train or self._settings.val_only
         if self._settings.validates and validates_first:
             await self._start_validation(tasks, self._state.step)
@@ -363,10 +360,7 @@ class TrainLoop:
         self._progress = batch.progress
 
     async def _under_control(
-        self,
-        work: Coroutine[None, None, ResultT],
-        phase: RunPhase,
-        gives_way: Callable[[], bool],
+        self, work: Coroutine[None, None, ResultT], phase: RunPhase, gives_way: Callable[[], bool]
     ) -> ResultT | None:
         return await under_control(
             work, self._state, phase, gives_way=gives_way, save=self._save_now
@@ -559,7 +553,7 @@ class TrainLoop:
         accounts = settled_accounts(
             counted,
             groups_trained=self._groups_trained,
-            acknowledged_before=acknowledged_groups(counted) if before is None else before,
+            acknowledged_before=counted[ACKNOWLEDGED] if before is None else before,
         )
         if accounts["prompts_lost"]:
             logger.error(
@@ -567,7 +561,7 @@ class TrainLoop:
                 "trained; see accounts.json and the logs for a restart of the reward service",
                 accounts["prompts_lost"],
                 accounts["groups_trained"],
-                accounts["groups_acknowledged"],
+                accounts[ACKNOWLEDGED],
             )
         return accounts
 

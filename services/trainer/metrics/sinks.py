@@ -1,9 +1,8 @@
 """Metric sinks: open those that `trainer.logger` names, contain their failures, and send them
 the run's numbers.
 
-A vendor's sink may raise or hang; neither may stop the run. `GuardedSink` turns failures into one
-warning. `BackgroundSink` moves a sink that talks to a server into its own thread. Sinks without a
-vendor, for files and the log, are at the end.
+A vendor's sink may raise or hang; neither may stop the run. So each sink has a thread of its own
+(`BackgroundSink`). Sinks without a vendor, for files and the log, are at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -81,52 +81,13 @@ class MetricSink(Protocol):
         ...
 
 
-class GuardedSink:
-    """A sink whose failures are counted: the first one is a warning.
-
-    Args:
-        name: the sink's name in ``trainer.logger``, for warnings.
-        sink: may raise anything.
-    """
-
-    def __init__(self, name: str, sink: MetricSink) -> None:
-        self._name = name
-        self._sink = sink
-        self.num_dropped = 0
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._attempt(lambda: self._sink.write(step, metrics))
-
-    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        self._attempt(lambda: self._sink.write_generations(step, examples))
-
-    def close(self) -> None:
-        """Close the sink and log the number of failed writes."""
-        self._attempt(self._sink.close)
-        if self.num_dropped:
-            logger.warning("logger %s: %d writes failed", self._name, self.num_dropped)
-
-    def _attempt(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - vendors raise anything; a lost curve ends no run
-            self.num_dropped += 1
-            if self.num_dropped == 1:
-                logger.warning(
-                    "logger %s failed; the run continues without what it drops: %s: %s",
-                    self._name,
-                    type(error).__name__,
-                    error,
-                )
-
-
 class BackgroundSink:
     """A sink that one thread opens, feeds and closes. Writes keep their order.
 
+    Failures of writes are counted: the first one is a warning.
+
     Args:
-        name: the sink's name in ``trainer.logger``, for warnings.
-        open_sink: called once, in the thread; may raise. The sink that it returns never raises.
-        close_timeout_s: how long `close` waits for queued writes.
+        open_sink: called once, in the thread; may raise.
 
     Attributes:
         opening: done when the sink is open, or holds the error of `open_sink`. Writes are queued
@@ -136,12 +97,14 @@ class BackgroundSink:
     def __init__(
         self,
         name: str,
-        open_sink: Callable[[], GuardedSink],
+        open_sink: Callable[[], MetricSink],
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ) -> None:
+        self._name = name
         self._open_sink = open_sink
         self._close_timeout_s = close_timeout_s
-        self.opening: Future[GuardedSink] = Future()
+        self._num_failed = 0
+        self.opening: Future[MetricSink] = Future()
         self.opening.set_running_or_notify_cancel()  # an awaiter that gives up does not cancel it
         self._writer = BoundedWriter[Callable[[], None]](
             "writes",
@@ -153,28 +116,41 @@ class BackgroundSink:
         )
         self._writer.put(self._open)
 
-    @property
-    def num_dropped(self) -> int:
-        """Return the writes that found the queue full."""
-        return self._writer.num_dropped
-
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = dict(metrics)
-        self._writer.put(lambda: self.opening.result().write(step, numbers))
+        self._writer.put(lambda: self._attempt(lambda sink: sink.write(step, numbers)))
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         kept = tuple(examples)
-        self._writer.put(lambda: self.opening.result().write_generations(step, kept))
+        self._writer.put(lambda: self._attempt(lambda sink: sink.write_generations(step, kept)))
 
     def close(self) -> None:
         """Wait for queued writes, then close the sink; give up after `close_timeout_s`."""
-        self._writer.close(self._close_timeout_s, last=lambda: self.opening.result().close())
+        self._writer.close(self._close_timeout_s, last=self._end)
 
     def _open(self) -> None:
         try:
             self.opening.set_result(self._open_sink())
         except Exception as error:  # noqa: BLE001 - `open_sinks` raises it from `opening`
             self.opening.set_exception(error)
+
+    def _attempt(self, work: Callable[[MetricSink], None]) -> None:
+        try:
+            work(self.opening.result())
+        except Exception as error:  # noqa: BLE001 - vendors raise anything; a lost curve ends no run
+            self._num_failed += 1
+            if self._num_failed == 1:
+                logger.warning(
+                    "logger %s failed; the run continues without what it drops: %s: %s",
+                    self._name,
+                    type(error).__name__,
+                    error,
+                )
+
+    def _end(self) -> None:
+        self._attempt(lambda sink: sink.close())
+        if self._num_failed:
+            logger.warning("logger %s: %d writes failed", self._name, self._num_failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,25 +175,21 @@ class SinkTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One kind of sink: its ``module:class`` in this package, and the package and extra it needs.
-
-    Sinks that are `is_remote` may talk to a server.
-    """
+    """One kind of sink: its ``module:class`` in this package, and what must be installed for it."""
 
     sink: str
     package: str | None = None
     extra: str = ""
-    is_remote: bool = False
 
 
 _KINDS: Mapping[str, _Kind] = {
     "console": _Kind("sinks:ConsoleSink"),
     JSONL: _Kind("sinks:JsonlSink"),
     "tensorboard": _Kind("tensorboard_sink:TensorBoardSink", "tensorboard", "train"),
-    "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb", is_remote=True),
-    "mlflow": _Kind("mlflow_sink:MlflowSink", "mlflow", "mlflow", is_remote=True),
-    "swanlab": _Kind("swanlab_sink:SwanlabSink", "swanlab", "swanlab", is_remote=True),
-    "trackio": _Kind("trackio_sink:TrackioSink", "trackio", "trackio", is_remote=True),
+    "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb"),
+    "mlflow": _Kind("mlflow_sink:MlflowSink", "mlflow", "mlflow"),
+    "swanlab": _Kind("swanlab_sink:SwanlabSink", "swanlab", "swanlab"),
+    "trackio": _Kind("trackio_sink:TrackioSink", "trackio", "trackio"),
 }
 
 
@@ -248,8 +220,6 @@ async def open_sinks(
     """Open the sinks that `trainer.logger` names, once each. Later failures are only warnings.
 
     Args:
-        names: by ``trainer.logger``.
-        target: the run.
         open_timeout_s: seconds each server has to answer; all sinks are opened at once.
         close_timeout_s: seconds a closing sink has to send its queued writes.
 
@@ -260,11 +230,11 @@ async def open_sinks(
     """
     check_sinks(names)
     sinks = {
-        name: _start(name, _KINDS[name], target, close_timeout_s) for name in dict.fromkeys(names)
+        name: BackgroundSink(name, partial(_open, name, target), close_timeout_s)
+        for name in dict.fromkeys(names)
     }
-    remote = {name: sink for name, sink in sinks.items() if isinstance(sink, BackgroundSink)}
     try:
-        for name, sink in remote.items():
+        for name, sink in sinks.items():
             async with deadline(
                 open_timeout_s,
                 peer=f"logger {name}",
@@ -273,19 +243,15 @@ async def open_sinks(
             ):
                 await asyncio.wrap_future(sink.opening)
     except BaseException:
-        for name in sinks.keys() - remote.keys():
-            sinks[name].close()
+        for sink in sinks.values():
+            if sink.opening.done() and sink.opening.exception() is None:
+                sink.close()
         raise
     return tuple(sinks.values())
 
 
-def _start(name: str, kind: _Kind, target: SinkTarget, close_timeout_s: float) -> MetricSink:
-    if not kind.is_remote:
-        return _open(name, kind, target)
-    return BackgroundSink(name, lambda: _open(name, kind, target), close_timeout_s)
-
-
-def _open(name: str, kind: _Kind, target: SinkTarget) -> GuardedSink:
+def _open(name: str, target: SinkTarget) -> MetricSink:
+    kind = _KINDS[name]
     module, _, attribute = kind.sink.partition(":")
     package = __name__.rpartition(".")[0]
     try:
@@ -295,13 +261,12 @@ def _open(name: str, kind: _Kind, target: SinkTarget) -> GuardedSink:
     except ImportError as error:
         raise ConfigError(f"{_remedy(name, kind)} ({error})") from error
     try:
-        opened = open_sink(target)
+        return open_sink(target)
     except Exception as error:
         raise ConfigError(
             f"trainer.logger: {name} cannot be opened ({type(error).__name__}: {error}); mend it, "
             f"or remove {name} from trainer.logger"
         ) from error
-    return GuardedSink(name, opened)
 
 
 def _is_installed(package: str) -> bool:
@@ -324,7 +289,6 @@ class Reporter:
     """The run's numbers, in all sinks and on disk. A file that cannot be written is a warning.
 
     Args:
-        sinks: get every metric.
         run_dir: gets `validation/<step>.jsonl` and `accounts.json`.
         shown_generations: validation responses that sinks show (``trainer.log_val_generations``).
     """

@@ -20,7 +20,7 @@ from sluice.cli.policy.row_files import read_rows
 from sluice.cli.running_run import connected
 from sluice.cli.terminal import print_json, print_line, progress_bars
 from sluice.client.generation_types import Image
-from sluice.client.prompts import NewPrompt, PromptEvent
+from sluice.client.submission import NewPrompt, PromptEvent
 from sluice.data.image_sources import image_source
 from sluice.errors import DataError
 from sluice.safe_text import printable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import secrets
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,6 @@ CERTIFICATES = "certs"
 """The folder of a run's certificates, in the run's folder."""
 _DAYS = 365
 _RENEWED_BEFORE = datetime.timedelta(days=30)
-_AUTHORITY_KEY = "ca.key"
 _SERVICE = {
     "ca_file": "ca.pem",
     "cert_file": "service.pem",
@@ -172,41 +171,16 @@ def security_settings(folder: Path) -> list[str]:
     ]
 
 
-def ensure_certificates(folder: Path, report: Callable[[str], None]) -> None:
+def ensure_certificates(
+    folder: Path, report: Callable[[str], None], *, run_is_active: bool
+) -> None:
     """Make certificates for all services in `folder`, unless usable ones are there.
 
     All services share one name, because replicas come and go. All files, with the authority and
-    the tokens, are made again if no service could start with them: a file is missing, ca.pem or
-    service.pem has expired or is not a certificate, or ca.pem did not issue service.pem. Files of
-    the user (without client.pem, or of another authority than ours) are never replaced; a notice
-    names the problem. The authority's key is not written, and an existing one is deleted.
-
-    Args:
-        folder: the folder of the files.
-        report: called with each notice.
-
-    Raises:
-        ConfigError: the folder cannot be read or written, and nothing was replaced; or the package
-            that signs is missing.
-    """
-    need_cryptography()
-    files = _read(folder)
-    _delete_authority_key(folder, report, is_users=_is_users(files))
-    if all(files[name] is None for name in _SERVICE.values()):
-        write_certificates(folder, [], _DAYS, replace=True, with_authority_key=False)
-        report(f"{folder}: made certificates and tokens; clients need {_FOR_CLIENTS}")
-        return
-    certificates, now = ("ca.pem", "service.pem"), datetime.timedelta()
-    if (reason := _fault(folder, files, _SERVICE.values(), certificates, now)) is not None:
-        _make_again(folder, files, reason, report)
-
-
-def renew_certificates(folder: Path, report: Callable[[str], None], *, run_is_active: bool) -> None:
-    """Make all files of `folder` again if they are usable, but not for long.
-
-    That is: a certificate expires within 30 days, or clients' files are missing, expired or of
-    another authority. The services of an active run hold the files that they began with: then, and
-    for files of the user, a notice is all.
+    the tokens, are made again if one is missing, or a certificate expires within 30 days, is none,
+    or was not issued by ca.pem. The services of an active run hold the files that they began with:
+    then only faults count with which no service could start. Files of the user (without client.pem,
+    or of another authority than ours) are never replaced; a notice names the problem.
 
     Args:
         folder: the folder of the files.
@@ -214,20 +188,30 @@ def renew_certificates(folder: Path, report: Callable[[str], None], *, run_is_ac
         run_is_active: whether a run uses the files.
 
     Raises:
-        ConfigError: the folder cannot be read or written, and nothing was replaced.
+        ConfigError: the folder cannot be read or written, and nothing was replaced; or the package
+            that signs is missing.
     """
+    need_cryptography()
     files = _read(folder)
-    certificates = ("ca.pem", "service.pem", "client.pem")
-    reason = _fault(folder, files, _CLIENT, certificates, _RENEWED_BEFORE)
-    if reason is None:
+    is_new = all(files[name] is None for name in _SERVICE.values())
+    fault = _fault(folder, files, run_is_active=run_is_active)
+    if fault is None:
         return
-    if run_is_active:
+    # `write_certificates` writes client.pem first.
+    if not is_new and (files["client.pem"] is None or _is_foreign(files)):
         report(
-            f"notice: {reason}; certificates are not renewed while the run is active: let it "
-            "end, or stop the services and give --restart"
+            f"notice: {fault}; files in {folder} that prepare did not make are not replaced: "
+            "correct them, or delete the folder to have others made"
         )
         return
-    _make_again(folder, files, reason, report)
+    write_certificates(folder, [], _DAYS, replace=True, with_authority_key=False)
+    if is_new:
+        report(f"{folder}: made certificates and tokens; clients need {_FOR_CLIENTS}")
+    else:
+        report(
+            f"notice: {fault}; certificates and tokens in {folder} were made again: restart "
+            f"running services, and give clients {_FOR_CLIENTS}"
+        )
 
 
 def _read(folder: Path) -> _Files:
@@ -246,47 +230,34 @@ def _read(folder: Path) -> _Files:
     return files
 
 
-def _delete_authority_key(folder: Path, report: Callable[[str], None], *, is_users: bool) -> None:
-    """Delete the authority's key: any code in a service could sign with it."""
-    try:
-        for file in (folder / _AUTHORITY_KEY, *folder.glob(f"{_AUTHORITY_KEY}.*.partial")):
-            if not file.exists():
-                continue
-            if is_users:
-                report(
-                    f"notice: {file} signs certificates for anyone who reads it; keep it elsewhere"
-                )
-                continue
-            file.unlink()
-            report(
-                f"notice: {file} was deleted: no service needs it, and any code in it could sign"
-            )
-    except OSError as error:
-        raise ConfigError(
-            f"{folder / _AUTHORITY_KEY} cannot be deleted ({error}); no service may read it: "
-            "delete it yourself"
-        ) from error
+def _fault(folder: Path, files: _Files, *, run_is_active: bool) -> str | None:
+    """Return the first fault that counts; None: there is none."""
+    needed, certificates = [*_SERVICE.values()], ["service.pem"]
+    validity = datetime.timedelta()
+    if not run_is_active:
+        needed += _CLIENT
+        certificates.append("client.pem")
+        validity = _RENEWED_BEFORE
+    if missing := [name for name in needed if files[name] is None]:
+        return f"{folder} has no {', '.join(missing)}"
+    from sluice.security.certificates import ends_of_validity
+    from sluice.security.development_ca import was_issued_by
 
-
-def _make_again(folder: Path, files: _Files, reason: str, report: Callable[[str], None]) -> None:
-    if _is_users(files):
-        report(
-            f"notice: {reason}; files in {folder} that prepare did not make are not replaced: "
-            "correct them, or delete the folder to have others made"
-        )
-        return
-    write_certificates(folder, [], _DAYS, replace=True, with_authority_key=False)
-    report(
-        f"notice: {reason}; certificates and tokens in {folder} were made again: restart "
-        f"running services, and give clients {_FOR_CLIENTS}"
-    )
-
-
-def _is_users(files: _Files) -> bool:
-    """Return whether the user made them: `write_certificates` writes client.pem first."""
-    if all(files[name] is None for name in _SERVICE.values()):
-        return False
-    return files["client.pem"] is None or _is_foreign(files)
+    now = datetime.datetime.now(datetime.UTC)
+    for name in ("ca.pem", *certificates):
+        try:
+            end = ends_of_validity(files[name] or b"")[0]
+        except ValueError as error:
+            return f"{folder / name} is not a certificate ({error})"
+        if end - now <= validity:
+            verb = "was valid" if end <= now else "is valid"
+            return f"{folder / name} {verb} until {end:%F %R} UTC"
+    if _is_foreign(files):  # which may have others between itself and the service
+        return None
+    for name in certificates:
+        if not was_issued_by(files[name] or b"", files["ca.pem"] or b""):
+            return f"{folder / name} was not issued by ca.pem"
+    return None
 
 
 def _is_foreign(files: _Files) -> bool:
@@ -299,42 +270,3 @@ def _is_foreign(files: _Files) -> bool:
         except ValueError:
             continue  # reported where dates are read
     return False
-
-
-def _fault(
-    folder: Path,
-    files: _Files,
-    needed: Iterable[str],
-    certificates: tuple[str, ...],
-    validity: datetime.timedelta,
-) -> str | None:
-    """Return the first fault of the files; None: no fault was found.
-
-    Args:
-        folder: for the text.
-        files: contents of all files.
-        needed: names of files that must exist.
-        certificates: names of those that must be valid for longer than `validity`; ca.pem must
-            have issued the last one, unless the files are of another authority than ours, which may
-            have others between itself and the service.
-        validity: see above.
-    """
-    missing = [name for name in needed if files[name] is None]
-    if missing:
-        return f"{folder} has no {', '.join(missing)}"
-    from sluice.security.certificates import ends_of_validity
-    from sluice.security.development_ca import was_issued_by
-
-    now = datetime.datetime.now(datetime.UTC)
-    for name in certificates:
-        try:
-            end = ends_of_validity(files[name] or b"")[0]
-        except ValueError as error:
-            return f"{folder / name} is not a certificate ({error})"
-        if end - now <= validity:
-            verb = "was valid" if end <= now else "is valid"
-            return f"{folder / name} {verb} until {end:%F %R} UTC"
-    issued = certificates[-1]
-    if _is_foreign(files) or was_issued_by(files[issued] or b"", files["ca.pem"] or b""):
-        return None
-    return f"{folder / issued} was not issued by ca.pem"

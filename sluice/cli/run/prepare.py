@@ -12,12 +12,7 @@ import typer
 from rich.console import Console
 
 from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
-from sluice.cli.run.certificates import (
-    CERTIFICATES,
-    ensure_certificates,
-    renew_certificates,
-    security_settings,
-)
+from sluice.cli.run.certificates import CERTIFICATES, ensure_certificates, security_settings
 from sluice.cli.run.quickstart import made_settings
 from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
@@ -40,7 +35,7 @@ from sluice.launch.network_layout import (
 from sluice.launch.shared_run import SharedRun
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.service_contract import CONFIG_NAME
-from sluice.telemetry.metrics_page import forget_targets
+from sluice.telemetry.metrics import forget_targets
 
 _SEED = 0  # of the quickstart's files
 
@@ -111,8 +106,8 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []
     settings += made_settings(run_dir, "quickstart", _SEED, console) if quickstart else ()
-    if secure:  # the checks need usable files; a renewal can wait until after them
-        ensure_certificates(certificates, report)
+    if secure:
+        ensure_certificates(certificates, report, run_is_active=is_active)
         settings += security_settings(certificates)
     settings += observed_settings() if observed else ()
     settings += dashboard_settings() if dashboard else ()
@@ -126,8 +121,6 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         report(f"notice: {note.text}")
     check_config(config)
     try_scorer(config, ())
-    if secure:
-        renew_certificates(certificates, report, run_is_active=is_active)
     if not is_active:
         _begin(run, config, written, report)
     elif written.read_text(encoding="utf-8") != dump_config(config):

@@ -58,8 +58,7 @@ def quickstart(
     task: Annotated[
         str,
         typer.Option(
-            help="quickstart, stretch (harder), experts (sparse model), qwen2, shapes (pictures), "
-            "or jars (a tool)."
+            help="quickstart, stretch (harder), experts (sparse model), qwen2, or jars (a tool)."
         ),
     ] = "quickstart",
     seed: Annotated[int, typer.Option(help="Seed of data, model and sampling.")] = 0,
@@ -79,7 +78,7 @@ def quickstart(
     Examples:
       sluice quickstart
       sluice quickstart trainer.total_training_steps=20 --seed 1
-      sluice quickstart --task shapes --run-dir runs/shapes
+      sluice quickstart --task jars --run-dir runs/jars
     """
     began_s = time.monotonic()
     display = display_of(logs=logs, quiet=quiet, as_json=as_json)

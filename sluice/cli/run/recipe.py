@@ -143,7 +143,7 @@ def run(  # noqa: PLR0913 - options of the command
     named = [] if run_dir is None else [f"sluice.run_dir={run_dir}"]
     settings = [*own_files(recipe), *named, *(overrides or [])]
     ray = ray_options(on, ray_address, None, _CAPACITY_TIMEOUT_S)
-    run_configured((recipe.run, settings), display, None, ray)
+    run_configured((recipe.run, settings), display, ray)
 
 
 def _run_small(

@@ -43,7 +43,7 @@ from sluice.report.summary import SUMMARY_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import CONFIG_NAME
-from sluice.telemetry.metrics_page import forget_target, forget_targets
+from sluice.telemetry.metrics import forget_target, forget_targets
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,6 @@ ShowLogs = Annotated[
 ]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Show warnings, errors and the end of the run only.")
-]
-LogLevel = Annotated[
-    Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None,
-    typer.Option("--log-level", help="Level of the services' log files.", show_default="INFO"),
 ]
 On = Annotated[
     Literal["local", "ray"],
@@ -90,7 +86,6 @@ def up(  # noqa: PLR0913 - options of the command
     *,
     logs: ShowLogs = False,
     quiet: Quiet = False,
-    log_level: LogLevel = None,
     on: On = "local",
     ray_address: RayAddress = "auto",
     resources: Demanded = None,
@@ -112,7 +107,7 @@ def up(  # noqa: PLR0913 - options of the command
     ray = ray_options(on, ray_address, resources, capacity_timeout)
     display = display_of(logs=logs, quiet=quiet, as_json=as_json)
     configured = split_arguments(arguments, trust_script=trust_script)
-    run_configured(configured, display, log_level, ray)
+    run_configured(configured, display, ray)
 
 
 def ray_options(
@@ -141,7 +136,6 @@ def train(  # noqa: PLR0913 - options of the command
     ] = None,
     logs: ShowLogs = False,
     quiet: Quiet = False,
-    log_level: LogLevel = None,
     on: On = "local",
     ray_address: RayAddress = "auto",
     resources: Demanded = None,
@@ -163,7 +157,7 @@ def train(  # noqa: PLR0913 - options of the command
     else:
         configured = None, script_settings(script, arguments or [], trusted=trust_script)
     display = display_of(logs=logs, quiet=quiet, as_json=as_json)
-    run_configured(configured, display, log_level, ray)
+    run_configured(configured, display, ray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +184,6 @@ def display_of(*, logs: bool, quiet: bool, as_json: bool) -> Display:
 def run_configured(
     configured: tuple[Path | None, list[str]],
     display: Display,
-    log_level: str | None,
     ray: RayOptions | None = None,
 ) -> NoReturn:
     """Check a run, start it and follow it to its end; exit with its code.
@@ -198,15 +191,12 @@ def run_configured(
     Args:
         configured: YAML file, or a file of overrides, and overrides.
         display: where and how to show it.
-        log_level: of the services' log files; ``None``: as configured.
         ray: the cluster to start it on; ``None``: this machine.
 
     Raises:
         ConfigError: of `checked_run` and `start_run`.
     """
     file, overrides = configured
-    if log_level is not None:
-        overrides = [*overrides, f"sluice.log_level={log_level}"]
     run = checked_run(file, overrides, display.console, is_local=ray is None)
     if ray is not None:  # the devices are known once the cluster is
         ray = replace(ray, keys=run.settings)

@@ -40,7 +40,6 @@ class EvaluationView(LiveView):
 
     async def _look(self, monitor: RunMonitor) -> str:
         await asyncio.sleep(REFRESH_S)
-        self._check_folder()
         try:
             snapshot = await monitor.snapshot()
         except SluiceError:

@@ -33,7 +33,6 @@ from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
 from sluice.rpc.server import RpcServer
 from sluice.safe_text import printable
-from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
 from sluice.telemetry.logs import parse_line
 
@@ -193,9 +192,7 @@ class LiveView:
         self._config = config
         run_dir = Path(config.sluice.run_dir)
         self._log_dir = run_dir / "logs"
-        self._config_file = run_dir / CONFIG_NAME
-        self._config_id = _file_id(self._config_file)
-        self._notified: set[str] = set()
+        self._is_yield_low = False
         self._step_before = -1
         self._prompts_before: Mapping[str, int] = {}
         self._metrics = run_dir / METRICS_NAME
@@ -266,7 +263,6 @@ class LiveView:
         """Refresh the table; the last one stays, because services end before their supervisor."""
         with Live(Text(""), console=self._console, refresh_per_second=4) as live:
             while True:
-                self._check_folder()
                 try:
                     snapshot = await monitor.snapshot()
                 except SluiceError:
@@ -284,7 +280,6 @@ class LiveView:
         shown_phase = ""
         while True:
             await asyncio.sleep(REFRESH_S)
-            self._check_folder()
             self._print_new_accuracy()
             silent_s = time.monotonic() - self._printed_s
             try:
@@ -338,39 +333,19 @@ class LiveView:
             self._print(f"validation after step {point.step}: accuracy {point.accuracy:.3f}")
         self._shown_accuracy = point
 
-    def _notify(self, kind: str, text: str) -> None:
-        """Print a notice of one kind, once until it no longer holds."""
-        if text and kind not in self._notified:
-            self._print(f"notice: {text}")
-            self._notified.add(kind)
-        elif not text:
-            self._notified.discard(kind)
-
     def _check_yield(self, snapshot: RunSnapshot) -> None:
-        """Note a low yield of the last step, or of the one that does not end."""
+        """Print a low yield of the last step, or of the one that does not end, once in a row."""
         if not snapshot.prompts:  # the reward service does not answer
             return
         if snapshot.step != self._step_before:
             self._step_before, self._prompts_before = snapshot.step, snapshot.prompts
         kept = snapshot.groups.get("kept", 0)
         present = groups_since(self._prompts_before, snapshot.prompts, kept)
-        self._notify("yield", low_yield(present) or low_yield(snapshot.metrics))
-
-    def _check_folder(self) -> None:
-        text = (
-            f"{self._config_file.parent} was deleted or replaced while the run is active: what it "
-            "writes from now on cannot be resumed; end it (Ctrl-C) and start it again"
-        )
-        self._notify("folder", "" if _file_id(self._config_file) == self._config_id else text)
+        text = low_yield(present) or low_yield(snapshot.metrics)
+        if text and not self._is_yield_low:
+            self._print(f"notice: {text}")
+        self._is_yield_low = bool(text)
 
     def _print(self, text: str) -> None:
         print_line(self._console, text)
         self._printed_s = time.monotonic()
-
-
-def _file_id(file: Path) -> tuple[int, int] | None:
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino

@@ -18,8 +18,7 @@ from sluice.cli.running_run import PastRun, ask_run, past_run
 from sluice.cli.terminal import print_json, print_line
 from sluice.cli.watch.live_view import AccuracyTail, run_table
 from sluice.client.run_address import locate_run
-from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, explain_run
-from sluice.client.wait_survey import ServiceWaits
+from sluice.client.wait_chain import MIN_REPORTED_S, Explanation, ServiceWaits, explain_run
 from sluice.concurrency.waits import Waiting
 from sluice.errors import ConfigError, NotReadyError
 from sluice.launch.servicer import launched_processes

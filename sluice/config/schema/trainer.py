@@ -68,7 +68,9 @@ class TrainerConfig(Section, frozen=True):
     """Number of checkpoints to keep; older ones are deleted; none: keep all."""
 
     max_critic_ckpt_to_keep: PositiveInt | None = None
-    """The same for the critic's part of each checkpoint."""
+    """The same for the critic: a checkpoint stays whole while either number keeps it; none: as
+    max_actor_ckpt_to_keep.
+    """
 
     nnodes: PositiveInt = 1
     """Number of machines of the trainer."""

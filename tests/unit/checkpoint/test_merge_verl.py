@@ -185,11 +185,7 @@ def _renamed(pickled: bytes) -> bytes:
     return pickled
 
 
-def test_without_its_configuration_the_world_size_is_told_from_the_names(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    (checkpoint / "fsdp_config.json").unlink()
-    assert weights_of(merged(checkpoint, tmp_path / "out"))
+def test_files_of_two_runs_in_one_folder_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "model_world_size_4_rank_0.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"runs with \[2, 4\] ranks"):
         merged(checkpoint, tmp_path / "again")

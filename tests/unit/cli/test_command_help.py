@@ -6,42 +6,17 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from sluice.cli.main import app, commands
-
-NAMES = (
-    "quickstart",
-    "init",
-    "runs",
-    "logs",
-    "stop",
-    "report",
-    "open",
-    "up",
-    "train",
-    "doctor",
-    "status",
-    "dashboard",
-    "compare",
-    "scale",
-    "resume",
-    "prepare",
-    "generate",
-    "submit",
-    "score",
-    "serve-openai",
-    "eval",
-    "merge",
-    "plan",
-    "simulate",
-    "certs",
-)
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -49,10 +24,21 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Each command by its words, those of groups and those below `eval` too."""
+    for name, one in getattr(command, "commands", {}).items():
+        yield from leaves(one, (*words, name))
+    if not isinstance(command, TyperGroup):
+        yield " ".join(words), command
+
+
+COMMANDS = dict(leaves(get_command(commands)))
+NAMES = sorted(name for name in COMMANDS if " " not in name)
+
+
 def test_the_command_lists_all_it_can_do() -> None:
     code, text = invoke("--help")
     assert code == 0
-    assert {command.name for command in commands.registered_commands} == set(NAMES)
     assert all(f"\n  {name} " in text for name in (*NAMES, "config", "data", "reward"))
     assert "..." not in text.partition("\nStart:")[2]
     assert max(map(len, text.splitlines())) <= 80
@@ -71,19 +57,22 @@ def test_every_command_is_listed_under_its_purpose() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_commands_help_shows_an_example_on_a_line_of_its_own(name: str) -> None:
-    code, text = invoke(name, "--help")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_shows_an_example_and_explains_all_it_takes(name: str) -> None:
+    code, text = invoke(*name.split(), "--help")
     assert code == 0
-    assert "\n  Example" in text
-    assert f"\n    sluice {name}" in text
+    assert f"\n    sluice {name}" in text.partition("\n  Example")[2]
+    assert all(getattr(parameter, "help", None) for parameter in COMMANDS[name].params)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_option_and_argument_says_what_it_does(name: str) -> None:
-    group = typer.main.get_command(commands)
-    command = group.commands[name]  # type: ignore[attr-defined]
-    assert all(getattr(parameter, "help", None) for parameter in command.params)
+@pytest.mark.parametrize("group", ["config", "data", "reward", "env", "recipe", "agents"])
+def test_the_help_of_a_group_lists_its_commands_and_an_example(group: str) -> None:
+    code, text = invoke(group, "--help")
+    assert code == 0
+    below = [name.split()[1] for name in COMMANDS if name.startswith(f"{group} ")]
+    assert below
+    assert all(f"\n  {name} " in text for name in below)
+    assert f"\n    sluice {group} " in text
 
 
 def test_the_version_is_the_packages() -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import typer
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from sluice.cli.config import config_commands
 from sluice.cli.main import commands
 from sluice.config.memory.rollout import GIB
 from sluice.config.run import RunConfig
@@ -21,7 +19,6 @@ from sluice.plan.dry_run import PassBytes
 from tests.support.counted_launch import answer_dry_runs
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-NAMES = ("check", "explain")
 SOUND = (
     "data.train_batch_size=64",
     f"{ROLLOUT}.n=8",
@@ -61,23 +58,6 @@ def check_json(*arguments: str) -> tuple[int, Any]:
     command = ["config", "check", "--no-files", "--json", *arguments]
     result = CliRunner().invoke(commands, command, terminal_width=80)
     return result.exit_code, json.loads(result.stdout)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_commands_help_shows_an_example_and_explains_all_it_takes(name: str) -> None:
-    code, text = invoke(name, "--help")
-    assert code == 0
-    assert f"\n    sluice config {name}" in text
-    group = typer.main.get_command(config_commands)
-    parameters = group.commands[name].params  # type: ignore[attr-defined]
-    assert all(getattr(parameter, "help", None) for parameter in parameters)
-
-
-def test_the_groups_help_lists_its_commands_and_an_example() -> None:
-    code, text = invoke("--help")
-    assert code == 0
-    assert all(f"\n  {name} " in text for name in NAMES)
-    assert "\n    sluice config check" in text
 
 
 def test_a_sound_configuration_is_exit_code_0_with_its_numbers() -> None:

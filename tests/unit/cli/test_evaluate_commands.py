@@ -27,15 +27,10 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_help_lists_the_commands_below_and_each_shows_an_example() -> None:
+def test_help_lists_the_commands_below() -> None:
     text = invoke("--help")[1]
     assert "\n  compare  Compare evaluations" in text
     assert "\n  regrade  Grade the stored responses" in text
-    for name in ("compare", "regrade"):
-        code, text = invoke(name, "--help")
-        assert code == 0
-        assert f"sluice eval {name} " in text.partition("Example")[2]
-        assert "--json" in text
 
 
 def test_a_run_whose_folder_has_a_commands_name_can_be_named(tmp_path: Path) -> None:

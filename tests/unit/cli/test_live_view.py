@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,12 @@ from sluice.api.trainer.v1 import trainer_pb2
 from sluice.cli.watch import live_view
 from sluice.cli.watch.live_view import AccuracyTail, Detail, LiveView, run_table
 from sluice.client.run_monitor import (
-    AwaitedPeer,
     ReplicaSnapshot,
     RunMonitor,
     RunSnapshot,
     WatchedRule,
 )
+from sluice.concurrency.waits import Waiting
 from sluice.config.loading.loader import load_config
 from sluice.errors import SluiceError
 from sluice.report.run_record import AccuracyPoint
@@ -35,7 +34,7 @@ REPLICA = ReplicaSnapshot("rollout-0", "127.0.0.1:7", "serving", 3, 256, 120, 64
 
 
 def snapshot(
-    metrics: Mapping[str, float], *, version: int | None = 3, awaited: tuple[AwaitedPeer, ...] = ()
+    metrics: Mapping[str, float], *, version: int | None = 3, awaited: tuple[Waiting, ...] = ()
 ) -> RunSnapshot:
     replicas = (REPLICA,) if version is not None else ()
     return RunSnapshot("waiting for batch", 7.2, 3, 60, version, replicas, metrics, {}, awaited)
@@ -108,7 +107,7 @@ def test_before_the_first_step_there_are_dashes_and_no_replicas() -> None:
 
 
 def test_only_long_waits_are_shown() -> None:
-    awaited = (AwaitedPeer("replica a", "generating", 11.0), AwaitedPeer("scorers", "grading", 0.5))
+    awaited = (Waiting("replica a", "generating", 11.0), Waiting("scorers", "grading", 0.5))
     text = rendered(snapshot(METRICS, awaited=awaited))
     assert "waiting for replica a: generating (11 s)" in text
     assert "scorers" not in text
@@ -152,24 +151,6 @@ async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_pa
     assert lines[2] == "validation after step 2: accuracy 0.750"
     assert lines[3].startswith("step 2/2  ")
     assert len(lines) == 4
-
-
-@pytest.mark.usefixtures("_lines_at_once")
-async def test_a_deleted_folder_of_an_active_run_is_one_notice(tmp_path: Path) -> None:
-    screen = Screen()
-    folder = run_folder(tmp_path / "run")
-    (folder / "config.yaml").touch()
-    view = view_on(screen, folder)
-    trainer = ScriptedTrainer(never_ends=True)
-    async with monitored(trainer) as monitor, asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(view.follow(monitor))
-        await screen.until("step 2/2")
-        assert "notice" not in screen.getvalue()
-        shutil.rmtree(folder)
-        await screen.until("was deleted or replaced while the run is active")
-        await asyncio.sleep(0.1)
-        following.cancel()
-    assert screen.getvalue().count("was deleted") == 1
 
 
 class Refusing:

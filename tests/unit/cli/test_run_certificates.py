@@ -8,13 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sluice.cli.main import commands
 from sluice.cli.run.certificates import (
     CERTIFICATES,
     ensure_certificates,
-    renew_certificates,
     security_settings,
     write_certificates,
 )
@@ -32,10 +29,9 @@ FOR_CLIENTS = ("ca.pem", "client.pem", "client.key", "client.token")
 
 
 def looked_after(folder: Path, *, run_is_active: bool) -> str:
-    """What `sluice prepare` does to a folder, before and after its checks; returns what it said."""
+    """What `sluice prepare` does to a folder; returns what it said."""
     said = list[str]()
-    ensure_certificates(folder, said.append)
-    renew_certificates(folder, said.append, run_is_active=run_is_active)
+    ensure_certificates(folder, said.append, run_is_active=run_is_active)
     return "\n".join(said)
 
 
@@ -64,31 +60,6 @@ def test_the_authoritys_key_is_not_left_and_what_clients_need_is_the_owners(
     assert not (folder / "ca.key").exists()
     assert set(FOR_CLIENTS) <= set(contents(folder))
     assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
-
-
-def test_an_authoritys_key_that_lies_there_is_taken_away_and_prepare_says_so(
-    tmp_path: Path,
-) -> None:
-    folder = made(tmp_path / "certs")
-    before = contents(folder)
-    (folder / "ca.key").write_bytes(b"of an earlier run")
-    (folder / "ca.key.7.partial").write_bytes(b"of a process that was killed")
-    assert "ca.key was deleted" in looked_after(folder, run_is_active=True)
-    assert contents(folder) == before
-
-
-def test_an_authoritys_key_that_cannot_be_deleted_is_an_error_of_the_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = made(tmp_path / "certs")
-    (folder / "ca.key").write_bytes(b"key")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(ConfigError, match=r"ca\.key cannot be deleted"):
-        ensure_certificates(folder, pytest.fail)
 
 
 def test_the_authoritys_key_is_at_no_time_in_the_folder(
@@ -135,17 +106,6 @@ def test_certificates_with_more_time_left_stay(tmp_path: Path) -> None:
     assert contents(folder) == before
 
 
-def test_a_configuration_that_is_refused_renews_no_certificates(tmp_path: Path) -> None:
-    run_dir, job = tmp_path / "run", model_and_data(tmp_path / "job")
-    folder = run_dir / CERTIFICATES
-    write_certificates(folder, [], 5, replace=False, with_authority_key=False)
-    before = contents(folder)
-    wrong = ["prepare", "--secure", "--run-dir", str(run_dir), *job, "data.train_files=/none"]
-    assert CliRunner().invoke(commands, wrong).exit_code != 0
-    assert contents(folder) == before
-    assert "made again" in prepare("--secure", "--run-dir", run_dir, *job)
-
-
 def spoil(folder: Path, name: str, content: bytes | None) -> None:
     (folder / name).unlink()
     if content is not None:
@@ -171,29 +131,23 @@ def test_files_that_services_refuse_are_made_again_also_while_a_run_is_active(
     assert_consistent(folder)
 
 
-@pytest.mark.parametrize("name", ["client.key", "client.token", "client.pem"])
+@pytest.mark.parametrize("name", ["client.key", "client.token"])
 def test_clients_files_are_made_again_only_without_an_active_run(tmp_path: Path, name: str) -> None:
     folder = made(tmp_path / "certs")
-    spoil(folder, name, b"no certificate" if name == "client.pem" else None)
+    spoil(folder, name, None)
     before = contents(folder)
-    assert name in looked_after(folder, run_is_active=True)
+    assert looked_after(folder, run_is_active=True) == ""
     assert contents(folder) == before
     assert "made again" in looked_after(folder, run_is_active=False)
     assert_consistent(folder)
 
 
 @pytest.mark.parametrize("run_is_active", [True, False])
-@pytest.mark.parametrize("days", [-1, 5, 365])
-def test_files_of_the_users_own_are_never_replaced(
-    tmp_path: Path, days: int, run_is_active: bool
-) -> None:
-    folder = made(tmp_path / "certs", days)
+def test_files_of_the_users_own_are_never_replaced(tmp_path: Path, run_is_active: bool) -> None:
+    folder = made(tmp_path / "certs", -1)
     (folder / "client.pem").unlink()
-    (folder / "ca.key").write_bytes(b"the user's")
     before = contents(folder)
-    reported = looked_after(folder, run_is_active=run_is_active)
-    assert "client.pem" in reported
-    assert "ca.key signs certificates" in reported
+    assert "not replaced" in looked_after(folder, run_is_active=run_is_active)
     assert contents(folder) == before
 
 
@@ -208,28 +162,22 @@ def test_files_of_another_authority_than_ours_are_never_replaced(
     assert contents(tmp_path / "certs") == before
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
 @pytest.mark.parametrize("name", ["ca.pem", "service.pem", "client.pem"])
-@pytest.mark.parametrize("run_is_active", [True, False])
 def test_a_file_system_that_fails_for_a_moment_has_nothing_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, run_is_active: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder, read = made(tmp_path / "certs", -1), Path.read_bytes
     before = contents(folder)
 
     def fail(file: Path) -> bytes:
         if file.name == name:
-            raise OSError(code, "fails")
+            raise OSError(errno.ESTALE, "fails")
         return read(file)
 
-    for look in (
-        ensure_certificates,
-        lambda *a: renew_certificates(*a, run_is_active=run_is_active),
-    ):
-        monkeypatch.setattr(Path, "read_bytes", fail)
-        with pytest.raises(ConfigError, match=rf"{name} cannot be read .* nothing was replaced"):
-            look(folder, pytest.fail)
-        monkeypatch.undo()
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read .* nothing was replaced"):
+        looked_after(folder, run_is_active=False)
+    monkeypatch.undo()
     assert contents(folder) == before
 
 
@@ -275,31 +223,28 @@ def test_without_the_package_that_reads_certificates_nothing_is_replaced(
     before = contents(folder)
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigError, match="need the package cryptography"):
-        ensure_certificates(folder, pytest.fail)
+        looked_after(folder, run_is_active=False)
     assert contents(folder) == before
 
 
-def test_an_active_run_keeps_its_certificates_with_a_notice(tmp_path: Path) -> None:
+def test_an_active_run_keeps_its_certificates_and_the_next_one_gets_others(tmp_path: Path) -> None:
     run_dir, job = tmp_path / "run", model_and_data(tmp_path / "job")
     prepare("--secure", "--run-dir", run_dir, *job)
     folder = made(run_dir / CERTIFICATES, 5)
     before = contents(folder)
-    assert "not renewed while the run is active" in prepare("--secure", "--run-dir", run_dir, *job)
+    assert "the run continues" in prepare("--secure", "--run-dir", run_dir, *job)
     assert contents(folder) == before
     SharedRun(run_dir).end(Ending("trainer", ()))
     assert "made again" in prepare("--secure", "--run-dir", run_dir, *job)
     assert contents(folder) != before
 
 
-@pytest.mark.parametrize("content", [None, b"no certificate"])
 def test_an_interrupted_run_with_expired_certificates_continues_with_new_ones(
-    tmp_path: Path, content: bytes | None
+    tmp_path: Path,
 ) -> None:
     run_dir, job = tmp_path / "run", model_and_data(tmp_path / "job")
     prepare("--secure", "--run-dir", run_dir, *job)
-    folder = made(run_dir / CERTIFICATES, -1)
-    if content is not None:
-        (folder / "service.pem").write_bytes(content)
+    made(run_dir / CERTIFICATES, -1)
     reported = prepare("--secure", "--run-dir", run_dir, *job)
     assert "made again" in reported
     assert "the run continues" in reported

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from sluice.cli.policy.submit import read_prompts
-from sluice.client.prompts import prompt_to_proto
+from sluice.client.submission import prompt_to_proto
 from sluice.errors import DataError
 from tests.support.image_files import png
 

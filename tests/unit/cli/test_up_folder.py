@@ -23,7 +23,7 @@ from sluice.launch.servicer import launch_service
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import ended_summary, write_summary
 from sluice.service_contract import CONFIG_NAME
-from sluice.telemetry.metrics_page import FOLDER
+from sluice.telemetry.metrics import FOLDER
 
 
 class Processes:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from sluice.cli.watch.status import wait_table
-from sluice.client.wait_chain import FLEET, explain
-from sluice.client.wait_survey import REWARD, TRAINER, ServiceWaits
+from sluice.client.wait_chain import FLEET, REWARD, TRAINER, ServiceWaits, explain
 from sluice.concurrency.waits import Waiting
 
 LATE = "no answer within 2 s"

@@ -22,6 +22,7 @@ from sluice.client.generation import ResumableGeneration
 from sluice.errors import DeadlineError, ExhaustedError, NotReadyError, PeerError
 from sluice.rpc.policy import CALL_POLICIES, CallPolicy
 from sluice.rpc.status import CLASS_KEY
+from tests.support.clock import Clock
 from tests.support.rpc_server import serving
 from tests.support.threaded_run import FleetTrainer
 from tests.support.token_replica import TokenReplica, token_replicas
@@ -61,13 +62,6 @@ def test_what_the_client_had_under_way_is_not_counted_twice() -> None:
     # All four of the first were ours and have ended since.
     assert choose_replica([ours, others], {}, {"ours": 4}, ()) == ours
     assert choose_replica([ours, others], {"ours": 4}, {"ours": 4}, ()) == others
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Lookup:

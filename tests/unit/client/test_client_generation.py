@@ -23,7 +23,6 @@ from sluice.client import (
     ScoredPrompt,
 )
 from sluice.client.channels import default_client_name
-from sluice.client.generation_types import Prompt
 from sluice.errors import DeadlineError, ExhaustedError, InvalidRequestError, PeerError, SluiceError
 from sluice.rpc.metadata import MAX_NAME_LENGTH
 from sluice.rpc.retries import is_transient
@@ -226,21 +225,6 @@ async def test_the_callers_span_goes_along_with_the_call() -> None:
 def test_what_is_no_trace_context_is_refused(header: str) -> None:
     with pytest.raises(InvalidRequestError, match="traceparent: "):
         GenerateOptions(traceparent=header)
-
-
-@pytest.mark.parametrize("prompt", [[], ["a"], [ChatMessage("user", "a"), 3], [-1], [1 << 40]])
-async def test_a_prompt_that_is_none_of_the_forms_is_refused(prompt: Prompt) -> None:
-    async with token_replicas(TokenReplica()) as addresses, client_of(*addresses) as client:
-        with pytest.raises(InvalidRequestError, match="prompt: "):
-            await client.generate(prompt)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"n": 0}, {"n": 1025}, {"deadline_s": 0.0}, {"n": 3, "token_budget": 2}]
-)
-def test_options_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(InvalidRequestError, match="|".join(wrong)):
-        GenerateOptions(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_full_queue_is_worth_another_try() -> None:

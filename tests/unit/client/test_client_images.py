@@ -23,8 +23,7 @@ from sluice.client import (
     submission,
 )
 from sluice.client.generation_types import encoded_images
-from sluice.client.prompts import prompt_to_proto
-from sluice.client.submission import OpenPrompts
+from sluice.client.submission import OpenPrompts, prompt_to_proto
 from sluice.errors import DataError, InvalidRequestError
 from tests.support.image_files import png
 from tests.support.token_replica import TokenReplica, token_replicas

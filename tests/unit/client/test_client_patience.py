@@ -24,6 +24,7 @@ from sluice.client.submission import OpenPrompts
 from sluice.errors import InvalidRequestError, PeerError
 from sluice.rpc.retries import Retries
 from sluice.types import ChatMessage
+from tests.support.clock import Clock
 from tests.support.token_replica import TokenReplica, token_replicas
 
 WINDOW = 1024
@@ -32,13 +33,6 @@ GONE = PeerError("reward", "scoring", "gone")
 
 def prompt(number: int) -> NewPrompt:
     return NewPrompt(str(number), (ChatMessage("user", "2 + 2?"),), "math_dapo", "4")
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 async def test_a_call_that_was_taken_up_for_long_is_no_failure_in_a_row() -> None:

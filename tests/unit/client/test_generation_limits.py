@@ -51,9 +51,11 @@ NAN, TOO_LARGE = float("nan"), 1 << 64
         (r"stop\[0\]", lambda: Sampling(stop=("é" * 65,))),
         ("stop", lambda: Sampling(stop=("\ud800",))),
         ("stop", lambda: Sampling(stop="END")),  # type: ignore[arg-type]
+        ("n", lambda: GenerateOptions(n=0)),
         ("n", lambda: GenerateOptions(n=1025)),
         ("priority", lambda: GenerateOptions(priority=101)),
         ("token_budget", lambda: GenerateOptions(token_budget=1 << 32)),
+        ("token_budget", lambda: GenerateOptions(n=3, token_budget=2)),
         ("deadline_s", lambda: GenerateOptions(deadline_s=NAN)),
         ("deadline_s", lambda: GenerateOptions(deadline_s=float("inf"))),
         ("deadline_s", lambda: GenerateOptions(deadline_s=0)),
@@ -76,7 +78,10 @@ def test_stop_strings_at_their_limits_reach_the_replica_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    ["\ud800", [ChatMessage("user", "\udcff")], [-1], [1 << 32], [1.5], [TOO_LARGE], [[1], [2]]],
+    [
+        *("\ud800", [ChatMessage("user", "\udcff")], [], ["a"], [ChatMessage("user", "a"), 3]),
+        *([-1], [1 << 32], [1.5], [TOO_LARGE], [[1], [2]]),
+    ],
 )
 def test_a_prompt_that_cannot_be_is_refused(prompt: Prompt) -> None:
     with pytest.raises(InvalidRequestError, match=r"^prompt: "):

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 import pytest
 
 from sluice.api.common.v1 import common_pb2
@@ -29,8 +28,6 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
     Attributes:
         most_items: a call with more of them never ends.
         takes_s: seconds that any other lasts.
-        hangs: it answers nothing but that it takes calls.
-        num_away: times that it is away when asked for its status.
         capacity: calls at once; further ones are refused.
         sizes: items of each call.
         num_cancelled: calls that were cancelled.
@@ -40,8 +37,6 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
 
     most_items: int = 1000
     takes_s: float = 0.0
-    hangs: bool = False
-    num_away: int = 0
     capacity: int = 1000
     sizes: list[int] = field(default_factory=list)
     num_cancelled: int = 0
@@ -68,14 +63,6 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
         finally:
             self.num_open -= 1
         return reward_pb2.ScoreResponse(results=[_grade(item.response) for item in request.items])
-
-    async def GetStatus(self, request: Any, context: Any) -> Any:
-        if self.hangs:
-            await asyncio.Event().wait()
-        self.num_away -= 1
-        if self.num_away >= 0:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
-        return reward_pb2.GetStatusResponse()
 
 
 def _grade(response: str) -> Any:
@@ -148,19 +135,7 @@ async def test_one_client_makes_no_more_calls_than_a_service_takes_of_it() -> No
 
 
 @pytest.mark.usefixtures("short_calls")
-async def test_a_call_that_runs_out_of_its_time_is_halved_and_nothing_graded_is_lost() -> None:
-    service = Scorers(most_items=4)
-    async with client_of(service) as client:
-        assert scores(await client.score(items(100))) == list(range(100))
-        while service.num_open:
-            await asyncio.sleep(0.01)
-    assert set(service.sizes) <= {16, 8, 4, 2, 1}
-    assert service.sizes.count(16) == 4  # each of those under way at first, and none later
-    assert service.num_cancelled == sum(size > 4 for size in service.sizes)
-
-
-@pytest.mark.usefixtures("short_calls")
-async def test_a_single_response_has_the_whole_time_of_the_caller() -> None:
+async def test_a_call_has_the_whole_time_of_the_caller() -> None:
     async with client_of(Scorers(takes_s=2.0)) as client:
         assert scores(await client.score(items(3), deadline_s=25)) == [0, 1, 2]
         with pytest.raises(DeadlineError, match=r"no answer within 1\.5 s while scoring"):
@@ -202,38 +177,3 @@ async def test_scoring_ends_with_its_client() -> None:
         await service.is_asked.wait()
         await client.close()
     assert scoring.cancelled()
-
-
-@pytest.mark.usefixtures("short_calls")
-async def test_a_service_that_hangs_altogether_is_no_slow_scorer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(CALL_POLICIES, "RewardService/GetStatus", CallPolicy(deadline_s=0.2))
-    service = Scorers(most_items=0, hangs=True)
-    async with client_of(service) as client:
-        with pytest.raises(DeadlineError, match="asking whether it works"):
-            await client.score(items(16))
-    assert service.sizes.count(16) == 1
-    assert 1 not in service.sizes
-
-
-@pytest.mark.usefixtures("short_calls")
-async def test_the_parts_of_a_call_that_ran_out_of_its_time_are_sent_at_once() -> None:
-    service = Scorers(most_items=4)
-    async with client_of(service) as client:
-        assert scores(await client.score(items(16))) == list(range(16))
-        while service.num_open:
-            await asyncio.sleep(0.01)
-    assert sorted(service.sizes) == [4] * 4 + [8] * 2 + [16]
-    assert service.num_cancelled == 3
-
-
-@pytest.mark.usefixtures("short_calls")
-async def test_a_service_that_is_away_when_asked_whether_it_works_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(CALL_POLICIES, "RewardService/GetStatus", CallPolicy(deadline_s=5.0))
-    service = Scorers(most_items=4, num_away=1)
-    async with client_of(service) as client:
-        assert scores(await client.score(items(5))) == list(range(5))
-    assert service.num_away == 0

@@ -14,8 +14,7 @@ from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from sluice.client.wait_chain import explain
-from sluice.client.wait_survey import REWARD, TRAINER, ServiceWaits, survey_waits
+from sluice.client.wait_chain import REWARD, TRAINER, ServiceWaits, explain, survey_waits
 from sluice.concurrency.process import marked_process
 from sluice.concurrency.waits import Waiting
 from sluice.rpc.credentials import OPEN, Credentials

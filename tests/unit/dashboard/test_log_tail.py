@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.dashboard.log_tail import log_names, log_tail
+from sluice.dashboard.run_data import log_names, log_tail
 
 
 def write_log(run_dir: Path, service: str, text: str) -> None:

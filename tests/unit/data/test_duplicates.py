@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sluice.data.inspection import inspect_files
-from sluice.data.prepare import Preparation, prepare
+from sluice.data.prepare import Preparation, Wishes, prepare
 from sluice.data.prompt_files import (
     PromptFiles,
     open_prompt_files,
@@ -19,7 +19,6 @@ from sluice.data.prompt_files import (
     without_duplicates,
 )
 from sluice.data.prompt_rows import PromptColumns
-from sluice.data.published_rows import Wishes
 from sluice.data.row_files import digest_of
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 

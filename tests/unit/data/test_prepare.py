@@ -12,10 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from sluice.data.known_sources import scorer_name
-from sluice.data.prepare import ROWS_PER_GROUP, Preparation, Prepared, prepare
+from sluice.data.prepare import (
+    PUBLISHED_SETS,
+    ROWS_PER_GROUP,
+    Preparation,
+    Prepared,
+    Wishes,
+    last_boxed,
+    prepare,
+)
 from sluice.data.prompt_files import SlabReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
-from sluice.data.published_rows import PUBLISHED_SETS, Wishes, last_boxed
 from sluice.errors import DataError
 from tests.support.prompt_parquet import prompt_rows
 

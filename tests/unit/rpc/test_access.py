@@ -115,7 +115,6 @@ async def status(address: str, credentials: Credentials) -> int:
         answer = await unary_call(
             reward_stub(opened).GetStatus,
             reward_pb2.GetStatusRequest(),
-            name="RewardService/GetStatus",
             peer="reward service",
             phase="asking for its status",
         )

@@ -20,7 +20,6 @@ IDEMPOTENT = {
     "RewardService/TakeBatch",
     "RewardService/AcknowledgeBatch",
     "RewardService/AnnouncePolicy",
-    "RewardService/Score",
     "RewardService/Chat",  # a repeated request is answered with its turn
     "RewardService/EndEpisode",
     "RewardService/GetStatus",

@@ -12,10 +12,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sluice.rpc.auth import HEALTH_CHECK
+from sluice.rpc import auth
+from sluice.rpc.auth import HEALTH_CHECK, LONGEST_CHECK_BYTES
 from sluice.rpc.client import open_channel
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.health import LONGEST_CHECK_BYTES, BoundedChecks
 from sluice.rpc.server import RpcServer
 from tests.support.certified import ACCEPTED, CLIENT_TOKEN, bearing
 from tests.support.rpc_server import LIMIT_BYTES, REWARD
@@ -108,7 +108,8 @@ async def never() -> AsyncIterator[bytes]:
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, most_open: int, read_within_s: float) -> None:
-    monkeypatch.setattr(BoundedChecks.__init__, "__defaults__", (most_open, read_within_s))
+    monkeypatch.setattr(auth, "MOST_OPEN_CHECKS", most_open)
+    monkeypatch.setattr(auth, "_READ_WITHIN_S", read_within_s)
 
 
 async def note_end(call: Any, ended: asyncio.Queue[grpc.StatusCode]) -> None:

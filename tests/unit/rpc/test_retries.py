@@ -15,15 +15,7 @@ from sluice.errors import (
     SluiceError,
 )
 from sluice.rpc.retries import Retries, RetryPolicy, is_transient
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
+from tests.support.clock import Clock
 
 GONE = PeerError("reward", "scoring", "gone")
 

@@ -58,7 +58,6 @@ async def get_status(channel: Any, deadline_s: float | None = None) -> Any:
     return await unary_call(
         reward_stub(channel).GetStatus,
         reward_pb2.GetStatusRequest(),
-        name="RewardService/GetStatus",
         peer="reward service",
         phase="asking for its status",
         deadline_s=deadline_s,
@@ -69,7 +68,6 @@ async def evaluate(channel: Any) -> Any:
     return await unary_call(
         reward_stub(channel).Evaluate,
         reward_pb2.EvaluateRequest(),
-        name="RewardService/Evaluate",
         peer="reward service",
         phase="evaluating",
     )
@@ -158,7 +156,6 @@ def watch(channel: Any) -> Any:
     return stream_call(
         trainer_stub(channel).WatchSteps,
         trainer_pb2.WatchStepsRequest(),
-        name="TrainerService/WatchSteps",
         peer="trainer",
         phase="watching steps",
     )
@@ -188,7 +185,6 @@ async def test_a_stream_that_waits_does_not_keep_its_last_message() -> None:
     stream: Any = stream_call(
         method,
         trainer_pb2.WatchStepsRequest(),
-        name="TrainerService/WatchSteps",
         peer="trainer",
         phase="watching steps",
     )

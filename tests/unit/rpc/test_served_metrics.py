@@ -190,10 +190,8 @@ def test_the_longest_wait_is_a_metric_and_a_folder_elsewhere_is_not(tmp_path: Pa
     assert ("sluice_run_folder_free_bytes",) not in found
 
 
-def test_the_end_of_loaded_certificates_is_a_metric(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CERTIFICATE_ENDS, "by_file", {})
+def test_the_end_of_loaded_certificates_is_a_metric(tmp_path: Path) -> None:
+    CERTIFICATE_ENDS.clear()
     service_credentials(SecurityConfig(), EndpointConfig())
     name = "sluice_certificate_end_seconds"
     assert name not in {key[0] for key in reported(tmp_path)}
@@ -208,3 +206,4 @@ def test_the_end_of_loaded_certificates_is_a_metric(
     signer = authority("ours").itself.certificate
     assert found[name, "cert_file"] == ends_of_validity(signed)[0].timestamp()
     assert found[name, "ca_file"] == ends_of_validity(signer)[0].timestamp()
+    CERTIFICATE_ENDS.clear()

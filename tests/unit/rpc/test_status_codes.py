@@ -163,7 +163,6 @@ async def counted(*errors: Exception) -> dict[tuple[str, ...], int]:
             await unary_call(
                 reward_stub(channel).GetStatus,
                 reward_pb2.GetStatusRequest(),
-                name=NAME,
                 peer="reward",
                 phase="asking",
             )
@@ -226,7 +225,6 @@ async def _error_of_a_call() -> PeerError:
                 await unary_call(
                     reward_stub(channel).GetStatus,
                     reward_pb2.GetStatusRequest(),
-                    name="RewardService/GetStatus",
                     peer="rollout-1",
                     phase="asking",
                     deadline_s=60.0,

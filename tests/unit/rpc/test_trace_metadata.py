@@ -40,7 +40,6 @@ async def ask(channel: Any) -> None:
     await unary_call(
         reward_stub(channel).GetStatus,
         reward_pb2.GetStatusRequest(),
-        name="RewardService/GetStatus",
         peer="reward service",
         phase="asking",
     )
@@ -50,7 +49,6 @@ async def listen(channel: Any) -> None:
     stream = stream_call(
         reward_stub(channel).TakeSamples,
         reward_pb2.TakeSamplesRequest(batch_id="b"),
-        name="RewardService/TakeSamples",
         peer="reward service",
         phase="asking",
     )

@@ -12,8 +12,13 @@ import pytest
 
 from sluice.errors import ConfigError
 from sluice.telemetry.metric_names import Instrument, instrument
-from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
-from sluice.telemetry.metrics_page import PROCESS_NAMES, MetricsPage
+from sluice.telemetry.metrics import (
+    PROCESS_NAMES,
+    Histogram,
+    InstrumentReading,
+    MetricsPage,
+    reading,
+)
 from tests.support.scraped import fetch, names, parsed, value
 
 REFUSALS, TOKENS = "sluice_quota_refusals_total", "sluice_fleet_replica_tokens_total"

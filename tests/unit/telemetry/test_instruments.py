@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from sluice.telemetry.metric_names import Instrument, InstrumentKind, instruments, metrics
-from sluice.telemetry.metrics import reading
-from sluice.telemetry.metrics_page import PROCESS_NAMES
+from sluice.telemetry.metrics import PROCESS_NAMES, reading
 from tests.support.source_tree import ROOT
 
 PROFILE = ROOT / "deploy" / "observability"

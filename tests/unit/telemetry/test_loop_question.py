@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sluice.telemetry import metrics_page
-from sluice.telemetry.metrics_page import ask_loop
+from sluice.telemetry import metrics
+from sluice.telemetry.metrics import ask_loop
 
 
 async def test_the_question_is_answered_in_the_loops_thread() -> None:
@@ -52,7 +52,7 @@ async def test_an_answer_that_comes_as_the_time_runs_out_is_taken(
         wait(answers, 20.0)
         return SimpleNamespace(done=set())
 
-    monkeypatch.setattr(metrics_page, "wait", late)
+    monkeypatch.setattr(metrics, "wait", late)
     assert await asyncio.to_thread(ask_loop, asyncio.get_running_loop(), lambda: 7, 0.05) == 7
 
 

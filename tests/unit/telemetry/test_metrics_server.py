@@ -11,10 +11,9 @@ from http.client import HTTPException
 
 import pytest
 
-from sluice.telemetry import metrics_page
+from sluice.telemetry import metrics
 from sluice.telemetry.metric_names import Instrument
-from sluice.telemetry.metrics import InstrumentReading
-from sluice.telemetry.metrics_page import MetricsPage
+from sluice.telemetry.metrics import InstrumentReading, MetricsPage
 from tests.support.loopback import needs_ipv6
 from tests.support.scraped import fetch, parsed, value
 
@@ -57,7 +56,7 @@ def test_a_page_that_fails_is_an_error_and_the_next_one_is_answered() -> None:
 def test_a_client_that_sends_nothing_is_disconnected_and_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(metrics_page, "_REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(metrics, "_REQUEST_TIMEOUT_S", 0.1)
     with served() as address, socket.create_connection(split(address), 20) as silent:
         silent.sendall(b"GET /met")
         assert value(parsed(fetch(address)), "sluice_level") == 1.0
@@ -67,7 +66,7 @@ def test_a_client_that_sends_nothing_is_disconnected_and_keeps_nobody_waiting(
 def test_a_ninth_connection_is_closed_at_once_and_a_free_one_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(metrics_page, "_REQUEST_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(metrics, "_REQUEST_TIMEOUT_S", 60.0)
     with served() as address, ExitStack() as silent:
         first, *_ = [
             silent.enter_context(socket.create_connection(split(address), 20)) for _ in range(8)

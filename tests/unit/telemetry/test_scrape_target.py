@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry.metrics import EventCounts
-from sluice.telemetry.metrics_page import FOLDER, forget_targets, scrape_target
+from sluice.telemetry.metrics import FOLDER, EventCounts, forget_targets, scrape_target
 
 LABELS = {"service": "rollout", "name": "a/b", "run": "r"}
 
@@ -49,11 +48,6 @@ def test_a_file_that_a_later_process_wrote_stays(tmp_path: Path) -> None:
         file = tmp_path / FOLDER / "a.json"
         file.write_text("another", encoding="utf-8")
     assert file.read_text(encoding="utf-8") == "another"
-
-
-def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
-    with scrape_target(tmp_path / "absent", "a", "127.0.0.1:9", {}):
-        assert not (tmp_path / "absent").exists()
 
 
 def test_a_run_that_begins_forgets_the_targets_of_an_earlier_one(tmp_path: Path) -> None:

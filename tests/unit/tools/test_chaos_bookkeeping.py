@@ -16,7 +16,6 @@ import pytest
 
 from services.reward.ledger.schema import open_ledger_file
 from sluice.client.launcher import LaunchedProcess
-from tools.chaos.__main__ import _parse, unchecked
 from tools.chaos.faults import Injector
 from tools.chaos.verdict import (
     Dump,
@@ -170,29 +169,3 @@ def test_a_row_before_a_pending_one_that_nothing_holds_is_lost() -> None:
     pending = frozenset({"data-2", "data-5", "witness-9"})
     ledger = LedgerView(pending, {}, 2, frozenset({3, 9}))  # 9 is of a trainer before
     assert set(lost_prompts({}, ledger, (), 1)) == {"data-4"}
-
-
-KILLS = {"kill_environment": 1, "kill_replica": 1, "kill_reward": 1, "kill_trainer": 1}
-PLAYED = {"episodes_trained": 8, "episodes_replayed": 8, "leases_left": None}
-
-
-@pytest.mark.parametrize(
-    ("options", "report", "found"),
-    [
-        ("--episodes workers", {"faults": KILLS, **PLAYED}, ""),
-        ("--episodes workers", {"faults": KILLS, **PLAYED, "episodes_replayed": 0}, "replayed"),
-        ("--episodes workers", {"faults": KILLS, **PLAYED, "episodes_trained": 0}, "trained"),
-        ("--episodes workers", {"faults": {"kill_trainer": 9}, **PLAYED}, "kill_environment"),
-        ("--episodes leases --kinds kill_reward", {"faults": KILLS, **PLAYED}, "leases_left"),
-        ("--kinds kill_reward,join", {"faults": KILLS}, "join: 0 of 1"),
-        ("--single --kinds kill_reward --each 2", {"faults": KILLS}, "kill_reward: 1 of 2"),
-        ("", {"faults": {"join": 1}}, ""),
-        ("", {"faults": {}}, "no fault"),
-    ],
-)
-def test_zeros_of_a_run_that_checked_nothing_do_not_pass(
-    options: str, report: dict, found: str
-) -> None:
-    texts = unchecked(report, _parse(options.split()))
-    assert bool(texts) == bool(found)
-    assert found in "".join(texts)

@@ -16,8 +16,8 @@ from typing import Any, cast
 import pytest
 
 from services.trainer.learner.checkpoint import CheckpointStore
-from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.rank_command import follow
+from services.trainer.learner.step_measures import MemoryPeaks
 from services.trainer.loop.learner_thread import LearnerThread
 from sluice.device.cpu import CpuDevice
 from sluice.errors import CheckpointError

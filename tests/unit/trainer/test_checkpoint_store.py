@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or absent, after a crash too; each model has its own count to keep."""
+"""Checkpoints on disk: whole or absent, after a crash too."""
 
 from __future__ import annotations
 
@@ -10,30 +10,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from services.trainer.learner import checkpoint
 from services.trainer.learner.checkpoint import (
     Checkpoint,
     CheckpointStore,
-    StoredCheckpoint,
-    read_checkpoint,
+    num_kept,
     resume_point,
     resume_remedy,
-    superfluous_roles,
 )
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import DataProgress
 from tests.support import crashing_saver
+from tests.support.crashing_saver import write_checkpoint
 from tests.support.source_tree import ROOT
 
 PROGRESS = DataProgress(7, (9, 12))
-
-
-class Crash(BaseException):
-    """The death of the process: nothing may catch it."""
 
 
 def write_actor(folder: Path) -> None:
@@ -42,7 +35,7 @@ def write_actor(folder: Path) -> None:
 
 
 def save(store: CheckpointStore, step: int) -> Path:
-    return store.save(step, write_actor, PROGRESS)
+    return write_checkpoint(store, step, write_actor, PROGRESS)
 
 
 def latest(store: CheckpointStore) -> Checkpoint:
@@ -65,62 +58,10 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     assert tracker.read_text(encoding="ascii") == "3"
 
 
-def test_a_crash_while_writing_leaves_the_former_checkpoint_the_latest(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 1)
-
-    def crash(folder: Path) -> None:
-        write_actor(folder)
-        raise Crash
-
-    with pytest.raises(Crash):
-        store.save(2, crash, PROGRESS)
-    assert latest(store).step == 1
-    assert "global_step_2" not in steps_on_disk(tmp_path)
-
-
-@pytest.mark.parametrize("crash_at", ["_write_data", "_sync_tree", "_sync"])
-def test_a_crash_before_the_tracker_is_written_leaves_the_former_one(
-    tmp_path: Path, crash_at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 1)
-
-    def crash(*_: object) -> None:
-        raise Crash
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, crash_at, crash)
-        with pytest.raises(Crash):
-            save(store, 2)
-    assert latest(store).step == 1
-    save(store, 2)
-    assert latest(store).step == 2
-
-
-def test_a_crash_while_replacing_a_checkpoint_of_the_same_step_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 1)
-    rename = Path.rename
-
-    def crash_on_arrival(path: Path, target: Path) -> Path:
-        if target.name == "global_step_1":
-            raise Crash
-        return rename(path, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", crash_on_arrival)
-        with pytest.raises(Crash):
-            save(store, 1)
-    assert latest(store).step == 1
-
-
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
-    store.save(1, write_actor, DataProgress(8))
+    write_checkpoint(store, 1, write_actor, DataProgress(8))
     assert latest(store).progress == DataProgress(8)
     assert steps_on_disk(tmp_path) == ["global_step_1"]
 
@@ -229,7 +170,7 @@ def test_progress_is_readable_json(tmp_path: Path) -> None:
 
 def test_the_progress_of_each_source_is_found_again(tmp_path: Path) -> None:
     progress = DataProgress(0, (), {"math": DataProgress(12, (14,)), "code": DataProgress(4)})
-    CheckpointStore(tmp_path).save(2, write_actor, progress)
+    write_checkpoint(CheckpointStore(tmp_path), 2, write_actor, progress)
     assert latest(CheckpointStore(tmp_path)).progress == progress
 
 
@@ -279,7 +220,7 @@ def test_a_full_disk_leaves_the_former_checkpoint_and_no_half_one(tmp_path: Path
         raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*No space left"):
-        store.save(2, fill, PROGRESS)
+        write_checkpoint(store, 2, fill, PROGRESS)
     assert latest(store).step == 1
     assert steps_on_disk(tmp_path) == ["global_step_1"]
 
@@ -324,74 +265,29 @@ def test_wherever_a_save_dies_resume_finds_a_whole_checkpoint(
 
 def test_the_next_save_clears_away_what_a_killed_one_left(tmp_path: Path) -> None:
     for root in copies_of("same step again", tmp_path):
-        crashing_saver.save(root, 9, "last", keep=2, keep_critic=2)
+        crashing_saver.save(root, 9, "last", keep=2)
         names = {path.name for path in root.iterdir()}
         expected = {"latest_checkpointed_iteration.txt", "global_step_2", "global_step_9"}
         assert names == expected, root.name
 
 
-ROLES = ("actor", "critic")
-counts = st.none() | st.integers(1, 4)
-
-
-@given(
-    roles=st.lists(st.frozensets(st.sampled_from(ROLES), min_size=1), max_size=6),
-    keep=st.fixed_dictionaries({"actor": counts, "critic": counts}),
+@pytest.mark.parametrize(
+    ("actor", "critic", "kept"),
+    [(2, None, 2), (2, 3, 3), (3, 2, 3), (None, 2, None), (None, None, None)],
 )
-def test_of_each_role_exactly_the_newest_stay(
-    roles: list[frozenset[str]], keep: dict[str, int | None]
+def test_a_checkpoint_stays_while_the_policys_or_the_critics_count_keeps_it(
+    actor: int | None, critic: int | None, kept: int | None
 ) -> None:
-    stored = [StoredCheckpoint(Path(f"{i}"), held) for i, held in enumerate(roles)]
-    gone = superfluous_roles(stored, keep)
-    for role in ROLES:
-        before = [one.folder for one in stored if role in one.roles]
-        after = [folder for folder in before if role not in gone.get(folder, frozenset())]
-        assert after == before[: keep[role]]
+    trainer = TrainerConfig(max_actor_ckpt_to_keep=actor, max_critic_ckpt_to_keep=critic)
+    assert num_kept(trainer, with_critic=True) == kept
+    assert num_kept(trainer, with_critic=False) == actor
 
 
-def saved(root: Path, steps: int, **keep: int) -> None:
-    for step in range(1, steps + 1):
-        crashing_saver.save(root, step, f"{step}", **keep)
-        os.utime(root / f"global_step_{step}" / "data.json", (step, step))
-
-
-def holders(root: Path, role: str) -> list[str]:
-    return sorted(path.parent.name for path in root.glob(f"global_step_*/{role}"))
-
-
-def test_a_folder_goes_when_nothing_is_left_in_it(tmp_path: Path) -> None:
-    saved(tmp_path, 4, keep=2, keep_critic=2)
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
-        "global_step_3",
-        "global_step_4",
-    ]
-
-
-def test_critics_may_be_kept_longer_and_cannot_be_resumed_from(tmp_path: Path) -> None:
-    saved(tmp_path, 4, keep=1)
-    assert holders(tmp_path, "actor") == ["global_step_4"]
-    assert holders(tmp_path, "critic") == [f"global_step_{step}" for step in (1, 2, 3, 4)]
-    with pytest.raises(CheckpointError, match="holds no policy any more"):
-        read_checkpoint(tmp_path / "global_step_2")
-
-
-def test_policies_may_be_kept_longer_and_stay_whole(tmp_path: Path) -> None:
-    saved(tmp_path, 3, keep_critic=1)
-    assert holders(tmp_path, "critic") == ["global_step_3"]
-    assert [read_checkpoint(tmp_path / f"global_step_{s}").step for s in (1, 2, 3)] == [1, 2, 3]
-
-
-def test_a_restarted_run_deletes_what_the_former_one_left(tmp_path: Path) -> None:
-    saved(tmp_path, 3)
-    saved_by_another_process = CheckpointStore(tmp_path).latest()
-    assert saved_by_another_process is not None
-    crashing_saver.save(tmp_path, 4, "4", keep=2, keep_critic=2)
-    assert holders(tmp_path, "actor") == ["global_step_3", "global_step_4"]
-
-
-def test_the_remedy_names_the_newest_whole_checkpoint_with_a_policy(tmp_path: Path) -> None:
-    saved(tmp_path, 4)
-    (tmp_path / "global_step_3" / "actor" / "model.safetensors").write_text("torn")
+def test_the_remedy_names_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        os.utime(save(CheckpointStore(tmp_path), step) / "data.json", (step, step))
+    weights = tmp_path / "global_step_3" / "actor" / "huggingface" / "model.safetensors"
+    weights.write_text("torn")
     remedy = resume_remedy(tmp_path / "global_step_4")
     assert f"trainer.resume_from_path={tmp_path / 'global_step_2'}" in remedy
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from services.trainer.learner.batch.train_batch import batch_table
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.update.flops import update_flops
+from services.trainer.learner.step_measures import update_flops
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from sluice.config.memory.shape import find_shape
 from sluice.config.run import RunConfig

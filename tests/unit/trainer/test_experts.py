@@ -26,13 +26,7 @@ from services.trainer.learner.ranks import DataParallel
 from sluice.errors import ConfigError
 from tests.support import tiny_vision
 from tests.support.host_reads import HostReads
-from tests.support.tiny_policy import (
-    VOCABULARY,
-    make_batch,
-    make_config,
-    make_model,
-    save_model,
-)
+from tests.support.tiny_policy import VOCABULARY, make_batch, make_config, make_model, save_model
 
 IDS = torch.arange(40)[None] * 7 % VOCABULARY
 

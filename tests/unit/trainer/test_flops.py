@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.update.flops import update_flops
+from services.trainer.learner.step_measures import update_flops
 from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.device.cpu import CpuDevice
 from tests.support.tiny_policy import make_batch, make_config, make_model, save_model

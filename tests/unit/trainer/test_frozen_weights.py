@@ -63,7 +63,7 @@ class World:
         self.frozen = FrozenWeights(self.learner, 0, torch.float32, 0.1)
         self.parallel = OtherRank(self._freeze_there)
         samples: Any = SimpleNamespace(close=lambda: None)
-        self.leader = RankLeader(self.learner, self.parallel, 600.0, samples, self.frozen)
+        self.leader = RankLeader(self.learner, self.parallel, samples, self.frozen)
 
     @property
     def snapshots(self) -> SnapshotBuffers:

@@ -20,11 +20,9 @@ from services.trainer.learner.batch.packed_rows import TrainingRow, training_row
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
-from services.trainer.learner.model.forward import (
-    token_outputs,
-)
+from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.rank_shares import ImageRanks, SequenceShare
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
 from sluice.types import TrainGroup

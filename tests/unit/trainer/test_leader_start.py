@@ -14,13 +14,9 @@ from sluice.config.loading.loader import load_config
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.rpc.ports import bound_socket
-from sluice.service_contract import (
-    MARK_VARIABLE,
-    RESTARTS_VARIABLE,
-    TRACKER_NAME,
-    checkpoint_mark,
-)
+from sluice.service_contract import MARK_VARIABLE, RESTARTS_VARIABLE, TRACKER_NAME, checkpoint_mark
 from sluice.types import DataProgress
+from tests.support.crashing_saver import write_checkpoint
 
 WAIT_S = 60.0
 HOST = "127.0.0.1"
@@ -68,7 +64,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def save(store: CheckpointStore, step: int) -> None:
-    store.save(step, write_actor, DataProgress(step))
+    write_checkpoint(store, step, write_actor, DataProgress(step))
 
 
 def settings(*overrides: str) -> TrainerConfig:
@@ -79,22 +75,20 @@ def environment(folder: Path, restarts: int) -> dict[str, str]:
     return {MARK_VARIABLE: checkpoint_mark(folder), RESTARTS_VARIABLE: str(restarts)}
 
 
-def begins_at(
-    store: CheckpointStore, folder: Path, given: dict[str, str], *overrides: str
-) -> tuple[int | None, int | None]:
-    """Return the step of the checkpoint and the last step whose metrics stay."""
-    found = start_point(settings(*overrides), store, folder, given)
-    return (found.checkpoint.step if found.checkpoint else None, found.replaces_after)
+def begins_at(store: CheckpointStore, given: dict[str, str], *overrides: str) -> int | None:
+    """Return the step of the checkpoint."""
+    found = start_point(settings(*overrides), store, given)
+    return found.step if found else None
 
 
 def test_the_first_start_does_what_resume_mode_says(store: CheckpointStore, tmp_path: Path) -> None:
     first = environment(tmp_path, 0)
-    assert begins_at(store, tmp_path, first) == (None, None)
+    assert begins_at(store, first) is None
     save(store, 4)
     first = environment(tmp_path, 0)
-    assert begins_at(store, tmp_path, first) == (4, 4)
-    assert begins_at(store, tmp_path, first, "trainer.resume_mode=disable") == (None, None)
-    assert begins_at(store, tmp_path, {}, "trainer.resume_mode=disable") == (None, None)
+    assert begins_at(store, first) == 4
+    assert begins_at(store, first, "trainer.resume_mode=disable") is None
+    assert begins_at(store, {}, "trainer.resume_mode=disable") is None
 
 
 def test_a_restart_continues_from_the_runs_own_checkpoint_in_every_resume_mode(
@@ -106,17 +100,17 @@ def test_a_restart_continues_from_the_runs_own_checkpoint_in_every_resume_mode(
     path = f"trainer.resume_from_path={tmp_path / 'global_step_700'}"
     for mode in (["auto"], ["disable"], ["resume_path", path]):
         overrides = [f"trainer.resume_mode={mode[0]}", *mode[1:]]
-        assert begins_at(store, tmp_path, again, *overrides) == (2, 2)
+        assert begins_at(store, again, *overrides) == 2
 
 
 def test_a_restart_before_the_first_save_begins_where_the_run_began(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
-    assert begins_at(store, tmp_path, environment(tmp_path, 2)) == (None, 0)
+    assert begins_at(store, environment(tmp_path, 2)) is None
     save(store, 700)
     again = environment(tmp_path, 1)
-    assert begins_at(store, tmp_path, again, "trainer.resume_mode=disable") == (None, 0)
-    assert begins_at(store, tmp_path, again) == (700, 700)
+    assert begins_at(store, again, "trainer.resume_mode=disable") is None
+    assert begins_at(store, again) == 700
 
 
 def test_a_checkpoint_of_the_same_step_saved_again_counts_as_the_runs_own(
@@ -125,7 +119,7 @@ def test_a_checkpoint_of_the_same_step_saved_again_counts_as_the_runs_own(
     save(store, 2)
     again = environment(tmp_path, 1)
     save(store, 2)
-    assert begins_at(store, tmp_path, again, "trainer.resume_mode=disable") == (2, 2)
+    assert begins_at(store, again, "trainer.resume_mode=disable") == 2
 
 
 def test_an_own_checkpoint_that_is_damaged_is_an_error_and_not_a_start_from_nothing(
@@ -135,7 +129,7 @@ def test_an_own_checkpoint_that_is_damaged_is_an_error_and_not_a_start_from_noth
     save(store, 2)
     (tmp_path / "global_step_2" / "actor" / "weights").unlink()
     with pytest.raises(CheckpointError, match="incomplete"):
-        begins_at(store, tmp_path, again)
+        begins_at(store, again)
 
 
 def test_the_tracker_file_is_the_one_that_checkpoints_replace(

@@ -129,7 +129,7 @@ def test_any_rank_is_computed_for_experts_in_any_dtype(dtype: torch.dtype, rank:
 def test_adapters_of_experts_off_leave_the_model(tmp_path: Path) -> None:
     learner = make_learner(save_model(tmp_path, "qwen3_moe"))
     learner.train_step(make_batch(), 1)
-    model, tokens = learner._model, idle_micro_batch(CPU)
+    model, tokens = learner._model, idle_micro_batch(CPU, DataParallel())
     plain = make_learner(tmp_path, {"exclude_modules": r".*\.experts\..*"})._model
     with torch.no_grad():
         trained = token_outputs(model, tokens, temperature=1.0).logprobs
@@ -159,7 +159,7 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     assert first["actor/kl_loss"] < second["actor/kl_loss"]
     whole = make_learner(folder, use_kl_loss=True, kl_loss_coef=0.1)
     whole.train_step(make_batch(), 1)
-    model, tokens = whole._model, idle_micro_batch(CPU)
+    model, tokens = whole._model, idle_micro_batch(CPU, DataParallel())
     with torch.no_grad(), without_adapters(model):
         found = token_outputs(model, tokens, temperature=1.0).logprobs
     assert torch.equal(
@@ -225,11 +225,15 @@ def test_some_experts_of_a_layer_alone_get_no_adapter() -> None:
 @pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
-        ("qwen3", {"target_modules": ["qproj"]}, r"'qproj' matches no linear layer .*q_proj"),
-        ("qwen3", {"target_modules": "q_proj"}, r"'q_proj' matches no linear layer"),
-        ("llama", {"target_modules": ["lm_head"]}, r"'lm_head' takes no adapter"),
-        ("qwen3", {"target_modules": ["embed_tokens"]}, r"'embed_tokens' takes no adapter"),
-        ("qwen3_moe", {"target_modules": ["up_proj"]}, r"'up_proj' names the experts, whose"),
+        (
+            "qwen3",
+            {"target_modules": ["qproj"]},
+            r"'qproj' names none of the linear layers .*q_proj",
+        ),
+        ("qwen3", {"target_modules": "q_proj"}, r"'q_proj' names none of the linear"),
+        ("llama", {"target_modules": ["lm_head"]}, r"'lm_head' names none of the linear"),
+        ("qwen3", {"target_modules": ["embed_tokens"]}, r"'embed_tokens' names none of the"),
+        ("qwen3_moe", {"target_modules": ["up_proj"]}, r"'up_proj' names none of the linear"),
         ("qwen3", {"exclude_modules": ".*"}, r"exclude_modules='\.\*' leaves no layer"),
         ("qwen3", {"target_modules": "(q"}, r"target_modules='\(q' is no regular expression"),
     ],

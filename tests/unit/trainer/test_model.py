@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model import parts
+from services.trainer.learner.model import decoder
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.optimizer import ModelOptimizer
 from services.trainer.learner.ranks import DataParallel
@@ -114,7 +114,7 @@ def test_a_critic_with_a_head_of_another_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_critic(make_config(save_model(tmp_path)))
-    monkeypatch.setattr(parts, "VALUE_HEADS", ("regressor",))
+    monkeypatch.setattr(decoder, "VALUE_HEADS", ("regressor",))
     with pytest.raises(ConfigError, match=r"^critic\.model\.path='.*': the head of a \w+ model"):
         Learner(config, DataParallel(), total_steps=1)
 

@@ -15,10 +15,7 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_b
 from services.trainer.learner.batch.packed_rows import TrainingRow, training_rows
 from services.trainer.learner.model import attention
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.model.forward import (
-    check_packing,
-    token_outputs,
-)
+from services.trainer.learner.model.forward import check_packing, token_outputs
 from services.trainer.learner.update.loss import first_of_rows
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError

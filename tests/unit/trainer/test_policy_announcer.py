@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from services.trainer.fleet.members import Fleet
-from services.trainer.loop.announcer import PolicyAnnouncer
+from services.trainer.loop.reward_client import PolicyAnnouncer
 from services.trainer.loop.run_state import RunState
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.errors import PeerError

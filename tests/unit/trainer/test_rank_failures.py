@@ -44,11 +44,11 @@ class World:
         def fail(*_: object) -> None:
             raise error
 
-        learner: Any = SimpleNamespace(load=fail, save=fail, begin_save=fail)
+        learner: Any = SimpleNamespace(load=fail, save=fail, begin_save=fail, saves_aside=True)
         self.closed = threading.Event()
         samples: Any = SimpleNamespace(close=self.closed.set)
         self.parallel = TwoRanks()
-        self.leader = RankLeader(learner, self.parallel, 600.0, samples)
+        self.leader = RankLeader(learner, self.parallel, samples)
 
 
 def load(leader: RankLeader) -> None:

@@ -12,13 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.trained_model import (
-    random_state,
-    restore_random_state,
-)
+from services.trainer.learner.model.trained_model import random_state, restore_random_state
 from services.trainer.learner.ranks import DataParallel
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress
+from tests.support.crashing_saver import write_checkpoint
 from tests.support.threaded_ranks import on_ranks
 from tests.support.tiny_policy import make_batch, make_config, save_model
 
@@ -153,7 +151,7 @@ def test_a_truncated_file_is_named_with_the_checkpoint_to_use_instead(
     learner = make_learner(model_folder)
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
-        store.save(step, learner.save, DataProgress(step))
+        write_checkpoint(store, step, learner.save, DataProgress(step))
     damaged = tmp_path / "global_step_2" / "actor" / file
     damaged.write_bytes(damaged.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=rf"{file} .*resume_from_path=.*global_step_1"):

@@ -352,28 +352,22 @@ async def test_a_short_absence_is_waited_out_when_the_accounts_are_asked_for(
     assert (await client.accounts())["submitted"] == 9.0
 
 
-async def test_accounts_are_one_number_for_each_way_a_prompt_can_end(
+async def test_accounts_are_one_number_for_each_way_a_prompt_can_end_and_what_the_service_counts(
     client: RewardClient, stub: Stub
 ) -> None:
+    counted = {"reward/groups_acknowledged": 6.0, "reward/prompts_lost": 1.0, "reward/other": 3.0}
     stub.answers["GetStatus"] = [
-        status(prompts_submitted=9, prompts_pending=2, prompts_by_end={"trained": 7})
+        status(
+            prompts_submitted=9,
+            prompts_pending=2,
+            prompts_by_end={"trained": 7},
+            statistics=counted,
+        )
     ]
-    assert await client.accounts() == {"submitted": 9.0, "pending": 2.0, "trained": 7.0}
-
-
-async def test_accounts_hold_what_the_service_counts_as_acknowledged_and_lost(
-    client: RewardClient, stub: Stub
-) -> None:
-    statistics = {
-        "reward/groups_acknowledged": 6.0,
-        "reward/prompts_lost": 1.0,
-        "reward/other": 3.0,
-    }
-    stub.answers["GetStatus"] = [status(statistics=statistics)]
-    accounts = await client.accounts()
-    assert accounts == {
-        "submitted": 0.0,
-        "pending": 0.0,
+    assert await client.accounts() == {
+        "submitted": 9.0,
+        "pending": 2.0,
+        "trained": 7.0,
         "groups_acknowledged": 6.0,
         "prompts_lost": 1.0,
     }

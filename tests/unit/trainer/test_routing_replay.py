@@ -23,10 +23,7 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
 )
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.attention import (
-    PACKED_ATTENTION,
-    register_packed_attention,
-)
+from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.experts import Routing, RoutingTape, routing_tape
 from services.trainer.learner.model.experts import use_own_experts as use_own
 from services.trainer.learner.model.forward import token_outputs

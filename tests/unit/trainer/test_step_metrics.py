@@ -12,12 +12,7 @@ import torch
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.metrics.step_metrics import (
-    FleetInterval,
-    RunScale,
-    StepTimes,
-    step_metrics,
-)
+from services.trainer.metrics.step_metrics import FleetInterval, RunScale, StepTimes, step_metrics
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -78,13 +73,6 @@ def test_numbers_of_batch_and_learner_are_passed_on() -> None:
     assert found["training/global_step"] == 7.0
 
 
-def test_throughput_is_prompt_and_response_tokens_per_second_and_rank() -> None:
-    found = metrics()
-    assert found["perf/total_num_tokens"] == (10 + 20) + (10 + 30)
-    assert found["perf/throughput"] == pytest.approx(70 / 4.0 / 2)
-    assert found["perf/time_per_step"] == found["timing_s/step"] == 4.0
-
-
 def test_idle_shares_are_shares_of_the_step() -> None:
     found = metrics()
     assert found["trainer/idle_share"] == pytest.approx(1.0 / 4.0)
@@ -110,17 +98,11 @@ def test_a_step_without_replicas_or_time_divides_by_nothing() -> None:
     assert all(np.isfinite(value) for value in found.values())
 
 
-def test_every_part_of_the_step_has_its_time() -> None:
-    found = metrics()
-    assert found["timing_s/wait_batch"] == 1.0
-    assert found["timing_s/train"] == 2.0
-    assert found["timing_s/update_weights"] == 0.5
-    assert found["timing_s/save_checkpoint"] == 0.25
-
-
 def test_what_the_trainer_waits_for_a_batch_is_its_time_of_generation() -> None:
     found = metrics()
     assert found["timing_s/gen"] == found["timing_s/wait_batch"] == 1.0
+    assert (found["timing_s/train"], found["timing_s/update_weights"]) == (2.0, 0.5)
+    assert found["timing_s/save_checkpoint"] == 0.25
     assert found["timing_per_token_ms/gen"] == pytest.approx(1000.0 * 1.0 / (20 + 30))
 
 

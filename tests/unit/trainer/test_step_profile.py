@@ -12,7 +12,7 @@ from torch.profiler import profile
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.step_profile import StepProfiler
+from services.trainer.learner.step_measures import StepProfiler
 from sluice.config.explain import notices
 from sluice.config.loading.loader import load_config, settings_of
 from sluice.config.rules.checks import relation_problems

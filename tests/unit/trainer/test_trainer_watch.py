@@ -11,7 +11,7 @@ import pytest
 from services.trainer.fleet.members import Fleet
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, phase_waits
 from services.trainer.servicer import TrainerServicer
-from services.trainer.telemetry import TrainerWork
+from services.trainer.telemetry import trainer_work
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.concurrency.waits import advance
@@ -31,7 +31,7 @@ class Trainer:
         self.state, self.fleet = RunState("trainer-1", 10, 2), Fleet("layout", 6.0)
         self.fleet.register(REPLICA, "layout", 0.0)
         config = load_config(None, [*KEYS, f"trainer.default_local_dir={checkpoints}"])
-        self.work = TrainerWork(config, self.state, self.fleet)
+        self.work_state = trainer_work(config, self.state, self.fleet)
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def trainer(tmp_path: Path) -> Trainer:
 
 
 async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
-    seen = [trainer.work.work_state().progress]
+    seen = [trainer.work_state().progress]
 
     def moved() -> None:
-        seen.append(trainer.work.work_state().progress)
+        seen.append(trainer.work_state().progress)
         assert seen[-1] not in seen[:-1]
 
     trainer.state.enter(RunPhase.TRAINING)
@@ -55,7 +55,7 @@ async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
     load = ReplicaCounters(slots_busy=1, queued=0, generated_tokens=40, busy_seconds=1.0)
     trainer.fleet.heartbeat("rollout-0", "instance-0", load, draining=False, now_s=1.0)
     moved()
-    assert trainer.work.work_state().progress == seen[-1]
+    assert trainer.work_state().progress == seen[-1]
 
 
 async def test_a_checkpoint_that_grows_is_progress_and_one_that_does_not_is_none(
@@ -68,9 +68,9 @@ async def test_a_checkpoint_that_grows_is_progress_and_one_that_does_not_is_none
     async def settled() -> object:
         """Return the progress after all measurements have ended."""
         for _ in range(5):
-            trainer.work.work_state()
+            trainer.work_state()
             await asyncio.sleep(0.05)
-        return trainer.work.work_state().progress
+        return trainer.work_state().progress
 
     seen = []
     for size in (0, 10, 20_000, 20_001):
@@ -84,14 +84,14 @@ def test_a_paused_or_finished_run_has_no_work(trainer: Trainer) -> None:
     for phase in RunPhase:
         trainer.state.enter(phase)
         rests = phase in {RunPhase.PAUSED, RunPhase.FINISHED}
-        assert trainer.work.work_state().has_work is not rests
+        assert trainer.work_state().has_work is not rests
 
 
 def test_waits_for_others_are_left_to_their_own_deadlines(trainer: Trainer) -> None:
     found = {}
     for phase in RunPhase:
         trainer.state.enter(phase)
-        found[phase] = trainer.work.work_state().patience_s
+        found[phase] = trainer.work_state().patience_s
     assert {phase: seconds for phase, seconds in found.items() if seconds} == {
         RunPhase.WAITING_FOR_REPLICAS: 11.0,
         RunPhase.WAITING_FOR_BATCH: 22.0,

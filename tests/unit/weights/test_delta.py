@@ -79,7 +79,7 @@ def test_bits_count_and_not_numbers() -> None:
     (bucket,) = plan.buckets
     content = old.bucket(bucket).numpy().copy()
     code = encode_change(plan, bucket, content, new.bucket(bucket).numpy())
-    assert apply_change(plan, bucket, code, content) == 2
+    apply_change(plan, bucket, code, content)
     np.testing.assert_array_equal(content, new.bucket(bucket).numpy())
 
 

@@ -149,10 +149,3 @@ def test_an_answer_too_large_for_one_message_is_refused(server: RendezvousStore)
         store.set(key, bytes(MAX_VALUE_BYTES))
     with pytest.raises(WeightSyncError, match="at most 1048576 may travel"):
         store.wait(keys)
-
-
-def test_a_member_of_an_epoch_that_is_over_is_refused(server: RendezvousStore) -> None:
-    store = _store(server)
-    server.begin(2, bytes(32))
-    with pytest.raises(WeightSyncError, match="the epoch is over or has not begun"):
-        store.set("a", "1")

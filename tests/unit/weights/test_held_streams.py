@@ -175,10 +175,10 @@ class _Fleet:
         staging = {
             key: self.pool.submit(worker.stage, version) for key, worker in self.workers.items()
         }
-        with self.snapshots[0].read_version(version) as new:
+        with self.snapshots[0].read(version) as new:
             update = None
             if since is not None:
-                with self.snapshots[0].read_version(since.version) as old:
+                with self.snapshots[0].read(since.version) as old:
                     update = self.sender.encode_update(
                         since.bases, old.weights, new.weights, _NEVER, version
                     )

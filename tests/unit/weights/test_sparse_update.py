@@ -13,10 +13,10 @@ import torch
 from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec
+from sluice.weights.delta import ChangeReceivingPort, encode_update
 from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 from sluice.weights.sender import WeightSender
-from sluice.weights.sparse_update import ChangeReceivingPort, encode_update
 from sluice.weights.transfer import Base
 from tests.support.weight_digest import plain_digest
 

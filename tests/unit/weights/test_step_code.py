@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.weights.delta import Bits, decode_steps, encode_steps
+from sluice.weights.delta import decode_steps, encode_steps
 
 
 @pytest.mark.parametrize("step", [1, 2, 126, 127, 128, 129, 32767, 32768, 65408, 65409, 65535])
@@ -14,20 +14,6 @@ def test_every_16_bit_pattern_comes_back_from_a_step(step: int) -> None:
     new = old + np.uint16(step)
     steps, whole = encode_steps(old, new)
     np.testing.assert_array_equal(decode_steps(old, steps, whole), new)
-
-
-@pytest.mark.parametrize("width", [np.uint8, np.uint16, np.uint32, np.uint64])
-def test_random_bits_of_every_width_come_back(
-    width: type[np.uint8 | np.uint16 | np.uint32 | np.uint64],
-) -> None:
-    random = np.random.default_rng(3)
-    old: Bits = random.integers(0, np.iinfo(width).max, 5000, dtype=width, endpoint=True)
-    near: Bits = old + random.integers(1, 300, 5000).astype(width)
-    far: Bits = random.integers(0, np.iinfo(width).max, 5000, dtype=width, endpoint=True)
-    for new in (near, far):
-        new[new == old] += 1
-        steps, whole = encode_steps(old, new)
-        np.testing.assert_array_equal(decode_steps(old, steps, whole), new)
 
 
 def test_a_step_of_one_unit_takes_one_byte() -> None:

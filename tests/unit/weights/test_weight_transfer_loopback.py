@@ -26,6 +26,7 @@ from sluice.errors import (
 from sluice.weights import rank_sender as sender_module
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import StagedWeights, WeightReceiver
+from sluice.weights.rendezvous import RendezvousStore
 from sluice.weights.sender import WeightSender
 from sluice.weights.snapshot import SnapshotBuffers
 from sluice.weights.transfer import Trailer
@@ -299,4 +300,4 @@ def test_the_store_listens_on_the_given_address_only(sender: WeightSender) -> No
 
 def test_a_port_in_use_is_named_with_the_remedy(sender: WeightSender) -> None:
     with pytest.raises(ConfigError, match=f"127.0.0.1:{sender.port}.*free port"):
-        WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=1.0, port=sender.port)
+        RendezvousStore("127.0.0.1", sender.port)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.packed_rows import (
+    AttendedSequence,
     PackedImages,
-    PackedPiece,
     PlacedPiece,
     Positions,
     TrainingRow,
@@ -27,8 +27,8 @@ from services.trainer.learner.batch.packed_rows import (
     packed_inputs,
     place,
 )
-from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
-from sluice.algorithm.packing import MicroBatchPlan
+from services.trainer.learner.rank_shares import ImageRanks, SequenceShare
+from sluice.algorithm.packing import MicroBatchPlan, plan_micro_batches
 from sluice.types import RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
 
@@ -90,7 +90,6 @@ class Gathering:
         Args:
             positions: int64 [P].
             back: int64 [T].
-            device: gets the tensors.
             more: int64 [M], further places.
         """
         more = positions[:0] if more is None else more
@@ -148,14 +147,6 @@ class PackedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
-    prompt_start: int
-    prompt_length: int
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Padded:
     """The packed positions in a block, -1 for padding.
 
@@ -169,19 +160,14 @@ class _Padded:
 
 
 def build_layout(
-    pieces: Sequence[PackedPiece], num_tokens: int, device: torch.device
+    sequences: Sequence[AttendedSequence], num_tokens: int, device: torch.device
 ) -> PackedLayout:
-    """Lay out attention for `num_tokens` packed tokens: prompts, rows and padding at the end."""
+    """Lay out attention for `num_tokens` packed tokens: sequences and padding at the end."""
     output = np.full(num_tokens, -1)
     blocks: list[_Padded] = []
     offset = 0
-    prompts = [_Sequence(piece.start, 0, piece.start, piece.length) for piece in pieces]
-    rows = [
-        _Sequence(piece.start, piece.length, row.start, row.length)
-        for piece in pieces
-        for row in piece.rows
-        if row.length  # a response of one token is only a label
-    ]
+    prompts = [one for one in sequences if not one.prompt_length]
+    rows = [one for one in sequences if one.prompt_length]
     # `output` records the place of each packed token's output.
     for members in (*_similar_lengths(prompts), *_similar_lengths(rows)):
         block = _block(members)
@@ -190,13 +176,13 @@ def build_layout(
             output[sequence.start : stop] = offset + first + np.arange(sequence.length)
         blocks.append(block)
         offset += block.queries.size
-    longest = max(member.prompt_length + member.length for member in (*prompts, *rows))
+    longest = max(member.prompt_length + member.length for member in sequences)
     ragged = None
     if has_ragged_kernel(device) and any(one.visible is not None for one in blocks):
-        ends = sorted([*prompts, *rows], key=lambda s: s.start)
+        ends = sorted(sequences, key=lambda s: s.start)
         used = ends[-1].start + ends[-1].length
         if used < num_tokens:  # the kernel leaves what is in no sequence undefined
-            ends.append(_Sequence(used, 0, used, num_tokens - used))
+            ends.append(AttendedSequence(used, 0, used, num_tokens - used))
         ragged = _end_to_end(ends, num_tokens, device)
     # Nothing reads the outputs of padding, and of prompts that a block of rows computes again.
     read = np.full(offset, -1)
@@ -228,7 +214,7 @@ def has_ragged_kernel(device: torch.device) -> bool:
 
 
 def _end_to_end(
-    sequences: Sequence[_Sequence], num_tokens: int, device: torch.device
+    sequences: Sequence[AttendedSequence], num_tokens: int, device: torch.device
 ) -> RaggedSequences:
     keys = [
         np.concatenate(
@@ -253,9 +239,9 @@ def _end_to_end(
     )
 
 
-def _similar_lengths(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
+def _similar_lengths(sequences: Sequence[AttendedSequence]) -> Iterator[list[AttendedSequence]]:
     """Cut into blocks of similar lengths, longest first."""
-    block: list[_Sequence] = []
+    block: list[AttendedSequence] = []
     for sequence in sorted(sequences, key=lambda s: (-s.length, s.start)):
         longest = block[0].length if block else 0
         # A much shorter sequence would be mostly padding: it starts a new block, unless this block
@@ -269,7 +255,7 @@ def _similar_lengths(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]
         yield block
 
 
-def _block(members: Sequence[_Sequence]) -> _Padded:
+def _block(members: Sequence[AttendedSequence]) -> _Padded:
     longest = members[0].length
     prompt_longest = max(member.prompt_length for member in members)
     own = _right_padded([member.start for member in members], [m.length for m in members], longest)
@@ -288,7 +274,7 @@ def _block(members: Sequence[_Sequence]) -> _Padded:
     return _Padded(own, keys, visible, range(0, own.size, longest))
 
 
-def _causal_block(members: Sequence[_Sequence]) -> _Padded:
+def _causal_block(members: Sequence[AttendedSequence]) -> _Padded:
     """Return a block of prompt plus row: it needs no mask, but runs prompts' queries per row."""
     width = max(member.prompt_length + member.length for member in members)
     index = np.full((len(members), width), -1)
@@ -385,13 +371,10 @@ def build_micro_batch(
     """Pack the plan's rows; ``None`` if none of them holds a token.
 
     Args:
-        rows: all rows of the mini-batch.
         plan: the rows of this micro-batch.
-        device: gets the tensors.
         images: images of prompts, by `TrainingRow.group`.
         share: this rank's part of the sequence; None: all of it.
         pad_to: T becomes a multiple of it by tokens 0, whose results nothing reads.
-        source: of the plan's rows.
         image_ranks: divide the images; ``None``: those of `share`.
     """
     # Rows without trained tokens count as rows, but have no tokens to pack.
@@ -411,13 +394,13 @@ def build_micro_batch(
         indices = share.own(predecessors, num_tokens)
         predecessors = share.local(predecessors[indices], num_tokens)
         own = _tensor(indices, device)
-    packed = [one for piece in pieces for one in piece.packed]
+    sequences = [one for piece in pieces for one in piece.sequences]
     # Rows of a prompt share its images, which are packed once like its tokens.
     prompt_images = [(piece.start, images.get(piece.first.group)) for piece in pieces]
     return MicroBatch(
         row_indices=plan.row_indices,
         row_groups=tuple(rows[index].group for index in plan.row_indices),
-        layout=replace(build_layout(packed, num_tokens, device), share=share),
+        layout=replace(build_layout(sequences, num_tokens, device), share=share),
         input_ids=_tensor(input_ids[None], device),
         position_ids=_tensor(position_ids[..., None, :], device),
         predecessors=_tensor(predecessors, device),
@@ -434,10 +417,22 @@ def build_micro_batch(
     )
 
 
+def pack_rows(
+    rows: Sequence[TrainingRow],
+    device: torch.device,
+    share: SequenceShare | None = None,
+    pad_to: int = 1,
+) -> MicroBatch:
+    """Pack all rows, which are given by group; one at least holds a token."""
+    sizes = [row.size for row in rows]
+    (plan,) = plan_micro_batches(sizes, range(len(rows)), rows_per_micro=len(rows))
+    micro_batch = build_micro_batch(rows, plan, device, share=share, pad_to=pad_to)
+    assert micro_batch is not None
+    return micro_batch
+
+
 def _pack_routing(
-    pieces: Sequence[PlacedPiece],
-    num_tokens: int,
-    share: SequenceShare | None,
+    pieces: Sequence[PlacedPiece], num_tokens: int, share: SequenceShare | None
 ) -> PackedRouting | None:
     """Pack the rows' experts like their tokens."""
     found: list[tuple[int, RoutedExperts]] = []

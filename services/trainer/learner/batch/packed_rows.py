@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.learner.sequence_share import ImageRanks, SequenceShare
+from services.trainer.learner.rank_shares import ImageRanks, SequenceShare
 from sluice.algorithm.episodes import (
     PathTokens,
     follows_prompt,
@@ -70,34 +70,28 @@ class TrainingRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRow:
-    """Packed positions ``[start, start + length)`` of a sequence's tokens after the prompt."""
+class AttendedSequence:
+    """Packed positions ``[start, start + length)``. They see a prompt, and themselves causally.
 
+    The prompt has `prompt_length` positions from `prompt_start` on; 0: there is none.
+    """
+
+    prompt_start: int
+    prompt_length: int
     start: int
     length: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPiece:
-    """A prompt at packed positions ``[start, start + length)`` and the sequences that share it."""
-
-    start: int
-    length: int
-    rows: tuple[PackedRow, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedPath:
     """A path of a row, and the packed positions of all of its tokens but the last.
 
-    The last one is only a label: nothing is predicted after it. `before` is the packed position of
-    the token before its first; it has no meaning for a path without the group's prompt.
+    The last one is only a label: nothing is predicted after it.
     """
 
     row: TrainingRow
     tokens: PathTokens
-    at: PackedRow
-    before: int
+    at: AttendedSequence
 
     @property
     def labels(self) -> TokenIds:
@@ -112,8 +106,8 @@ class PlacedPath:
     @property
     def predecessors(self) -> Positions:
         """Return the packed positions whose logits predict its labels, int64 [labels]."""
-        labels = self.tokens.labels
-        return np.where(labels == 0, self.before, self.at.start + labels - 1)
+        labels, before = self.tokens.labels, self.at.prompt_start + self.at.prompt_length - 1
+        return np.where(labels == 0, before, self.at.start + labels - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,14 +132,12 @@ class PlacedPiece:
         return self.paths[0].row
 
     @property
-    def packed(self) -> Iterator[PackedPiece]:
-        """Yield the prompt with the paths that follow it, then each other path."""
-        sharing = tuple(path.at for path in self.paths if path.tokens.follows_prompt)
-        if sharing:
-            yield PackedPiece(self.start, self.length, sharing)
-        for path in self.paths:
-            if not path.tokens.follows_prompt:
-                yield PackedPiece(path.at.start, path.at.length, ())
+    def sequences(self) -> Iterator[AttendedSequence]:
+        """Yield the prompt, where a path follows it, and the paths."""
+        if self.length:
+            yield AttendedSequence(self.start, 0, self.start, self.length)
+        # A response of one token is only a label.
+        yield from (path.at for path in self.paths if path.at.length)
 
 
 def training_rows(
@@ -199,13 +191,14 @@ def place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> list[Pla
         start = cursor
         if any(path.follows_prompt for found in paths.values() for path in found):
             cursor += int(rows[piece.row_indices[0]].prompt_token_ids.size)
-        before, length = cursor - 1, cursor - start
+        length = cursor - start
         of_rows: dict[int, tuple[PlacedPath, ...]] = {}
         for index, found in paths.items():
             own = []
             for path in found:
-                at = PackedRow(cursor, int(path.token_ids.size) - 1)
-                own.append(PlacedPath(rows[index], path, at, before))
+                shared = length if path.follows_prompt else 0
+                at = AttendedSequence(start, shared, cursor, int(path.token_ids.size) - 1)
+                own.append(PlacedPath(rows[index], path, at))
                 cursor += at.length
             of_rows[index] = tuple(own)
         placed.append(PlacedPiece(start, length, of_rows))
@@ -273,8 +266,6 @@ def pack_images(
 
     Args:
         prompts: packed position of each prompt's first token, and its images.
-        num_tokens: T.
-        device: gets `PackedImages.is_image`.
         ranks: that divide the images; they have the same prompts.
     """
     seen = [(start, image) for start, image in prompts if image is not None]

@@ -140,7 +140,6 @@ def check_routing(batch: TrainBatch, shape: RoutingShape | None) -> None:
     """Refuse samples whose experts are not those of their tokens in this model.
 
     Args:
-        batch: to be trained.
         shape: of the trained model; ``None``: it has no experts that passes could follow.
 
     Raises:

@@ -48,7 +48,6 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    dropout: float = 0.0,
     packed_layout: PackedLayout | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
@@ -61,7 +60,6 @@ def packed_attention(
         value: [1, kv heads, T, value dim].
         attention_mask: must be ``None``; the layout defines which token sees which.
         scaling: factor on the scores; ``None``: 1 / sqrt(head dim).
-        dropout: attention dropout, 0 in this trainer.
         packed_layout: passed to the model's forward, which passes it on.
 
     Returns:
@@ -82,20 +80,15 @@ def packed_attention(
     _refuse(module, attention_mask, kwargs)
     query, key, share = query.to(value.dtype), key.to(value.dtype), packed_layout.share
     if share is None:
-        return _attend(query, key, value, packed_layout, scaling, dropout), None
+        return _attend(query, key, value, packed_layout, scaling), None
     tokens = packed_layout.outputs.index.numel()
     query, key, value = share.tokens_for_heads(query, key, value, tokens)
-    attended = _attend(query, key, value, packed_layout, scaling, dropout)
+    attended = _attend(query, key, value, packed_layout, scaling)
     return share.heads_for_tokens(attended), None
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scaling: float | None,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None
 ) -> Tensor:
     """Attend over all tokens of some heads; shapes as of `packed_attention`."""
     if layout.ragged is not None and _takes_ragged(query, value):
@@ -106,7 +99,7 @@ def _attend(
     keys, values = (_gather(one, layout.keys, shapes) for one in (key, value))
     outputs = []
     for block, q, k, v in zip(blocks, queries, keys, values, strict=True):
-        attended = _attend_block(q, k, v, block, scaling, dropout)
+        attended = _attend_block(q, k, v, block, scaling)
         outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     packed: Tensor = _Gathered.apply(joined, layout.outputs)  # type: ignore[no-untyped-call]
@@ -178,12 +171,7 @@ def _gather(states: Tensor, gathering: Gathering, shapes: Sequence[Sequence[int]
 
 
 def _attend_block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block: AttentionBlock,
-    scaling: float | None,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scaling: float | None
 ) -> Tensor:
     if block.mask is not None and query.device.type != "cpu":
         # With a mask, accelerators use fused kernels only for equal numbers of heads.
@@ -195,7 +183,6 @@ def _attend_block(
         key,
         value,
         attn_mask=block.mask,
-        dropout_p=dropout,
         is_causal=block.mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],

@@ -9,25 +9,30 @@ are there or not. Vision towers keep their layers.
 The own layers give attention its layout without a detour, never make the host wait for a device,
 and are cut around attention into parts that can be compiled. A test compares their logprobs and
 gradients with those of transformers' layers.
+
+Weights that ranks divide among them are stored as DTensors, but products are of plain tensors: that
+takes less than half of the time on the host, and says where ranks communicate
+(`services.trainer.learner.rank_shares`).
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn.functional import linear, rms_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learner.model.attention import packed_attention
-from services.trainer.learner.model.parts import FloatRmsNorm, own_linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from services.trainer.learner.batch.micro_batch import PackedLayout
-    from services.trainer.learner.tensor_share import TensorShare
+    from services.trainer.learner.rank_shares import TensorShare
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,9 @@ FAMILIES = frozenset(
     }
 )
 """transformers' decoder layers that have an own one, by class below ``transformers.models``."""
+
+VALUE_HEADS = ("score", "classifier")
+"""Names of a critic's head, one output a token, in the models of transformers."""
 
 _MODELS = "transformers.models."
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -255,3 +263,69 @@ def _mlp(theirs: nn.Module) -> nn.Module:
     """Return the own perceptron; experts stay those of transformers."""
     parts = {name for name, _ in theirs.named_children()}
     return GatedMlp(theirs) if parts == _GATED_MLP else theirs
+
+
+def own_part(weight: Tensor) -> Tensor:
+    """Return what this rank computes with: its part of a weight, or all of one that is not cut.
+
+    Ranks that cut a layer use a weight that is not cut for other tokens, or for other parts of a
+    sum. So its gradient is the sum of theirs: in the dtype of the pass if the step has only this
+    one, else in float32, as passes add up.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    gradients = [Partial() if one.is_replicate() else one for one in weight.placements]
+    found: Tensor = weight.to_local(grad_placements=gradients)
+    return found
+
+
+def value_head(model: nn.Module) -> nn.Module | None:
+    """Return a critic's head; ``None``: the model is a policy."""
+    return next((one for name, one in model.named_children() if name in VALUE_HEADS), None)
+
+
+class Linear(nn.Linear):
+    """A linear layer that ranks may divide among them.
+
+    Attributes:
+        cut: the dimension of its weight that ranks cut: 0, its outputs; 1, its inputs, so that the
+            output is a part of a sum over ranks; ``None``: every rank has all.
+    """
+
+    cut: int | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [..., outputs] of this rank."""
+        weight, bias = self.weight, cast("Tensor | None", self.bias)
+        if bias is None:
+            return linear(hidden, own_part(weight))
+        own = own_part(bias)
+        if isinstance(weight, DTensor) and weight.placements[-1] == Shard(1):
+            own = own / weight.device_mesh.size()  # every rank adds it to its part of the sum
+        return linear(hidden, own_part(weight), own)
+
+
+def own_linear(theirs: nn.Linear) -> Linear:
+    """Return a layer with the same parameters."""
+    # Without memory: the parameters are those of the other.
+    found = Linear(theirs.in_features, theirs.out_features, bias=False, device="meta")
+    found.weight, found.bias = theirs.weight, theirs.bias
+    return found
+
+
+class FloatRmsNorm(nn.Module):
+    """Divide by the root mean square, computed in float32, and weigh (Zhang and Sennrich 2019).
+
+    Args:
+        theirs: the norm of transformers.
+    """
+
+    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
+        super().__init__()
+        self.weight: nn.Parameter = theirs.weight
+        self.eps: float = theirs.variance_epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [..., width] like `hidden`."""
+        # vLLM and transformers round before they weigh; SGLang weighs first by default.
+        return rms_norm(hidden, self.weight.shape, eps=self.eps) * own_part(self.weight)

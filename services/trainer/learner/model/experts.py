@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.activations import ACT2FN
 
 from services.trainer.learner.batch.micro_batch import PackedRouting
-from services.trainer.learner.model.parts import own_part
-from services.trainer.learner.sequence_share import all_to_all
+from services.trainer.learner.model.decoder import own_part
+from services.trainer.learner.rank_shares import all_to_all
 from sluice.algorithm.token_statistics import F, compiled_once
 from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from services.trainer.learner.tensor_share import TensorShare
+    from services.trainer.learner.rank_shares import TensorShare
 
 _BLOCKS = frozenset({"Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"})
 _TAPE = "sluice_routing"
@@ -226,10 +226,6 @@ class ExpertAdapter(nn.Module):
 
     Args:
         shape: of the experts' weights, [experts, out, in].
-        rank: of A and B.
-        scale: of their product.
-        dtype: of A and B.
-        device: of the weights.
     """
 
     def __init__(
@@ -315,12 +311,7 @@ class SparseExperts(nn.Module):
     """
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        layer: int,
-        tape: RoutingTape,
-        *,
-        is_compiled: bool = False,
+        self, config: PreTrainedConfig, layer: int, tape: RoutingTape, *, is_compiled: bool = False
     ) -> None:
         super().__init__()
         self.experts = Experts(config, is_compiled=is_compiled)  # in transformers' order

@@ -68,7 +68,6 @@ def write_model(
         model: its own weights are not read.
         parts: this rank's `local_part` of every tensor of the files.
         directory: of the same, on all ranks.
-        parallel: all ranks.
         bucket_bytes: rows that a rank gets at once.
 
     Raises:

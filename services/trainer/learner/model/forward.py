@@ -21,19 +21,14 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.micro_batch import MicroBatch, pack_rows
 from services.trainer.learner.batch.packed_rows import PackedImages, TrainingRow
+from services.trainer.learner.model.decoder import own_part, value_head
 from services.trainer.learner.model.experts import Routing, routing_tape
-from services.trainer.learner.model.parts import own_part, value_head
 from services.trainer.learner.model.tensor_cut import CutHead, tensor_share
-from services.trainer.learner.sequence_share import SequenceShare, all_to_all
+from services.trainer.learner.rank_shares import SequenceShare, all_to_all
 from sluice.algorithm import token_statistics as head_statistics
-from sluice.algorithm.packing import plan_micro_batches
-from sluice.algorithm.token_statistics import (
-    LinearHead,
-    TokenStatistics,
-    token_statistics,
-)
+from sluice.algorithm.token_statistics import LinearHead, TokenStatistics, token_statistics
 from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
 from sluice.vision.torch_inputs import ImageFeatures, encode_images, forward_with_images
@@ -298,8 +293,6 @@ def check_packing(
     if the model is sharded.
 
     Args:
-        model: the model that will be trained.
-        dtype: of its passes.
         naming_failures: names errors of other ranks, as opposed to errors of the model.
         share: the packed rows are shared as sequences will be.
 
@@ -343,16 +336,10 @@ def _made_up_rows(vocabulary: int) -> list[TrainingRow]:
 def _packed(
     model: PreTrainedModel, rows: list[TrainingRow], share: SequenceShare | None = None
 ) -> MicroBatch:
-    """Pack the rows in their order: they are given by group, so packing keeps it."""
-    (plan,) = plan_micro_batches(
-        [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
-    )
     multiple = 1
     if (tensor := tensor_share(model)) is not None:
         multiple = tensor.size * (share.size if share else 1)
-    micro_batch = build_micro_batch(rows, plan, model.device, share=share, pad_to=multiple)
-    assert micro_batch is not None
-    return micro_batch
+    return pack_rows(rows, model.device, share, multiple)
 
 
 def _logprobs_by_logits(model: PreTrainedModel, row: TrainingRow) -> Tensor:

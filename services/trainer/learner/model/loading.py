@@ -1,4 +1,4 @@
-"""Load a Hugging Face model for training on packed tokens.
+"""Load a Hugging Face model for training on packed tokens, and prepare it for its run.
 
 In a vision-language model, the language model attends to packed tokens; the vision tower keeps the
 attention of transformers.
@@ -23,17 +23,21 @@ from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.model.decoder import use_own_layers
+from services.trainer.learner.model.decoder import VALUE_HEADS, use_own_layers, value_head
 from services.trainer.learner.model.experts import use_own_experts
 from services.trainer.learner.model.forward import DTYPES, use_compiled_head, use_float32_head
-from services.trainer.learner.model.parts import VALUE_HEADS, value_head
-from services.trainer.learner.model.recompute import recompute_layers
+from services.trainer.learner.model.lora import add_adapters
+from services.trainer.learner.model.recompute import (
+    keep_inputs_on_host,
+    recompute_as_configured,
+    recompute_layers,
+)
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.ranks import StageRanks
 from sluice.checkpoint.pretrained import read_pretrained
 from sluice.config.derived import adapts
 from sluice.config.schema.actor import FsdpConfig
-from sluice.config.schema.actor_rollout_ref import ModelConfig
+from sluice.config.schema.actor_rollout_ref import ActorRolloutRefConfig, ModelConfig
 from sluice.errors import ConfigError
 from sluice.vision.torch_inputs import text_attention, vision_tower
 from sluice.vision.vision_shape import FAMILIES, read_vision_shape
@@ -70,8 +74,7 @@ class LoadedModel:
 
     With `files` its weights are not read yet: their memory is reserved, but not used. Sharding
     reads what a rank keeps. With a `stage` it has only the layers of that stage; then `outline` has
-    the parameters of the whole model, without memory, and `total` is `weight_sum` of those that
-    were read.
+    the parameters of the whole model, without memory, and `total` is their `sum`.
     """
 
     model: PreTrainedModel
@@ -79,6 +82,12 @@ class LoadedModel:
     stage: Stage | None = None
     outline: Mapping[str, torch.nn.Parameter] | None = None
     total: float | None = None
+
+    def sum(self) -> float:
+        """Return a sum over the weights that were read, or are to be, to compare ranks by it."""
+        if self.total is not None:
+            return self.total
+        return weight_sum(self.model) if self.files is None else self.files.probe()
 
 
 def load_policy(
@@ -92,7 +101,6 @@ def load_policy(
     would differ from those of the same weights elsewhere.
 
     Args:
-        model: path and options.
         precision: master dtype, and dtype of forward and backward.
         max_tokens: longest prompt plus response, to check sliding windows.
         is_sharded: several ranks may share it, so that weights are read when it is sharded.
@@ -109,7 +117,7 @@ def load_policy(
     dtype = _dtype(model, precision)
     files = _unread(model, dtype) if is_sharded else None
     loaded = files or LoadedModel(_read(model, dtype))
-    _prepare(loaded.model, model, precision, max_tokens)
+    _set_up_passes(loaded.model, model, precision, max_tokens)
     return loaded
 
 
@@ -131,22 +139,17 @@ def load_critic(
             f"the head of a {loaded.model.config.model_type} model for token classification is "
             f"none of {', '.join(VALUE_HEADS)}; choose another critic"
         )
-    _prepare(loaded.model, model, precision, max_tokens)
+    _set_up_passes(loaded.model, model, precision, max_tokens)
     return loaded
 
 
 def build_policy(
     config: PreTrainedConfig, model: ModelConfig, precision: FsdpConfig, max_tokens: int
 ) -> PreTrainedModel:
-    """Build the policy that `load_policy` would load, without reading weights.
-
-    Args:
-        config: its config.json.
-        model: its options.
-    """
+    """Build the policy that `load_policy` would load, without reading weights."""
     register_packed_attention()
     built = _built(config, model, _dtype(model, precision))
-    _prepare(built, model, precision, max_tokens)
+    _set_up_passes(built, model, precision, max_tokens)
     return built
 
 
@@ -174,7 +177,7 @@ def _built(
     return built
 
 
-def _prepare(
+def _set_up_passes(
     loaded: PreTrainedModel, model: ModelConfig, precision: FsdpConfig, max_tokens: int
 ) -> None:
     check_attention(loaded.config, max_tokens)
@@ -189,7 +192,29 @@ def _prepare(
         recompute_layers(loaded)
 
 
-def freeze_vision_tower(model: PreTrainedModel) -> None:
+def prepare_policy(
+    model: PreTrainedModel, config: ActorRolloutRefConfig, first_layer: int = 0
+) -> None:
+    """Add adapters, freeze what is not trained, and choose what backward passes recompute.
+
+    Args:
+        model: not cut into stages yet.
+        first_layer: of this rank's stage.
+
+    Raises:
+        ConfigError: the model has nothing that a setting names.
+    """
+    actor = config.actor
+    recompute_as_configured(model, actor.megatron.override_transformer_config, first_layer)
+    if config.model.enable_activation_offload:
+        keep_inputs_on_host(model)
+    if adapts(config.model):
+        add_adapters(model, config.model, DTYPES[actor.fsdp_config.model_dtype])
+    if actor.freeze_vision_tower:
+        _freeze_vision_tower(model)
+
+
+def _freeze_vision_tower(model: PreTrainedModel) -> None:
     """Freeze the weights that encode images, including their merger into the language model.
 
     Raises:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from services.trainer.learner.model.decoder import Linear
 from services.trainer.learner.model.experts import ExpertAdapter, Experts
 from services.trainer.learner.model.export import Published
-from services.trainer.learner.model.parts import Linear
 from services.trainer.learner.model.sharding import assign
 from services.trainer.learner.places import Placed, local_part, place, region
 from sluice.checkpoint.adapter_files import ADAPTER_PREFIX, read_adapter, write_adapter_config
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MODEL = "actor_rollout_ref.model"
-_EXPERT_NAMES = {*PROJECTIONS, "gate_up_proj"}
 _SAVED = "sluice_saved_adapters"
 
 
@@ -57,9 +56,6 @@ class AdaptedLinear(Linear):
 
     Args:
         linear: the layer; its parameters become frozen.
-        rank: of A and B.
-        scale: of their product.
-        dtype: of A and B.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, dtype: torch.dtype) -> None:
@@ -89,8 +85,6 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype
 
     Args:
         model: not sharded yet.
-        config: which layers, rank and scale.
-        dtype: of the adapters.
 
     Raises:
         ConfigError: no layer is named, or one that takes no adapter, or the adapter at
@@ -348,19 +342,14 @@ def _named(key: str, wanted: str | Sequence[str], layers: Mapping[str, int]) -> 
 
 
 def _no_layer(
-    model: PreTrainedModel, layers: Mapping[str, int], entry: str | Sequence[str]
+    model: PreTrainedModel, layers: Iterable[str], entry: str | Sequence[str]
 ) -> ConfigError:
     shown = entry if isinstance(entry, str) else entry[0]
-    others = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in layers]
-    why = "matches no linear layer"
-    if _has_other_experts(model) and str(shown) in _EXPERT_NAMES:
-        why = "names the experts, whose weights take no adapter"
-    elif any(is_named(name.rpartition(".")[0], entry) for name in others):
-        why = "takes no adapter: it is no linear layer inside the model"
     ends = sorted({name.rpartition(".")[2] for name in layers})
     return ConfigError(
-        f"{_MODEL}.target_modules: {shown!r} {why} of this {model.config.model_type} model; give "
-        f"{ALL_LINEAR}, or some of {', '.join(ends)}"
+        f"{_MODEL}.target_modules: {shown!r} names none of the linear layers inside this "
+        f"{model.config.model_type} model, which take adapters; give {ALL_LINEAR}, or some of "
+        f"{', '.join(ends)}"
     )
 
 
@@ -371,9 +360,7 @@ def write_config(
 
     Args:
         folder: exists.
-        model: with adapters.
         parameters: A and B of all adapted layers, those of other stages too.
-        model_path: of the model that is adapted.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -389,8 +376,6 @@ def load_adapters(folder: Path, model: nn.Module, outline: Mapping[str, nn.Param
     """Replace the adapters in place; in shards this rank's part.
 
     Args:
-        folder: of a checkpoint.
-        model: with the same adapters.
         outline: the parameters of all stages.
 
     Returns:

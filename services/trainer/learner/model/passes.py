@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from services.trainer.learner.batch.micro_batch import MicroBatch, build_micro_batch
+from services.trainer.learner.batch.micro_batch import MicroBatch, pack_rows
 from services.trainer.learner.batch.packed_rows import TrainingRow
 from services.trainer.learner.model.experts import Routing, expert_blocks, routing_tape
 from services.trainer.learner.model.forward import (
@@ -41,7 +41,6 @@ from services.trainer.learner.model.forward import (
 from services.trainer.learner.model.loading import Stage
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.ranks import DataParallel
-from sluice.algorithm.packing import plan_micro_batches
 from sluice.algorithm.token_statistics import TokenStatistics
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ class Passes(ABC, Generic[Outputs]):
     Args:
         model: whole, sharded, or a stage of it.
         shards: of the model; ``None``: this rank holds it whole.
-        parallel: all ranks.
         device: gets the inputs of idle passes.
         stage: this rank's; ``None``: the only one, with all layers.
     """
@@ -132,7 +130,6 @@ class Passes(ABC, Generic[Outputs]):
         """Run passes without gradients, as many as `begin` was given.
 
         Args:
-            passes: of this rank.
             read: gets the number and the outputs of each; of a pipeline on the last stage only.
         """
 
@@ -248,11 +245,7 @@ class Passes(ABC, Generic[Outputs]):
         return entering
 
     def _swapped_after(
-        self,
-        passes: Sequence[TokenPass],
-        leaving: Tensor | None,
-        of: int | None,
-        wanted: int,
+        self, passes: Sequence[TokenPass], leaving: Tensor | None, of: int | None, wanted: int
     ) -> Tensor | None:
         """Send one micro-batch's output, and receive the gradient of another one's."""
         if self._after is None:
@@ -307,17 +300,11 @@ class ValuePasses(Passes[Tensor]):
         return response_values(self._model, one.micro_batch, entering)
 
 
-def idle_micro_batch(device: torch.device, parallel: DataParallel | None = None) -> MicroBatch:
+def idle_micro_batch(device: torch.device, parallel: DataParallel) -> MicroBatch:
     """Return a micro-batch of one row: a prompt of one token and a response of one token."""
     token = np.zeros(1, np.uint32)
     row = TrainingRow(0, 0, token, token, np.zeros(1, np.float32))
-    (plan,) = plan_micro_batches([row.size], range(1), rows_per_micro=1)
-    alone = parallel or DataParallel()
-    micro_batch = build_micro_batch(
-        [row], plan, device, share=alone.share, pad_to=alone.token_multiple
-    )
-    assert micro_batch is not None
-    return micro_batch
+    return pack_rows([row], device, parallel.share, parallel.token_multiple)
 
 
 def _zero_loss(outputs: TokenStatistics | Tensor) -> Tensor:

@@ -95,12 +95,10 @@ def shard_model(
 
     Args:
         model: moves to the meshes' device layer by layer; for one with ``tensor`` cut already.
-        meshes: of its parts.
         files: the weights, if they are not read yet: each rank reads the rows of its shards.
         dtype: of gathered weights and activations; gradients are summed in float32, but see
             `own_part`.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
-        sums_once: see `Shards`.
         prefetches: start to gather the next layer when a layer's forward pass begins.
     """
     # Casting inputs would round positions of images, and copy the layout and masks for each layer.

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from services.trainer.learner.model.decoder import DecoderLayer
+from services.trainer.learner.model.decoder import VALUE_HEADS, DecoderLayer
 from services.trainer.learner.model.forward import DTYPES
-from services.trainer.learner.model.loading import LoadedModel, Stage, weight_sum
-from services.trainer.learner.model.parts import VALUE_HEADS
+from services.trainer.learner.model.loading import LoadedModel, Stage
 from services.trainer.learner.ranks import DataParallel
 from sluice.config.parallel_layout import PIPELINE_KEY
 from sluice.config.pipeline_stages import check_image_layers, stage_layers
@@ -45,7 +44,6 @@ def own_stage(
         model: whole, weights read or not.
         precision: dtype of its passes.
         cut: which layers make a stage; ``None``: the model has only those of this stage.
-        parallel: all ranks.
 
     Raises:
         ConfigError: the model cannot be cut, or its layers do not divide.
@@ -84,8 +82,6 @@ def check_stages_train(model: PreTrainedModel, stages: int, cut: TransformerOver
 
     Args:
         model: whole, with its adapters; what is frozen is known.
-        stages: of the pipeline.
-        cut: which layers make a stage.
 
     Raises:
         ConfigError: names the stage and the remedy.
@@ -117,10 +113,7 @@ def keep_stage(loaded: LoadedModel, stage: Stage | None) -> LoadedModel:
     if stage is None:
         return loaded
     model = loaded.model
-    outline = _outline(model)
-    total = loaded.total
-    if loaded.files is None and total is None:
-        total = weight_sum(model)
+    outline, total = _outline(model), loaded.sum()
     base, decoder = cast("Any", model.base_model), cast("Any", model.get_decoder())
     for number in range(len(decoder.layers)):
         if number not in stage.layers:
@@ -163,8 +156,6 @@ def tied_weight(
 
     Args:
         model: what this rank holds of it.
-        trained: this rank's parameters that are trained.
-        stage: this rank's.
     """
     if stage is None or stage.twin is None:
         return None

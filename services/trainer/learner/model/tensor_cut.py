@@ -10,16 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import embedding, linear, pad
 
-from services.trainer.learner.model.decoder import Attention, DecoderLayer, GatedMlp
-from services.trainer.learner.model.experts import routing_tape
-from services.trainer.learner.model.parts import (
+from services.trainer.learner.model.decoder import (
     VALUE_HEADS,
+    Attention,
+    DecoderLayer,
     FloatRmsNorm,
+    GatedMlp,
     Linear,
     own_linear,
     own_part,
 )
-from services.trainer.learner.tensor_share import TensorShare
+from services.trainer.learner.model.experts import routing_tape
+from services.trainer.learner.rank_shares import TensorShare
 from sluice.algorithm.token_statistics import VocabularyPart
 from sluice.config.parallel_layout import TENSOR_KEY, nearest_divisors
 from sluice.errors import ConfigError
@@ -83,7 +85,6 @@ def cut_modules(model: PreTrainedModel, share: TensorShare) -> None:
 
     Args:
         model: `check_cuttable`, not sharded yet.
-        share: this rank's.
     """
     base: Any = model.get_decoder()
     for block in (one for layer in base.layers for one in (layer.self_attn, layer.mlp)):
@@ -152,12 +153,7 @@ def _cut(layer: nn.Module | None, dimension: int) -> None:
 
 
 class CutEmbedding(nn.Module):
-    """The embeddings of a part of the vocabulary.
-
-    Args:
-        theirs: of all of it.
-        share: this rank's.
-    """
+    """The embeddings of a part of the vocabulary."""
 
     cut = 0
 
@@ -180,12 +176,7 @@ class CutEmbedding(nn.Module):
 
 
 class CutHead(nn.Module):
-    """The head of a part of the vocabulary. Passes compute with its weight, and not with it.
-
-    Args:
-        theirs: of all of it.
-        share: this rank's.
-    """
+    """The head of a part of the vocabulary. Passes compute with its weight, and not with it."""
 
     cut = 0
 

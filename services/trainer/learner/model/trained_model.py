@@ -40,13 +40,7 @@ from services.trainer.learner.model.lora import (
     write_config,
 )
 from services.trainer.learner.model.optimizer import MOMENTS, ModelOptimizer, ShardedGradients
-from services.trainer.learner.model.sharding import (
-    Meshes,
-    Shards,
-    assign,
-    fill_shards,
-    shard_model,
-)
+from services.trainer.learner.model.sharding import Meshes, Shards, assign, fill_shards, shard_model
 from services.trainer.learner.model.stages import tied_weight
 from services.trainer.learner.model.tensor_cut import cut_modules
 from services.trainer.learner.model.weight_files import WeightFiles
@@ -125,7 +119,7 @@ class TrainedModel:
 
     `parameters` are all of the model's, or of this rank's `stage` of it, whole or sharded, tied
     ones once; the optimizer has those that are trained. `shards` is ``None`` for a whole model.
-    `initial_sum` is `weight_sum` of the loaded weights. `places` says which rank holds which part
+    `initial_sum` is `LoadedModel.sum`. `places` says which rank holds which part
     of each parameter. `outline` has the parameters of all stages; those of others have no memory.
     `host` has the values of parameters that are away from their device.
     """
@@ -150,7 +144,6 @@ class PolicyState:
         directory: new or empty.
         trained: its weights are written in their dtype.
         model_path: the folder that the run's model came from; its tokenizer files are copied.
-        ranks: number of all ranks.
         copies: copy this rank's parts to the host now; else they are read where they are.
     """
 
@@ -385,9 +378,6 @@ def trained_model(
     Args:
         loaded: the same on every rank.
         sharding: how many ranks share one copy.
-        optim: AdamW and schedule.
-        parallel: all ranks.
-        total_steps: train batches of the run.
         key: the section of `sharding` in the configuration.
         device: gets a model that stays whole.
 
@@ -395,10 +385,7 @@ def trained_model(
         ConfigError: the number of ranks is not divisible by the shard size.
     """
     model = loaded.model
-    # Before sharding, which leaves a part of each weight.
-    total = loaded.total
-    if total is None:
-        total = weight_sum(model) if loaded.files is None else loaded.files.probe()
+    total = loaded.sum()  # before sharding, which leaves a part of each weight
     shards = share_model(loaded, sharding, parallel, key=key, device=device)
     begin_expert_adapters(model)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters

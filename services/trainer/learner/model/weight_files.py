@@ -90,8 +90,6 @@ class WeightFiles:
         """Copy a part of a parameter into `target`, some rows at a time.
 
         Args:
-            target: of the part's shape.
-            name: of the parameter.
             offset: where the part begins in the parameter, by dimension.
         """
         name = self._stored(name)

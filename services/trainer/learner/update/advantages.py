@@ -69,7 +69,6 @@ def token_advantages(
         passed: ``old_logprobs`` and ``ref_logprobs`` for a KL penalty, and the other inputs of the
             estimator.
         components: reward components (gdpo).
-        settings: the estimator, its constants and the penalty.
         controller: the weight of the penalty.
 
     Raises:
@@ -146,8 +145,6 @@ def _joined(
 
     Args:
         parts: by source: its rows, int64 indexes, and its estimate.
-        table: the whole batch.
-        controller: the weight of a penalty.
     """
 
     def whole(of: Callable[[AdvantageEstimate], Tensor]) -> Tensor:

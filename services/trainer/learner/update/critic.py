@@ -27,8 +27,8 @@ from services.trainer.learner.model.passes import TokenPass, ValuePasses
 from services.trainer.learner.model.stages import keep_stage, own_stage
 from services.trainer.learner.model.tensor_cut import check_cuttable
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
+from services.trainer.learner.rank_shares import check_shareable
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import check_shareable
 from sluice.algorithm.losses.objective import ValueLoss, aggregate, value_loss
 from sluice.config.derived import max_row_tokens, padding_step
 from sluice.config.run import RunConfig
@@ -157,7 +157,6 @@ class Critic:
             values: [rows, W], what `values` has returned.
             returns: [rows, W], the targets of the values.
             mask: bool [rows, W], false at tokens that are left out; denominators still count them.
-            step: number of this train batch in the run, from 1.
 
         Returns:
             ``critic/vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm`` and ``lr``.

@@ -20,10 +20,7 @@ from sluice.algorithm.kl_estimator import kl_estimate
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.objective import PolicyObjective, TotalLoss, total_loss
 from sluice.algorithm.registry import policy_objective
-from sluice.algorithm.rollout_correction.correction import (
-    RolloutCorrection,
-    rollout_correction,
-)
+from sluice.algorithm.rollout_correction.correction import RolloutCorrection, rollout_correction
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     ProbsDiffSums,
@@ -330,26 +327,17 @@ class UpdateSums:
 
     def _of_totals(self, totals: Sequence[float], num_steps: int) -> dict[str, float]:
         """Return the metrics of vectors that were summed over all ranks."""
-        return {**self._losses(totals, num_steps), **self._means(totals)}
-
-    def _losses(self, totals: Sequence[float], num_steps: int) -> dict[str, float]:
-        sums = dict(zip(self._sums, totals, strict=False))
-        shown = {name: sums[name] / max(num_steps, 1) for name in LOSSES}
-        with_entropy, with_kl = totals[-2:]
-        if not with_entropy:
-            del shown["actor/entropy_loss"]
-        if not with_kl:
-            del shown["actor/kl_loss"]
-        return shown
-
-    def _means(self, totals: Sequence[float]) -> dict[str, float]:
         sums = dict(zip(self._sums, totals, strict=False))
         counts = dict(zip(self._names, totals[len(self._sums) :], strict=False))
-        entropy_sum, entropy_tokens = totals[-4:-2]
-        return {
-            **{name: sums[name] / max(counts[name], 1.0) for name in self._names},
-            **({ENTROPY: entropy_sum / entropy_tokens} if entropy_tokens else {}),
-        }
+        entropy_sum, entropy_tokens, with_entropy, with_kl = totals[-4:]
+        losses = {name: sums[name] / max(num_steps, 1) for name in LOSSES}
+        if not with_entropy:
+            del losses["actor/entropy_loss"]
+        if not with_kl:
+            del losses["actor/kl_loss"]
+        means = {name: sums[name] / max(counts[name], 1.0) for name in self._names}
+        entropy = {ENTROPY: entropy_sum / entropy_tokens} if entropy_tokens else {}
+        return {**losses, **means, **entropy}
 
     def _of_ranks(self, vectors: Sequence[Sequence[float]], num_diff: int) -> dict[str, float]:
         # These are no plain sums (they hold extremes too), so each has its own merge.

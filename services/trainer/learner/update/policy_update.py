@@ -10,7 +10,6 @@ there, and each micro-batch takes its rows.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -30,7 +29,6 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
-from services.trainer.learner.memory_peaks import MemoryPeaks
 from services.trainer.learner.model.experts import (
     Routing,
     agreement_metrics,
@@ -42,6 +40,7 @@ from services.trainer.learner.model.forward import EntropyUse
 from services.trainer.learner.model.passes import TokenPass, TokenPasses, idle_micro_batch
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.step_measures import MemoryPeaks, PhaseTimer, update_flops
 from services.trainer.learner.update.advantages import (
     AdvantageEstimate,
     PassTables,
@@ -50,7 +49,6 @@ from services.trainer.learner.update.advantages import (
     zero_advantage_rows,
 )
 from services.trainer.learner.update.critic import Critic, value_metrics
-from services.trainer.learner.update.flops import update_flops
 from services.trainer.learner.update.loss import (
     LossTerms,
     PreparedMicroBatch,
@@ -88,29 +86,6 @@ if TYPE_CHECKING:
 _SEEDS_PER_BATCH = 1_000_003  # a prime: micro-batches of different batches have different seeds
 
 
-class PhaseTimer:
-    """Seconds of an update's phases, by name, and peaks of memory.
-
-    Args:
-        now_s: a clock, seconds.
-        peaks: get the same phases.
-    """
-
-    def __init__(self, now_s: Callable[[], float], peaks: MemoryPeaks) -> None:
-        self._now_s, self._peaks = now_s, peaks
-        self._last_s = now_s()
-        self.seconds: dict[str, float] = {}
-        peaks.end_phase(None)
-
-    def end_phase(self, name: str, *, shown: bool = True) -> None:
-        """Add the seconds since the last call to phase `name`; drop them if not shown."""
-        now_s = self._now_s()
-        if shown:
-            self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
-        self._peaks.end_phase(name if shown else None)
-        self._last_s = now_s
-
-
 class PolicyUpdate:
     """The update of one policy. Collective: every rank runs the same batches.
 
@@ -122,7 +97,6 @@ class PolicyUpdate:
         reference: frozen policy, if a term measures the divergence from it.
         critic: value model, if the estimator needs one.
         peaks: of this rank's device, by phase.
-        image_prompts: decodes the prompts' images for a vision-language model.
 
     Attributes:
         kl_controller: weight of the divergence in the reward; part of a checkpoint.
@@ -199,7 +173,7 @@ class PolicyUpdate:
             DeadlineError: another rank did not arrive at a collective.
             PeerError: another rank failed.
         """
-        timer = PhaseTimer(self._now_s, self._peaks)
+        timer = PhaseTimer(self._device, self._peaks)
         early, skipped = self._estimate_early(batch)
         if early is not None:
             timer.end_phase("adv")
@@ -582,11 +556,6 @@ class PolicyUpdate:
             return {}
         flops = self._actor.ppo_epochs * update_flops(self._shape, batch, skipped)
         return {"perf/mfu/actor": flops / (seconds * peak * self._parallel.world_size)}
-
-    def _now_s(self) -> float:
-        # Kernels run asynchronously: without this, a phase's time would go to a later phase.
-        self._device.synchronize()
-        return time.perf_counter()
 
 
 def _micro_batches(mini_batches: Sequence[PreparedMiniBatch]) -> list[PreparedMicroBatch]:

@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 from services.trainer.learner.batch.train_batch import BatchCut
 from sluice.algorithm.advantages.inputs import AdvantageSettings
-from sluice.algorithm.losses.settings import (
-    AdpoSettings,
-    PolicyLossSettings,
-)
+from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
 from sluice.algorithm.registry import GROUP_LOSSES, batch_estimator, policy_objective
 from sluice.algorithm.rollout_correction.correction import bypass_corrector
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
@@ -127,10 +124,6 @@ class UpdateSettings:
 def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
     """Read and check the settings.
 
-    Args:
-        config: the run.
-        vocab_size: the policy's.
-
     Raises:
         ConfigError: a loss or estimator is unknown or not available here, or the size of
             micro-batches is missing.
@@ -185,9 +178,7 @@ def _cut(actor: ActorConfig, losses: Set[str]) -> BatchCut:
 
 
 def _loss(
-    config: RunConfig,
-    correction: RolloutCorrectionSettings,
-    vocab_size: int,
+    config: RunConfig, correction: RolloutCorrectionSettings, vocab_size: int
 ) -> PolicyLossSettings:
     actor = config.actor_rollout_ref.actor
     constants = actor.policy_loss

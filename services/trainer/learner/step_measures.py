@@ -1,0 +1,204 @@
+"""What a training step took: seconds and memory by phase, arithmetic, and traces on request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Container, Generator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from sluice.algorithm.episodes import follows_prompt, path_length, training_paths
+from sluice.config.memory.shape import ModelShape
+from sluice.config.run import RunConfig
+from sluice.device.protocol import Device
+from sluice.errors import ConfigError
+from sluice.types import TrainBatch
+
+logger = logging.getLogger(__name__)
+
+_GIB = float(1 << 30)
+
+
+class MemoryPeaks:
+    """Peaks of one rank's device; empty where torch counts none (the CPU).
+
+    The owner's thread ends phases; nothing waits for the device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._allocated = self._reserved = 0
+        self._phases: dict[str, int] = {}
+
+    def end_phase(self, name: str | None) -> None:
+        """Count the peak since the last call for phase `name`; ``None``: for no phase."""
+        peak = self._device.take_peak_memory()
+        if peak is None:
+            return
+        self._allocated = max(self._allocated, peak.allocated_bytes)
+        self._reserved = max(self._reserved, peak.reserved_bytes)
+        if name is not None:
+            self._phases[name] = max(self._phases.get(name, 0), peak.allocated_bytes)
+
+    def give_back(self) -> None:
+        """Give blocks that torch holds for later tensors back to the device's driver."""
+        self._device.empty_cache()
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Return ``perf/max_memory_*_gb`` since the start and ``memory_gb/<phase>`` since the last
+        call, in GiB; empty before a phase has ended.
+        """
+        if not self._allocated:
+            return {}
+        phases, self._phases = self._phases, {}
+        return {
+            **{f"memory_gb/{name}": size / _GIB for name, size in phases.items()},
+            "perf/max_memory_allocated_gb": self._allocated / _GIB,
+            "perf/max_memory_reserved_gb": self._reserved / _GIB,
+        }
+
+
+class PhaseTimer:
+    """Seconds of an update's phases, by name, and peaks of memory.
+
+    Args:
+        device: is waited for at the end of each phase.
+        peaks: get the same phases.
+    """
+
+    def __init__(self, device: Device, peaks: MemoryPeaks) -> None:
+        self._device, self._peaks = device, peaks
+        self._last_s = self._now_s()
+        self.seconds: dict[str, float] = {}
+        peaks.end_phase(None)
+
+    def end_phase(self, name: str, *, shown: bool = True) -> None:
+        """Add the seconds since the last call to phase `name`; drop them if not shown."""
+        now_s = self._now_s()
+        if shown:
+            self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
+        self._peaks.end_phase(name if shown else None)
+        self._last_s = now_s
+
+    def _now_s(self) -> float:
+        # Kernels run asynchronously: without this, a phase's time would go to a later phase.
+        self._device.synchronize()
+        return time.perf_counter()
+
+
+def update_flops(shape: ModelShape, batch: TrainBatch, skipped: Container[int]) -> float:
+    """Return operations of one forward and backward pass over the policy's rows of a batch.
+
+    As packing computes it, a prompt counts once for its group, and tokens that an episode reads
+    count in each of its paths. Images do not count.
+
+    Args:
+        skipped: numbers of rows that are left out.
+    """
+    numbers = count()
+    total = 0.0
+    for group in batch.groups:
+        kept = [one for one in group.rollouts if next(numbers) not in skipped]
+        labels = sum(one.num_tokens for one in kept)
+        paths = [(one.turns, path) for one in kept for path in training_paths(one.turns)]
+        after = [path_length(*one) for one in paths if follows_prompt(*one)]
+        alone = [path_length(*one) for one in paths if not follows_prompt(*one)]
+        prompt = int(group.prompt_token_ids.size) if after else 0
+        if labels:
+            pairs = _causal(prompt) + sum(n * prompt for n in after)
+            pairs += sum(_causal(n) for n in (*after, *alone))
+            total += shape.training_flops(prompt + sum(after) + sum(alone), labels, pairs)
+    return total
+
+
+def _causal(tokens: int) -> float:
+    return tokens * (tokens + 1) / 2
+
+
+class StepProfiler:
+    """The profiler of one rank: it writes a trace for each configured step.
+
+    Args:
+        rank: of the trainer.
+        kind: of the rank's device, as torch names it; a GPU's kernels are traced too.
+
+    Raises:
+        ConfigError: the folder for the traces cannot be made.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, kind: str) -> None:
+        everywhere, own = config.global_profiler, config.actor_rollout_ref.actor.profiler
+        is_on = own.enable and (own.tool or everywhere.tool) == "torch"
+        is_traced = is_on and (own.all_ranks or rank in own.ranks)
+        self._rank = rank
+        self._steps = frozenset(everywhere.steps or ()) if is_traced else frozenset[int]()
+        self._folder = Path(own.save_path or everywhere.save_path)
+        self._activities = [ProfilerActivity.CPU]
+        if kind == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        if self._steps:
+            self._make_folder()
+
+    @contextmanager
+    def tracing(self, step: int) -> Generator[dict[str, float]]:
+        """Trace the block if `step` is to be traced, and write ``step-S-rank-R.json.gz``.
+
+        A block that raises has no trace. A profiler that fails is a warning: the block's work is
+        done all the same.
+
+        Yields:
+            what then gets ``timing_s/start_profile`` and ``timing_s/stop_profile``, seconds.
+        """
+        times: dict[str, float] = {}
+        began_s = time.perf_counter()
+        profiler = self._started(step) if step in self._steps else None
+        if profiler is None:
+            yield times
+            return
+        times["timing_s/start_profile"] = time.perf_counter() - began_s
+        try:
+            yield times
+        except BaseException:
+            self._stop(profiler, step, is_kept=False)
+            raise
+        ended_s = time.perf_counter()
+        self._stop(profiler, step, is_kept=True)
+        times["timing_s/stop_profile"] = time.perf_counter() - ended_s
+
+    def _started(self, step: int) -> profile | None:
+        """Return a running profiler; ``None``: it cannot start."""
+        try:
+            profiler = profile(activities=self._activities)
+            profiler.start()
+        except Exception as error:  # noqa: BLE001 - a vendor's tracer; a lost trace ends no run
+            self._warn(step, error)
+            return None
+        return profiler
+
+    def _stop(self, profiler: profile, step: int, *, is_kept: bool) -> None:
+        path = self._folder / f"step-{step}-rank-{self._rank}.json.gz"
+        try:
+            profiler.stop()
+            if is_kept:
+                profiler.export_chrome_trace(str(path))
+                logger.info("trace of step %d: %s", step, path)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._warn(step, error)
+
+    def _warn(self, step: int, error: Exception) -> None:
+        text = "no trace of step %d in %s: the profiler failed: %s"
+        logger.warning(text, step, self._folder, error)
+
+    def _make_folder(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"global_profiler.save_path = {self._folder}: the folder for traces cannot be made "
+                f"({error}); name one that the trainer may write to, or set "
+                "actor_rollout_ref.actor.profiler.enable=false"
+            ) from error
