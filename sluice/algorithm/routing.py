@@ -246,6 +246,8 @@ class ReplicaRouter:
             taken: offers that others wait for.
         """
         offers = {one for one in self._num_free if one not in taken and wanted.takes(one)}
+        if not offers:
+            return None
         least: RoutedReplica | None = None
         for member in self._members.values():
             if (

@@ -27,7 +27,15 @@ RESULTS_NAME = "results.json"
 
 
 class BenchmarkResults(msgspec.Struct, frozen=True):
-    """The numbers of one benchmark, as docs/evaluation.md describes them."""
+    """The numbers of one benchmark; docs/evaluation.md has more.
+
+    Attributes:
+        prompts: finished, graded or not. Those of an `Estimate` are the graded ones.
+        failed_samples: responses without a grade.
+        variable: what `mean` is of: ``acc``, or ``reward``.
+        response_tokens: of a response, in the mean.
+        cut_off: share of the responses that ended at the limit of tokens.
+    """
 
     prompts: int
     failed_samples: int

@@ -430,7 +430,9 @@ class SimulatedLoop:
         """Give up where a batch lacks groups and the yield is hopeless."""
         floor, last = self._floor, self._last_kept
         lacks_groups = self._batching.num_kept < self._rules.train_batch_size
-        if lacks_groups and floor.is_hopeless(sum(last), len(last)):
+        if not lacks_groups or len(last) < floor.num_groups:
+            return
+        if floor.is_hopeless(sum(last), len(last)):
             raise floor.error(sum(last), " (all of them simulated)", _REMEDY)
 
     def _has_no_place(self, group: SimulatedGroup) -> bool:

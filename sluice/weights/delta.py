@@ -45,7 +45,6 @@ from sluice.weights.transfer import IN_FLIGHT, Base
 WORTHWHILE_SHARE = 0.25
 """Largest share of all bytes. Above it, coding takes longer than a fast network needs for the
 difference."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Positions: TypeAlias = NDArray[np.int64]
 Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
@@ -60,17 +59,6 @@ BLOCK_ELEMENTS = 1 << 18
 
 # Form; number of changed elements, of gap words, of values given whole.
 _HEADER = struct.Struct("<B3xIII")
-
-
-def changed_positions(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return int64 ``[changed]``, rising positions in the flattened tensors where bits differ.
-
-    Args:
-        old: contiguous, any shape, any dtype of at most 8 bytes.
-        new: the same.
-    """
-    bits = _BITS[new.element_size()]
-    return (old.view(-1).view(bits) != new.view(-1).view(bits)).nonzero().view(-1)
 
 
 def encode_gaps(positions: Positions) -> NDArray[np.uint8]:

@@ -105,7 +105,7 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self.root} ({error}); free "
-                "space there, or lower trainer.max_actor_ckpt_to_keep"
+                "space there, or lower trainer.max_*_ckpt_to_keep"
             ) from error
 
     def latest(self) -> Checkpoint | None:

@@ -224,6 +224,7 @@ class Learner:
         Returns:
             metrics by verl's names.
         """
+        self._device.set_device()  # of the thread that steps, which need not be that of `__init__`
         with self._parallel.naming_failures(f"training step {step}"):
             with self._profiler.tracing(step) as times:
                 metrics = self._update.run(batch, step)

@@ -245,7 +245,7 @@ async def open_sinks(
     except BaseException:
         for sink in sinks.values():
             if sink.opening.done() and sink.opening.exception() is None:
-                sink.close()
+                await asyncio.to_thread(sink.close)
         raise
     return tuple(sinks.values())
 

@@ -41,12 +41,15 @@ class StrategyName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """What a strategy is made of; the rest is as `sluice.sampling` has it.
+    """What a strategy is made of, from the keys that `sampling_rules` reads.
 
     Args:
         train_batch_size: B, groups in a train batch.
         max_staleness: S, versions a group may be behind when it is trained; 0 for ``rounds``.
         samples_per_group: n, samples of a prompt.
+        gen_batch_size: prompts of a wave; ``rounds`` only.
+        max_num_gen_batches: waves after which an unfilled batch is an error, 0 or less for
+            unlimited; ``rounds`` only.
         ahead_share: of the ``S * B`` groups that may be kept beyond a batch, those that are wanted;
             above 0 and at most 1.
     """

@@ -35,10 +35,11 @@ class HostMemory:
             if id(tensor) in self._copies or not storage.nbytes() or not storage.resizable():
                 continue
             content = _bytes(own)
-            # Pinned, so that copies run at the speed of the bus.
+            # Pinned, so that copies run at the speed of the bus. Only CUDA keeps pinned memory
+            # until its copies are complete, dropped or not: elsewhere copies block.
             pinned = own.device.type == "cuda"
             copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=pinned)
-            copy.copy_(content, non_blocking=not wait)
+            copy.copy_(content, non_blocking=not wait and pinned)
             if not wait and own.device.type != "cpu":  # the memory is free after the copy
                 own.record_stream(torch.get_device_module(own.device).current_stream())
             self._copies[id(tensor)] = (tensor, copy)  # the tensor too: its id stays taken
@@ -57,7 +58,7 @@ class HostMemory:
                 _, copy = self._copies.pop(id(tensor))
                 own = _local(tensor)
                 own.untyped_storage().resize_(copy.numel())
-                _bytes(own).copy_(copy, non_blocking=not wait)
+                _bytes(own).copy_(copy, non_blocking=not wait and copy.is_pinned())
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor, or the copy of it if the tensor is away.

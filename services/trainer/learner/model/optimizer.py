@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from sluice.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-_PART_BYTES = 128 << 20  # of parameters: AdamW's moments of two parts are on the device
+_PART_BYTES = 128 << 20
+"""Of parameters, or one that is larger: AdamW's moments of two parts are on the device."""
 
 
 class FlatGradients:
@@ -180,6 +181,7 @@ class ModelOptimizer:
         )
         self.gradients: Gradients = gradients or FlatGradients(list(self._named.values()))
         self._host = HostMemory()
+        self._streams: tuple[Any, Any] | None = None
         self._away, here = _divided(self._named.values(), host_share)
         groups = [*_parts(self._away), *([here] if here else [])]
         self._adamw = torch.optim.AdamW(
@@ -241,7 +243,9 @@ class ModelOptimizer:
             return
         groups, away = self._adamw.param_groups, set(self._away)
         device = torch.get_device_module(self._away[0].device)
-        inward, outward, moved = device.Stream(), device.Stream(), device.Event()
+        # Always the same two: freed memory belongs to the stream that it was allocated on.
+        self._streams = self._streams or (device.Stream(), device.Stream())
+        (inward, outward), moved = self._streams, device.Event()
 
         def bring_back(part: int) -> None:
             with device.stream(inward):
@@ -264,7 +268,7 @@ class ModelOptimizer:
                     )
                     moved.record()
         finally:
-            moved.synchronize()
+            device.synchronize()  # the copies on the host may be read from here on
             self._adamw.param_groups = groups
 
     def _moments(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:

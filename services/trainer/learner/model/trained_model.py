@@ -226,7 +226,7 @@ def load_model_state(directory: Path, trained: TrainedModel) -> float:
         trained: sharded or whole.
 
     Returns:
-        `weight_sum` of the loaded weights.
+        the sum of the loaded weights, as `LoadedModel.sum`.
 
     Raises:
         CheckpointError: a file is missing or unreadable, or belongs to another model.
