@@ -18,6 +18,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.sandbox import SandboxConfig
 from sluice.device.ascend_checks import AscendDemand, AscendHost, ascend_findings
 from sluice.device.host import (
+    CUDA_VISIBLE_VARIABLE,
     ascend_host,
     available_memory,
     has_torch_npu,
@@ -26,7 +27,7 @@ from sluice.device.host import (
 )
 from sluice.doctor.finding import GIB, Examined, Finding, fine, gib, of_text, problem, warning
 from sluice.errors import ConfigError, SluiceError
-from sluice.launch.device_plan import device_share
+from sluice.launch.device_plan import device_share, gpu_share
 from sluice.plan.host import ModelBytes, batch_expert_bytes, has_reference_model, rank_host_bytes
 from sluice.plan.launch_plan import local_model
 from sluice.rpc.ports import check_bindable
@@ -169,11 +170,25 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
 
 def check_gpus(examined: Examined) -> Iterator[Finding]:
     """Say how the launch divides this host's devices, or that they do not suffice."""
-    plan = examined.devices
+    plan, replicas = examined.devices, examined.config.sluice.rollout.replicas
     if plan.lack:
         yield of_text(plan.lack, "a process would find no device of its own")
-    else:
-        yield fine(plan.line or "trainer and replicas do not both compute on devices of this host")
+        return
+    if plan.line:
+        yield fine(plan.line)
+        return
+    share = gpu_share(examined.config, examined.environment)
+    wanted, found = share.wanted(replicas), len(share.numbers)
+    if wanted <= found:
+        yield fine(f"the run takes {wanted} GPU(s) of this host, {found} are visible")
+        return
+    yield problem(
+        f"the run takes {wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} replicas of "
+        f"{share.devices_per_replica}), and {found} are visible",
+        "processes would share GPUs",
+        "lower trainer.n_gpus_per_node or sluice.rollout.replicas, or make more visible "
+        f"({CUDA_VISIBLE_VARIABLE})",
+    )
 
 
 def check_cores(examined: Examined) -> Iterator[Finding]:

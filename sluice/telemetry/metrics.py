@@ -134,7 +134,7 @@ TELEMETRY_CPU = EventCounts()
 """CPU seconds by `TelemetryPart`.
 
 Threads of libraries, such as gRPC's, do not count; nor does recording a span, which is too short to
-be timed each time: `benchmarks/telemetry/span_cost.py` measures it.
+be timed each time: `make bench-telemetry` measures it.
 """
 
 

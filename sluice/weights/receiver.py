@@ -52,7 +52,7 @@ class StagedWeights:
     `digests` were computed from `buffer` and equal the senders'. `received_bytes` counts padding;
     `seconds` run from the request to the last byte. The memory belongs to the caller until
     `WeightReceiver.recycle` or `WeightReceiver.keep` takes it back. `is_base`: a sender may build
-    on this version; `base`: the version that this one builds on, in one stream at least.
+    on this version.
     """
 
     version: int
@@ -61,7 +61,6 @@ class StagedWeights:
     received_bytes: int
     seconds: float
     is_base: bool = False
-    base: Base | None = None
 
     @property
     def digest(self) -> str:
@@ -238,7 +237,6 @@ class WeightReceiver:
         arrived = run_together(
             [partial(self._receive, one, version, buffer, held) for one in streams], self._give_up
         )
-        bases = [one.header.base for one in arrived if one.header.base is not None]
         return StagedWeights(
             version,
             joined([one.digests for one in arrived]),
@@ -246,7 +244,6 @@ class WeightReceiver:
             sum(one.num_bytes for one in arrived),
             time.monotonic() - started,
             is_base=any(one.header.keep for one in arrived),
-            base=bases[0] if bases else None,
         )
 
     def _receive(

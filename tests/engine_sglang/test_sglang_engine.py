@@ -12,7 +12,8 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
+from services.rollout.engines.embedded.engine import EmbeddedEngine
+from services.rollout.engines.embedded.loop import EmbeddedEngineSettings
 from sluice.errors import ConfigError, EngineError
 from sluice.weight_share import Cut
 from sluice.weights.share import cuts_by_name

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
+from services.rollout.engines.embedded.engine import EmbeddedEngine
+from services.rollout.engines.embedded.loop import EmbeddedEngineSettings
 from services.rollout.engines.vllm.client import installed_vllm
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
+from services.rollout.engines.embedded.engine import EmbeddedEngine
+from services.rollout.engines.embedded.loop import EmbeddedEngineSettings
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 

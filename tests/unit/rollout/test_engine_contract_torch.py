@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
+from services.rollout.engines.embedded.engine import EmbeddedEngine
+from services.rollout.engines.embedded.loop import EmbeddedEngineSettings
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (

@@ -190,6 +190,7 @@ class _Vendor:
             self.engine = SglangEngine(SglangSettings("model"))
         self.client = client
         self.core.version, self.core.digest = 1, "one"
+        self.core.workers.staged = (2, "two")
 
     def fail(self, call: str, error: EngineError) -> None:
         """Make a call of the client fail; a load fails half-way."""

@@ -2,8 +2,9 @@
 
 Consumes: commands, as coroutines that the service's event loop begins in the engine's thread.
 Produces: chunks, posted to the streams of the requests.
-Waits for: nothing. A turn of the thread's event loop runs one step (`loop`); without work there is
-    no turn. An idle engine waits a moment for other requests to come with the first.
+Waits for: the thread that receives weights; steps wait for nothing. A turn of the thread's event
+    loop runs one step (`loop`); without work there is no turn. An idle engine waits a moment for
+    other requests to come with the first.
 Unblocked by: any command.
 On failure: the first unexpected error ends the loop; every running generation and every later call
     gets it.
@@ -18,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,11 +32,11 @@ from services.rollout.engines.causal_lm import (
 )
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
-from services.rollout.engines.embedded.loop import GenerationLoop
+from services.rollout.engines.embedded.loop import EmbeddedEngineSettings, GenerationLoop
 from services.rollout.engines.embedded.routing import RoutedDecoder
 from services.rollout.engines.embedded.rows import EmbeddedRun
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
-from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION, EngineSettings
+from services.rollout.engines.settings import FILES_DIGEST, FILES_VERSION
 from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.threaded_engine import EngineCore, Pace, ThreadedEngine
 from services.rollout.engines.weight_inbox import WeightInbox
@@ -56,28 +56,6 @@ _GATHER_MOST_S = 0.1
 _MOST_PROMPT_LOGITS = 1 << 30
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedEngineSettings(EngineSettings):
-    """Settings of one `EmbeddedEngine`.
-
-    Attributes:
-        batch_invariant: a sample's tokens and logprobs do not depend on other rows, to the bit.
-        keeps_prefixes: an ended sample's keys and values serve the next turn of its conversation.
-            Not with `batch_invariant`: a kept prefix differs from a computed one in the last bits.
-        with_routing: keep the experts of each token, for requests that ask for them.
-    """
-
-    batch_invariant: bool = False
-    keeps_prefixes: bool = True
-    with_routing: bool = False
-
-    @property
-    def kept_tokens(self) -> int:
-        """Most tokens of kept prefixes: as many as the slots hold."""
-        keeps = self.keeps_prefixes and not self.batch_invariant
-        return self.slots * self.max_model_len if keeps else 0
 
 
 def create(config: RunConfig) -> EmbeddedEngine:
@@ -233,10 +211,10 @@ class EmbeddedCore(EngineCore[EmbeddedRun]):
         """End what runs and deliver it; no step follows."""
         self._is_closed = True
         self._inbox.close()
-        if self._receiving:  # without the group they fail soon
-            await asyncio.wait(self._receiving)
         if self._broken is None:
             self.loop.abort_all()
+        if self._receiving:  # without the group they fail soon
+            await asyncio.wait(self._receiving)
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:

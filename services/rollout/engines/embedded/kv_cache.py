@@ -306,7 +306,7 @@ class Extension:
             row[:, :, : len(prefix.tokens)] = prefix.layers[layer]
         parts = []
         for kind, new in enumerate((keys, values)):
-            part = joined[:, :, kind, :, : new.shape[3]]
+            part = joined[:, :, kind]
             part[self._row, :, self._place] = new[self._row, :, self._step]
             parts.append(part)
         return parts[0], parts[1]

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,18 +35,38 @@ from services.rollout.engines.sampling import (
     sample_keys,
     sample_tokens,
 )
+from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.weight_inbox import LiveWeights
 from sluice.types import FinishReason, PromptLogprobs, RoutedExperts
 from sluice.vision.image_prompts import ImagePrompt
-
-if TYPE_CHECKING:
-    from services.rollout.engines.embedded.engine import EmbeddedEngineSettings
 
 _REFILL_SHARE = 16
 _PREFILL_TOKENS = 8192
 
 _Prefilled = tuple[PrefilledPrompts, list[int]]
 """Prompts that were computed together, and their indexes among the given ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedEngineSettings(EngineSettings):
+    """Settings of one `EmbeddedEngine`.
+
+    Attributes:
+        batch_invariant: a sample's tokens and logprobs do not depend on other rows, to the bit.
+        keeps_prefixes: an ended sample's keys and values serve the next turn of its conversation.
+            Not with `batch_invariant`: a kept prefix differs from a computed one in the last bits.
+        with_routing: keep the experts of each token, for requests that ask for them.
+    """
+
+    batch_invariant: bool = False
+    keeps_prefixes: bool = True
+    with_routing: bool = False
+
+    @property
+    def kept_tokens(self) -> int:
+        """Most tokens of kept prefixes: as many as the slots hold."""
+        keeps = self.keeps_prefixes and not self.batch_invariant
+        return self.slots * self.max_model_len if keeps else 0
 
 
 @dataclass(slots=True, eq=False)

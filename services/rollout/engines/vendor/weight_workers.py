@@ -36,6 +36,7 @@ Answer = dict[str, object]
 _CALL_TIMEOUT_S = 60.0
 _APPLY_TIMEOUT_S = 600.0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
+_NOTHING_STAGED = (-1, "")
 _REFUSALS: Mapping[str, type[SluiceError]] = {
     "InvalidRequestError": InvalidRequestError,
     "NotReadyError": NotReadyError,
@@ -75,12 +76,15 @@ class WeightWorkers:
 
     Args:
         vendor: the engine's name, for errors.
+
+    Attributes:
+        staged: the version that all workers hold, and its digest.
     """
 
     def __init__(self, calls: WorkerCalls, vendor: str) -> None:
         self._calls = calls
         self._vendor = vendor
-        self._staged = (-1, "")  # version and digest that all workers hold
+        self.staged = _NOTHING_STAGED
 
     async def begin(self, reported: WorkerBegin) -> tuple[WeightShare, ...]:
         """Prepare every worker; return the share of each.
@@ -122,7 +126,7 @@ class WeightWorkers:
             WeightSyncError: a worker failed, or has other bytes than another one in a part that
                 both have; names it.
         """
-        phase = f"staging version {version}"
+        phase, self.staged = f"staging version {version}", _NOTHING_STAGED
         outcomes = await self._outcomes(await self._call("sluice_stage", version), phase)
         staged = [msgspec.convert(one, StagedVersion) for one in outcomes]
         try:
@@ -131,7 +135,7 @@ class WeightWorkers:
             await self.abort(str(error))
             raise WeightSyncError("trainer", phase, str(error)) from error
         digest = combined_digest({name: bytes.fromhex(one) for name, one in parts.items()})
-        self._staged = (version, digest)
+        self.staged = (version, digest)
         most_bytes = max(one.received_bytes for one in staged)
         return StagedVersion(version, digest, most_bytes, max(one.seconds for one in staged), parts)
 
@@ -162,9 +166,9 @@ class WeightWorkers:
         Raises:
             WeightSyncError: something else is staged, or nothing.
         """
-        phase, (held, held_digest) = f"committing version {version}", self._staged
+        phase, (held, held_digest) = f"committing version {version}", self.staged
         _check(await self._call("sluice_check_staged", version), phase)
-        if held == version and held_digest != digest:
+        if (held, held_digest) != (version, digest):
             raise WeightSyncError(
                 "trainer",
                 phase,
