@@ -73,9 +73,9 @@ def doctor(
 ) -> None:
     """Check this machine before a run: what is wrong, why it matters, and what to do.
 
-    Checks versions, devices, networks, limits and, if a run is named, its model, data, reward
-    function, memory, disk, ports and certificates. Starts and changes nothing. The exit code is 1
-    if there is a problem; warnings leave it at 0.
+    Checks torch, NPUs and the sandbox and, if a run is named, its configuration, packages, devices,
+    model, data, reward function, environment, memory, disk, ports and certificates. Starts
+    and changes nothing. The exit code is 1 if there is a problem; warnings leave it at 0.
 
     \b
     Examples:
