@@ -6,14 +6,18 @@ import gc
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import zmq
+from sglang.srt.managers.scheduler_components import ipc_channels
+from sglang.srt.server_args import PortArgs
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.loop import EmbeddedEngineSettings
+from services.rollout.engines.sglang.scheduler import send_in_one_order
 from sluice.errors import ConfigError, EngineError
 from sluice.weight_share import Cut
 from sluice.weights.share import cuts_by_name
@@ -103,3 +107,29 @@ async def test_a_stopped_engine_leaves_no_open_socket_to_the_garbage_collector(
 def _open_sockets() -> set[int]:
     found = [one for one in gc.get_objects() if issubclass(type(one), zmq.Socket)]
     return {one.underlying for one in found if not one.closed}
+
+
+async def test_an_answer_of_the_scheduler_comes_after_the_tokens_that_it_sent_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = ipc_channels.SchedulerIpcChannels
+    monkeypatch.setattr(made, "create", made.create)
+    send_in_one_order()
+    names = {name: f"ipc://{tmp_path / name}" for name in PortArgs.__dataclass_fields__}
+    with zmq.Context(2) as context, context.socket(zmq.PULL) as arrived:
+        arrived.bind(names["tokenizer_ipc_name"])
+        arrived.setsockopt(zmq.RCVTIMEO, 30_000)
+        channels = made.create(
+            port_args=SimpleNamespace(**names),
+            is_rank_zero=True,
+            skip_tokenizer_init=True,
+            metrics_enabled=False,
+            enable_scripted_runtime=False,
+        )
+        tokens, answer = bytes(1 << 22), b"answer"
+        for _ in range(20):
+            channels.send_to_detokenizer.socket.send(tokens)
+            channels.send_to_tokenizer.socket.send(answer)
+        sizes = [len(arrived.recv()) for _ in range(40)]
+        channels.send_to_tokenizer.socket.context.destroy(linger=0)
+    assert sizes == [len(tokens), len(answer)] * 20

@@ -472,19 +472,28 @@ class PriorityContract:
         self, world: ContractWorld
     ) -> None:
         await world.serve(world.first)
+        running: set[tuple[int, int]] = set()
         ended: list[int] = []
 
+        async def occupy(slots: int) -> None:
+            endless = request(samples=slots, max_tokens=ENDLESS)
+            stream = world.engine.generate(endless, every_token=True, partial_interval_s=None)
+            async with aclosing(stream) as all_chunks:  # type: ignore[type-var]
+                async for chunks in all_chunks:
+                    running.update((slots, chunk.sample_index) for chunk in chunks)
+
         async def draw(priority: int) -> None:
-            wanted = request(samples=BATCH, max_tokens=3)
-            await chunks_of(world.engine, replace(wanted, priority=priority))
+            # Requests of one sample: an engine may send the others after the first has its prompt.
+            wanted = replace(request(max_tokens=3), priority=priority)
+            async with asyncio.TaskGroup() as drawing:
+                for _ in range(BATCH):
+                    drawing.create_task(chunks_of(world.engine, wanted))
             ended.append(priority)
 
-        filling = request(samples=SLOTS - BATCH, max_tokens=ENDLESS)
-        freed = request(samples=BATCH, max_tokens=ENDLESS)
         async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-            most = tasks.create_task(chunks_of(world.engine, filling))
-            last = tasks.create_task(chunks_of(world.engine, freed))
-            await until(lambda: world.engine.load().slots_busy == SLOTS)
+            most = tasks.create_task(occupy(SLOTS - BATCH))
+            last = tasks.create_task(occupy(BATCH))
+            await until(lambda: len(running) == SLOTS)
             async with asyncio.TaskGroup() as waiting:
                 for queued, priority in enumerate((0, -5, 7, 3), start=1):
                     waiting.create_task(draw(priority))

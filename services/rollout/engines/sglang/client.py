@@ -317,10 +317,8 @@ class SglangClient:
         Raises:
             EngineError: the scheduler did not answer, or a consumer does not take its tokens.
         """
-        # Tokens and answers come by different sockets: those that the first heartbeat sends are
-        # there when the second is answered.
-        for _ in range(2):
-            await self.heartbeat(_CALL_TIMEOUT_S)
+        # The scheduler sends what it holds before its answer, by the same socket.
+        await self.heartbeat(_CALL_TIMEOUT_S)
         for _ in range(_SETTLING_TURNS):
             states = self._manager.rid_to_state.values()
             if not any(state.out_list and not state.abort_sent for state in states):

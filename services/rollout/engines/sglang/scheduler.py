@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -305,6 +306,7 @@ def held_samples(scheduler: Any) -> list[Any]:
 
 def _install_hold() -> None:
     """Make the scheduler hold tokens (`TokenHold`), and send them before it answers a heartbeat."""
+    send_in_one_order()
     streamers: Any = importlib.import_module(
         "sglang.srt.managers.scheduler_components.output_streamer"
     )
@@ -323,6 +325,24 @@ def _install_hold() -> None:
 
     streamers.SchedulerOutputStreamer.stream_output = stream
     kind.get_internal_state = beat
+
+
+def send_in_one_order() -> None:
+    """Make tokens and answers leave by one socket, so that an answer comes after earlier tokens.
+
+    SGLang sends them by two sockets to one address; two threads of ZeroMQ write them, and on a busy
+    machine an answer may overtake the tokens.
+    """
+    channels: Any = importlib.import_module(
+        "sglang.srt.managers.scheduler_components.ipc_channels"
+    ).SchedulerIpcChannels
+    create = channels.create
+
+    def create_with_one(**settings: Any) -> Any:
+        made = create(**settings)
+        return replace(made, send_to_detokenizer=made.send_to_tokenizer)
+
+    channels.create = create_with_one
 
 
 def _forward(sampler: Any) -> Callable[..., torch.Tensor]:
