@@ -72,6 +72,8 @@ def script_settings(script: Path, arguments: list[str], *, trusted: bool) -> lis
     launch = launch_of(script, arguments, isolated=not trusted)
     for line in launch.not_run:
         _report(f"  not run: {line}")
+    for line in launch.cut_off:
+        _report(f"  warning: a comment or a missing \\ ends the launch before: {line}")
     for name in launch.unset:
         _report(f"  warning: ${name} has no value; set it: {name}=... sluice ...")
     for word in launch.left_out:
