@@ -162,7 +162,8 @@ def _no_launch(script: Path, recording: Recording) -> str:
     unset = f"; without a value: {', '.join(recording.unset)}" if recording.unset else ""
     errors = f"; it printed: {recording.errors.strip()}" if recording.errors.strip() else ""
     if recording.exit_code and recording.calls:
-        errors += "; programs print nothing here: if it needs what one prints, give its settings in a file"
+        errors += "; programs print nothing here: if it needs what one prints, give its settings "
+        errors += "in a file"
     return (
         f"script {script}: starts no training with key=value arguments, such as python3 -m "
         f"verl.trainer.main_ppo data.train_batch_size=64; it would run: {calls}{ended}{unset}"

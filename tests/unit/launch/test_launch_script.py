@@ -271,7 +271,7 @@ def test_a_script_of_other_work_is_refused_by_name(module: str) -> None:
 
 def test_a_script_that_needs_what_a_program_prints_is_told_what_to_do() -> None:
     script = f"set -x\nd=$(python3 - <<'EOF'\nprint(1)\nEOF\n)\n[[ $d ]] || exit 1\n{VERL} a.b=1"
-    with pytest.raises(ConfigError, match="exit code 1.*give its settings in a file") as raised:
+    with pytest.raises(ConfigError, match=r"exit code 1.*give its settings in a file") as raised:
         launch(script)
     assert "it printed" not in str(raised.value)
 
