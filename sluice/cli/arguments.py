@@ -72,10 +72,14 @@ def script_settings(script: Path, arguments: list[str], *, trusted: bool) -> lis
     launch = launch_of(script, arguments, isolated=not trusted)
     for line in launch.not_run:
         _report(f"  not run: {line}")
+    for line in launch.cut_off:
+        _report(f"  warning: a comment or a missing \\ ends the launch before: {line}")
     for name in launch.unset:
         _report(f"  warning: ${name} has no value; set it: {name}=... sluice ...")
     for word in launch.left_out:
-        _report(f"  ignored: {word}")
+        is_file = word.startswith(("--config-name", "-cn"))
+        more = "; give what it changes of verl's defaults as key=value" if is_file else ""
+        _report(f"  ignored: {word}{more}")
     _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
     return list(launch.settings)
 

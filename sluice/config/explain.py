@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET
+
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.loading.keys import (
@@ -78,7 +80,9 @@ def _notice(settings: SettingsTree, path: KeyPath, value: object) -> Problem | N
     engine = settings.get(_ENGINE) or "torch"
     if engines and engine not in engines:
         status = KeyStatus.NOT_APPLICABLE
-        text = f"has no effect: it tunes {' and '.join(engines)}, and {_ENGINE} is {engine}"
+        is_set = settings.get(_ENGINE) is not UNSET
+        which = f"is {engine}" if is_set else "is left out: replicas run torch, where verl ran vllm"
+        text = f"has no effect: it tunes {' and '.join(engines)}, and {_ENGINE} {which}"
     elif status in (KeyStatus.HONOURED, KeyStatus.REFUSED):
         return None
     elif caveat := found.caveat_of(value):

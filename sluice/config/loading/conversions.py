@@ -37,7 +37,12 @@ _DTYPES = {
 _LOGGERS = {"file": "jsonl", "vemlp_wandb": "wandb"}
 _MANAGERS = {"prime": "naive", "rate_limited": "naive", "limited": "naive", "remote": "naive"}
 
-NULL_IS_DEFAULT = ("algorithm.filter_groups.metric", "reward.custom_reward_function.name")
+NULL_IS_DEFAULT = (
+    "actor_rollout_ref.actor.optim.lr_warmup_steps",
+    "critic.optim.lr_warmup_steps",
+    "algorithm.filter_groups.metric",
+    "reward.custom_reward_function.name",
+)
 """Keys whose null means the default in verl."""
 
 _SHARDING = f"{_ACTOR}.fsdp_config"
@@ -117,6 +122,7 @@ WORDS: dict[str, Callable[[object], object]] = {
     "trainer.logger": _loggers,
     "sluice.sources": _homes,
     "actor_rollout_ref.model.lora.adapter_path": _home,
+    "trainer.resume_from_path": lambda value: _home(value or None),
     "trainer.max_actor_ckpt_to_keep": _keep_all,
     "trainer.max_critic_ckpt_to_keep": _keep_all,
 }
@@ -134,6 +140,8 @@ def translate_words(tree: SettingsTree) -> None:
         if tree.get(key) is None:
             tree.remove(tuple(key.split(".")))
     _symmetric_clip(tree)
+    if tree.get("actor_rollout_ref.model.lora_rank") == 0:
+        tree.remove(("actor_rollout_ref", "model", "lora_alpha"))
 
 
 def _symmetric_clip(tree: SettingsTree) -> None:
@@ -225,6 +233,14 @@ def _micro_batches(settings: _Settings) -> None:
         rows = settings.given(key)
         if isinstance(rows, int):
             settings.put(f"{key}_per_gpu", max(1, rows // ranks))
+
+
+def _steps(settings: _Settings) -> None:
+    """Turn the prompts of a run, of verl's fully asynchronous recipe, into train batches."""
+    prompts = settings.given("rollout.total_rollout_steps")
+    if isinstance(prompts, int):
+        batch = int(settings.number("data.train_batch_size"))
+        settings.put("trainer.total_training_steps", max(1, prompts // batch))
 
 
 def _replicas(settings: _Settings) -> None:
@@ -393,6 +409,7 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _lengths,
     _generation_rounds,
     _micro_batches,
+    _steps,
     _replicas,
     _copies,
     _optimizer_offload,

@@ -189,10 +189,10 @@ def apply_overrides(
 ) -> None:
     """Apply the overrides to `tree` in order; the later of two for one key wins.
 
-    `defaults` are the schema's values, which count as present: ``+`` refuses a key that has a
-    value already unless it is null, the new value is a mapping or list (Hydra's rule), or verl
-    itself does not know the key by that name. Overrides that are refused, or whose key is unknown,
-    are left out and noted in the tree.
+    ``+`` refuses a key that was set before, unless to null, or the new value is a mapping or list
+    (Hydra's rule), or verl itself does not know the key by that name. A default is not set: which
+    keys have one depends on verl's version. ``~KEY=VALUE`` compares with `defaults`, too.
+    Overrides that are refused, or whose key is unknown, are left out and noted in the tree.
     """
     for override in overrides:
         if wrong := _unknown(override) or _refused(tree, override, defaults):
@@ -220,8 +220,10 @@ def _refused(
     tree: SettingsTree, override: Override, defaults: Mapping[str, object]
 ) -> list[Problem]:
     path, key = canonical(override.path), ".".join(override.path)
-    present = _current(tree, path, defaults)
+    present = value_at(tree.values, path, UNSET)
     what = f"override {override.text!r}{override.where}"
+    if override.mode is OverrideMode.REMOVE and present is UNSET:
+        present = value_at(defaults, path, UNSET)
     if override.mode is OverrideMode.REMOVE and override.value not in (UNSET, present):
         message = f"the value is {shown(present)}, so nothing was removed"
         return [Problem("", UNSET, f"{what}: {message}", f"write ~{key}")]
@@ -235,11 +237,3 @@ def _refused(
         return []
     message = f"{key} has the value {shown(present)} already"
     return [Problem("", UNSET, f"{what}: {message}", f"write {key}=VALUE or ++{key}=VALUE")]
-
-
-def _current(tree: SettingsTree, path: KeyPath, defaults: Mapping[str, object]) -> object:
-    for source in (tree.values, defaults):
-        found = value_at(source, path, UNSET)
-        if found is not UNSET:
-            return found
-    return UNSET

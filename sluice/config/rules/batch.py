@@ -271,7 +271,9 @@ def _dispatch(sizes: VerlSizes) -> Iterator[Problem]:
 
 def _generation(sizes: VerlSizes) -> Iterator[Problem]:
     batch = sizes.batch
-    if not sizes.config.algorithm.filter_groups.enable and batch.gen_prompts != batch.train_prompts:
+    # 1 is what verl's asynchronous trainers need.
+    usual = (1, batch.train_prompts)
+    if not sizes.config.algorithm.filter_groups.enable and batch.gen_prompts not in usual:
         yield verl_problem(
             "generation-batch",
             "data.gen_batch_size",

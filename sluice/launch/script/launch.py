@@ -4,6 +4,7 @@ calls, and find the launch among them, with its module and its arguments.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ from sluice.errors import ConfigError, DeadlineError
 SUFFIXES = (".sh", ".bash")
 _SETTING = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)*=|~[A-Za-z_][\w.-]*)")
 _DOTTED = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)+=)")
+_OTHER_WORK = re.compile(r"verl\.[\w.]*(?:sft|generation|eval)")
 _MOST_SHOWN = 100
 # They read and print, or make what a redirection needs.
 PRINTERS = (
@@ -66,6 +68,7 @@ class ScriptLaunch:
         module: the module or file that it starts.
         settings: its ``KEY=VALUE`` arguments, in order.
         left_out: its other arguments, such as Hydra's ``--config-name``.
+        cut_off: lines of settings that belong to no launch, since it ends before them.
         not_run: the other programs that the script would run, as lines.
         unset: variables without a value that the script used.
     """
@@ -73,6 +76,7 @@ class ScriptLaunch:
     module: str
     settings: tuple[str, ...]
     left_out: tuple[str, ...]
+    cut_off: tuple[str, ...]
     not_run: tuple[str, ...]
     unset: tuple[str, ...]
 
@@ -116,15 +120,22 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     call = launches[0]
     start = _start_of(call)
     assert start is not None
+    if _OTHER_WORK.match(call[start]):
+        raise ConfigError(
+            f"script {script}: starts {call[start]}, which is no reinforcement learning; sluice "
+            "has no counterpart"
+        )
     given = call[start + 1 :]
     settings = [word for word in given if _SETTING.match(word)]
     if not set(arguments) & set(settings):
         settings += arguments
+    others = [one for one in dict.fromkeys(recording.calls) if one not in launches]
     return ScriptLaunch(
         call[start],
         tuple(settings),
         tuple(word for word in given if not _SETTING.match(word)),
-        tuple(dict.fromkeys(shown(one) for one in recording.calls if one not in launches)),
+        tuple(shown(one) for one in others if _SETTING.match(one[0])),
+        tuple(dict.fromkeys(shown(one) for one in others if not _SETTING.match(one[0]))),
         recording.unset,
     )
 
@@ -150,6 +161,9 @@ def _no_launch(script: Path, recording: Recording) -> str:
     ended = f", exit code {recording.exit_code}" if recording.exit_code else ""
     unset = f"; without a value: {', '.join(recording.unset)}" if recording.unset else ""
     errors = f"; it printed: {recording.errors.strip()}" if recording.errors.strip() else ""
+    if recording.exit_code and recording.calls:
+        errors += "; programs print nothing here: if it needs what one prints, give its settings "
+        errors += "in a file"
     return (
         f"script {script}: starts no training with key=value arguments, such as python3 -m "
         f"verl.trainer.main_ppo data.train_batch_size=64; it would run: {calls}{ended}{unset}"
@@ -169,7 +183,7 @@ class Recording:
 
     Attributes:
         calls: every program that it would have run, with its arguments.
-        unset: variables without a value that it used up to its launch.
+        unset: variables that it uses and that have no value at its launch.
         errors: what it wrote to standard error, without the lines of ``set -x``.
         exit_code: its own.
     """
@@ -222,6 +236,7 @@ def record(
             "__SLUICE_BIN": str(_programs(folder / "bin")),
             "__SLUICE_CALLS": str(calls),
             "__SLUICE_NAMES": " ".join(names),
+            "__SLUICE_NO_NPU": str(int(importlib.util.find_spec("torch_npu") is None)),
             "__SLUICE_RECORDED": " ".join((*RECORDED, *_RUN_WITH_CARE)),
         }
         before = _isolation(folder, bash) if isolated else []
@@ -239,13 +254,25 @@ def record(
         if isolated and not recorded.startswith(_READY):
             raise ConfigError(_no_isolation(script, errors))
         made = list(_calls(recorded.removeprefix(_READY)))
-        unset = [name for call in made if call[:1] == _UNSET for name in call[1:]]
         return Recording(
             tuple(call for call in made if call[:1] != _UNSET),
-            tuple(dict.fromkeys([*unset, *_UNBOUND.findall(errors)])),
+            tuple(dict.fromkeys([*_unset_at_launch(made), *_UNBOUND.findall(errors)])),
             errors[-_MOST_ERROR_CHARS:],
             exit_code,
         )
+
+
+def _unset_at_launch(made: Sequence[Sequence[str]]) -> list[str]:
+    """Return the variables without a value at the launch, without one at the last call."""
+    names: list[str] = []
+    for call in made:
+        if call[:1] == _UNSET:
+            names += call[1:]
+        elif _start_of(call) is not None:
+            break
+        elif call is not made[-1]:
+            names = []
+    return names
 
 
 def _isolation(folder: Path, bash: str) -> list[str]:

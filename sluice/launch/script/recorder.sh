@@ -33,24 +33,26 @@ __sluice_call() {
       if [[ $__sluice_word != @(-L|-i*|--list-gpus|--query-*|--format*|[0-9]*) ]]; then __sluice_name=; fi
     done
     ;;
-  python* | torchrun | ray | accelerate | deepspeed | srun | nohup | env)
+  esac
+  if [[ -f $__SLUICE_BIN/$__sluice_name && ! $__SLUICE_BIN/$__sluice_name -ef $__SLUICE_BIN/recorder ]]; then
+    "$__SLUICE_BIN/$__sluice_name" "${@:2}"
+  else
     for __sluice_word in $__SLUICE_NAMES; do
       if ! declare -p "$__sluice_word" &>/dev/null; then
         printf '%s\0' 2 unset "$__sluice_word" >>"$__SLUICE_CALLS"
       fi
     done
-    ;;
-  esac
-  if [[ -f $__SLUICE_BIN/$__sluice_name && ! $__SLUICE_BIN/$__sluice_name -ef $__SLUICE_BIN/recorder ]]; then
-    "$__SLUICE_BIN/$__sluice_name" "${@:2}"
-  else
     printf '%s\0' "$#" "$@" >>"$__SLUICE_CALLS"
+    # verl's scripts ask so whether the devices are NPUs.
+    if [[ $__sluice_name == python* && $* == *"import torch_npu"* ]]; then return "$__SLUICE_NO_NPU"; fi
   fi
 }
 
 # Before each command, with the arguments of the function or script it stands in: a function with the
 # name of a program's path takes the program's place.
 __sluice_before() {
+  local - # without the lines of set -x
+  set +x
   local __sluice_rest=$BASH_COMMAND
   PATH=$__SLUICE_BIN
   while [[ $__sluice_rest == [A-Za-z_]*([A-Za-z0-9_])?(+)=* ]]; do

@@ -60,7 +60,7 @@ def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
         "run.sh: bash runs the script to read its arguments; programs are recorded.",
         "  not run: pip install -U something",
         "  warning: $SCRIPT_DATA has no value; set it: SCRIPT_DATA=... sluice ...",
-        "  ignored: --config-name=other",
+        "  ignored: --config-name=other; give what it changes of verl's defaults as key=value",
         "  launch: verl.trainer.main_ppo, 8 settings",
     ]
 

@@ -82,14 +82,18 @@ def test_quotes_keep_a_word_a_string_and_nothing_is_the_empty_string() -> None:
     assert (config.trainer.experiment_name, config.trainer.project_name) == ("1e-6", "")
 
 
-def test_plus_adds_where_nothing_is_and_refuses_where_a_value_stands() -> None:
+def test_plus_adds_where_nothing_was_set_and_refuses_where_a_value_was() -> None:
     assert load_config(None, ["+data.seed=3"]).data.seed == 3
+    # Older versions of verl lack the key, so that their users write +.
+    assert load_config(
+        None, ["+algorithm.filter_groups.enable=true"]
+    ).algorithm.filter_groups.enable
     free = "reward.custom_reward_function.reward_kwargs"
     config = load_config(None, [f"+{free}.strict=true", f"{free}.depth=2"])
     kwargs = config.reward.custom_reward_function.reward_kwargs
     assert kwargs == {"strict": True, "depth": 2}
-    with pytest.raises(ConfigError, match=r"data.train_batch_size has the value 1024 already"):
-        load_config(None, ["+data.train_batch_size=3"])
+    with pytest.raises(ConfigError, match=r"data.train_batch_size has the value 512 already"):
+        load_config(None, ["data.train_batch_size=512", "+data.train_batch_size=3"])
 
 
 def test_plus_replaces_a_value_by_a_list_and_two_plus_replace_anything() -> None:

@@ -104,6 +104,31 @@ def value(config: RunConfig, key: str) -> object:
             0.1,
         ),
         ([f"{ACTOR}.optim.lr_decay_steps=7"], f"{ACTOR}.optim.total_training_steps", 7),
+        ([f"{ACTOR}.optim.lr_warmup_steps=null"], f"{ACTOR}.optim.lr_warmup_steps", -1),
+        (["critic.optim.lr_warmup_steps=null"], "critic.optim.lr_warmup_steps", -1),
+        (["trainer.resume_from_path=''"], "trainer.resume_from_path", None),
+        # Without adapters verl does not read their scale.
+        (
+            ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0"],
+            "actor_rollout_ref.model.lora_alpha",
+            16,
+        ),
+        (
+            ["rollout.total_rollout_steps=6400", "data.train_batch_size=64"],
+            "trainer.total_training_steps",
+            100,
+        ),
+        (["rollout.nnodes=1", "rollout.n_gpus_per_node=4"], "sluice.rollout.replicas", 4),
+        *(
+            ([f"{ACTOR}.{engine}.{name}_offload=true"], f"{ACTOR}.fsdp_config.{name}_offload", True)
+            for engine in ("veomni", "torchtitan")
+            for name in ("param", "optimizer")
+        ),
+        (
+            [f"{ACTOR}.megatron.router_replay.mode=R2"],
+            f"{ACTOR}.router_replay.mode",
+            "R2",
+        ),
         (["reward_model.num_workers=5"], "reward.scorer_pool.num_workers", 5),
         (["trainer.remove_previous_ckpt_in_save=true"], "trainer.max_actor_ckpt_to_keep", 1),
         (["+algorithm.scale_rewards=group"], "algorithm.norm_adv_by_std_in_grpo", True),

@@ -118,6 +118,11 @@ def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: in
         assert one.text.endswith(f"set {ROLLOUT}.name=torch")
 
 
+def test_an_engine_that_is_left_out_is_named_where_its_keys_are_set() -> None:
+    (one,) = notices(settings_of({}, [f"{ROLLOUT}.gpu_memory_utilization=0.8"]))
+    assert one.text.endswith(f"{ROLLOUT}.name is left out: replicas run torch, where verl ran vllm")
+
+
 def test_notices_of_a_launch_come_from_the_file_and_the_overrides(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("trainer: {use_v1: true, esi_redundant_time: 5}\n", encoding="utf-8")

@@ -345,6 +345,10 @@ def test_what_an_engine_refuses_counts_here_where_sluice_drives_it(engine: str, 
     assert (one.rule, one.severity is Severity.ERROR) == ("engine-experts", here)
 
 
+def test_generation_by_single_prompts_is_what_verls_asynchronous_trainers_need() -> None:
+    assert broken("data.gen_batch_size=1") == []
+
+
 def test_all_broken_rules_are_reported_at_once() -> None:
     found = broken(
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",

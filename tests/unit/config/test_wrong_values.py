@@ -69,6 +69,8 @@ UNKNOWN = (
     ("trainer.device=tpu", "trainer.device = tpu is unknown; choose from cpu, cuda, npu"),
 )
 REFUSED = (
+    ("data.train_batch_size=0", "a batch needs prompts; in place of verl's fully asynchronous"),
+    (f"{A}.use_gpg_loss=true", f"set {LOSS}.loss_mode=gpg"),
     (f"{A}.kl_loss_type=full", "= full is refused: it needs the whole distribution"),
     (f"{R}.pipeline_model_parallel_size=2", "= 2 is refused: engines run without pipeline stages"),
     ("data.train_files=hdfs://data/train.parquet", "nothing is fetched from HDFS; copy the files"),

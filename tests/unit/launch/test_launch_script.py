@@ -52,7 +52,7 @@ def launch(text: str, *arguments: str) -> ScriptLaunch:
         (f'eval "{VERL} a.b=1"', ["a.b=1"]),
         (f"exec {VERL} a.b=1", ["a.b=1"]),
         (f"bash -c '{VERL} a.b=1'", ["a.b=1"]),
-        ("torchrun --nproc 2 -m verl.trainer.sft a.b=1", ["a.b=1"]),
+        ("torchrun --nproc 2 -m verl.trainer.other a.b=1", ["a.b=1"]),
         ("python train.py a.b=1", ["a.b=1"]),
         (
             "ray start --head\nray job submit --address=http://127.0.0.1:8265 "
@@ -240,6 +240,40 @@ def test_variables_without_a_value_are_named(monkeypatch: pytest.MonkeyPatch) ->
     found = launch(text)
     assert found.unset == ("DATA",)
     assert found.settings[0] == "a.b=/x"
+
+
+def test_a_variable_that_gets_its_value_before_the_launch_is_not_missing() -> None:
+    found = launch(f"python3 -c 'import torch'\nfor v in $(env); do :; done\nA=1\n{VERL} a.b=$A")
+    assert "A" not in found.unset
+    assert launch("uv sync\nuv run python3 -m verl.trainer.main_ppo a.b=$MISSING").unset == (
+        "MISSING",
+    )
+
+
+def test_devices_are_npus_only_where_torch_npu_is() -> None:
+    probe = "$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)"
+    assert launch(f"{VERL} a.b={probe}").settings == ("a.b=gpu",)
+
+
+def test_settings_after_a_comment_in_the_launch_are_reported_as_cut_off() -> None:
+    found = launch(f"{VERL} a.b=1 \\\n  # why\n  +a.c=2 \\\n  a.d=3")
+    assert found.settings == ("a.b=1",)
+    assert (found.cut_off, found.not_run) == (("+a.c=2 a.d=3",), ())
+
+
+@pytest.mark.parametrize(
+    "module", ["verl.trainer.fsdp_sft_trainer", "verl.trainer.main_generation"]
+)
+def test_a_script_of_other_work_is_refused_by_name(module: str) -> None:
+    with pytest.raises(ConfigError, match=f"starts {module}, which is no reinforcement learning"):
+        launch(f"torchrun -m {module} data.path=x")
+
+
+def test_a_script_that_needs_what_a_program_prints_is_told_what_to_do() -> None:
+    script = f"set -x\nd=$(python3 - <<'EOF'\nprint(1)\nEOF\n)\n[[ $d ]] || exit 1\n{VERL} a.b=1"
+    with pytest.raises(ConfigError, match=r"exit code 1.*give its settings in a file") as raised:
+        launch(script)
+    assert "it printed" not in str(raised.value)
 
 
 def test_a_script_that_stops_at_an_unset_variable_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
