@@ -55,8 +55,8 @@ def prompt_values(prompts: Sequence[ValidationPrompt]) -> dict[str, list[float]]
     Variables are ``reward`` (with shaping), ``score`` and each of the scorer's metrics that all
     responses to a prompt have. Names are ``val-core/{source}/{variable}/{metric}`` for the mean,
     best and maj at the largest N of ``acc`` (of ``reward`` where there is no ``acc``), and
-    ``val-aux/...`` for all others. A prompt has maj if all of its responses have a prediction, as in
-    verl (`verl/trainer/ppo/metric_utils.py`, `process_validation_metrics`).
+    ``val-aux/...`` for all others. A prompt has maj if all of its responses have a prediction, as
+    in verl (`verl/trainer/ppo/metric_utils.py`, `process_validation_metrics`).
     """
     by_source: dict[str, dict[str, dict[str, list[float]]]] = {}
     for prompt in prompts:
