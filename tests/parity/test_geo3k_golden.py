@@ -52,6 +52,17 @@ SAME = [
     (r"\text{Monday}", "monday"),
     ("3.50", r"\frac{7}{2}"),
     (r"5 \times 10", r"5\cdot 10"),
+    (r"5\,\text{cm}", "5"),
+    ("5~\\text{cm}", "5"),
+    (r"5\mathrm{cm}", "5"),
+    (r"5.5\, \mathrm{cm}", "5.5"),
+    (r"\textbf{5}", "5"),
+    (r"\mathbf{2.5}", "2.5"),
+    (r"5 \quad", "5"),
+    (r"50\degree", "50"),
+    (r"50\,^\circ", "50"),
+    ("{5}", "5"),
+    ("+5", "5"),
 ]
 SAME_HERE_ONLY = [
     (r"\pi 8", r"8 \pi"),

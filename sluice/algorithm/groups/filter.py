@@ -45,8 +45,8 @@ STRIKING_KINDS = frozenset(
 """Failures that cost others time: a scorer process, or a replica's engine."""
 
 
-SHAPED_REWARD_METRICS = ("seq_reward", "seq_final_reward")
-"""verl's sums of token-level scores and rewards: both hold the overlong penalty, as does
+SHAPED_REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")
+"""verl's sums of token-level scores and rewards: all hold the overlong penalty, as does
 `Scored.reward`. They differ only by a KL term in the reward, which no stage here adds."""
 
 SCORE_METRIC = "score"
@@ -175,8 +175,8 @@ def filter_scores(scores: Sequence[Scored], *, metric: str | None) -> PromptEnd 
 
     Args:
         scores: the scored samples of one group, at least one.
-        metric: ``score`` (the scorer's number), ``seq_reward`` or ``seq_final_reward`` (with
-            overlong shaping), or the name of any of the scorer's metrics such as ``acc``.
+        metric: ``score`` (the scorer's number), ``reward``, ``seq_reward`` or ``seq_final_reward``
+            (with overlong shaping), or the name of any of the scorer's metrics such as ``acc``.
             ``None``: the filter is off and every group is kept.
 
     Raises:

@@ -87,7 +87,7 @@ def rejection_rules(options: str, thresholds: float | str | None) -> tuple[Rejec
 
     Raises:
         ConfigError: an unknown name, or thresholds that are missing, too few or too many, no
-            numbers or not > 0.
+            numbers, not > 0, or lower above upper.
     """
     names = list(dict.fromkeys(part.strip() for part in options.split(",") if part.strip()))
     unknown = [name for name in names if name not in REJECTION_OPTIONS]
@@ -112,9 +112,13 @@ def _rule(name: str, spec: str) -> RejectionRule:
     key = f"{_SECTION}.rollout_rs_threshold"
     if name.endswith("k1"):
         lower, upper = _numbers(spec, key, f"for {name} a ratio, or lower_upper such as 0.5_2.0")
-        return RejectionRule(
-            name, math.log(1.0 / upper if lower is None else lower), math.log(upper)
-        )
+        lower = 1.0 / upper if lower is None else lower
+        if lower > upper:
+            raise ConfigError(
+                f"{key} = '{spec}': {name} would reject everything, as its lower bound {lower:g} "
+                f"is above {upper:g}; give lower_upper, or a single ratio of 1 or more"
+            )
+        return RejectionRule(name, math.log(lower), math.log(upper))
     lower, upper = _numbers(spec, key, f"for {name} one upper bound")
     if lower is not None:
         raise ConfigError(f"{key} = '{spec}': {name} has an upper bound only; give one number")

@@ -37,7 +37,7 @@ class FilterGroupsConfig(Section, frozen=True):
     """Drop groups that carry no gradient, and generate others instead."""
 
     metric: str = "acc"
-    """acc, score, seq_reward, seq_final_reward, or any key that the scorer returns."""
+    """acc, score, reward, seq_reward, seq_final_reward, or any key that the scorer returns."""
 
     max_num_gen_batches: int = 0
     """With sampling strategy rounds: waves of prompts that one batch may take before the run stops

@@ -81,7 +81,7 @@ def test_a_filter_that_is_off_keeps_everything() -> None:
     assert filter_scores([scored(1.0)] * 4, metric=None) is None
 
 
-@pytest.mark.parametrize("metric", ["seq_reward", "seq_final_reward"])
+@pytest.mark.parametrize("metric", ["reward", "seq_reward", "seq_final_reward"])
 def test_a_group_that_differs_by_its_penalty_only_is_kept_by_reward(metric: str) -> None:
     scores = [scored(1.0, acc=1.0), scored(1.0, penalty=-0.5, acc=1.0)]
     assert filter_scores(scores, metric=metric) is None
@@ -94,7 +94,7 @@ def test_a_group_that_differs_by_its_penalty_only_is_filtered_by_grade(metric: s
 
 
 def test_a_missing_metric_is_named_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"'accuracy'.*acc, score, seq_final_reward, seq_reward"):
+    with pytest.raises(ConfigError, match=r"'accuracy'.*acc, reward, score, seq_final"):
         filter_scores([scored(1.0, acc=1.0)], metric="accuracy")
 
 

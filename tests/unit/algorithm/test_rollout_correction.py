@@ -190,6 +190,8 @@ def test_rejection_thresholds_are_read_one_for_all_or_one_each() -> None:
         ("token_k2", "0.1_2", "token_k2 has an upper bound only"),
         ("token_k1", "much", "for token_k1 a ratio"),
         ("token_k3", "-1", "for token_k3 one upper bound, all > 0"),
+        ("token_k1", "0.5", "token_k1 would reject everything, as its lower bound 2 is above 0.5"),
+        ("seq_sum_k1", "2_0.5", "would reject everything"),
     ],
 )
 def test_rejection_rules_that_cannot_be_read_are_refused(

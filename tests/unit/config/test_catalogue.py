@@ -9,6 +9,7 @@ import pytest
 from msgspec import UNSET
 
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue, spellings
+from sluice.config.explain import explain_key
 from sluice.config.loading.keys import canonical, find_key, is_section
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig, annotation_at, defaults, known_keys, section_type, value_at
@@ -123,3 +124,22 @@ def test_the_page_has_a_row_for_every_key_and_every_spelling() -> None:
     page = generate_config_docs.page()
     for name in [key.path for key in catalogue().values()] + list(spellings()):
         assert f"| `{name}` |" in page, name
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.megatron.router_replay.mode",
+        "actor_rollout_ref.ref.megatron.pad_to_length",
+        "critic.megatron.entropy_from_logits_chunk_size",
+        "critic.megatron.dynamic_context_parallel",
+        "actor_rollout_ref.actor.optim.muon_momentum",
+        "critic.optim.use_precision_aware_optimizer",
+        "actor_rollout_ref.actor.profiler.finish_hook_ranks",
+        "global_profiler.relocate_results",
+        "trainer.checkpoint_callback_class",
+        "actor_rollout_ref.rollout.router_config_path",
+    ],
+)
+def test_keys_that_verl_0_9_added_are_known(key: str) -> None:
+    assert explain_key(key).meaning

@@ -30,11 +30,13 @@ _UNIT_NAMES = (
     *("month", "year", "foot", "feet", "inch", "yard"),
 )
 _UNITS = tuple(re.compile(rf"{name}(es)?(s)? *(\^[0-9]+)?") for name in _UNIT_NAMES)
-_DEGREES = re.compile(r"\^ *(\\circ|\{\\circ\})")
+_DEGREES = re.compile(r"\^ *(\\circ|\{\\circ\})|\\degree(?![A-Za-z])")
+_SPACE = re.compile(r"\\[,:; ]|\\$|\\q?quad(?![A-Za-z])|~")
+_FONT = re.compile(r"\\(text|math)(rm|bf|it)(?=\{)|\\(boldsymbol|bold|underline|boxed|fbox)(?=\{)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(\D|$))")
 _MIXED_NUMBER = re.compile(r"(?<=\d) +(?=\d)")
 _FRACTION = re.compile(r"-?[0-9]+/0*[1-9][0-9]*")
-_INTEGER = re.compile(r"(-?)0*([0-9]*?)(?<=[0-9])(?:\.0*)?")
+_INTEGER = re.compile(r"(?:\+|(-?))0*([0-9]*?)(?<=[0-9])(?:\.0*)?")
 _MIXED_FRACTION = re.compile(r"(?<=\d) *(?=\\[dt]?frac\{\d+\}\{\d+\})")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 
@@ -90,16 +92,16 @@ def _spelled(answer: str) -> str:
 
 def _plain(answer: str) -> str:
     """Lower-case text without units and currency; mixed numbers as sums."""
-    answer = _TEXT.sub(r"\1", answer)
+    answer = _FONT.sub("", _SPACE.sub(" ", _DEGREES.sub("", _TEXT.sub(r"\1", answer))))
     for sign in ("\\$", "\\%", "$", "%", r"\!"):
         answer = answer.replace(sign, "")
     for unit in _UNITS:
         answer = unit.sub("", answer)
-    answer = _THOUSANDS.sub("", _DEGREES.sub("", answer)).strip()
+    answer = _THOUSANDS.sub("", answer.replace("{}", "")).strip()
     answer = _MIXED_FRACTION.sub("+", _MIXED_NUMBER.sub("+", answer))
     answer = "".join(_LATEX_FRACTION.sub(r"\1/\2", answer).split()).lower()
-    integer = _INTEGER.fullmatch(answer)
-    return integer[1] + (integer[2] or "0") if integer else answer
+    integer = _INTEGER.fullmatch(answer.replace("{", "").replace("}", ""))
+    return (integer[1] or "") + (integer[2] or "0") if integer else answer
 
 
 def _same_elements(answer: str, reference: str) -> bool:
