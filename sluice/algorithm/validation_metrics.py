@@ -55,14 +55,16 @@ def prompt_values(prompts: Sequence[ValidationPrompt]) -> dict[str, list[float]]
     Variables are ``reward`` (with shaping), ``score`` and each of the scorer's metrics that all
     responses to a prompt have. Names are ``val-core/{source}/{variable}/{metric}`` for the mean,
     best and maj at the largest N of ``acc`` (of ``reward`` where there is no ``acc``), and
-    ``val-aux/...`` for all others. A prompt has maj if all of its responses have a prediction, as
-    in verl (`verl/trainer/ppo/metric_utils.py`, `process_validation_metrics`).
+    ``val-aux/...`` for all others. A response without a prediction votes too, as in verl
+    (`verl/trainer/ppo/metric_utils.py`, `calc_maj_val`); a data source without any prediction has
+    no maj.
     """
     by_source: dict[str, dict[str, dict[str, list[float]]]] = {}
+    voting = {p.data_source for p in prompts if any(s.prediction is not None for s in p.scores)}
     for prompt in prompts:
         variables = by_source.setdefault(prompt.data_source, {})
-        votes = [score.prediction for score in prompt.scores if score.prediction is not None]
-        predictions = votes if len(votes) == len(prompt.scores) else None
+        votes = prompt.data_source in voting
+        predictions = [score.prediction for score in prompt.scores] if votes else None
         for variable, values in _variables(prompt.scores).items():
             found = variables.setdefault(variable, {})
             for name, value in prompt_metrics(values, predictions).items():
@@ -75,12 +77,13 @@ def prompt_values(prompts: Sequence[ValidationPrompt]) -> dict[str, list[float]]
     }
 
 
-def prompt_metrics(values: Values, predictions: Sequence[str] | None) -> dict[str, float]:
+def prompt_metrics(values: Values, predictions: Sequence[str | None] | None) -> dict[str, float]:
     """Return all metrics of one variable over the responses to one prompt.
 
     Args:
         values: float64 [N].
-        predictions: the N extracted answers to vote with, or ``None`` for no maj@k.
+        predictions: the N extracted answers to vote with, or ``None`` for no maj@k. An answer that
+            is ``None`` is a vote like any other.
 
     Returns:
         ``mean@N`` and for N > 1 ``std@N`` (population) and, for k = 2, 4, 8, ... below N and for
@@ -121,7 +124,7 @@ def bootstrap_indices(num_responses: int, size: int) -> npt.NDArray[np.int64]:
 
 
 def majority_values(
-    values: Values, predictions: Sequence[str], draws: npt.NDArray[np.int64]
+    values: Values, predictions: Sequence[str | None], draws: npt.NDArray[np.int64]
 ) -> Values:
     """Value of the most frequent prediction of each draw, float64 [draws].
 

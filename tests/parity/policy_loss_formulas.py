@@ -199,7 +199,8 @@ def objective(
     if name == "geo_mean":
         return geo_mean(b, at, weighted=weighted)
     loss = token_losses(name, b, at, frozen) * (b.weights if weighted else 1.0)
-    return aggregate(loss, b, "seq-mean-token-mean" if name == "sapo" else mode, factor)
+    overriding = name in ("gspo", "sapo")
+    return aggregate(loss, b, "seq-mean-token-mean" if overriding else mode, factor)
 
 
 def gradient(

@@ -78,7 +78,7 @@ def scale(name: str, batch: Padded, mode: str) -> float:
     if name == "geo_mean":
         return 1.0
     loss = np.abs(formulas.token_losses(name, batch, batch.logprobs, batch.logprobs))
-    mode = "seq-mean-token-mean" if name == "sapo" else mode
+    mode = "seq-mean-token-mean" if name in ("gspo", "sapo") else mode
     return formulas.aggregate(loss, batch, mode, FACTOR)
 
 

@@ -72,22 +72,6 @@ def test_gspo_takes_the_geometric_mean_ratio_of_the_row() -> None:
     assert clipped.metrics["actor/pg_clipfrac"].mean == 1.0
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("token-mean", -1.25), ("seq-mean-token-mean", -1.5), ("seq-mean-token-sum", -2.5)],
-)
-def test_gspo_is_aggregated_as_the_configuration_says(mode: str, expected: float) -> None:
-    """Verl does so from 0.9.1 on; before, always by ``seq-mean-token-mean``."""
-    zeros = torch.zeros(4)
-    inputs = LossInputs(
-        zeros, zeros, torch.tensor([2.0, 1.0, 1.0, 1.0]), torch.tensor([0, 1, 1, 1]), num_rows=2
-    )
-    found = policy_objective("gspo")(
-        inputs, GlobalCounts(tokens=4, rows=2), PolicyLossSettings(loss_agg_mode=mode)
-    )
-    assert found.loss.item() == pytest.approx(expected)
-
-
 def test_gspo_has_no_dual_clip_but_a_bounded_exponent() -> None:
     found = one_row("gspo", -1.0, [11.0, 15.0])
     assert found.loss.item() == pytest.approx(22026.465795, rel=1e-9)

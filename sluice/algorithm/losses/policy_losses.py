@@ -89,8 +89,8 @@ def gspo_objective(
     """Return PPO's clipped terms of ``s_t = sg(s) p / sg(p)``, s the row's geometric mean ratio.
 
     GSPO-token (Zheng et al. 2025, arXiv 2507.18071, §4.3): the value is the sequence's, the
-    gradient a token's own. ``log s_t`` is kept at or below 10; there is no dual clip. The paper
-    aggregates as ``seq-mean-token-mean``.
+    gradient a token's own. ``log s_t`` is kept at or below 10; there is no dual clip. Always
+    aggregated as ``seq-mean-token-mean``, whatever `loss_agg_mode` is.
     """
     log_ratio = inputs.logprobs.detach() - inputs.old_logprobs
     log_sequence = row_means(log_ratio, inputs.row_index, inputs.num_rows)[inputs.row_index]
@@ -104,6 +104,7 @@ def gspo_objective(
         counts,
         settings,
         _ratio_metrics(log_ratio, clipped > unclipped),
+        mode=LossAggregation.SEQ_MEAN_TOKEN_MEAN,
     )
 
 

@@ -28,7 +28,7 @@ from tests.support.padded_inputs import padded_inputs
 ACTOR = r"actor_rollout_ref\.actor"
 NAMES = sorted(POLICY_OBJECTIVES)
 BY_MICRO_BATCH = {"clip_cov", "kl_cov"}  # verl takes their covariances over a micro-batch
-OVERRIDING = {"sapo", "geo_mean", "adpo"}
+OVERRIDING = {"gspo", "sapo", "geo_mean", "adpo"}
 G = 2
 SETTINGS = PolicyLossSettings(
     loss_scale_factor=5.0, dro_beta=0.5, clip_cov_lb=0.0, adpo=AdpoSettings(num_generations=G)
@@ -202,7 +202,7 @@ def test_no_tokens_give_zero_with_a_gradient_and_the_same_metric_names(name: str
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_sapo_and_losses_of_whole_rows_override_the_aggregation_mode(name: str) -> None:
+def test_only_sequence_losses_override_the_aggregation_mode(name: str) -> None:
     inputs = rows_of([3, 1, 6, 4], 4)
     losses = {
         policy_objective(name)(
