@@ -209,6 +209,8 @@ class WeightPublisher:
     async def _deliver(
         self, session: TransferSession, members: tuple[ReplicaInfo, ...]
     ) -> DeliveryResult:
+        if session is not self._main:
+            self._main.lose(members)
         with self._mark_busy(members), self._snapshots.read() as snapshot:
             delivery = await session.deliver(members, snapshot)
         if delivery.served:

@@ -300,6 +300,19 @@ async def test_a_newcomer_gets_the_newest_version_in_a_group_of_its_own(trainer:
     assert set(old.epochs).isdisjoint(new.epochs)
 
 
+async def test_a_member_that_was_seeded_again_is_published_to_in_an_epoch_that_it_joins(
+    trainer: Trainer,
+) -> None:
+    returned, other = trainer.add("a"), trainer.add("b")
+    await trainer.publish(0)
+    trainer.fleet.expel(returned.info, "no heartbeat")
+    trainer.register(returned)
+    await trainer.publisher.seed_newcomers()
+    assert (await trainer.publish(1)).attempts == 1
+    assert returned.epochs[-1] == other.epochs[-1]
+    assert trainer.serving() == {"a": 1, "b": 1}
+
+
 async def test_nothing_is_seeded_before_a_first_version_or_to_those_who_serve(
     trainer: Trainer,
 ) -> None:
