@@ -10,7 +10,7 @@ opens for nobody is given up again. On shutdown: calls are cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -153,10 +153,16 @@ class CallBatches:
             error = raised
         finally:
             await server.channels.release(server.address)
+        self._answer_rest(server, left.values(), error)
+        for episode_id in unwanted:
+            await give_up(server, episode_id)
+
+    def _answer_rest(self, server: Server, left: Iterable[_Due], error: SluiceError) -> None:
+        """Let calls without a result be made alone, or fail."""
         code = error.detail.partition(":")[0] if isinstance(error, PeerError) else ""
         if code == grpc.StatusCode.UNIMPLEMENTED.name:
             self._without_play.add(server.address)
-        for due in left.values():
+        for due in left:
             is_step = isinstance(due.request, environment.StepRequest)
             if due.answered.done():
                 continue
@@ -164,8 +170,6 @@ class CallBatches:
                 due.answered.set_result(None)
             else:
                 due.answered.set_exception(error)
-        for episode_id in unwanted:
-            await give_up(server, episode_id)
 
     def _found(
         self, result: environment.PlayResult, request: Request, server: Server, phase: str

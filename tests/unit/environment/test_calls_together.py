@@ -198,13 +198,13 @@ async def test_an_episode_that_is_given_up_before_its_play_arrives_does_not_stay
     held = Held()
     async with counting(tmp_path, further=[held]) as (servers, seen):
         given_up, other = episode(servers), episode(servers)
-        opening = [asyncio.create_task(one.open()) for one in (given_up, other)]
-        await held.has_come.wait()
-        opening[0].cancel()
-        await asyncio.wait(opening[:1])
-        await given_up.abandon()
-        held.let_in.set()
-        await opening[1]
+        async with asyncio.TaskGroup() as tasks:
+            opening = [tasks.create_task(one.open()) for one in (given_up, other)]
+            await held.has_come.wait()
+            opening[0].cancel()
+            await asyncio.wait(opening[:1])
+            await given_up.abandon()
+            held.let_in.set()
         await eventually(lambda: (tmp_path / "closed").exists())
         await other.abandon()
     assert seen == {"Play": 1, "Close": 3}

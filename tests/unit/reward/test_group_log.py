@@ -156,10 +156,10 @@ async def test_samples_of_a_trained_batch_are_written_though_the_acknowledgement
         request = reward.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=1)
         with monkeypatch.context() as patched:
             patched.setattr(app.ledger, "durable", asyncio.Event().wait)  # a slow disk
-            given_up = asyncio.create_task(servicer.AcknowledgeBatch(request, context))
-            await settled(lambda: bool(app.ledger.by_end[PromptEnd.TRAINED]))
-            given_up.cancel()
-            await asyncio.wait([given_up])
+            async with asyncio.TaskGroup() as tasks:
+                given_up = tasks.create_task(servicer.AcknowledgeBatch(request, context))
+                await settled(lambda: bool(app.ledger.by_end[PromptEnd.TRAINED]))
+                given_up.cancel()
         await servicer.AcknowledgeBatch(request, context)
         await settled((tmp_path / "1.jsonl").exists)
     assert len(lines(tmp_path / "1.jsonl")) == 4

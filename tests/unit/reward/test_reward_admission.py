@@ -140,10 +140,10 @@ async def test_attempts_are_remembered_though_the_announcement_is_given_up(
             session = submit(app, [RIGHT])
             await settled(lambda: session.num_open == 0)
             busy = loop.run_in_executor(None, released.wait)
-            given_up = asyncio.create_task(app.loop.announce("trainer", 1, [replica("a")], None))
-            await turns(20)
-            given_up.cancel()
-            await asyncio.wait([given_up])
+            async with asyncio.TaskGroup() as tasks:
+                given_up = tasks.create_task(app.loop.announce("trainer", 1, [replica("a")], None))
+                await turns(20)
+                given_up.cancel()
             released.set()
             await busy
             await app.loop.announce("trainer", 1, [replica("a")], None)

@@ -274,12 +274,12 @@ async def test_a_pause_returns_when_all_parts_of_the_last_step_were_handed_out(
                 handed_out.append(part)
                 await asyncio.sleep(0)
 
-    handing = asyncio.create_task(hand_out())
-    waiting.put_nowait(SimpleNamespace(parts=range(100)))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        handing = tasks.create_task(hand_out())
+        waiting.put_nowait(SimpleNamespace(parts=range(100)))
         await client.pause(recomputes=False)
-    assert handed_out == [*range(100)]
-    handing.cancel()
+        assert handed_out == [*range(100)]
+        handing.cancel()
 
 
 async def test_a_version_that_cannot_hold_tokens_gives_each_as_it_comes(install: Any) -> None:
