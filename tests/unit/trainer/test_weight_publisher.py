@@ -348,6 +348,26 @@ async def test_publishing_continues_while_a_newcomer_is_seeded_and_the_newcomer_
     assert (await trainer.publish(2)).replicas == 2
 
 
+async def test_a_newcomer_that_takes_longer_than_a_step_delays_the_version_after_the_next(
+    trainer: Trainer,
+) -> None:
+    trainer.add("old")
+    await trainer.publish(0)
+    new = trainer.add("new")
+    gate = asyncio.Event()
+    new.faults = {"commit": gate.wait}
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        tasks.create_task(trainer.publisher.seed_newcomers())
+        while "commit" not in new.calls:
+            await asyncio.sleep(0.01)
+        await trainer.publish(1)
+        publishing = tasks.create_task(trainer.publish(2))
+        await asyncio.sleep(0.05)
+        assert not publishing.done(), "version 0 is still being read"
+        gate.set()
+    assert trainer.serving() == {"old": 2, "new": 2}
+
+
 async def test_a_member_that_is_being_published_to_is_not_seeded_as_well(
     trainer: Trainer,
 ) -> None:
