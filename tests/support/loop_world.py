@@ -227,8 +227,8 @@ class World:
     async def let_sleep(self) -> None:
         await self.happens("sleep")
 
-    async def make_room(self) -> None:
-        if (held := self.holds.get("room")) is not None:
+    async def free_snapshot(self) -> None:
+        if (held := self.holds.get("snapshot")) is not None:
             await held.wait()
 
     async def publish(self, version: int) -> PublishReport:

@@ -138,7 +138,7 @@ class WeightPublisher:
                 return PublishReport(version, served, attempt, seconds, stall_s, sent, dense, ranks)
         raise AssertionError("counting has no end")
 
-    async def make_room(self) -> None:
+    async def free_snapshot(self) -> None:
         """Wait until no newcomer is sent the version before the newest one.
 
         The next version takes its memory. The deadlines of its phases end a newcomer that hangs.

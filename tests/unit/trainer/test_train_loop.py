@@ -114,13 +114,13 @@ async def test_no_version_is_frozen_while_a_newcomer_is_sent_what_it_overwrites(
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run(world.loop()))
         await until(lambda: "train 2" in world.events)
-        world.holds["room"] = asyncio.Event()
+        world.holds["snapshot"] = asyncio.Event()
         world.holds["train 2"].set()
         await until(lambda: world.state.phase is RunPhase.PUBLISHING)
         for _ in range(5):
             await asyncio.sleep(0)
         assert "freeze 2" not in world.events
-        world.holds["room"].set()
+        world.holds["snapshot"].set()
     assert "freeze 2" in world.events
 
 
