@@ -158,8 +158,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Close a lease."""
         check_fields(request)
         groups = self._app.loop.batches.acknowledge(request.batch_id, request.step)
-        await self._app.ledger.durable()
+        # First: a call that repeats this one, if the disk is slow, gets no groups.
         await self._app.dumps.trained(groups, request.step)
+        await self._app.ledger.durable()
         return reward.AcknowledgeBatchResponse()
 
     async def AnnouncePolicy(

@@ -227,6 +227,10 @@ class World:
     async def let_sleep(self) -> None:
         await self.happens("sleep")
 
+    async def free_snapshot(self) -> None:
+        if (held := self.holds.get("snapshot")) is not None:
+            await held.wait()
+
     async def publish(self, version: int) -> PublishReport:
         await self.happens(f"publish {version}")
         members = self.fleet.in_state(MemberState.PENDING, MemberState.SERVING)

@@ -3,19 +3,21 @@
 Consumes: calls of episodes. Waits for: the server, within the time of a call. On failure: of a
 call: its episode alone; of the connection, or of a result that is too large: episodes that open
 fail, and answers are sent again one by one, since servers repeat theirs. Servers without Play get
-all calls one by one. On shutdown: calls are cancelled.
+all calls one by one. A Play may arrive after the call that gives one of its episodes up: what it
+opens for nobody is given up again. On shutdown: calls are cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import grpc
 
+from services.reward.episodes.drivers import ABANDON_S
 from sluice.api.environment.v1 import environment_pb2 as environment
 from sluice.codec.messages import bundles
 from sluice.concurrency.waits import waiting_for
@@ -128,7 +130,7 @@ class CallBatches:
             task.add_done_callback(self._running.discard)
 
     async def _play(self, server: Server, calls: Sequence[_Due], phase: str) -> None:
-        left = {due.request.episode_id: due for due in calls}
+        left, unwanted = {due.request.episode_id: due for due in calls}, list[str]()
         opens = [due.request for due in calls if isinstance(due.request, environment.OpenRequest)]
         steps = [due.request for due in calls if isinstance(due.request, environment.StepRequest)]
         messages = stream_call(
@@ -143,16 +145,24 @@ class CallBatches:
             async with aclosing(messages):
                 async for message in messages:
                     for result in message.results:
-                        _answer(left.pop(result.episode_id, None), result)
+                        is_wanted = _answer(left.pop(result.episode_id, None), result)
+                        if result.HasField("opened") and not is_wanted:
+                            unwanted.append(result.episode_id)
             error = PeerError(server.name, phase, f"it sent no result for {len(left)} of its calls")
         except SluiceError as raised:
             error = raised
         finally:
             await server.channels.release(server.address)
+        self._answer_rest(server, left.values(), error)
+        for episode_id in unwanted:
+            await give_up(server, episode_id)
+
+    def _answer_rest(self, server: Server, left: Iterable[_Due], error: SluiceError) -> None:
+        """Let calls without a result be made alone, or fail."""
         code = error.detail.partition(":")[0] if isinstance(error, PeerError) else ""
         if code == grpc.StatusCode.UNIMPLEMENTED.name:
             self._without_play.add(server.address)
-        for due in left.values():
+        for due in left:
             is_step = isinstance(due.request, environment.StepRequest)
             if due.answered.done():
                 continue
@@ -184,6 +194,26 @@ class CallBatches:
         )
 
 
-def _answer(due: _Due | None, result: environment.PlayResult) -> None:
-    if due is not None and not due.answered.done():
-        due.answered.set_result(result)
+def _answer(due: _Due | None, result: environment.PlayResult) -> bool:
+    """Hand a result to its caller; return whether it still waits."""
+    if due is None or due.answered.done():
+        return False
+    due.answered.set_result(result)
+    return True
+
+
+async def give_up(server: Server, episode_id: str) -> None:
+    """Give an episode up; a server that is gone has nothing left of it."""
+    channel = server.channels.acquire(server.address)
+    try:
+        await unary_call(
+            environment_stub(channel).Close,
+            environment.CloseRequest(episode_id=episode_id, is_abandoned=True),
+            peer=server.name,
+            phase="giving an episode up",
+            deadline_s=ABANDON_S,
+        )
+    except SluiceError:
+        return
+    finally:
+        await server.channels.release(server.address)

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Self, TypeVar
 
-from services.reward.episodes.batches import CallBatches, Request, Server
+from services.reward.episodes.batches import CallBatches, Request, Server, give_up
 from services.reward.episodes.drivers import (
-    ABANDON_S,
     AddressFor,
     EpisodeFailedError,
     EpisodeTask,
@@ -204,21 +203,11 @@ class ServedEpisode:
         return scored
 
     async def abandon(self) -> None:
-        """Give the episode up; a server that is gone has nothing left of it."""
-        server = self._server
-        if server is None or not self._is_held:
+        """Give the episode up; see `give_up`."""
+        if self._server is None or not self._is_held:
             return
-        request = environment.CloseRequest(episode_id=self._id, is_abandoned=True)
         try:
-            await unary_call(
-                environment_stub(server.channels.to(server.address)).Close,
-                request,
-                peer=server.name,
-                phase="giving an episode up",
-                deadline_s=ABANDON_S,
-            )
-        except SluiceError:
-            return
+            await give_up(self._server, self._id)
         finally:
             await self._release()
 

@@ -197,7 +197,8 @@ class GroupLoop:
         if self._memory is None or not attempts or not self._memory_is_writable:
             return
         try:
-            await asyncio.to_thread(self._memory.add, attempts)
+            # A call that repeats a cancelled one finds no attempts.
+            await asyncio.shield(asyncio.to_thread(self._memory.add, attempts))
         except DataError as error:
             logger.warning("attempts are no longer remembered: %s", error)
             self._memory_is_writable = False

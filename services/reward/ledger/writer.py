@@ -136,7 +136,7 @@ class LedgerWriter:
             try:
                 with self._in_use:
                     self._commit(changes)
-            except sqlite3.Error as error:
+            except Exception as error:  # noqa: BLE001 - also of a value that no file holds
                 self._fail(self._unusable(error))
                 return
             self._notify(len(changes))
@@ -164,7 +164,7 @@ class LedgerWriter:
                 for sql, values in statements:
                     self._database.execute(sql, values)
             self._database.execute("COMMIT")
-        except sqlite3.Error:
+        except Exception:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             raise

@@ -289,14 +289,14 @@ class SampleDumps:
         self._broken: set[Path] = set()
 
     async def trained(self, groups: Sequence[GradedGroup], step: int) -> None:
-        """Write the batch of `step`."""
+        """Write the batch of `step`, also if the caller is cancelled meanwhile."""
         if self._training is not None and groups:
             samples = [
                 sample
                 for graded in groups
                 for sample in _samples(graded.group.prompt, graded.group.rollouts, graded.outcomes)
             ]
-            await self._write(self._training, samples, step)
+            await asyncio.shield(self._write(self._training, samples, step))
 
     def of_validation(
         self, group: RolloutGroup, outcomes: Sequence[Outcome]

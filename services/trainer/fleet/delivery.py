@@ -261,6 +261,11 @@ class TransferSession:
             self._counts.failed(SyncPhase.COMMIT)
         return delivery
 
+    def lose(self, replicas: Sequence[ReplicaInfo]) -> None:
+        """Note that replicas join another session's group: the next delivery forms a new one."""
+        if not set(replicas).isdisjoint(self._members):
+            self._members = ()
+
     async def close(self) -> None:
         """Leave the group, close all control calls and stop listening."""
         await self._leave()

@@ -1,7 +1,8 @@
 """Publishing: bring every replica to the same version, or drop the replica.
 
 Consumes: a frozen version (`SnapshotBuffers`) and the fleet's members.
-Waits for: deliveries (`fleet.delivery`); each phase of one has a deadline.
+Waits for: deliveries (`fleet.delivery`); each phase of one has a deadline. A version is frozen
+    when no newcomer reads the memory that it takes.
 Unblocked by: answers, deadlines and failures of members.
 Produces: replicas marked as serving the version.
 On failure: members that are silent, hold other weights or refuse them are dropped, and everything
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from services.trainer.fleet.delivery import DeliveryResult, SyncCounts, TransferSession
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.replica_client import ReplicaClient
+from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
@@ -108,6 +110,9 @@ class WeightPublisher:
         self._main = self._new_session(self._in_a_turn)
         # Instance ids of replicas in a running delivery: a replica is in one group at a time.
         self._busy: set[str] = set()
+        self._seeded_version: int | None = None
+        self._has_seeded = asyncio.Event()
+        self._has_seeded.set()
 
     async def publish(self, version: int) -> PublishReport:
         """Send the frozen `version` to all members that are not being seeded.
@@ -133,6 +138,15 @@ class WeightPublisher:
                 return PublishReport(version, served, attempt, seconds, stall_s, sent, dense, ranks)
         raise AssertionError("counting has no end")
 
+    async def free_snapshot(self) -> None:
+        """Wait until no newcomer is sent the version before the newest one.
+
+        The next version takes its memory. The deadlines of its phases end a newcomer that hangs.
+        """
+        if self._seeded_version != self._snapshots.version:
+            with waiting_for("newcomers", "receiving the version that the next one overwrites"):
+                await self._has_seeded.wait()
+
     async def seed_newcomers(self) -> None:
         """Send the newest version to pending replicas in their own group.
 
@@ -146,9 +160,12 @@ class WeightPublisher:
             if not newcomers:
                 return
             session = self._new_session()
+            self._seeded_version = self._snapshots.version
+            self._has_seeded.clear()
             try:
                 await self._deliver(session, newcomers)
             finally:
+                self._has_seeded.set()
                 await session.close()
         for info in set(newcomers) & set(self._free(MemberState.PENDING)):
             self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
@@ -209,6 +226,8 @@ class WeightPublisher:
     async def _deliver(
         self, session: TransferSession, members: tuple[ReplicaInfo, ...]
     ) -> DeliveryResult:
+        if session is not self._main:
+            self._main.lose(members)
         with self._mark_busy(members), self._snapshots.read() as snapshot:
             delivery = await session.deliver(members, snapshot)
         if delivery.served:

@@ -97,12 +97,14 @@ class Counted(grpc.aio.ServerInterceptor):
 
 
 @asynccontextmanager
-async def counting(folder: Path, before: Any = None) -> AsyncIterator[tuple[Any, Counter[str]]]:
+async def counting(
+    folder: Path, before: Any = None, further: Iterable[grpc.aio.ServerInterceptor] = ()
+) -> AsyncIterator[tuple[Any, Counter[str]]]:
     """Drivers of a server whose calls are counted."""
     counted, calls = Counted(before), AuthorCalls()
     async with asyncio.TaskGroup() as tasks:
         servicer = EnvironmentServicer(world(folder), tasks, calls)
-        server = grpc.aio.server(interceptors=[counted])
+        server = grpc.aio.server(interceptors=[counted, *further])
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(servicer, server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
@@ -174,6 +176,39 @@ async def test_answers_of_a_broken_connection_are_sent_again_one_by_one(tmp_path
         await together(one.open() for one in group)
         assert len(await together(map(ended, group))) == 3
     assert seen == {"Play": 2, "Step": 3}
+
+
+class Held(grpc.aio.ServerInterceptor):
+    """Lets no Play in before `let_in`, as a large message on a slow connection."""
+
+    def __init__(self) -> None:
+        self.has_come, self.let_in = asyncio.Event(), asyncio.Event()
+
+    async def intercept_service(self, continuation: Any, call: Any) -> Any:
+        """Hold a Play back."""
+        if call.method.endswith("/Play"):
+            self.has_come.set()
+            await self.let_in.wait()
+        return await continuation(call)
+
+
+async def test_an_episode_that_is_given_up_before_its_play_arrives_does_not_stay_open(
+    tmp_path: Path,
+) -> None:
+    held = Held()
+    async with counting(tmp_path, further=[held]) as (servers, seen):
+        given_up, other = episode(servers), episode(servers)
+        async with asyncio.TaskGroup() as tasks:
+            opening = [tasks.create_task(one.open()) for one in (given_up, other)]
+            await held.has_come.wait()
+            opening[0].cancel()
+            await asyncio.wait(opening[:1])
+            await given_up.abandon()
+            held.let_in.set()
+        await eventually(lambda: (tmp_path / "closed").exists())
+        await other.abandon()
+    assert seen == {"Play": 1, "Close": 3}
+    assert (tmp_path / "closed").read_text() == "xx"
 
 
 class Confused(environment_pb2_grpc.EnvironmentServiceServicer):

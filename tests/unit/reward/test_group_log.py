@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from services.reward.app import RunFiles
 from services.reward.records.group_log import GroupLog
+from services.reward.servicer import RewardServicer
 from sluice.algorithm.sampling.attempt import Attempt
+from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.config.run import RunConfig
+from sluice.config.schema.rollout import RolloutConfig
 from sluice.types import PromptEnd
 from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended
-from tests.support.reward_app import ScriptedClient, replica, running_app, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 
 KEYS = (
     *("prompt_id", "key", "end", "right", "scored", "tokens", "version", "oldest_version"),
@@ -134,3 +138,28 @@ async def test_the_loop_logs_kept_and_filtered_groups_as_they_end(tmp_path: Path
             line[f"{name}_s"] for name in ("started", "generated", "ended")
         )
         assert started <= generated <= ended  # type: ignore[operator]
+
+
+async def test_samples_of_a_trained_batch_are_written_though_the_acknowledgement_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {
+        "data": {"train_batch_size": 2},
+        "actor_rollout_ref": {"rollout": {"n": 2}},
+        "trainer": {"rollout_data_dir": str(tmp_path)},
+    }
+    async with running_app(msgspec.convert(tree, RunConfig), ScriptedClient()) as app:
+        submit(app, ["answer=1 right=1"] * 2)
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        batch = await app.loop.batches.take(1, 0, 20)
+        servicer, context = RewardServicer(app, RolloutConfig(), 16), cast("Any", None)
+        request = reward.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(app.ledger, "durable", asyncio.Event().wait)  # a slow disk
+            async with asyncio.TaskGroup() as tasks:
+                given_up = tasks.create_task(servicer.AcknowledgeBatch(request, context))
+                await settled(lambda: bool(app.ledger.by_end[PromptEnd.TRAINED]))
+                given_up.cancel()
+        await servicer.AcknowledgeBatch(request, context)
+        await settled((tmp_path / "1.jsonl").exists)
+    assert len(lines(tmp_path / "1.jsonl")) == 4

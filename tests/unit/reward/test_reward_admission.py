@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,29 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
     # Four are passed by, the fifth is drawn, four are passed by, the tenth is drawn, two more.
     assert [prompt_id for _, prompt_id, _ in client.calls] == ["data-4", "data-9"]
     assert (ends[PromptEnd.SKIPPED], ends[PromptEnd.FILTERED_ALL_RIGHT]) == (10, 2)
+
+
+async def test_attempts_are_remembered_though_the_announcement_is_given_up(
+    tmp_path: Path,
+) -> None:
+    released, loop = threading.Event(), asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
+        files = RunFiles(memory)
+        async with running_app(config("memory"), ScriptedClient(), files=files) as app:
+            await app.loop.announce("trainer", 0, [replica("a")], None)
+            session = submit(app, [RIGHT])
+            await settled(lambda: session.num_open == 0)
+            busy = loop.run_in_executor(None, released.wait)
+            async with asyncio.TaskGroup() as tasks:
+                given_up = tasks.create_task(app.loop.announce("trainer", 1, [replica("a")], None))
+                await turns(20)
+                given_up.cancel()
+            released.set()
+            await busy
+            await app.loop.announce("trainer", 1, [replica("a")], None)
+            key = prompt_key(client_prompt(RIGHT))
+            assert await asyncio.to_thread(memory.read, key) is not None
 
 
 async def test_a_memory_that_cannot_be_read_is_told_and_loses_no_prompt(tmp_path: Path) -> None:

@@ -167,6 +167,16 @@ async def test_the_file_does_not_grow_with_prompts_that_ended(tmp_path: Path) ->
         assert again.progress() == DataProgress(200)
 
 
+async def test_a_text_that_the_file_cannot_hold_fails_every_wait_at_once(tmp_path: Path) -> None:
+    with PromptLedger(tmp_path / "ledger.sqlite") as ledger:
+        accept(ledger, "a")
+        ledger.end("a", PromptEnd.DROPPED_FAILED, detail="\udcff.parquet, row 3")
+        async with asyncio.timeout(10):
+            with pytest.raises(DataError, match="surrogates not allowed"):
+                await ledger.durable()
+            assert "surrogates not allowed" in str(await ledger.failure())
+
+
 async def test_a_file_that_cannot_be_written_fails_every_wait_and_every_change(
     tmp_path: Path,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import json
@@ -114,7 +115,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
                 "RequestOutputKind": SimpleNamespace(DELTA=1, FINAL_ONLY=2),
             },
             "vllm.v1": {},
-            "vllm.v1.engine": {},
+            "vllm.v1.engine": {"EngineCoreOutputs": SimpleNamespace},
             "vllm.v1.engine.async_llm": {"AsyncLLM": engine},
             "vllm.v1.engine.output_processor": outputs,
         }
@@ -256,6 +257,29 @@ async def test_a_version_that_can_hold_tokens_gives_each_once_and_the_rest_at_th
         assert [one async for one in deltas] == [Delta([8], [-0.75], "length", 2)]
     await _sampled(client)  # wants every token
     assert [one.kind for one in client._llm.sampling] == [2, 1]
+
+
+async def test_a_pause_returns_when_all_parts_of_the_last_step_were_handed_out(
+    install: Any,
+) -> None:
+    install(_NewEngine)
+    client = VllmClient({"model": "m"})
+    waiting = client._llm.engine_core.outputs_queue = asyncio.Queue[Any]()
+    handed_out: list[int] = []
+
+    async def hand_out() -> None:
+        while True:
+            step = await waiting.get()
+            for part in getattr(step, "parts", ()):
+                handed_out.append(part)
+                await asyncio.sleep(0)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        handing = tasks.create_task(hand_out())
+        waiting.put_nowait(SimpleNamespace(parts=range(100)))
+        await client.pause(recomputes=False)
+        assert handed_out == [*range(100)]
+        handing.cancel()
 
 
 async def test_a_version_that_cannot_hold_tokens_gives_each_as_it_comes(install: Any) -> None:

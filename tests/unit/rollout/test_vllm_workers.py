@@ -207,6 +207,55 @@ async def test_a_cancelled_stage_leaves_the_group_in_every_worker(world: World) 
             assert "error" in worker.sluice_outcome()
 
 
+async def test_a_join_ends_a_stage_of_the_epoch_before_and_has_a_result_of_its_own(
+    world: World,
+) -> None:
+    await world.join()
+
+    async def stage() -> None:
+        with pytest.raises(WeightSyncError, match=r"staging version 3: .*another call"):
+            await world.replica.stage(3)
+
+    async with asyncio.timeout(_TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(stage())
+        await asyncio.sleep(0.01)
+        await world.join()
+    assert (await world.stage(4)).digest == _DIGEST
+
+
+async def test_a_stage_that_is_cancelled_late_leaves_the_next_epoch_alone(world: World) -> None:
+    await world.join()
+    async with asyncio.timeout(_TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        staging = tasks.create_task(world.replica.stage(3))
+        await asyncio.sleep(0.01)
+        joining = tasks.create_task(world.join())
+        while world.workers.members[1].sluice_inbox.epoch != 2:
+            await asyncio.sleep(0)
+        staging.cancel()
+        await joining
+    assert (await world.stage(4)).digest == _DIGEST
+
+
+async def test_a_join_that_is_cancelled_before_its_first_answer_leaves_the_group(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = world.workers.call_workers
+
+    async def call_slowly(method: str, *arguments: object, timeout_s: float) -> list[object]:
+        answers = await call(method, *arguments, timeout_s=timeout_s)
+        await asyncio.sleep(0.01)
+        return answers
+
+    monkeypatch.setattr(world.workers, "call_workers", call_slowly)
+    spec = world.sender.form_group(1, ["replica"], _TENSORS, {"replica": (WHOLE, WHOLE)})["replica"]
+    async with asyncio.TaskGroup() as tasks:
+        joining = tasks.create_task(world.replica.join(spec))
+        while world.workers.members[1].sluice_inbox.epoch is None:
+            await asyncio.sleep(0)
+        joining.cancel()
+    assert [one.sluice_inbox.epoch for one in world.workers.members] == [None, None]
+
+
 async def test_a_replica_of_one_worker_names_none(world: World) -> None:
     one = Workers(1)
     one.faults["sluice_check_staged", 0] = _failure("nothing")

@@ -107,6 +107,23 @@ async def test_a_newcomer_gets_weights_beside_training_only_if_engines_do_not_sl
         world.holds["train 1"].set()
 
 
+async def test_no_version_is_frozen_while_a_newcomer_is_sent_what_it_overwrites(
+    world: World,
+) -> None:
+    world.holds["train 2"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop()))
+        await until(lambda: "train 2" in world.events)
+        world.holds["snapshot"] = asyncio.Event()
+        world.holds["train 2"].set()
+        await until(lambda: world.state.phase is RunPhase.PUBLISHING)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert "freeze 2" not in world.events
+        world.holds["snapshot"].set()
+    assert "freeze 2" in world.events
+
+
 async def test_no_engine_sleeps_while_a_version_is_evaluated(world: World) -> None:
     world.holds["evaluate 0"] = asyncio.Event()
     loop = world.loop(engines_sleep=True, validates=True, val_before_train=True, test_freq=2)

@@ -300,6 +300,19 @@ async def test_a_newcomer_gets_the_newest_version_in_a_group_of_its_own(trainer:
     assert set(old.epochs).isdisjoint(new.epochs)
 
 
+async def test_a_member_that_was_seeded_again_is_published_to_in_an_epoch_that_it_joins(
+    trainer: Trainer,
+) -> None:
+    returned, other = trainer.add("a"), trainer.add("b")
+    await trainer.publish(0)
+    trainer.fleet.expel(returned.info, "no heartbeat")
+    trainer.register(returned)
+    await trainer.publisher.seed_newcomers()
+    assert (await trainer.publish(1)).attempts == 1
+    assert returned.epochs[-1] == other.epochs[-1]
+    assert trainer.serving() == {"a": 1, "b": 1}
+
+
 async def test_nothing_is_seeded_before_a_first_version_or_to_those_who_serve(
     trainer: Trainer,
 ) -> None:
@@ -333,6 +346,26 @@ async def test_publishing_continues_while_a_newcomer_is_seeded_and_the_newcomer_
     assert trainer.serving() == {"old": 1, "new": 1}
     assert held(new, 1)
     assert (await trainer.publish(2)).replicas == 2
+
+
+async def test_a_newcomer_that_takes_longer_than_a_step_delays_the_version_after_the_next(
+    trainer: Trainer,
+) -> None:
+    trainer.add("old")
+    await trainer.publish(0)
+    new = trainer.add("new")
+    gate = asyncio.Event()
+    new.faults = {"commit": gate.wait}
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        tasks.create_task(trainer.publisher.seed_newcomers())
+        while "commit" not in new.calls:
+            await asyncio.sleep(0.01)
+        await trainer.publish(1)
+        publishing = tasks.create_task(trainer.publish(2))
+        await asyncio.sleep(0.05)
+        assert not publishing.done(), "version 0 is still being read"
+        gate.set()
+    assert trainer.serving() == {"old": 2, "new": 2}
 
 
 async def test_a_member_that_is_being_published_to_is_not_seeded_as_well(

@@ -85,6 +85,7 @@ class WeightWorkers:
         self._calls = calls
         self._vendor = vendor
         self.staged = _NOTHING_STAGED
+        self._begun = 0  # joins and stages
 
     async def begin(self, reported: WorkerBegin) -> tuple[WeightShare, ...]:
         """Prepare every worker; return the share of each.
@@ -111,8 +112,7 @@ class WeightWorkers:
     async def join(self, spec: TransferGroupSpec) -> str:
         """Join an epoch; return the plan's digest."""
         phase = f"joining epoch {spec.epoch}"
-        answers = await self._call("sluice_join", msgspec.msgpack.encode(spec))
-        outcomes = await self._outcomes(answers, phase)
+        outcomes = await self._outcomes(phase, "sluice_join", msgspec.msgpack.encode(spec))
         return str(outcomes[0]["plan_digest"])
 
     async def stage(self, version: int) -> StagedVersion:
@@ -127,7 +127,7 @@ class WeightWorkers:
                 both have; names it.
         """
         phase, self.staged = f"staging version {version}", _NOTHING_STAGED
-        outcomes = await self._outcomes(await self._call("sluice_stage", version), phase)
+        outcomes = await self._outcomes(phase, "sluice_stage", version)
         staged = [msgspec.convert(one, StagedVersion) for one in outcomes]
         try:
             parts = _together(staged)
@@ -139,12 +139,17 @@ class WeightWorkers:
         most_bytes = max(one.received_bytes for one in staged)
         return StagedVersion(version, digest, most_bytes, max(one.seconds for one in staged), parts)
 
-    async def _outcomes(self, begun: list[object], phase: str) -> list[Answer]:
-        """Wait for the workers' threads; after a failure of one, all leave the group."""
+    async def _outcomes(self, phase: str, method: str, *arguments: object) -> list[Answer]:
+        """Begin a join or a stage and wait for the workers' threads; after a failure of one, all
+        leave the group.
+
+        A later one ends this one: what the workers report from then on belongs to it.
+        """
+        self._begun = number = self._begun + 1
         pause_s, known = _FIRST_POLL_S, dict[int, Answer]()
         try:
-            _check(begun, phase)
-            while True:
+            _check(await self._call(method, *arguments), phase)
+            while self._begun == number:
                 answers = await self._call("sluice_outcome")
                 known |= _check(answers, phase)  # each worker reports its result once
                 if len(known) == len(answers):
@@ -152,13 +157,16 @@ class WeightWorkers:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         except asyncio.CancelledError:
-            await self.abort(f"the call was cancelled while {phase}")
+            if self._begun == number:
+                await self.abort(f"the call was cancelled while {phase}")
             raise
         except EngineError:  # a worker that does not answer cannot leave on request
             raise
         except SluiceError as error:
-            await self.abort(f"one of the workers failed: {error}")
+            if self._begun == number:
+                await self.abort(f"one of the workers failed: {error}")
             raise
+        raise WeightSyncError("trainer", phase, "another call began meanwhile")
 
     async def check_staged(self, version: int, digest: str) -> None:
         """Make sure that every worker can apply a version.

@@ -336,11 +336,21 @@ class VllmClient:
         """See `VendorClient.pause`."""
         pausing = self._llm.pause_generation(mode="keep", clear_cache=recomputes)
         await _answer(pausing, "pause", _CALL_TIMEOUT_S)
+        await _answer(self._settled(), "handing tokens out", _CALL_TIMEOUT_S)
+
+    async def _settled(self) -> None:
+        """Wait until vLLM's output task has handed out what came so far.
+
+        The task takes a step's samples in parts, and lets other tasks run between them.
+        """
         waiting = getattr(self._llm.engine_core, "outputs_queue", None)
-        turns = _SETTLING_TURNS  # from vLLM's output task to each sample's consumer
-        while turns:
+        if waiting is not None:
+            engine: Any = importlib.import_module("vllm.v1.engine")
+            waiting.put_nowait(engine.EngineCoreOutputs())  # taken after all before it
+            while not waiting.empty():  # noqa: ASYNC110 - nothing else tells
+                await asyncio.sleep(0)
+        for _ in range(_SETTLING_TURNS):  # from that task to each sample's consumer
             await asyncio.sleep(0)
-            turns = _SETTLING_TURNS if waiting is not None and not waiting.empty() else turns - 1
 
     async def resume(self) -> None:
         """Sample again."""
