@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.commands import started
+from tools.commands import end
 from tools.phases import say
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"(?:#|//) ([\w-]+\.\w+)\b.*\n")
 _WRITTEN = {"yaml", "properties", "python", "bash", "javascript"}
 _EXIT_CODE = re.compile(r"# exit code (\d+)$")
-_WITHIN_S, _LATE = 300.0, 124
+_WITHIN_S, _END_S, _LATE = 300.0, 60.0, 124
 
 
 def tried_pages(folder: Path, user: Path, names: Collection[str] | None) -> Mapping[str, str]:
@@ -54,17 +54,27 @@ def typed_command(
 ) -> tuple[int, str]:
     """Run a command to its end in a folder; return exit code and all output.
 
-    One that takes too long is ended, and has the exit code of `timeout`.
+    One that takes too long is ended, and has the exit code of `timeout`. What a command leaves in
+    the background stays, such as a run for the next commands.
     """
     late = ""
-    with tempfile.TemporaryDirectory(prefix="first-hour-") as name:
-        log = Path(name) / "output"
-        with started(command, log, environment, folder=folder) as process:
-            try:
-                code = process.wait(_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                code, late = _LATE, f"\nno end within {_WITHIN_S:g} s"
-        return code, log.read_text(encoding="utf-8", errors="replace") + late
+    with tempfile.TemporaryFile(prefix="first-hour-") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            end(process, _END_S)
+            code, late = _LATE, f"\nno end within {_WITHIN_S:g} s"
+        output.seek(0)
+        return code, output.read().decode("utf-8", "replace") + late
 
 
 def _tried(page: Path, user: Path) -> str:
