@@ -185,9 +185,7 @@ def _hint(last: Sequence[str]) -> str:
             "; torch_npu is not installed here, so the script stopped; check it where the NPUs "
             "are, or give its settings in a file"
         )
-    return (
-        "; programs print nothing here: if it needs what one prints, give its settings in a file"
-    )
+    return "; programs print nothing here: if it needs what one prints, give its settings in a file"
 
 
 def shown(call: Sequence[str]) -> str:

@@ -276,7 +276,7 @@ def test_settings_after_a_comment_in_the_launch_are_reported_as_cut_off() -> Non
     [
         ("a.b=1\n  a.c=/m/q \\\n  a.d=3", "a.c=/m/q a.d=3"),
         ('a.b=1\n  ++a.c="$M"', "++a.c=/m/q"),
-        ("a.b=1 \\\n  # why\n  a.c=\"[/x, /y]\" 2>&1 | tee log", "'a.c=[/x, /y]'"),
+        ('a.b=1 \\\n  # why\n  a.c="[/x, /y]" 2>&1 | tee log', "'a.c=[/x, /y]'"),
         ("a.b=1\n  a.c=/bin/id", "a.c=/bin/id"),
     ],
 )
