@@ -140,7 +140,8 @@ def translate_words(tree: SettingsTree) -> None:
         if tree.get(key) is None:
             tree.remove(tuple(key.split(".")))
     _symmetric_clip(tree)
-    if tree.get("actor_rollout_ref.model.lora_rank") == 0:
+    rank, alpha = (tree.get(f"actor_rollout_ref.model.lora_{name}") for name in ("rank", "alpha"))
+    if rank == 0 or (rank is UNSET and alpha == 0):
         tree.remove(("actor_rollout_ref", "model", "lora_alpha"))
 
 
@@ -201,6 +202,13 @@ def _lengths(settings: _Settings) -> None:
         limit = settings.given(f"{_ROLLOUT}.{name}_length")
         if limit is not None:
             settings.put(f"data.max_{name}_length", limit, over=True)
+
+
+def _memory(settings: _Settings) -> None:
+    """Let the share of a replica with its own devices win, as in verl."""
+    share = settings.given(f"{_ROLLOUT}.standalone_gpu_memory_utilization")
+    if share is not None:
+        settings.put(f"{_ROLLOUT}.gpu_memory_utilization", share, over=True)
 
 
 def _generation_rounds(settings: _Settings) -> None:
@@ -407,6 +415,7 @@ def _correction(settings: _Settings) -> None:
 
 _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _lengths,
+    _memory,
     _generation_rounds,
     _micro_batches,
     _steps,

@@ -271,15 +271,14 @@ def _dispatch(sizes: VerlSizes) -> Iterator[Problem]:
 
 def _generation(sizes: VerlSizes) -> Iterator[Problem]:
     batch = sizes.batch
-    # 1 is what verl's asynchronous trainers need.
-    usual = (1, batch.train_prompts)
-    if not sizes.config.algorithm.filter_groups.enable and batch.gen_prompts not in usual:
+    is_divided = batch.train_prompts % batch.gen_prompts == 0
+    if not sizes.config.algorithm.filter_groups.enable and not is_divided:
         yield verl_problem(
             "generation-batch",
             "data.gen_batch_size",
             batch.gen_prompts,
-            "without algorithm.filter_groups.enable would silently replace "
-            f"{TRAIN} = {batch.train_prompts}",
+            "is refused by verl 0.9 without algorithm.filter_groups.enable: "
+            f"{TRAIN} = {batch.train_prompts} must be a multiple of it",
             f"data.gen_batch_size={batch.train_prompts}",
         )
     num_generations = sizes.config.algorithm.num_generations

@@ -24,7 +24,10 @@ from sluice.errors import ConfigError, DeadlineError
 SUFFIXES = (".sh", ".bash")
 _SETTING = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)*=|~[A-Za-z_][\w.-]*)")
 _DOTTED = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)+=)")
-_OTHER_WORK = re.compile(r"verl\.[\w.]*(?:sft|generation|eval)")
+_OTHER_WORK = re.compile(
+    r"(?:verl|recipe)\.(?:\w+\.)*(?:\w*sft_trainer\w*|main_generation\w*|main_eval\w*)"
+)
+_HAS_NPU = importlib.util.find_spec("torch_npu") is not None
 _MOST_SHOWN = 100
 # They read and print, or make what a redirection needs.
 PRINTERS = (
@@ -108,7 +111,7 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
         DeadlineError: it does not end.
     """
     recording = record(script, arguments, isolated=isolated)
-    launches = [call for call in recording.calls if _start_of(call) is not None]
+    launches = [call for call in recording.calls if _trains(call)]
     if not launches:
         raise ConfigError(_no_launch(script, recording))
     if len(set(launches)) > 1:
@@ -120,11 +123,6 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     call = launches[0]
     start = _start_of(call)
     assert start is not None
-    if _OTHER_WORK.match(call[start]):
-        raise ConfigError(
-            f"script {script}: starts {call[start]}, which is no reinforcement learning; sluice "
-            "has no counterpart"
-        )
     given = call[start + 1 :]
     settings = [word for word in given if _SETTING.match(word)]
     if not set(arguments) & set(settings):
@@ -156,19 +154,38 @@ def _start_of(call: Sequence[str]) -> int | None:
     return None
 
 
+def _trains(call: Sequence[str]) -> bool:
+    start = _start_of(call)
+    return start is not None and not _OTHER_WORK.fullmatch(call[start])
+
+
 def _no_launch(script: Path, recording: Recording) -> str:
+    for call in recording.calls:
+        if (start := _start_of(call)) is not None:
+            return (
+                f"script {script}: starts {call[start]}, which is no reinforcement learning; "
+                "sluice has no counterpart"
+            )
     calls = "; ".join(dict.fromkeys(shown(call) for call in recording.calls)) or "nothing"
     ended = f", exit code {recording.exit_code}" if recording.exit_code else ""
     unset = f"; without a value: {', '.join(recording.unset)}" if recording.unset else ""
     errors = f"; it printed: {recording.errors.strip()}" if recording.errors.strip() else ""
-    if recording.exit_code and recording.calls:
-        errors += "; programs print nothing here: if it needs what one prints, give its settings "
-        errors += "in a file"
+    if recording.exit_code and recording.calls and not _UNBOUND.search(recording.errors):
+        errors += _hint(recording.calls[-1])
     return (
         f"script {script}: starts no training with key=value arguments, such as python3 -m "
         f"verl.trainer.main_ppo data.train_batch_size=64; it would run: {calls}{ended}{unset}"
         f"{errors}"
     )
+
+
+def _hint(last: Sequence[str]) -> str:
+    if " ".join(last[1:3]).startswith("-c import torch_npu") and not _HAS_NPU:
+        return (
+            "; torch_npu is not installed here, so the script stopped; check it where the NPUs "
+            "are, or give its settings in a file"
+        )
+    return "; programs print nothing here: if it needs what one prints, give its settings in a file"
 
 
 def shown(call: Sequence[str]) -> str:
@@ -236,7 +253,7 @@ def record(
             "__SLUICE_BIN": str(_programs(folder / "bin")),
             "__SLUICE_CALLS": str(calls),
             "__SLUICE_NAMES": " ".join(names),
-            "__SLUICE_NO_NPU": str(int(importlib.util.find_spec("torch_npu") is None)),
+            "__SLUICE_NO_NPU": str(int(not _HAS_NPU)),
             "__SLUICE_RECORDED": " ".join((*RECORDED, *_RUN_WITH_CARE)),
         }
         before = _isolation(folder, bash) if isolated else []
@@ -263,12 +280,12 @@ def record(
 
 
 def _unset_at_launch(made: Sequence[Sequence[str]]) -> list[str]:
-    """Return the variables without a value at the launch, without one at the last call."""
+    """Return the variables without a value at the launch; without a launch, at the last call."""
     names: list[str] = []
     for call in made:
         if call[:1] == _UNSET:
             names += call[1:]
-        elif _start_of(call) is not None:
+        elif _trains(call):
             break
         elif call is not made[-1]:
             names = []

@@ -44,7 +44,7 @@ __sluice_call() {
     done
     printf '%s\0' "$#" "$@" >>"$__SLUICE_CALLS"
     # verl's scripts ask so whether the devices are NPUs.
-    if [[ $__sluice_name == python* && $* == *"import torch_npu"* ]]; then return "$__SLUICE_NO_NPU"; fi
+    if [[ $__sluice_name == python* && ${2-} == -c && ${3-} == "import torch_npu"* ]]; then return "$__SLUICE_NO_NPU"; fi
   fi
 }
 
@@ -66,6 +66,11 @@ __sluice_before() {
     if [[ $__sluice_rest != *[[:space:]]* ]]; then return; fi
     __sluice_rest=${__sluice_rest#*[[:space:]]}
   done
+  # A setting that no launch has: bash looks for a file if its value has a /, and calls no handler.
+  if [[ $__sluice_rest == ?(+)?(+)[A-Za-z_]*([A-Za-z0-9_-]).+([A-Za-z0-9_.-])=* ]]; then
+    if eval "set -- $__sluice_rest" && [[ $1 == */* ]]; then printf '%s\0' "$#" "$@" >>"$__SLUICE_CALLS"; fi
+    return 0
+  fi
   unset -f exec
   if [[ $__sluice_rest == exec\ [!-\<\>\&\{0-9]* ]]; then exec() { "$@"; exit; }; fi
   __sluice_rest=${__sluice_rest%%[[:space:]]*}

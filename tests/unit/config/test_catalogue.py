@@ -139,6 +139,8 @@ def test_the_page_has_a_row_for_every_key_and_every_spelling() -> None:
         "global_profiler.relocate_results",
         "trainer.checkpoint_callback_class",
         "actor_rollout_ref.rollout.router_config_path",
+        "actor_rollout_ref.actor.torchtitan.entropy_from_logits_chunk_size",
+        "rollout.n",
     ],
 )
 def test_keys_that_verl_0_9_added_are_known(key: str) -> None:

@@ -147,7 +147,7 @@ def test_a_reference_to_nothing_is_refused(reference: str, message: str) -> None
     ("override", "suggestion"),
     [
         ("data.train_batch_szie=8", r"did you mean data.train_batch_size\?"),
-        ("rollout.n=8", r"did you mean actor_rollout_ref.rollout.n\?"),
+        ("rollout.top_p=1", r"did you mean actor_rollout_ref.rollout.top_p\?"),
         ("actor_rollout_ref.actor.lr=1", r"did you mean actor_rollout_ref.actor.optim.lr\?"),
         ("nothing.at.all=1", "nothing: unknown key; the root knows data, actor_rollout_ref"),
         ("data.seed.rows=1", "data.seed is a value and has no keys below it"),

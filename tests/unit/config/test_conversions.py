@@ -113,6 +113,36 @@ def value(config: RunConfig, key: str) -> object:
             "actor_rollout_ref.model.lora_alpha",
             16,
         ),
+        (["actor_rollout_ref.model.lora_alpha=0"], "actor_rollout_ref.model.lora_alpha", 16),
+        *(
+            ([f"{prefix}.decay_type=cosine"], f"{prefix}.lr_scheduler_type", "cosine")
+            for prefix in (f"{ACTOR}.optim", "critic.optim")
+        ),
+        (
+            [
+                f"{ROLLOUT}.standalone_gpu_memory_utilization=0.8",
+                f"{ROLLOUT}.gpu_memory_utilization=0.4",
+            ],
+            f"{ROLLOUT}.gpu_memory_utilization",
+            0.8,
+        ),
+        *(
+            ([f"critic.{engine}.{name}_offload=true"], f"critic.fsdp.{name}_offload", True)
+            for engine in ("veomni", "torchtitan")
+            for name in ("param", "optimizer")
+        ),
+        (["critic.veomni.fsdp_size=4"], "critic.fsdp.fsdp_size", 4),
+        (["critic.torchtitan.data_parallel_shard_size=4"], "critic.fsdp.fsdp_size", 4),
+        ([f"{ACTOR}.veomni.pad_to_length=true"], f"{ACTOR}.fsdp_config.pad_to_length", True),
+        (
+            [
+                "rollout.total_rollout_steps=6400",
+                "data.train_batch_size=64",
+                "trainer.total_training_steps=7",
+            ],
+            "trainer.total_training_steps",
+            7,
+        ),
         (
             ["rollout.total_rollout_steps=6400", "data.train_batch_size=64"],
             "trainer.total_training_steps",

@@ -118,6 +118,21 @@ def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: in
         assert one.text.endswith(f"set {ROLLOUT}.name=torch")
 
 
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("rollout.n=4", "actor_rollout_ref.rollout.n decides, as in verl"),
+        ("model_engine=veomni", "schedule is cosine with veomni and linear with torchtitan: set "),
+        ("critic.veomni.attn_implementation=x", "the keys of critic.fsdp work"),
+        ("actor_rollout_ref.actor.megatron.use_remove_padding=false", "rows are always packed"),
+        ("rollout.total_rollout_steps=64", "verl also stops after trainer.total_epochs"),
+    ],
+)
+def test_a_notice_says_what_decides(setting: str, text: str) -> None:
+    (one,) = notices(settings_of({}, [setting]))
+    assert text in one.text
+
+
 def test_an_engine_that_is_left_out_is_named_where_its_keys_are_set() -> None:
     (one,) = notices(settings_of({}, [f"{ROLLOUT}.gpu_memory_utilization=0.8"]))
     assert one.text.endswith(f"{ROLLOUT}.name is left out: replicas run torch, where verl ran vllm")

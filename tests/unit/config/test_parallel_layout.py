@@ -45,6 +45,8 @@ def test_ranks_that_share_sequences_train_the_same_rows() -> None:
         (f"{TORCHTITAN}.tensor_parallel_size", f"{FSDP}.tensor_parallel_size"),
         (f"{MEGATRON}.pipeline_model_parallel_size", f"{FSDP}.pipeline_parallel_size"),
         (f"{VEOMNI}.fsdp_size", f"{FSDP}.fsdp_size"),
+        (f"{TORCHTITAN}.data_parallel_shard_size", f"{FSDP}.fsdp_size"),
+        (f"{TORCHTITAN}.expert_parallel_size", f"{FSDP}.expert_parallel_size"),
     ],
 )
 def test_a_size_of_another_backend_of_verl_is_the_same_size_here(words: str, same: str) -> None:

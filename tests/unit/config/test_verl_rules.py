@@ -218,7 +218,7 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
             ],
             "45 rows cannot be divided among 8",
         ),
-        ("generation-batch", ["data.gen_batch_size=128"], "would silently replace"),
+        ("generation-batch", ["data.gen_batch_size=128"], "is refused by verl 0.9"),
         (
             "group-size",
             ["algorithm.adv_estimator=adpo", "algorithm.num_generations=6"],
@@ -345,8 +345,9 @@ def test_what_an_engine_refuses_counts_here_where_sluice_drives_it(engine: str, 
     assert (one.rule, one.severity is Severity.ERROR) == ("engine-experts", here)
 
 
-def test_generation_by_single_prompts_is_what_verls_asynchronous_trainers_need() -> None:
-    assert broken("data.gen_batch_size=1") == []
+@pytest.mark.parametrize("prompts", [1, 16, 64])
+def test_a_generation_batch_divides_the_train_batch_as_verl_needs_it(prompts: int) -> None:
+    assert broken("data.train_batch_size=64", f"data.gen_batch_size={prompts}") == []
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:

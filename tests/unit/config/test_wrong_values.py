@@ -37,7 +37,7 @@ TYPES = (
     ("data.train_files={a: 1}", "expected a string or a list with each element a string"),
     (f"{FSDP}.param_offload=1", "= 1: expected true or false"),
     ("actor_rollout_ref.model.lora_rank=-1", "lora_rank = -1: expected an integer >= 0"),
-    ("actor_rollout_ref.model.lora_alpha=0", "lora_alpha = 0: expected a number > 0"),
+    ("actor_rollout_ref.model.lora_alpha=-1", "lora_alpha = -1: expected a number > 0"),
     (f"{R}.gpu_memory_utilization=1.5", "= 1.5: expected a number > 0 and <= 1"),
     (f"{R}.temperature=0", "temperature = 0: expected a number > 0"),
     (f"{A}.clip_ratio_c=1.0", "clip_ratio_c = 1: expected a number > 1"),
@@ -70,6 +70,7 @@ UNKNOWN = (
 )
 REFUSED = (
     ("data.train_batch_size=0", "a batch needs prompts; in place of verl's fully asynchronous"),
+    ("data.train_batch_size=0", f"set it to {A}.ppo_mini_batch_size * async_training.require"),
     (f"{A}.use_gpg_loss=true", f"set {LOSS}.loss_mode=gpg"),
     (f"{A}.kl_loss_type=full", "= full is refused: it needs the whole distribution"),
     (f"{R}.pipeline_model_parallel_size=2", "= 2 is refused: engines run without pipeline stages"),
@@ -82,6 +83,7 @@ REFUSED = (
     ("reward_model.reward_manager=batch", "write a scorer for one response"),
     ("trainer.logger=['console','clearml']", "no logger clearml; use mlflow or wandb"),
     (f"{A}.optim.optimizer=muon", "AdamW is the only optimizer"),
+    (f"{A}.optim.decay_type=sqrt", "may fall linear or cosine"),
     (f"{A}.optim.lr_decay_style=WSD", "constant, linear, cosine or inverse_square_root"),
 )
 BATCHES = (

@@ -255,10 +255,35 @@ def test_devices_are_npus_only_where_torch_npu_is() -> None:
     assert launch(f"{VERL} a.b={probe}").settings == ("a.b=gpu",)
 
 
+def test_a_probe_that_catches_its_own_error_does_not_stop_a_script() -> None:
+    probe = "try:\n  import torch_npu\nexcept ImportError: print(0)"
+    assert launch(f'set -e\nn=$(python3 -c "{probe}")\n{VERL} a.b=1').settings == ("a.b=1",)
+
+
+def test_a_script_that_stops_without_npus_says_so() -> None:
+    with pytest.raises(ConfigError, match="torch_npu is not installed here, so the script stopped"):
+        launch(f"set -e\npython3 -c 'import torch_npu'\n{VERL} a.b=1")
+
+
 def test_settings_after_a_comment_in_the_launch_are_reported_as_cut_off() -> None:
     found = launch(f"{VERL} a.b=1 \\\n  # why\n  +a.c=2 \\\n  a.d=3")
     assert found.settings == ("a.b=1",)
     assert (found.cut_off, found.not_run) == (("+a.c=2 a.d=3",), ())
+
+
+@pytest.mark.parametrize(
+    ("lines", "cut_off"),
+    [
+        ("a.b=1\n  a.c=/m/q \\\n  a.d=3", "a.c=/m/q a.d=3"),
+        ('a.b=1\n  ++a.c="$M"', "++a.c=/m/q"),
+        ('a.b=1 \\\n  # why\n  a.c="[/x, /y]" 2>&1 | tee log', "'a.c=[/x, /y]'"),
+        ("a.b=1\n  a.c=/bin/id", "a.c=/bin/id"),
+    ],
+)
+def test_settings_with_a_path_are_reported_as_cut_off(lines: str, cut_off: str) -> None:
+    found = launch(f"M=/m/q\n{VERL} {lines}")
+    assert found.settings == ("a.b=1",)
+    assert found.cut_off == (cut_off,)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +292,16 @@ def test_settings_after_a_comment_in_the_launch_are_reported_as_cut_off() -> Non
 def test_a_script_of_other_work_is_refused_by_name(module: str) -> None:
     with pytest.raises(ConfigError, match=f"starts {module}, which is no reinforcement learning"):
         launch(f"torchrun -m {module} data.path=x")
+
+
+def test_other_work_after_a_training_is_not_run() -> None:
+    found = launch(f"{VERL} a.b=1\npython3 -m verl.trainer.main_generation c.d=2")
+    assert found.settings == ("a.b=1",)
+    assert found.not_run == ("python3 -m verl.trainer.main_generation c.d=2",)
+
+
+def test_a_training_is_known_by_the_last_part_of_its_name() -> None:
+    assert launch("python3 -m verl.recipe.retrieval.main_ppo a.b=1").settings == ("a.b=1",)
 
 
 def test_a_script_that_needs_what_a_program_prints_is_told_what_to_do() -> None:
@@ -278,8 +313,9 @@ def test_a_script_that_needs_what_a_program_prints_is_told_what_to_do() -> None:
 
 def test_a_script_that_stops_at_an_unset_variable_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DATA", raising=False)
-    with pytest.raises(ConfigError, match="without a value: DATA"):
-        launch(f"set -u\n{VERL} a.b=$DATA")
+    with pytest.raises(ConfigError, match="without a value: DATA") as raised:
+        launch(f"set -u\npip install x\n{VERL} a.b=$DATA")
+    assert "programs print nothing" not in str(raised.value)
 
 
 def test_names_with_defaults_in_quotes_and_local_ones_are_not_looked_for() -> None:

@@ -30,8 +30,8 @@ _UNIT_NAMES = (
     *("month", "year", "foot", "feet", "inch", "yard"),
 )
 _UNITS = tuple(re.compile(rf"{name}(es)?(s)? *(\^[0-9]+)?") for name in _UNIT_NAMES)
-_DEGREES = re.compile(r"\^ *(\\circ|\{\\circ\})|\\degree(?![A-Za-z])")
-_SPACE = re.compile(r"\\[,:; ]|\\$|\\q?quad(?![A-Za-z])|~")
+_DEGREES = re.compile(r"\^ *(\\circ|\{\\circ\})|\\degrees?(?![A-Za-z])")
+_SPACE = re.compile(r"\\[,:; ]|\\$|\\q?quad(?![A-Za-z])|~")  # \\$: a backslash at the end
 _FONT = re.compile(r"\\(text|math)(rm|bf|it)(?=\{)|\\(boldsymbol|bold|underline|boxed|fbox)(?=\{)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(\D|$))")
 _MIXED_NUMBER = re.compile(r"(?<=\d) +(?=\d)")
@@ -97,7 +97,7 @@ def _plain(answer: str) -> str:
         answer = answer.replace(sign, "")
     for unit in _UNITS:
         answer = unit.sub("", answer)
-    answer = _THOUSANDS.sub("", answer.replace("{}", "")).strip()
+    answer = _THOUSANDS.sub("", answer.replace("{}", "").replace("{,}", ",")).strip()
     answer = _MIXED_FRACTION.sub("+", _MIXED_NUMBER.sub("+", answer))
     answer = "".join(_LATEX_FRACTION.sub(r"\1/\2", answer).split()).lower()
     integer = _INTEGER.fullmatch(answer.replace("{", "").replace("}", ""))
