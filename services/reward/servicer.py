@@ -158,7 +158,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Close a lease."""
         check_fields(request)
         groups = self._app.loop.batches.acknowledge(request.batch_id, request.step)
-        # First: a call that repeats this one, if the disk is slow, gets no groups.
+        # Before `durable`: a call that repeats this one, after a slow disk, gets no groups to
+        # write.
         await self._app.dumps.trained(groups, request.step)
         await self._app.ledger.durable()
         return reward.AcknowledgeBatchResponse()

@@ -110,7 +110,7 @@ def _open_sockets() -> set[int]:
 
 
 async def test_an_answer_of_the_scheduler_comes_after_the_tokens_that_it_sent_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     made = ipc_channels.SchedulerIpcChannels
     monkeypatch.setattr(made, "create", made.create)
@@ -126,6 +126,7 @@ async def test_an_answer_of_the_scheduler_comes_after_the_tokens_that_it_sent_be
             metrics_enabled=False,
             enable_scripted_runtime=False,
         )
+        assert not [one for one in recwarn if one.category is ResourceWarning], "left open"
         tokens, answer = bytes(1 << 22), b"answer"
         for _ in range(20):
             channels.send_to_detokenizer.socket.send(tokens)

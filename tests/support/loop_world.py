@@ -227,7 +227,7 @@ class World:
     async def let_sleep(self) -> None:
         await self.happens("sleep")
 
-    async def free_snapshot(self) -> None:
+    async def snapshot_is_free(self) -> None:
         if (held := self.holds.get("snapshot")) is not None:
             await held.wait()
 

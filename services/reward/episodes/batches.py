@@ -145,8 +145,10 @@ class CallBatches:
             async with aclosing(messages):
                 async for message in messages:
                     for result in message.results:
-                        is_wanted = _answer(left.pop(result.episode_id, None), result)
-                        if result.HasField("opened") and not is_wanted:
+                        due = left.pop(result.episode_id, None)
+                        if due is None:
+                            continue
+                        if not _answer(due, result) and result.HasField("opened"):
                             unwanted.append(result.episode_id)
             error = PeerError(server.name, phase, f"it sent no result for {len(left)} of its calls")
         except SluiceError as raised:
@@ -154,8 +156,9 @@ class CallBatches:
         finally:
             await server.channels.release(server.address)
         self._answer_rest(server, left.values(), error)
-        for episode_id in unwanted:
-            await give_up(server, episode_id)
+        async with asyncio.TaskGroup() as tasks:
+            for episode_id in unwanted:
+                tasks.create_task(give_up(server, episode_id), name="give up")
 
     def _answer_rest(self, server: Server, left: Iterable[_Due], error: SluiceError) -> None:
         """Let calls without a result be made alone, or fail."""
@@ -194,9 +197,9 @@ class CallBatches:
         )
 
 
-def _answer(due: _Due | None, result: environment.PlayResult) -> bool:
+def _answer(due: _Due, result: environment.PlayResult) -> bool:
     """Hand a result to its caller; return whether it still waits."""
-    if due is None or due.answered.done():
+    if due.answered.done():
         return False
     due.answered.set_result(result)
     return True

@@ -53,7 +53,7 @@ from services.reward.records.traces import PromptTraces
 from sluice.algorithm.groups.staleness import reserves_slot
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.admission import groups_with_capacity
-from sluice.algorithm.sampling.attempt import Attempt
+from sluice.algorithm.sampling.attempt import Attempt, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sources import SourceLoad, source_to_start
 from sluice.concurrency.waits import Waiting, deadline
@@ -109,6 +109,7 @@ class GroupLoop:
         self._was_exhausted = False
         self._learned_version: int | None = None
         self._memory_is_writable = True
+        self._memory_lock = asyncio.Lock()
         self.batches.reason = self._reason
 
     async def run(self) -> None:
@@ -194,14 +195,22 @@ class GroupLoop:
     async def _learn(self) -> None:
         """Update the memory of prompts from ended groups, before another version starts."""
         attempts = [each for one in self._sources.values() for each in one.strategy.new_version()]
-        if self._memory is None or not attempts or not self._memory_is_writable:
-            return
-        try:
-            # A call that repeats a cancelled one finds no attempts.
-            await asyncio.shield(asyncio.to_thread(self._memory.add, attempts))
-        except DataError as error:
-            logger.warning("attempts are no longer remembered: %s", error)
-            self._memory_is_writable = False
+        if self._memory is not None:
+            # A call that repeats a cancelled one finds no attempts, and waits until the first one's
+            # are written.
+            await asyncio.shield(self._remember(self._memory, attempts))
+
+    async def _remember(
+        self, memory: PromptMemoryStore, attempts: Sequence[tuple[str, RememberedAttempt]]
+    ) -> None:
+        async with self._memory_lock:
+            if not attempts or not self._memory_is_writable:
+                return
+            try:
+                await asyncio.to_thread(memory.add, attempts)
+            except DataError as error:
+                logger.warning("attempts are no longer remembered: %s", error)
+                self._memory_is_writable = False
 
     # --------------------------------------------------------------------------------- admission
 

@@ -136,7 +136,7 @@ class LedgerWriter:
             try:
                 with self._in_use:
                     self._commit(changes)
-            except Exception as error:  # noqa: BLE001 - also of a value that no file holds
+            except Exception as error:  # noqa: BLE001 - also a value that SQLite cannot bind
                 self._fail(self._unusable(error))
                 return
             self._notify(len(changes))

@@ -205,6 +205,7 @@ class TransferSession:
         next_epoch: returns rising numbers, shared by all sessions.
         timeout_s: seconds that the trainer's part of a collective has to end after a failure.
         probe_timeout_s: seconds that a replica has to answer a probe.
+        read: opens the snapshot that is sent; closed before replicas commit.
         read_again: opens earlier snapshots; ``None``: all weights are sent every time.
         swaps_at_once: returns how many of the members swap at the same time, at least 1.
     """
@@ -219,6 +220,7 @@ class TransferSession:
         timeout_s: float,
         probe_timeout_s: float,
         signs_of_life: SignsOfLife,
+        read: Callable[[], AbstractContextManager[Snapshot]],
         read_again: ReadAgain | None,
         counts: SyncCounts,
         swaps_at_once: Callable[[Sequence[ReplicaInfo]], int],
@@ -226,6 +228,7 @@ class TransferSession:
         self._counts = counts
         self._swaps_at_once = swaps_at_once
         self._signs_of_life = signs_of_life
+        self._read = read
         self._read_again = read_again
         self._group_base: _GroupBase | None = None
         self._sender = sender
@@ -238,8 +241,8 @@ class TransferSession:
         self._members: tuple[ReplicaInfo, ...] = ()
         self._clients: dict[ReplicaInfo, ReplicaClient] = {}
 
-    async def deliver(self, members: tuple[ReplicaInfo, ...], snapshot: Snapshot) -> DeliveryResult:
-        """Send one version to `members`, in a new epoch if the last one had other members."""
+    async def deliver(self, members: tuple[ReplicaInfo, ...]) -> DeliveryResult:
+        """Send a version to `members`, in a new epoch if the last one had other members."""
         delivery = DeliveryResult()
         if self._members != members:
             with self._counts.timed(SyncPhase.FORM):
@@ -247,11 +250,12 @@ class TransferSession:
             if not is_formed:
                 self._counts.failed(SyncPhase.FORM)
                 return delivery
-        # Before any member waits in a collective: encoding would use up its deadline.
-        with self._counts.timed(SyncPhase.ENCODE):
-            update = await self._changes_to(snapshot)
-        with self._counts.timed(SyncPhase.STAGE):
-            delivery.report = await self._stage(snapshot, update, delivery)
+        with self._read() as snapshot:
+            # Before any member waits in a collective: encoding would use up its deadline.
+            with self._counts.timed(SyncPhase.ENCODE):
+                update = await self._changes_to(snapshot)
+            with self._counts.timed(SyncPhase.STAGE):
+                delivery.report = await self._stage(snapshot, update, delivery)
         if delivery.report is None:
             self._counts.failed(SyncPhase.STAGE)
             return delivery
@@ -261,7 +265,7 @@ class TransferSession:
             self._counts.failed(SyncPhase.COMMIT)
         return delivery
 
-    def lose(self, replicas: Sequence[ReplicaInfo]) -> None:
+    def left_by(self, replicas: Sequence[ReplicaInfo]) -> None:
         """Note that replicas join another session's group: the next delivery forms a new one."""
         if not set(replicas).isdisjoint(self._members):
             self._members = ()

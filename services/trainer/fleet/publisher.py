@@ -18,7 +18,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from services.trainer.fleet.delivery import DeliveryResult, SyncCounts, TransferSession
@@ -28,7 +28,7 @@ from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
-from sluice.weights.snapshot import SnapshotBuffers
+from sluice.weights.snapshot import Snapshot, SnapshotBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +107,11 @@ class WeightPublisher:
         self._probe_timeout_s = probe_timeout_s
         self._epochs = itertools.count(1)
         self._swaps_at_once = swaps_at_once
-        self._main = self._new_session(self._in_a_turn)
+        self._main = self._new_session(snapshots.read, self._in_a_turn)
         # Instance ids of replicas in a running delivery: a replica is in one group at a time.
         self._busy: set[str] = set()
-        self._seeded_version: int | None = None
-        self._has_seeded = asyncio.Event()
-        self._has_seeded.set()
+        # The version that newcomers are sent, and the end of that.
+        self._seeding: tuple[int, asyncio.Event] | None = None
 
     async def publish(self, version: int) -> PublishReport:
         """Send the frozen `version` to all members that are not being seeded.
@@ -138,14 +137,14 @@ class WeightPublisher:
                 return PublishReport(version, served, attempt, seconds, stall_s, sent, dense, ranks)
         raise AssertionError("counting has no end")
 
-    async def free_snapshot(self) -> None:
+    async def snapshot_is_free(self) -> None:
         """Wait until no newcomer is sent the version before the newest one.
 
-        The next version takes its memory. The deadlines of its phases end a newcomer that hangs.
+        The next version takes its memory. The deadline of the transfer ends a newcomer that hangs.
         """
-        if self._seeded_version != self._snapshots.version:
+        if self._seeding is not None and self._seeding[0] != self._snapshots.version:
             with waiting_for("newcomers", "receiving the version that the next one overwrites"):
-                await self._has_seeded.wait()
+                await self._seeding[1].wait()
 
     async def seed_newcomers(self) -> None:
         """Send the newest version to pending replicas in their own group.
@@ -159,13 +158,10 @@ class WeightPublisher:
             newcomers = self._free(MemberState.PENDING)
             if not newcomers:
                 return
-            session = self._new_session()
-            self._seeded_version = self._snapshots.version
-            self._has_seeded.clear()
+            session = self._new_session(self._read_for_newcomers)
             try:
                 await self._deliver(session, newcomers)
             finally:
-                self._has_seeded.set()
                 await session.close()
         for info in set(newcomers) & set(self._free(MemberState.PENDING)):
             self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
@@ -193,8 +189,20 @@ class WeightPublisher:
         """Leave the group and close all control calls."""
         await self._main.close()
 
+    @contextmanager
+    def _read_for_newcomers(self) -> Iterator[Snapshot]:
+        with self._snapshots.read() as snapshot:
+            self._seeding = (snapshot.version, has_ended := asyncio.Event())
+            try:
+                yield snapshot
+            finally:
+                self._seeding = None
+                has_ended.set()
+
     def _new_session(
-        self, swaps_at_once: Callable[[Sequence[ReplicaInfo]], int] = len
+        self,
+        read: Callable[[], AbstractContextManager[Snapshot]],
+        swaps_at_once: Callable[[Sequence[ReplicaInfo]], int] = len,
     ) -> TransferSession:
         return TransferSession(
             self._make_sender(),
@@ -204,6 +212,7 @@ class WeightPublisher:
             timeout_s=self._timeout_s,
             probe_timeout_s=self._probe_timeout_s,
             signs_of_life=self._signs_of_life,
+            read=read,
             read_again=self._snapshots.read_again if self._sends_changes else None,
             counts=self._counts,
             swaps_at_once=swaps_at_once,
@@ -227,9 +236,9 @@ class WeightPublisher:
         self, session: TransferSession, members: tuple[ReplicaInfo, ...]
     ) -> DeliveryResult:
         if session is not self._main:
-            self._main.lose(members)
-        with self._mark_busy(members), self._snapshots.read() as snapshot:
-            delivery = await session.deliver(members, snapshot)
+            self._main.left_by(members)
+        with self._mark_busy(members):
+            delivery = await session.deliver(members)
         if delivery.served:
             to = "fleet" if session is self._main else "newcomers"
             stall_s = max(delivery.served.values())
@@ -238,10 +247,10 @@ class WeightPublisher:
             self._fleet.refuse(info, reason)
         for info, reason in delivery.lost.items():
             self._fleet.expel(info, reason)
-        for info in delivery.served:
-            # A newcomer stays pending if a newer version was frozen meanwhile.
-            if snapshot.version == self._snapshots.version:
-                self._fleet.mark_serving(info, snapshot.version)
+        # A newcomer stays pending if a newer version was frozen meanwhile.
+        if delivery.report is not None and delivery.report.version == self._snapshots.version:
+            for info in delivery.served:
+                self._fleet.mark_serving(info, delivery.report.version)
         return delivery
 
     async def _deliver_one_by_one(self, members: tuple[ReplicaInfo, ...]) -> DeliveryResult:

@@ -404,7 +404,7 @@ class TrainLoop:
 
     async def _freeze(self, version: int) -> None:
         self._state.enter(RunPhase.PUBLISHING)
-        await self._publisher.free_snapshot()
+        await self._publisher.snapshot_is_free()
         await self._learner.freeze(version)
 
     async def _deliver(self, version: int) -> None:

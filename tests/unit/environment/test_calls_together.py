@@ -254,6 +254,69 @@ async def test_a_result_of_another_call_than_the_one_that_was_made_fails_its_epi
     await server.stop(None)
 
 
+class Repeating(environment_pb2_grpc.EnvironmentServiceServicer):
+    """A user's server that sends each result of Open twice, and what nobody asked for."""
+
+    def __init__(self) -> None:
+        self.closed: list[str] = []
+
+    async def Play(self, request: Any, context: Any) -> None:
+        """Answer too often."""
+        for name in (*(call.episode_id for call in request.opens), "of nobody"):
+            result = environment.PlayResult(episode_id=name, opened=environment.OpenResponse())
+            await context.write(environment.PlayResponse(results=[result] * 2))
+
+    async def Close(self, request: Any, _context: Any) -> environment.CloseResponse:
+        """Note it."""
+        self.closed.append(request.episode_id)
+        return environment.CloseResponse()
+
+
+async def test_an_episode_whose_result_comes_twice_stays_open() -> None:
+    server, servicer = grpc.aio.server(), Repeating()
+    environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with drivers(given_servers([address])) as servers:
+        group = [episode(servers) for _ in range(2)]
+        await together(one.open() for one in group)
+        await asyncio.sleep(0.1)
+        assert not servicer.closed
+        for one in group:
+            await one.abandon()
+    await server.stop(None)
+
+
+class HeldClose(Held):
+    """Holds Plays back, and answers no Close until all have come."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.all_close = asyncio.Barrier(num)
+
+    async def intercept_service(self, continuation: Any, call: Any) -> Any:
+        """Hold."""
+        if call.method.endswith("/Close"):
+            await self.all_close.wait()
+        return await super().intercept_service(continuation, call)
+
+
+async def test_episodes_of_a_late_play_are_given_up_at_the_same_time(tmp_path: Path) -> None:
+    held = HeldClose(3)
+    async with counting(tmp_path, further=[held]) as (servers, seen):
+        group = [episode(servers) for _ in range(3)]
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            opening = [tasks.create_task(one.open()) for one in group]
+            await held.has_come.wait()
+            for task in opening:
+                task.cancel()
+            await asyncio.wait(opening)
+            held.let_in.set()
+        await eventually(lambda: (tmp_path / "closed").exists())
+        await eventually(lambda: (tmp_path / "closed").read_text() == "xxx")
+    assert seen == {"Play": 1, "Close": 3}
+
+
 def texts(group: Iterable[ServedEpisode], *said: str) -> Iterable[Coroutine[Any, Any, Any]]:
     return (one.step(0, Answer(text), STOP) for one, text in zip(group, said, strict=True))
 

@@ -139,7 +139,7 @@ async def test_attempts_are_remembered_though_the_announcement_is_given_up(
             await app.loop.announce("trainer", 0, [replica("a")], None)
             session = submit(app, [RIGHT])
             await settled(lambda: session.num_open == 0)
-            busy = loop.run_in_executor(None, released.wait)
+            busy = loop.run_in_executor(None, released.wait, 30)
             async with asyncio.TaskGroup() as tasks:
                 given_up = tasks.create_task(app.loop.announce("trainer", 1, [replica("a")], None))
                 await turns(20)
@@ -149,6 +149,39 @@ async def test_attempts_are_remembered_though_the_announcement_is_given_up(
             await app.loop.announce("trainer", 1, [replica("a")], None)
             key = prompt_key(client_prompt(RIGHT))
             assert await asyncio.to_thread(memory.read, key) is not None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_announcement_waits_until_the_attempts_of_one_that_was_given_up_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    released, has_begun, written = threading.Event(), asyncio.Event(), list[object]()
+    loop = asyncio.get_running_loop()
+
+    def add(attempts: object) -> None:
+        loop.call_soon_threadsafe(has_begun.set)
+        released.wait(30)
+        if fails:
+            raise DataError("the disk is full")
+        written.append(attempts)
+
+    with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
+        monkeypatch.setattr(memory, "add", add)
+        files = RunFiles(memory)
+        async with running_app(config("memory"), ScriptedClient(), files=files) as app:
+            await app.loop.announce("trainer", 0, [replica("a")], None)
+            session = submit(app, [RIGHT])
+            await settled(lambda: session.num_open == 0)
+            async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+                given_up = tasks.create_task(app.loop.announce("trainer", 1, [replica("a")], None))
+                await has_begun.wait()
+                given_up.cancel()
+                again = tasks.create_task(app.loop.announce("trainer", 1, [replica("a")], None))
+                await turns(20)
+                assert not again.done()
+                released.set()
+            assert len(written) == (not fails)
+    assert ("attempts are no longer remembered: the disk is full" in caplog.text) == fails
 
 
 async def test_a_memory_that_cannot_be_read_is_told_and_loses_no_prompt(tmp_path: Path) -> None:

@@ -282,6 +282,16 @@ async def test_a_pause_returns_when_all_parts_of_the_last_step_were_handed_out(
         handing.cancel()
 
 
+async def test_a_pause_fails_at_once_when_nothing_hands_tokens_out_any_more(install: Any) -> None:
+    install(_NewEngine)
+    client = VllmClient({"model": "m"})
+    client._llm.engine_core.outputs_queue = asyncio.Queue[Any]()
+    client._llm.errored = True
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineError, match="hands no more tokens out"):
+            await client.pause(recomputes=False)
+
+
 async def test_a_version_that_cannot_hold_tokens_gives_each_as_it_comes(install: Any) -> None:
     install(_OldEngine)
     client = VllmClient({"model": "m"})

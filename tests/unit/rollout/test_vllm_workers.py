@@ -236,6 +236,50 @@ async def test_a_stage_that_is_cancelled_late_leaves_the_next_epoch_alone(world:
     assert (await world.stage(4)).digest == _DIGEST
 
 
+async def test_a_poll_that_the_next_epoch_overtakes_leaves_that_epoch_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.join()
+    call, polled, gate = world.workers.call_workers, asyncio.Event(), asyncio.Event()
+    staged = {"version": 3, "digest": "x", "received_bytes": 1, "seconds": 0.0}
+
+    async def call_late(method: str, *arguments: object, timeout_s: float) -> list[object]:
+        if method != "sluice_outcome" or polled.is_set():
+            return await call(method, *arguments, timeout_s=timeout_s)
+        polled.set()
+        await gate.wait()
+        return [{**staged, "parts": {"a": digest}} for digest in ("one", "other")]
+
+    async def stage() -> None:
+        with pytest.raises(WeightSyncError, match=r"staging version 3: .*another call"):
+            await world.replica.stage(3)
+
+    monkeypatch.setattr(world.workers, "call_workers", call_late)
+    async with asyncio.timeout(_TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(stage())
+        await polled.wait()
+        await world.join()
+        gate.set()
+    assert (await world.stage(4)).digest == _DIGEST
+
+
+async def test_a_cancelled_stage_is_cancelled_though_a_worker_does_not_answer(
+    world: World,
+) -> None:
+    def fail() -> object:
+        raise EngineError("no answer")
+
+    await world.join()
+    world.workers.faults["sluice_abort", 1] = fail
+    async with asyncio.TaskGroup() as tasks:
+        staging = tasks.create_task(world.replica.stage(3))
+        await asyncio.sleep(0.01)
+        staging.cancel()
+    assert staging.cancelled()
+    world.workers.faults.clear()
+    await world.replica.abort("a test")
+
+
 async def test_a_join_that_is_cancelled_before_its_first_answer_leaves_the_group(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

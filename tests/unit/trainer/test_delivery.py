@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -60,14 +61,14 @@ async def test_our_own_part_that_does_not_end_after_a_failure_is_an_error_that_s
         timeout_s=0.05,
         probe_timeout_s=1.0,
         signs_of_life=dict,
+        read=nullcontext,
         read_again=None,
         counts=SyncCounts(),
         swaps_at_once=len,
     )
-    snapshot: Any = None
     try:
         with pytest.raises(ExceptionGroup) as caught:
-            await session.deliver((INFO,), snapshot)
+            await session.deliver((INFO,))
     finally:
         sender.released.set()
     (error,) = leaves(caught.value)

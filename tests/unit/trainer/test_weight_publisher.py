@@ -332,10 +332,10 @@ async def test_publishing_continues_while_a_newcomer_is_seeded_and_the_newcomer_
     await trainer.publish(0)
     new = trainer.add("new")
     gate = asyncio.Event()
-    new.faults = {"commit": gate.wait}
+    new.faults = {"stage": gate.wait}
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         seeding = tasks.create_task(trainer.publisher.seed_newcomers())
-        while "commit" not in new.calls:
+        while "stage" not in new.calls:
             await asyncio.sleep(0.01)
         report = await trainer.publish(1)
         assert report.replicas == 1
@@ -348,9 +348,27 @@ async def test_publishing_continues_while_a_newcomer_is_seeded_and_the_newcomer_
     assert (await trainer.publish(2)).replicas == 2
 
 
-async def test_a_newcomer_that_takes_longer_than_a_step_delays_the_version_after_the_next(
+async def test_a_newcomer_that_receives_longer_than_a_step_delays_the_version_after_the_next(
     trainer: Trainer,
 ) -> None:
+    trainer.add("old")
+    await trainer.publish(0)
+    new = trainer.add("new")
+    gate = asyncio.Event()
+    new.faults = {"stage": gate.wait}
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        tasks.create_task(trainer.publisher.seed_newcomers())
+        while "stage" not in new.calls:
+            await asyncio.sleep(0.01)
+        await trainer.publish(1)
+        publishing = tasks.create_task(trainer.publish(2))
+        await asyncio.sleep(0.05)
+        assert not publishing.done(), "version 0 is still being read"
+        gate.set()
+    assert trainer.serving() == {"old": 2, "new": 2}
+
+
+async def test_a_newcomers_commit_delays_no_version(trainer: Trainer) -> None:
     trainer.add("old")
     await trainer.publish(0)
     new = trainer.add("new")
@@ -360,10 +378,10 @@ async def test_a_newcomer_that_takes_longer_than_a_step_delays_the_version_after
         tasks.create_task(trainer.publisher.seed_newcomers())
         while "commit" not in new.calls:
             await asyncio.sleep(0.01)
-        await trainer.publish(1)
-        publishing = tasks.create_task(trainer.publish(2))
-        await asyncio.sleep(0.05)
-        assert not publishing.done(), "version 0 is still being read"
+        async with asyncio.timeout(10):
+            await trainer.publish(1)
+            await trainer.publish(2)
+        assert trainer.serving() == {"old": 2}
         gate.set()
     assert trainer.serving() == {"old": 2, "new": 2}
 

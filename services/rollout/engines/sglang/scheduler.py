@@ -340,6 +340,8 @@ def send_in_one_order() -> None:
 
     def create_with_one(**settings: Any) -> Any:
         made = create(**settings)
+        if (unused := made.send_to_detokenizer.socket) is not None:  # ranks above 0 have none
+            unused.close()
         return replace(made, send_to_detokenizer=made.send_to_tokenizer)
 
     channels.create = create_with_one

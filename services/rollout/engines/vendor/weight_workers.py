@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -143,7 +144,7 @@ class WeightWorkers:
         """Begin a join or a stage and wait for the workers' threads; after a failure of one, all
         leave the group.
 
-        A later one ends this one: what the workers report from then on belongs to it.
+        A later join or stage ends this call; what workers report then is the later one's.
         """
         self._begun = number = self._begun + 1
         pause_s, known = _FIRST_POLL_S, dict[int, Answer]()
@@ -152,13 +153,14 @@ class WeightWorkers:
             while self._begun == number:
                 answers = await self._call("sluice_outcome")
                 known |= _check(answers, phase)  # each worker reports its result once
-                if len(known) == len(answers):
+                if self._begun == number and len(known) == len(answers):
                     return [known[rank] for rank in range(len(answers))]
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         except asyncio.CancelledError:
             if self._begun == number:
-                await self.abort(f"the call was cancelled while {phase}")
+                with suppress(EngineError):
+                    await self.abort(f"the call was cancelled while {phase}")
             raise
         except EngineError:  # a worker that does not answer cannot leave on request
             raise

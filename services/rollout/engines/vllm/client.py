@@ -347,7 +347,9 @@ class VllmClient:
         if waiting is not None:
             engine: Any = importlib.import_module("vllm.v1.engine")
             waiting.put_nowait(engine.EngineCoreOutputs())  # taken after all before it
-            while not waiting.empty():  # noqa: ASYNC110 - nothing else tells
+            while not waiting.empty():
+                if self.is_broken:
+                    raise EngineError("vLLM hands no more tokens out")
                 await asyncio.sleep(0)
         for _ in range(_SETTLING_TURNS):  # from that task to each sample's consumer
             await asyncio.sleep(0)
