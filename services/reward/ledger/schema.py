@@ -439,7 +439,8 @@ class _Positions:
             self.low_water += 1
 
     def after(self, positions: Iterable[int]) -> DataProgress:
-        ended, low_water = self.above.union(positions), self.low_water
+        low_water = self.low_water
+        ended = self.above | {position for position in positions if position >= low_water}
         while low_water in ended:
             ended.discard(low_water)
             low_water += 1

@@ -75,6 +75,14 @@ def test_a_batchs_progress_counts_its_own_prompts_as_ended() -> None:
     assert ledger.progress() == DataProgress(0, (1,))
 
 
+def test_the_progress_of_a_prompt_that_a_later_checkpoint_has_ended_is_that_checkpoints() -> None:
+    ledger = PromptLedger()
+    for position in range(3):
+        prompt(ledger, position)
+    assert ledger.restart_data(DataProgress(5, (7,))) == DataProgress(5, (7,))
+    assert ledger.progress([("", 1), ("", 8)]) == DataProgress(5, (7, 8))
+
+
 def test_going_back_to_a_checkpoint_draws_neither_ended_nor_pending_positions() -> None:
     ledger = PromptLedger()
     for position in range(6):
