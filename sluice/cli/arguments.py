@@ -53,8 +53,11 @@ TrustScript = Annotated[
 ]
 
 
-def script_settings(script: Path, arguments: list[str], *, trusted: bool) -> list[str]:
-    """Return the `KEY=VALUE` arguments of a script's launch; report on stderr how they were found.
+def script_settings(
+    script: Path, arguments: list[str], *, trusted: bool
+) -> tuple[Path | None, list[str]]:
+    """Return the configuration file of a script's launch, if it has one, and its `KEY=VALUE`
+    arguments; report on stderr how they were found.
 
     Args:
         script: a bash script; its programs are recorded, and not run.
@@ -80,8 +83,10 @@ def script_settings(script: Path, arguments: list[str], *, trusted: bool) -> lis
         is_file = word.startswith(("--config-name", "-cn"))
         more = "; give what it changes of verl's defaults as key=value" if is_file else ""
         _report(f"  ignored: {word}{more}")
+    if launch.config is not None:
+        _report(f"  configuration: {launch.config}")
     _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
-    return list(launch.settings)
+    return launch.config, list(launch.settings)
 
 
 def _report(line: str) -> None:
@@ -161,13 +166,13 @@ def split_arguments(
 ) -> tuple[Path | None, list[str]]:
     """Return the configuration file, if the first argument is one, and the overrides.
 
-    A launch script becomes the overrides of its launch; see `script_settings`.
+    A launch script becomes the file and overrides of its launch; see `script_settings`.
     """
     if not arguments:
         return None, []
     first = Path(arguments[0])
     if first.is_file() and is_script(first):
-        return None, script_settings(first, arguments[1:], trusted=trust_script)
+        return script_settings(first, arguments[1:], trusted=trust_script)
     if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
         return first, arguments[1:]
     return None, arguments

@@ -155,7 +155,7 @@ def train(  # noqa: PLR0913 - options of the command
     if script is None:
         configured = split_arguments(arguments, trust_script=trust_script)
     else:
-        configured = None, script_settings(script, arguments or [], trusted=trust_script)
+        configured = script_settings(script, arguments or [], trusted=trust_script)
     display = display_of(logs=logs, quiet=quiet, as_json=as_json)
     run_configured(configured, display, ray)
 

@@ -27,6 +27,10 @@ _DOTTED = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)+=)")
 _OTHER_WORK = re.compile(
     r"(?:verl|recipe)\.(?:\w+\.)*(?:\w*sft_trainer\w*|main_generation\w*|main_eval\w*)"
 )
+_CONFIG_OPTIONS = {
+    **dict.fromkeys(("--config-path", "-cp", "--config-dir", "-cd"), "path"),
+    **dict.fromkeys(("--config-name", "-cn"), "name"),
+}
 _HAS_NPU = importlib.util.find_spec("torch_npu") is not None
 _MOST_SHOWN = 100
 # They read and print, or make what a redirection needs.
@@ -69,14 +73,16 @@ class ScriptLaunch:
 
     Attributes:
         module: the module or file that it starts.
-        settings: its ``KEY=VALUE`` arguments, in order.
-        left_out: its other arguments, such as Hydra's ``--config-name``.
+        config: the file that Hydra's ``--config-path`` and ``--config-name`` name, if it is there.
+        settings: its ``KEY=VALUE`` arguments, in order; they come after the file.
+        left_out: its other arguments, such as a ``--config-name`` without a file here.
         cut_off: lines of settings that belong to no launch, since it ends before them.
         not_run: the other programs that the script would run, as lines.
         unset: variables without a value that the script used.
     """
 
     module: str
+    config: Path | None
     settings: tuple[str, ...]
     left_out: tuple[str, ...]
     cut_off: tuple[str, ...]
@@ -128,14 +134,45 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     if not set(arguments) & set(settings):
         settings += arguments
     others = [one for one in dict.fromkeys(recording.calls) if one not in launches]
+    config, left_out = _config_file(call[start], [w for w in given if not _SETTING.match(w)])
     return ScriptLaunch(
         call[start],
+        config,
         tuple(settings),
-        tuple(word for word in given if not _SETTING.match(word)),
+        tuple(left_out),
         tuple(shown(one) for one in others if _SETTING.match(one[0])),
         tuple(dict.fromkeys(shown(one) for one in others if not _SETTING.match(one[0]))),
         recording.unset,
     )
+
+
+def _config_file(module: str, words: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the file that Hydra's options among a launch's words name, and the other words.
+
+    A relative ``--config-path`` begins at the module's folder, as in Hydra, or at the present one.
+    Without that option the file is one of verl's own, whose values are known.
+    """
+    named: dict[str, str] = {}
+    rest, place = list[str](), 0
+    while place < len(words):
+        option, has_value, value = words[place].partition("=")
+        part = _CONFIG_OPTIONS.get(option)
+        if part and not has_value:
+            place += 1
+            value = words[place] if place < len(words) else ""
+        if part:
+            named[part] = value
+        else:
+            rest.append(words[place])
+        place += 1
+    if {"path", "name"} - named.keys():
+        return None, words
+    folder = named["path"].removeprefix("file://")
+    for before in (Path(*module.split(".")[:-1]), Path()):
+        file = before / folder / f"{named['name'].removesuffix('.yaml')}.yaml"
+        if file.is_file():
+            return file, rest
+    return None, words
 
 
 def _start_of(call: Sequence[str]) -> int | None:

@@ -66,6 +66,19 @@ def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
 
 
 @isolated
+def test_a_scripts_configuration_file_comes_before_its_settings(script: str) -> None:
+    Path("other.yaml").write_text("data: {seed: 5, train_batch_size: 1}", encoding="utf-8")
+    Path(script).write_text(SCRIPT.replace("--config-name", "--config-path=. --config-name"))
+    found = sluice("config", "check", script, "--no-files", "--json")
+    keys = json.loads(found.stdout)["keys"]
+    assert keys["data.seed"] == "honoured"
+    assert "  configuration: other.yaml" in found.stderr.splitlines()
+    assert sluice("init", "run.yaml", "--from", script).exit_code == 0
+    config = load_config(Path("run.yaml"), ())
+    assert (config.data.seed, config.data.train_batch_size) == (5, 64)
+
+
+@isolated
 def test_training_a_script_takes_its_settings_and_starts_nothing_that_is_wrong(script: str) -> None:
     for words in (("--script", script), (script,)):
         refused = sluice("train", *words, "data.train_batchsize=3")

@@ -82,6 +82,36 @@ def test_other_arguments_and_other_programs_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "file"),
+    [
+        ('--config-path="$PWD/conf" --config-name=multi', "{here}/conf/multi.yaml"),
+        ("--config-path conf --config-name multi.yaml", "conf/multi.yaml"),
+        ("-cn multi -cp conf", "conf/multi.yaml"),
+        ("--config-dir=file://$PWD/conf --config-name=multi", "{here}/conf/multi.yaml"),
+    ],
+)
+def test_the_file_that_hydras_options_name_is_the_launchs_configuration(
+    options: str, file: str, tmp_path: Path
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/multi.yaml").write_text("a: {b: 0}", encoding="utf-8")
+    found = launch(f"{VERL} {options} a.b=1 --help")
+    assert str(found.config) == file.format(here=tmp_path)
+    assert found.settings == ("a.b=1",)
+    assert found.left_out == ("--help",)
+
+
+def test_a_configuration_path_begins_at_the_modules_folder(tmp_path: Path) -> None:
+    (tmp_path / "recipe/dapo/config").mkdir(parents=True)
+    (tmp_path / "recipe/dapo/config/mine.yaml").touch()
+    start = "python3 -m recipe.dapo.main_dapo --config-path=config --config-name"
+    assert launch(f"{start}=mine a.b=1").config == Path("recipe/dapo/config/mine.yaml")
+    found = launch(f"{start}=other a.b=1")
+    assert found.config is None
+    assert found.left_out == ("--config-path=config", "--config-name=other")
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "touch made",
