@@ -149,22 +149,28 @@ class WeightPublisher:
     async def seed_newcomers(self) -> None:
         """Send the newest version to pending replicas in their own group.
 
-        After some failed attempts they are dropped; they register again as newcomers.
+        After some failed attempts they are dropped; they register again as newcomers. Those that
+        got a version each time, but each time later than a newer one was frozen, serve what they
+        have: the next version is published to them too.
         """
         if self._snapshots.version is None:
             return
         newcomers: tuple[ReplicaInfo, ...] = ()
+        delivery = DeliveryResult()
         for _ in range(_JOINT_ATTEMPTS):
             newcomers = self._free(MemberState.PENDING)
             if not newcomers:
                 return
             session = self._new_session(self._read_for_newcomers)
             try:
-                await self._deliver(session, newcomers)
+                delivery = await self._deliver(session, newcomers)
             finally:
                 await session.close()
         for info in set(newcomers) & set(self._free(MemberState.PENDING)):
-            self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
+            if delivery.report is not None and info in delivery.served:
+                self._fleet.mark_serving(info, delivery.report.version)
+            else:
+                self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
 
     async def let_sleep(self) -> None:
         """Let all replicas free the memory of devices that they share, until the next version.
@@ -260,11 +266,12 @@ class WeightPublisher:
         """
         logger.warning("%d epochs failed; now sending to each replica alone", _JOINT_ATTEMPTS)
         served: dict[ReplicaInfo, float] = {}
-        for info in members:
-            delivery = await self._deliver(self._main, (info,))
-            served.update(delivery.served)
-            if not delivery.served:
-                self._fleet.expel(info, "could not take the weights in a group of its own")
+        with self._mark_busy(members):  # also those that wait for their turn
+            for info in members:
+                delivery = await self._deliver(self._main, (info,))
+                served.update(delivery.served)
+                if not delivery.served:
+                    self._fleet.expel(info, "could not take the weights in a group of its own")
         if not served:
             names = ", ".join(info.name for info in members)
             raise WeightSyncError(names, "publish", "none could take the weights")
