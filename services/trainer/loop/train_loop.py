@@ -206,6 +206,7 @@ class TrainLoop:
         if verdict is not None and verdict.action is GuardAction.ROLLBACK:
             await self._await_delivery()
             await self._await_validation()
+            await self._learner.saved()  # which deletes older checkpoints
             # A pause, a stop or a newer value may have come meanwhile.
             verdict = self._guards.verdict(self._learner.saved_steps)
         if verdict is None:
