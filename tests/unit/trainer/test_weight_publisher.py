@@ -386,10 +386,11 @@ async def test_a_newcomers_commit_delays_no_version(trainer: Trainer) -> None:
     assert trainer.serving() == {"old": 2, "new": 2}
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
 async def test_a_newcomer_that_always_receives_longer_than_a_step_serves_all_the_same(
-    trainer: Trainer,
+    trainer: Trainer, is_alone: bool
 ) -> None:
-    trainer.add("old")
+    old = trainer.add("old")
     await trainer.publish(0)
     new = trainer.add("new")
     versions = itertools.count(1)
@@ -401,8 +402,15 @@ async def test_a_newcomer_that_always_receives_longer_than_a_step_serves_all_the
     await trainer.publisher.seed_newcomers()
     assert trainer.serving() == {"old": 3, "new": 2}, "it serves what it has"
     new.faults = {}
+    await trainer.publisher.seed_newcomers()
+    assert trainer.serving() == {"old": 3, "new": 2}, "the next version is published to it"
+    if is_alone:
+        trainer.fleet.expel(old.info, "gone")
+        await trainer.publisher.seed_newcomers()
+        assert trainer.serving() == {"new": 3}
     await trainer.publish(4)
-    assert trainer.serving() == {"old": 4, "new": 4}
+    assert set(trainer.serving().values()) == {4}
+    assert trainer.serving().keys() == ({"new"} if is_alone else {"old", "new"})
 
 
 async def test_a_member_that_waits_for_its_turn_alone_is_not_seeded_as_well(
