@@ -125,7 +125,13 @@ class Crew:
         self._given_up = asyncio.Event()
         try:
             for spec in self.specs:
-                if await unless(self.released, self._start(spec)) is None:
+                try:
+                    child = await unless(self.released, self._start(spec))
+                except OSError as error:
+                    logger.warning("%s cannot be started at present: %s", spec.name, error)
+                    self._last_lines[spec.name].append(str(error))
+                    return CrewEnd((Exit(spec, EXIT_STALLED, was_asked=False),))
+                if child is None:
                     # Dismissed while it was being started, or waited for capacity.
                     return CrewEnd((Exit(spec, -signal.SIGTERM, was_asked=True),))
             self._starts += 1
