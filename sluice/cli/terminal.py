@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 from rich.console import Console
@@ -40,10 +40,11 @@ class ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
+        """Print one record. An output that cannot be written, on a full disk, fails nobody."""
         is_loud = record.levelno > logging.INFO
         level = f"{record.levelname.lower()}: " if is_loud else ""
-        print_line(self._console, level + record.getMessage())
+        with suppress(OSError):
+            print_line(self._console, level + record.getMessage())
 
 
 def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:

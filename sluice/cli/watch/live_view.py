@@ -228,7 +228,8 @@ class LiveView:
                 self._up.add(name)
         if self._detail == "logs" or any(word in line for word in _LOUD):
             prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))
-            self._console.print(prefix + Text(printable(line)), soft_wrap=True)
+            with suppress(OSError):  # the output's disk may be full, which ends no run
+                self._console.print(prefix + Text(printable(line)), soft_wrap=True)
             self._printed_s = time.monotonic()
             self.shown.append(line.strip())
 
@@ -356,5 +357,6 @@ class LiveView:
         self._is_yield_low = bool(text)
 
     def _print(self, text: str) -> None:
-        print_line(self._console, text)
+        with suppress(OSError):  # as in `log_line`
+            print_line(self._console, text)
         self._printed_s = time.monotonic()

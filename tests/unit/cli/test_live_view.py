@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.cli.terminal import ConsoleHandler
 from sluice.cli.watch import live_view
 from sluice.cli.watch.live_view import AccuracyTail, Detail, LiveView, run_table
 from sluice.client.run_monitor import (
@@ -283,6 +286,19 @@ def test_a_line_that_a_full_disk_cut_off_ends_no_view(tmp_path: Path) -> None:
     file.unlink()
     file.mkdir()  # a file system that fails for a moment
     assert tail.newest() == AccuracyPoint(10, 0.5)
+
+
+async def test_an_output_on_a_full_disk_ends_no_run(tmp_path: Path) -> None:
+    class FullDisk(Screen):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    view = view_on(screen := FullDisk(), run_folder(tmp_path))
+    view.log_line("reward", "12:00:00 ERROR reward | something")
+    async with monitored(ScriptedTrainer()) as monitor, asyncio.timeout(60):
+        await view.follow(monitor)
+    log = logging.LogRecord("sluice.launch", logging.WARNING, "", 1, "again", None, None)
+    ConsoleHandler(Console(file=screen)).emit(log)
 
 
 @pytest.mark.usefixtures("_lines_at_once")
