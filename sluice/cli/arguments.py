@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from sluice.config.loading.keys import all_names
+from sluice.config.loading.references import variables_in
+from sluice.config.loading.yaml_files import read_document
 from sluice.errors import ConfigError
 from sluice.launch.script.launch import (
     RECORDED,
@@ -57,7 +59,8 @@ def script_settings(
     script: Path, arguments: list[str], *, trusted: bool
 ) -> tuple[Path | None, list[str]]:
     """Return the configuration file of a script's launch, if it has one, and its `KEY=VALUE`
-    arguments; report on stderr how they were found.
+    arguments; report on stderr how they were found. Variables to which they refer get the launch's
+    values.
 
     Args:
         script: a bash script; its programs are recorded, and not run.
@@ -80,11 +83,14 @@ def script_settings(
     for name in launch.unset:
         _report(f"  warning: ${name} has no value; set it: {name}=... sluice ...")
     for word in launch.left_out:
-        is_file = word.startswith(("--config-name", "-cn"))
+        is_file = word.startswith("--config-name")
         more = "; give what it changes of verl's defaults as key=value" if is_file else ""
         _report(f"  ignored: {word}{more}")
     if launch.config is not None:
         _report(f"  configuration: {launch.config}")
+    document = {} if launch.config is None else read_document(launch.config)
+    for name in variables_in(f"{document} {launch.settings}") & launch.exported.keys():
+        os.environ[name] = launch.exported[name]
     _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
     return launch.config, list(launch.settings)
 

@@ -79,6 +79,22 @@ def test_a_scripts_configuration_file_comes_before_its_settings(script: str) -> 
 
 
 @isolated
+def test_a_configuration_files_variables_are_those_of_the_script(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPT_NAME", "here")
+    monkeypatch.setenv("SCRIPT_OTHER", "here")
+    Path("base.yaml").write_text("trainer: {project_name: '${oc.env:SCRIPT_NAME,x}'}", "utf-8")
+    text = "defaults: [ppo_trainer, base]\ntrainer: {experiment_name: '${oc.env:SCRIPT_OTHER}'}"
+    Path("other.yaml").write_text(text, encoding="utf-8")
+    text = SCRIPT.replace("--config-name", "--config-path=. --config-name")
+    Path(script).write_text(text.replace("set -x", "export SCRIPT_NAME=there"), encoding="utf-8")
+    assert sluice("init", "run.yaml", "--from", script).exit_code == 0
+    trainer = load_config(Path("run.yaml"), ()).trainer
+    assert (trainer.project_name, trainer.experiment_name) == ("there", "here")
+
+
+@isolated
 def test_training_a_script_takes_its_settings_and_starts_nothing_that_is_wrong(script: str) -> None:
     for words in (("--script", script), (script,)):
         refused = sluice("train", *words, "data.train_batchsize=3")
