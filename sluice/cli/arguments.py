@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 
 from sluice.config.loading.keys import all_names
-from sluice.config.loading.references import variables_in
-from sluice.config.loading.yaml_files import read_document
 from sluice.errors import ConfigError
 from sluice.launch.script.launch import (
     RECORDED,
@@ -59,8 +57,8 @@ def script_settings(
     script: Path, arguments: list[str], *, trusted: bool
 ) -> tuple[Path | None, list[str]]:
     """Return the configuration file of a script's launch, if it has one, and its `KEY=VALUE`
-    arguments; report on stderr how they were found. Variables to which they refer get the launch's
-    values.
+    arguments; report on stderr how they were found. What the script exports to its launch is
+    exported to the run.
 
     Args:
         script: a bash script; its programs are recorded, and not run.
@@ -88,9 +86,9 @@ def script_settings(
         _report(f"  ignored: {word}{more}")
     if launch.config is not None:
         _report(f"  configuration: {launch.config}")
-    document = {} if launch.config is None else read_document(launch.config)
-    for name in variables_in(f"{document} {launch.settings}") & launch.exported.keys():
-        os.environ[name] = launch.exported[name]
+    if launch.exported:
+        _report(f"  exports: {', '.join(sorted(launch.exported))}")
+        os.environ.update(launch.exported)
     _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
     return launch.config, list(launch.settings)
 

@@ -136,16 +136,16 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
     misspelt; then names in its section, the same name elsewhere, and similar paths. A name whose
     initials are a key's (`learning_rate`) means that one.
     """
-    known = all_names()
+    known, wanted = all_names(), ".".join(path)
+    same_end = [key for key in known if key.endswith(f".{wanted}")]
+    if same_end:
+        return tuple(same_end[:MAX_SUGGESTIONS])
     initials = "".join(part[:1] for part in path[-1].split("_"))
     if len(initials) > 1 and any(key.endswith(f".{initials}") for key in known):
         path = (*path[:-1], initials)
         if is_known(path):
             return (".".join(path),)
     wanted, leaf = ".".join(path), path[-1]
-    same_end = [key for key in known if key.endswith(f".{wanted}")]
-    if same_end:
-        return tuple(same_end[:MAX_SUGGESTIONS])
     repaired = _repaired(path)
     if repaired:
         return repaired

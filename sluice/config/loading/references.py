@@ -24,7 +24,6 @@ _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _SELECT = re.compile(r"^oc\.select:([^,]*)(?:,(.*))?$", re.DOTALL)
 _ENVIRONMENT = re.compile(r"^oc\.env:([^,]*)(?:,(.*))?$", re.DOTALL)
 _DECODE = re.compile(r"^oc\.decode:(.*)$", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*(\w+)")
 
 
 def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> SettingsTree:
@@ -59,11 +58,6 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
         if find_key(path) is None and flat_tree({".".join(path): value}).keys() <= resolver.used:
             resolved.remove(path)
     return resolved
-
-
-def variables_in(text: str) -> frozenset[str]:
-    """Return the variables of the environment to which a text refers."""
-    return frozenset(_VARIABLE.findall(text))
 
 
 class _Resolver:

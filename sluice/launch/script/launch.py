@@ -55,6 +55,7 @@ _OF_A_USER = ("--user", "--map-current-user", "--keep-caps")
 _READY = "ready\0"
 # No programs' names: bash would run its own commands.
 _UNSET, _EXPORT = ("unset",), ("export",)
+_OF_BASH = re.compile("_|PATH|PWD|OLDPWD|SHLVL|BASH_.*|__SLUICE_.*")
 _HERE = Path(__file__).resolve().parent
 TIME_LIMIT_S = 20.0
 _BACKGROUND_S = 2.0
@@ -81,7 +82,7 @@ class ScriptLaunch:
         cut_off: lines of settings that belong to no launch, since it ends before them.
         not_run: the other programs that the script would run, as lines.
         unset: variables without a value that the script used.
-        exported: the launch's environment.
+        exported: variables of the launch's environment that this process does not have so.
     """
 
     module: str
@@ -149,7 +150,11 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
         tuple(shown(one) for one in others if _SETTING.match(one[0])),
         tuple(dict.fromkeys(shown(one) for one in others if not _SETTING.match(one[0]))),
         recording.unset,
-        recording.exported,
+        {
+            name: value
+            for name, value in recording.exported.items()
+            if os.environ.get(name) != value and not _OF_BASH.fullmatch(name)
+        },
     )
 
 
@@ -350,11 +355,11 @@ def _unset_at_launch(made: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _exported_at_launch(made: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the environment of the launch, without the recorder's PATH."""
+    """Return the environment of the launch."""
     exported: dict[str, str] = {}
     for call in made:
         if call[:1] == _EXPORT:
-            exported = dict(word.split("=", 1) for word in call[1:] if not word.startswith("PATH="))
+            exported = dict(word.split("=", 1) for word in call[1:])
         elif _trains(call):
             break
     return exported
