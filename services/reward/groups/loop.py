@@ -403,6 +403,7 @@ class GroupLoop:
         # The cancelling awaits: without a version nothing is admitted meanwhile.
         self._groups.policy_version = None
         await self._end_what_runs(CancelReason.ROLLED_BACK)
+        self._ledger.leases.revoke_all()  # a restarted service would continue from their turns
         lost = []
         lease = self._ledger.open_lease
         if lease is not None and lease.version < version:  # formed, and never trained
