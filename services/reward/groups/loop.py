@@ -160,9 +160,10 @@ class GroupLoop:
                 await self._roll_back(version, rolled_back_to)
             self.batches.settle_recovered(version)
             if version != self._learned_version:
+                await self._learn()
+                # Not before: a call that is given up while it learns is repeated.
                 for source in self._sources.values():
                     source.strategy.forecast.announced(time.monotonic())
-                await self._learn()
             self._learned_version = self._groups.policy_version = version
         await self._dispatcher.announce(replicas)
         logger.info("version %d on %d replicas", version, len(replicas))
