@@ -123,9 +123,9 @@ async def test_a_request_that_is_given_up_ends_as_such_though_its_scorer_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = await stuck_pool(monkeypatch, times_out=False)
-    given_up = asyncio.create_task(found.score([ITEM]))
-    await asyncio.sleep(0)
-    given_up.cancel()
-    await asyncio.wait([given_up])
+    async with asyncio.TaskGroup() as tasks:
+        given_up = tasks.create_task(found.score([ITEM]))
+        await asyncio.sleep(0)
+        given_up.cancel()
     assert given_up.cancelled()
     assert isinstance((await found.score([ITEM]))[0], Scored)
