@@ -167,9 +167,10 @@ class GroupLoop:
                 await self._roll_back(version, rolled_back_to)
             self.batches.settle_recovered(version)
             if version != self._learned_version:
+                await self._learn()
+                # Not before: a call that is given up while it learns is repeated.
                 for source in self._sources.values():
                     source.strategy.forecast.announced(time.monotonic())
-                await self._learn()
             self._learned_version = self._groups.policy_version = version
         await self._dispatcher.announce(replicas)
         logger.info("version %d on %d replicas", version, len(replicas))
@@ -421,6 +422,7 @@ class GroupLoop:
         # The cancelling awaits: without a version nothing is admitted meanwhile.
         self._groups.policy_version = None
         await self._end_what_runs(CancelReason.ROLLED_BACK)
+        self._ledger.leases.revoke_all()  # a restarted service would continue from their turns
         lost = []
         lease = self._ledger.open_lease
         if lease is not None and lease.version < version:  # formed, and never trained
