@@ -121,11 +121,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.TakeBatchResponse:
         """Lease the next train batch."""
         check_fields(request)
-        self._app.loop.check_trainer(request.trainer_instance_id)
         batch = await self._app.loop.batches.take(
-            request.step, request.policy_version, _seconds(context, "TakeBatch")
+            request.step,
+            request.policy_version,
+            _seconds(context, "TakeBatch"),
+            request.trainer_instance_id,
         )
-        self._app.loop.check_trainer(request.trainer_instance_id)  # it may have waited for long
         await self._app.ledger.durable()
         message = outline_to_proto(batch)
         for group in message.groups:
@@ -159,8 +160,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.AcknowledgeBatchResponse:
         """Close a lease."""
         check_fields(request)
-        self._app.loop.check_trainer(request.trainer_instance_id)
-        groups = self._app.loop.batches.acknowledge(request.batch_id, request.step)
+        groups = self._app.loop.batches.acknowledge(
+            request.batch_id, request.step, request.trainer_instance_id
+        )
         # Before `durable`: a call that repeats this one, after a slow disk, gets no groups to
         # write.
         await self._app.dumps.trained(groups, request.step)

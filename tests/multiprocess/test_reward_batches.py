@@ -187,7 +187,7 @@ async def test_a_trainer_that_another_has_replaced_gets_no_batch_and_ends_none(
             service.stub.AcknowledgeBatch(ends, timeout=WAIT_S),
             service.announce(0, [replica]),
         ):
-            with pytest.raises(grpc.aio.AioRpcError, match=r"1 was replaced by .*trainer-2"):
+            with pytest.raises(grpc.aio.AioRpcError, match="trainer-1 was replaced by another"):
                 await call
         assert dict((await service.status()).prompts_by_end)["trained"] == 0
         await service.acknowledge(batch, 1)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -58,14 +57,13 @@ from sluice.algorithm.sampling.attempt import Attempt, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sources import SourceLoad, source_to_start
 from sluice.concurrency.waits import Waiting, deadline
-from sluice.errors import DataError, InvalidRequestError, SluiceError
+from sluice.errors import DataError, SluiceError
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress, Prompt, PromptEnd, PromptOrigin
 
 logger = logging.getLogger(__name__)
 
 TAKE_OVER_TIMEOUT_S = 10.0
-_REPLACED_REMEMBERED = 64
 
 
 class GroupLoop:
@@ -108,7 +106,6 @@ class GroupLoop:
         self._awaited_since: dict[str, float] = {}
         self._announce_lock = asyncio.Lock()
         self._trainer: str | None = None
-        self._replaced_trainers: deque[str] = deque(maxlen=_REPLACED_REMEMBERED)
         self._was_exhausted = False
         self._learned_version: int | None = None
         self._memory_is_writable = True
@@ -158,7 +155,7 @@ class GroupLoop:
             InvalidRequestError: another trainer has replaced this one.
         """
         async with self._announce_lock:
-            self.check_trainer(trainer)
+            self.batches.check_trainer(trainer)
             if trainer != self._trainer:
                 # The take-over awaits: without a version nothing is admitted meanwhile.
                 self._groups.policy_version = None
@@ -175,15 +172,6 @@ class GroupLoop:
         await self._dispatcher.announce(replicas)
         logger.info("version %d on %d replicas", version, len(replicas))
         self._changes.notify()
-
-    def check_trainer(self, trainer: str) -> None:
-        """Raise `InvalidRequestError` for a trainer that another one has replaced, such as one that
-        was cut off until now."""
-        if trainer in self._replaced_trainers:
-            raise InvalidRequestError(
-                f"trainer_instance_id: {trainer} was replaced by the trainer {self._trainer}, "
-                "which trains this run now; end the replaced one"
-            )
 
     def awaited(self) -> dict[str, Waiting]:
         """Return what the loop waits for by the kind of wait, the nearest cause first."""
@@ -387,6 +375,7 @@ class GroupLoop:
             self._start_data(ledger.progress())
             self._trainer = trainer
             return
+        self.batches.replaced_trainers.append(ledger.trainer)
         await self._end_what_runs(CancelReason.TAKEN_OVER)
         if self._trainer is None:  # the trainer knows the data position of an earlier service
             self._groups.forget_data()
@@ -402,8 +391,6 @@ class GroupLoop:
         # In all other cases the trainer sends no position, and the data set continues where it is.
         if self._trainer is None or resume_from is not None or version == 0:
             self._start_data(resume_from or DataProgress(0))
-        if ledger.trainer:
-            self._replaced_trainers.append(ledger.trainer)
         ledger.begin_trainer(trainer, version)
         self._trainer = trainer
 
