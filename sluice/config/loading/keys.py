@@ -145,6 +145,9 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
         path = (*path[:-1], initials)
         if is_known(path):
             return (".".join(path),)
+        same_end = [key for key in known if key.endswith(f".{'.'.join(path)}")]
+        if same_end:
+            return tuple(same_end[:MAX_SUGGESTIONS])
     wanted, leaf = ".".join(path), path[-1]
     repaired = _repaired(path)
     if repaired:

@@ -204,6 +204,7 @@ def test_a_key_of_the_users_own_to_which_others_refer_is_a_variable(tmp_path: Pa
         ("rollout.top_p=1", r"did you mean actor_rollout_ref.rollout.top_p\?"),
         ("actor_rollout_ref.actor.lr=1", r"did you mean actor_rollout_ref.actor.optim.lr\?"),
         ("critic.optim.learning_rate=1", r"did you mean critic.optim.lr\?"),
+        ("learning_rate=1", "did you mean actor_rollout_ref.actor.optim.lr or critic"),
         ("actor_rollout_ref.actor.learning_rate=1", "mean actor_rollout_ref.actor.optim.lr"),
         ("actor_rollout_ref.rollout.temp=1", "mean actor_rollout_ref.rollout.temperature"),
         ("trainer.n_gpus=8", r"did you mean trainer.n_gpus_per_node\?"),
