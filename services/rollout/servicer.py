@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import secrets
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from services.rollout.engines.protocol import (
     EngineLoad,
     GenerationRequest,
 )
+from services.rollout.engines.thread import ImageTurn
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamSettings
 from services.rollout.telemetry import trace_samples
 from sluice.api.common.v1 import common_pb2 as common
@@ -127,7 +127,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._training_prompts = training_prompts
         self._images = images or ImageRules()
         self._max_client_priority = max_client_priority
-        self._measuring_images = asyncio.Semaphore(1)
+        self._measuring_images = ImageTurn()
 
     async def Generate(  # type: ignore[override]
         self, request: rollout.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -297,8 +297,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
         if not prompt.chat.images:
             return encode()
-        async with self._measuring_images:
-            return await asyncio.to_thread(encode)
+        return await self._measuring_images.read(len(prompt.chat.images), encode)
 
     def _known_tokens(self, ids: TokenIds, field: str) -> TokenIds:
         if ids.size == 0 or int(ids.max()) >= self._engine.vocab_size:

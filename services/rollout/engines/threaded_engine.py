@@ -281,6 +281,7 @@ class ThreadedEngine(Generic[CoreT]):
         self._image_turn = ImageTurn()
         self.accounting = RequestTokens()
         self._clock = StateClock(process_age_s())
+        self._swap: asyncio.Future[float] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -458,6 +459,8 @@ class ThreadedEngine(Generic[CoreT]):
             )
 
     def _enter_state(self) -> None:
+        if self._swap is not None and not self._swap.done():
+            return
         if self._core is not None and self._core.counts.version is not None:
             self._clock.enter(EngineState.GENERATING if self._unfinished else EngineState.IDLE)
 
@@ -492,12 +495,12 @@ class ThreadedEngine(Generic[CoreT]):
         return await thread.call(core.sleep(), "falling asleep")
 
     async def _completed(self, swap: Future[float]) -> float:
-        """Return the result of a swap; the time until then counts as swapping."""
+        """Return the result of a swap; the time until its end counts as swapping."""
+        waited = asyncio.wrap_future(swap)
         # The first weights belong to the start, which is one state from the process's begin.
         if self._clock.state is not EngineState.STARTING:
             self._clock.enter(EngineState.SWAPPING)
-        try:
-            # A swap that is cancelled half-way would leave a mixture of versions.
-            return await asyncio.shield(asyncio.wrap_future(swap))
-        finally:
-            self._enter_state()
+            self._swap = waited
+        waited.add_done_callback(lambda _: self._enter_state())
+        # A swap that is cancelled half-way would leave a mixture of versions.
+        return await asyncio.shield(waited)

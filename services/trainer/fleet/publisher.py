@@ -17,12 +17,13 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from services.trainer.fleet.delivery import DeliveryResult, SyncCounts, TransferSession
-from services.trainer.fleet.members import Fleet, MemberState
+from services.trainer.fleet.members import Fleet, FleetMember, MemberState
 from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError, WeightSyncError
@@ -108,8 +109,10 @@ class WeightPublisher:
         self._epochs = itertools.count(1)
         self._swaps_at_once = swaps_at_once
         self._main = self._new_session(snapshots.read, self._in_a_turn)
-        # Instance ids of replicas in a running delivery: a replica is in one group at a time.
-        self._busy: set[str] = set()
+        # Instance ids of replicas in a running delivery, or that wait for theirs: a replica is in
+        # one group at a time. One that returns while it waits may be here twice.
+        self._busy = Counter[str]()
+        self._published = -1
         # The version that newcomers are sent, and the end of that.
         self._seeding: tuple[int, asyncio.Event] | None = None
 
@@ -123,12 +126,14 @@ class WeightPublisher:
         for attempt in itertools.count(1):
             members = self._free(MemberState.PENDING, MemberState.SERVING)
             if not members:
+                self._published = version
                 return PublishReport(version, 0, attempt, time.monotonic() - began_s, 0.0)
             if attempt <= _JOINT_ATTEMPTS:
                 delivery = await self._deliver(self._main, members)
             else:
                 delivery = await self._deliver_one_by_one(members)
             if delivery.is_complete:
+                self._published = version
                 seconds = time.monotonic() - began_s
                 stall_s = max(delivery.served.values(), default=0.0)
                 sent, dense = _num_bytes(delivery)
@@ -149,22 +154,36 @@ class WeightPublisher:
     async def seed_newcomers(self) -> None:
         """Send the newest version to pending replicas in their own group.
 
-        After some failed attempts they are dropped; they register again as newcomers.
+        After some failed attempts they are dropped; they register again as newcomers. Those that
+        got a version each time, but each time later than a newer one was frozen, serve what they
+        have: the next version is published to them too.
         """
         if self._snapshots.version is None:
             return
         newcomers: tuple[ReplicaInfo, ...] = ()
+        delivery = DeliveryResult()
         for _ in range(_JOINT_ATTEMPTS):
-            newcomers = self._free(MemberState.PENDING)
+            newcomers = self._newcomers()
             if not newcomers:
                 return
             session = self._new_session(self._read_for_newcomers)
             try:
-                await self._deliver(session, newcomers)
+                delivery = await self._deliver(session, newcomers)
             finally:
                 await session.close()
         for info in set(newcomers) & set(self._free(MemberState.PENDING)):
-            self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
+            if delivery.report is not None and info in delivery.served:
+                self._fleet.mark_serving(info, delivery.report.version)
+            else:
+                self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
+
+    def _newcomers(self) -> tuple[ReplicaInfo, ...]:
+        """Return pending replicas, and those that serve an older version if none is left that
+        serves the published one: no batch may come without it, and so no next version."""
+        members = self._fleet.members()
+        if any(_serves(member, self._published) for member in members):
+            return self._free(MemberState.PENDING)
+        return self._free(MemberState.PENDING, MemberState.SERVING)
 
     async def let_sleep(self) -> None:
         """Let all replicas free the memory of devices that they share, until the next version.
@@ -230,7 +249,7 @@ class WeightPublisher:
 
     def _free(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
         members = self._fleet.in_state(*states)
-        return tuple(info for info in members if info.instance_id not in self._busy)
+        return tuple(info for info in members if not self._busy[info.instance_id])
 
     async def _deliver(
         self, session: TransferSession, members: tuple[ReplicaInfo, ...]
@@ -260,11 +279,12 @@ class WeightPublisher:
         """
         logger.warning("%d epochs failed; now sending to each replica alone", _JOINT_ATTEMPTS)
         served: dict[ReplicaInfo, float] = {}
-        for info in members:
-            delivery = await self._deliver(self._main, (info,))
-            served.update(delivery.served)
-            if not delivery.served:
-                self._fleet.expel(info, "could not take the weights in a group of its own")
+        with self._mark_busy(members):  # also those that wait for their turn
+            for info in members:
+                delivery = await self._deliver(self._main, (info,))
+                served.update(delivery.served)
+                if not delivery.served:
+                    self._fleet.expel(info, "could not take the weights in a group of its own")
         if not served:
             names = ", ".join(info.name for info in members)
             raise WeightSyncError(names, "publish", "none could take the weights")
@@ -272,12 +292,16 @@ class WeightPublisher:
 
     @contextmanager
     def _mark_busy(self, members: tuple[ReplicaInfo, ...]) -> Iterator[None]:
-        instance_ids = {info.instance_id for info in members}
-        self._busy |= instance_ids
+        instance_ids = Counter(info.instance_id for info in members)
+        self._busy.update(instance_ids)
         try:
             yield
         finally:
-            self._busy -= instance_ids
+            self._busy -= instance_ids  # which keeps no zero
+
+
+def _serves(member: FleetMember, version: int) -> bool:
+    return member.state is MemberState.SERVING and member.version >= version
 
 
 def _num_bytes(delivery: DeliveryResult) -> tuple[int, int]:

@@ -107,20 +107,19 @@ class LearnerThread:
         await self.saved()
         aside = self._leader.saves_aside
 
-        def begin() -> Callable[[], object]:
-            """Return what is left to do."""
+        def begin() -> None:
             write = self._leader.begin_save(self._store.begin(step))
             rest = partial(self._store.finish, step, write, progress)
             if not aside:
                 rest()
             self._peaks.end_phase("save_checkpoint")
-            return rest if aside else lambda: None
+            waited_s = time.monotonic() - began_s
+            # From here: other ranks wait for the rest, also if our caller does not any more.
+            self._saving = self._writer.submit(lambda: complete(rest, waited_s))
 
-        finish = await self._run(begin)
-        waited_s = time.monotonic() - began_s
-
-        def complete() -> None:
-            finish()
+        def complete(rest: Callable[[], object], waited_s: float) -> None:
+            if aside:
+                rest()
             logger.info(
                 "checkpoint of step %d saved in %.1f s; training waited %.1f s of them",
                 step,
@@ -128,7 +127,7 @@ class LearnerThread:
                 waited_s,
             )
 
-        self._saving = self._writer.submit(complete)
+        await self._run(begin)
         return str(self._store.folder(step))
 
     async def saved(self) -> None:
@@ -139,7 +138,7 @@ class LearnerThread:
         """
         if self._saving is not None:
             with waiting_for("checkpoint", "being written"):
-                await asyncio.wrap_future(self._saving)
+                await asyncio.shield(asyncio.wrap_future(self._saving))
 
     def take_memory_metrics(self) -> Mapping[str, float]:
         """Return the step's peaks (`MemoryPeaks.take_metrics`), while no call runs."""
@@ -148,6 +147,7 @@ class LearnerThread:
     async def close(self) -> None:
         """Complete a checkpoint, then stop the other ranks, after the running work."""
         try:
+            await self._run(lambda: None)  # a save whose caller was cancelled may begin yet
             await self.saved()
         except Exception as error:
             logger.warning(

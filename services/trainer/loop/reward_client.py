@@ -85,6 +85,7 @@ class RewardClient:
         self._batch_timeout_s = batch_timeout_s
         self._absence_s = absence_s
         self._announcement: Callable[[], reward.AnnouncePolicyRequest] | None = None
+        self._announcing = asyncio.Lock()
 
     async def wait_until_up(self, timeout_s: float) -> int:
         """Wait until the service answers, and return the rows of the training data set.
@@ -137,7 +138,7 @@ class RewardClient:
             )
 
         self._announcement = request
-        await self._over_an_absence(lambda: self._announce(request()))
+        await self._over_an_absence(self._announce)
 
     async def take_batch(
         self,
@@ -291,8 +292,12 @@ class RewardClient:
         policy = _patience(self._absence_s)
         return await Retries(policy, _PEER, retries_on=is_absence, warns_after_s=0.0).call(call)
 
-    async def _announce(self, request: reward.AnnouncePolicyRequest) -> object:
-        return await self._call(self._stub.AnnouncePolicy, request, "announcing a policy")
+    async def _announce(self) -> object:
+        """Announce the newest policy; an older one must not come after it."""
+        async with self._announcing:
+            assert self._announcement is not None
+            request = self._announcement()
+            return await self._call(self._stub.AnnouncePolicy, request, "announcing a policy")
 
     async def _status(self) -> reward.GetStatusResponse:
         request = reward.GetStatusRequest()
@@ -308,7 +313,7 @@ class RewardClient:
             status = await self._status()
             if self._announcement is not None and not status.HasField("policy_version"):
                 logger.warning("the reward service has restarted; announcing the policy again")
-                await self._announce(self._announcement())
+                await self._announce()
         except (DeadlineError, PeerError):
             return None
         ended = sorted(status.prompts_by_end.items())

@@ -195,9 +195,9 @@ class TrainLoop:
             await self._await_delivery()
             if self._state.is_save_wanted:
                 await self._save_now()
-                continue
-            self._state.enter(RunPhase.PAUSED)
-            await self._state.control_call()
+            elif self._state.is_paused and not self._state.is_over:  # as before the delivery
+                self._state.enter(RunPhase.PAUSED)
+                await self._state.control_call()
         return self._state.is_over
 
     async def _obey_guards(self, tasks: asyncio.TaskGroup) -> None:
@@ -206,6 +206,7 @@ class TrainLoop:
         if verdict is not None and verdict.action is GuardAction.ROLLBACK:
             await self._await_delivery()
             await self._await_validation()
+            await self._learner.saved()  # which deletes older checkpoints
             # A pause, a stop or a newer value may have come meanwhile.
             verdict = self._guards.verdict(self._learner.saved_steps)
         if verdict is None:

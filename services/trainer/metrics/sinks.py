@@ -26,6 +26,7 @@ import numpy as np
 from sluice.concurrency.threads import BoundedWriter
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
+from sluice.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -339,7 +340,7 @@ class Reporter:
     def _write_file(self, file: Path, text: str) -> None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            write_whole(file, text.encode())
         except OSError as error:
             if not self._has_warned:
                 logger.warning("%s is not written; the run continues: %s", file, error)

@@ -55,17 +55,26 @@ class AccuracyTail:
         self._newest: AccuracyPoint | None = None
 
     def newest(self) -> AccuracyPoint | None:
-        """Return the accuracy of the last validation; ``None`` before the first."""
+        """Return the accuracy of the last validation; ``None`` before the first.
+
+        A file that cannot be read for a moment, or a line cut off by a full disk, changes nothing.
+        """
         has_more = True
-        while has_more:
-            taken = self._tail.take()
-            has_more = taken.has_more
-            for line in taken.lines:
-                if metric_names.VAL_CORE.encode() in line.text:
-                    row = json.loads(line.text)
-                    if (accuracy := accuracy_of(row)) is not None:
-                        self._newest = AccuracyPoint(int(row["step"] or 0), accuracy)
+        with suppress(OSError):
+            while has_more:
+                taken = self._tail.take()
+                has_more = taken.has_more
+                for line in taken.lines:
+                    self._take(line.text)
         return self._newest
+
+    def _take(self, text: bytes) -> None:
+        if metric_names.VAL_CORE.encode() not in text:
+            return
+        with suppress(ValueError):
+            row = json.loads(text)
+            if (accuracy := accuracy_of(row)) is not None:
+                self._newest = AccuracyPoint(int(row["step"] or 0), accuracy)
 
 
 def run_table(

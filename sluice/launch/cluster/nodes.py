@@ -192,6 +192,7 @@ class ServiceHost:
     def __init__(self, address: str) -> None:
         self._address = address
         self._child: LocalChild | None = None
+        self._starting = asyncio.Lock()
 
     async def place(self, num_ports: int) -> tuple[str, list[int]]:
         """Return the address of the node, and free ports there."""
@@ -206,15 +207,17 @@ class ServiceHost:
         self, name: str, command: list[str], environment: dict[str, str]
     ) -> tuple[int, str]:
         """Start a process in place of one that may be left; return its id, or 0 and the reason."""
-        if self._child is not None:
-            await self._child.end(0.0)
-            if not self._child.has_ended:
-                return 0, f"process {self._child.pid}, started before, does not end after SIGKILL"
-        try:
-            self._child = await start_child(ServiceSpec(name, tuple(command), environment))
-        except ConfigError as error:
-            return 0, str(error)
-        return self._child.pid, ""
+        async with self._starting:  # a call whose answer was lost is repeated, perhaps beside it
+            if self._child is not None:
+                await self._child.end(0.0)
+                if not self._child.has_ended:
+                    pid = self._child.pid
+                    return 0, f"process {pid}, started before, does not end after SIGKILL"
+            try:
+                self._child = await start_child(ServiceSpec(name, tuple(command), environment))
+            except ConfigError as error:
+                return 0, str(error)
+            return self._child.pid, ""
 
     async def lines(self, pid: int) -> tuple[list[str], bool]:
         """Return its next lines of output, and whether they were the last; for one caller only."""

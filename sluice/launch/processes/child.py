@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from sluice.launch.service_spec import ServiceSpec
 logger = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 1 << 20
+_SCARCE = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 KILLED_S = 30.0
 """A killed process ends at once, unless the kernel holds it: a dead disk, a device's driver."""
 
@@ -168,6 +170,7 @@ async def start_child(spec: ServiceSpec) -> LocalChild:
 
     Raises:
         ConfigError: its program cannot be run.
+        OSError: this machine has no process, memory or descriptor for it at present.
     """
     environment = {**os.environ, **spec.environment, "PYTHONUNBUFFERED": "1"}
     environment[SUPERVISOR_VARIABLE] = str(os.getpid())
@@ -183,7 +186,7 @@ async def start_child(spec: ServiceSpec) -> LocalChild:
         )
     except (OSError, asyncio.CancelledError) as error:
         pipe.close()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno not in _SCARCE:
             raise ConfigError(
                 f"{spec.name}: {spec.command[0]} cannot be started ({error.strerror})"
             ) from error
@@ -201,6 +204,7 @@ class ProcessHost(Protocol):
 
         Raises:
             ConfigError: it can never start.
+            OSError: it cannot start at present.
         """
         ...
 

@@ -9,11 +9,14 @@ cancelled `Crew.run_once` ends all processes that run.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from sluice.concurrency.process import ending_text
 from sluice.concurrency.waits import unless
@@ -21,6 +24,8 @@ from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.launch.processes.child import KILLED_S, Child, ProcessHost
 from sluice.launch.service_spec import ServiceSpec
 from sluice.service_contract import RESTARTS_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 LogLine = Callable[[str, str], None]
 _LAST_LINES = 15
@@ -120,7 +125,13 @@ class Crew:
         self._given_up = asyncio.Event()
         try:
             for spec in self.specs:
-                if await unless(self.released, self._start(spec)) is None:
+                try:
+                    child = await unless(self.released, self._start(spec))
+                except OSError as error:
+                    logger.warning("%s cannot be started at present: %s", spec.name, error)
+                    self._last_lines[spec.name].append(str(error))
+                    return CrewEnd((Exit(spec, EXIT_STALLED, was_asked=False),))
+                if child is None:
                     # Dismissed while it was being started, or waited for capacity.
                     return CrewEnd((Exit(spec, -signal.SIGTERM, was_asked=True),))
             self._starts += 1
@@ -209,9 +220,33 @@ class Crew:
                 tasks.create_task(child.end(self._grace_s), name=name)
 
     async def _forward(self, name: str, child: Child) -> None:
-        with (self._log_dir / f"{name}.log").open("a", encoding="utf-8") as file:
+        with closing(_LogFile(self._log_dir / f"{name}.log")) as file:
             async for line in child.lines():
-                file.write(line + "\n")
-                file.flush()
+                file.append(line)
                 self._last_lines[name].append(line)
                 self._on_line(name, line)
+
+
+class _LogFile:
+    """A process's log. A disk that is full loses lines, and ends no process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._is_failing = False
+
+    def append(self, line: str) -> None:
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(line.encode() + b"\n")
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning("%s: lines are lost until it can be written: %s", self._path, error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

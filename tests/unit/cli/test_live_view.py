@@ -275,6 +275,16 @@ def test_the_newest_accuracy_follows_a_growing_file_and_ignores_half_a_line(
     assert tail.newest() == AccuracyPoint(10, 0.5)
 
 
+def test_a_line_that_a_full_disk_cut_off_ends_no_view(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail, line = AccuracyTail(file), json.dumps({"step": 20, ACCURACY: 0.7})
+    file.write_text(line[:-3] + "\n" + json.dumps({"step": 10, ACCURACY: 0.5}) + "\n")
+    assert tail.newest() == AccuracyPoint(10, 0.5)
+    file.unlink()
+    file.mkdir()  # a file system that fails for a moment
+    assert tail.newest() == AccuracyPoint(10, 0.5)
+
+
 @pytest.mark.usefixtures("_lines_at_once")
 async def test_a_quiet_view_still_learns_the_steps_of_the_run(tmp_path: Path) -> None:
     view = view_on(Screen(), run_folder(tmp_path), detail="quiet")

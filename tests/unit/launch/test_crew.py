@@ -111,6 +111,20 @@ def test_the_cause_is_the_end_in_order_then_a_signal_then_the_first_error() -> N
     assert cause((follows, 0, False), (leads, 3, False)) == 3
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+async def test_a_log_that_cannot_be_written_ends_no_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "trainer.log").symlink_to("/dev/full")
+    says = "print('ready'); print('step 1'); sys.exit(0)"
+    trainer = spec("trainer", f"import sys; {says}", ends_run=True)
+    run = Supervised(tmp_path, trainer, polite("reward"))
+    end = await run.run()
+    assert (end.exit_code, end.failures) == (0, ())
+    assert run.said("trainer") == ["ready", "step 1"]
+    assert caplog.text.count("No space left on device") == 1
+
+
 async def test_a_process_that_its_watchdog_ended_is_started_again(tmp_path: Path) -> None:
     hangs = once(tmp_path / "mark", f"sys.exit({EXIT_STALLED})", "sys.exit(0)")
     trainer = spec("trainer", hangs, max_restarts=1, retries_errors=False, ends_run=True)

@@ -86,6 +86,15 @@ async def test_a_second_start_ends_what_the_first_one_left() -> None:
     await end(host, second)
 
 
+async def test_a_start_that_is_repeated_before_the_first_has_ended_leaves_one_process() -> None:
+    host = ServiceHost(ADDRESS)
+    async with asyncio.TaskGroup() as tasks:
+        starts = [tasks.create_task(started(host, POLITE.format(code=0))) for _ in range(2)]
+    first, second = (start.result() for start in starts)
+    await until_gone(first)
+    await end(host, second)
+
+
 async def test_a_program_that_is_not_there_is_a_reason_and_no_process() -> None:
     pid, problem = await ServiceHost(ADDRESS).start("reward", ["/no/such/python"], {})
     assert pid == 0

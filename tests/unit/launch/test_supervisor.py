@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -204,6 +205,28 @@ async def test_a_signal_that_ended_a_process_is_named(tmp_path: Path) -> None:
     dies = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     end = await Supervised(tmp_path, spec("trainer", dies)).run()
     assert end.failures == ("trainer ended with SIGSEGV",)
+
+
+async def test_a_process_that_the_machine_cannot_start_at_present_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin, refusals = asyncio.create_subprocess_exec, [OSError(errno.EAGAIN, "no process is free")]
+
+    async def refuses_once(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        if refusals and "rollout" in command[-1]:
+            raise refusals.pop()
+        return await begin(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuses_once)
+    mark = tmp_path / "mark"
+    replica = f"open({str(mark)!r}, 'w'); print('rollout'); import time; time.sleep(600)"
+    waits = f"import os, time\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.01)"
+    run = Supervised(
+        tmp_path, spec("rollout-0", replica, max_restarts=1), spec("trainer", waits, ends_run=True)
+    )
+    end = await run.run()
+    assert (end.exit_code, end.failures) == (0, ())
+    assert "rollout-0 cannot be started at present: " in caplog.text
 
 
 async def test_a_program_that_does_not_exist_is_one_clear_failure(tmp_path: Path) -> None:

@@ -394,6 +394,28 @@ async def test_images_reach_encoder_and_engine_with_the_expanded_tokens() -> Non
     assert recorder.threads[0] != threading.current_thread().name  # the event loop continues
 
 
+async def test_callers_that_come_and_leave_never_have_two_images_measured_at_once() -> None:
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    class Slow(Recorder):
+        def encode_chat(self, *arguments: Any, **options: Any) -> TokenIds:
+            begun.release()
+            assert may_end.wait(10)
+            return super().encode_chat(*arguments, **options)
+
+    service = servicer(recorder := Slow())
+    async with asyncio.TaskGroup() as tasks:
+        gone = tasks.create_task(call(service, request("first <image>", png())))
+        assert await asyncio.to_thread(begun.acquire, timeout=10)
+        gone.cancel()
+        waiting = tasks.create_task(call(service, request("second <image>", png())))
+        is_measured = await asyncio.to_thread(begun.acquire, timeout=0.2)
+        may_end.set()
+        await waiting
+    assert not is_measured
+    assert [text for text, _ in recorder.encoded] == ["first <image>", "second <image>"]
+
+
 async def test_a_prompt_without_images_takes_the_way_it_took() -> None:
     recorder = Recorder()
     await call(servicer(recorder), request("the word <image>"))

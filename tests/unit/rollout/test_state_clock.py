@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.threaded_engine import EngineState, StateClock
+from services.rollout.engines.weight_inbox import LiveWeights
 from sluice.concurrency.process import process_age_s
 from sluice.errors import WeightSyncError
 from tests.support.causal_lms import (
@@ -91,6 +96,34 @@ async def test_an_engine_is_starting_until_its_first_weights_serve_and_idle_with
         after = (await engine.probe()).seconds_by_state
         assert state_of(engine) is EngineState.IDLE
     assert min(after["idle"], after["generating"], after["swapping"]) > 0.0
+
+
+async def test_a_request_that_comes_during_a_swap_or_a_lost_caller_does_not_end_it(
+    model_path: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end, take = threading.Event(), threading.Event(), LiveWeights.take
+
+    def slowly(weights: LiveWeights, tensors: Mapping[str, torch.Tensor]) -> None:
+        has_begun.set()
+        assert may_end.wait(30)
+        take(weights, tensors)
+
+    async with running_engine(model_path, model) as engine, asyncio.TaskGroup() as tasks:
+        monkeypatch.setattr(LiveWeights, "take", slowly)
+        loading = tasks.create_task(load_weights(engine, weights_of(model, engine), 2, "two"))
+        assert await asyncio.to_thread(has_begun.wait, 30)
+        tasks.create_task(generate(engine, request(samples=1)))
+        while not engine.load().slots_busy:
+            await asyncio.sleep(0.001)
+        in_swap = [state_of(engine)]
+        loading.cancel()
+        await asyncio.wait([loading])
+        in_swap.append(state_of(engine))
+        may_end.set()
+        while state_of(engine) is EngineState.SWAPPING:
+            await asyncio.sleep(0.001)
+    assert in_swap == [EngineState.SWAPPING] * 2
+    assert state_of(engine) is not EngineState.SWAPPING
 
 
 async def test_weights_that_do_not_fit_leave_the_engine_in_the_state_it_was_in(

@@ -130,6 +130,41 @@ async def test_the_end_of_the_run_completes_a_checkpoint_before_the_ranks_stop(
     assert latest_step(tmp_path) == 1
 
 
+async def test_a_save_whose_caller_is_cancelled_is_completed_as_other_ranks_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    copying, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(Leader):
+        def begin_save(self, folder: Path) -> Callable[[], None]:
+            copying.set()
+            assert may_go_on.wait(WAIT_S)
+            return super().begin_save(folder)
+
+    leader = Slow()
+    async with running(leader, tmp_path) as learner:
+        saving = asyncio.create_task(learner.save(1, DataProgress(0)))
+        await asyncio.to_thread(copying.wait, WAIT_S)
+        saving.cancel()
+        await asyncio.wait([saving])
+        assert saving.cancelled()
+        may_go_on.set()
+    assert leader.did == ["copy", "write", "stop"]
+    assert latest_step(tmp_path) == 1
+
+
+async def test_a_wait_for_a_checkpoint_that_is_cancelled_loses_none(tmp_path: Path) -> None:
+    leader = Leader()
+    async with running(leader, tmp_path) as learner:
+        learner._writer.submit(lambda: leader.may_write.wait(WAIT_S))  # the thread begins late
+        await learner.save(1, DataProgress(0))
+        waiting = asyncio.create_task(learner.saved())
+        await asyncio.sleep(0)
+        waiting.cancel()
+    assert leader.did == ["copy", "write", "stop"]
+    assert latest_step(tmp_path) == 1
+
+
 async def test_a_checkpoint_that_fails_in_any_way_does_not_keep_the_ranks_from_stopping(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -109,6 +109,32 @@ async def test_a_pause_begins_once_the_last_version_is_served(world: World) -> N
         world.state.resume()
 
 
+async def test_a_pause_that_ends_while_the_last_version_is_sent_holds_nothing(
+    world: World,
+) -> None:
+    sent, taken = _held(world, "publish 1"), _held(world, "take 2")
+    async with asyncio.timeout(10.0), running(world.loop(overlaps=True)):
+        await until(lambda: "take 2" in world.events)
+        world.state.pause()
+        await until(lambda: world.state.phase is RunPhase.PUBLISHING)
+        world.state.resume()
+        taken.set()
+        sent.set()
+    assert world.state.version == 3
+
+
+async def test_a_stop_while_a_paused_run_sends_its_last_version_ends_it(world: World) -> None:
+    sent, _ = _held(world, "publish 1"), _held(world, "take 2")
+    async with asyncio.timeout(10.0), running(world.loop(overlaps=True)):
+        await until(lambda: "take 2" in world.events)
+        world.state.pause()
+        await until(lambda: world.state.phase is RunPhase.PUBLISHING)
+        world.state.stop("enough")
+        world.state.pause()
+        sent.set()
+    assert (world.state.version, world.state.step) == (1, 1)
+
+
 async def test_a_checkpoint_on_request_during_a_transfer_holds_the_last_trained_step(
     world: World,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -279,6 +280,32 @@ async def test_a_service_that_restarts_while_a_batch_is_awaited_gets_the_policy_
     first, again = stub.requests["AnnouncePolicy"]
     assert again == first
     assert again.resume_from.low_water == 40
+
+
+async def test_a_version_that_is_announced_again_never_comes_after_a_newer_one(
+    client: RewardClient, stub: Stub, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = reward_pb2.AnnouncePolicyResponse()
+    stub.answers["AnnouncePolicy"] = [done, UNAVAILABLE, done]
+    await client.announce(3, [])
+    stub.answers["TakeBatch"] = [
+        DEADLINE,
+        reward_pb2.TakeBatchResponse(batch=reward_pb2.TrainBatch(batch_id="b")),
+    ]
+    stub.answers["GetStatus"] = [status()]
+
+    async def sleep(seconds: float) -> None:
+        """Let the trainer publish version 4 while the announcement of 3 waits for its next try."""
+        if len(stub.requests["AnnouncePolicy"]) == 2 and seconds:
+            tasks.create_task(client.announce(4, []))
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    async with asyncio.TaskGroup() as tasks:
+        await client.take_batch(4, 3, no_tokens, all_come)
+    versions = [request.policy_version for request in stub.requests["AnnouncePolicy"]]
+    assert versions[-1] == 4
 
 
 async def test_a_restarted_service_gets_the_current_position_in_the_data_set(

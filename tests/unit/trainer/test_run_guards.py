@@ -64,6 +64,19 @@ async def test_a_collapse_is_rolled_back_as_the_next_version_and_the_data_contin
     assert last["guards/steps_in_weights"] == 3.0
 
 
+async def test_a_checkpoint_that_a_save_under_way_deletes_is_not_restored(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.accuracy_of = collapses_at(3, 4)
+
+    async def ends_and_deletes() -> None:
+        world.saved_to.discard(2)
+
+    monkeypatch.setattr(world, "saved", ends_and_deletes)
+    await run(world.loop(guards=guards("rollback"), **EVERY_STEP))
+    assert [event for event in world.events if event.startswith("load")] == ["load 1 at rate 0.5"]
+
+
 async def test_a_rule_holds_the_run_with_its_reason_until_the_operator_resumes(
     world: World,
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import resource
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -355,3 +356,19 @@ def test_the_accounts_are_one_json_object(tmp_path: Path) -> None:
     Reporter([], tmp_path).accounts({"submitted": 3.0, "trained": 2.0})
     text = (tmp_path / "accounts.json").read_text(encoding="utf-8")
     assert json.loads(text) == {"submitted": 3.0, "trained": 2.0}
+
+
+def test_accounts_that_find_the_disk_full_leave_the_former_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = Reporter([], tmp_path)
+    record.accounts({"submitted": 3.0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
+    try:
+        record.accounts({"submitted": 3.0, "trainer_s/finished": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "accounts.json is not written; the run continues" in caplog.text
+    text = (tmp_path / "accounts.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {"submitted": 3.0}

@@ -386,6 +386,55 @@ async def test_a_newcomers_commit_delays_no_version(trainer: Trainer) -> None:
     assert trainer.serving() == {"old": 2, "new": 2}
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+async def test_a_newcomer_that_always_receives_longer_than_a_step_serves_all_the_same(
+    trainer: Trainer, is_alone: bool
+) -> None:
+    old = trainer.add("old")
+    await trainer.publish(0)
+    new = trainer.add("new")
+    versions = itertools.count(1)
+
+    async def a_step() -> None:
+        await trainer.publish(next(versions))
+
+    new.faults = {"commit": a_step}
+    await trainer.publisher.seed_newcomers()
+    assert trainer.serving() == {"old": 3, "new": 2}, "it serves what it has"
+    new.faults = {}
+    await trainer.publisher.seed_newcomers()
+    assert trainer.serving() == {"old": 3, "new": 2}, "the next version is published to it"
+    if is_alone:
+        trainer.fleet.expel(old.info, "gone")
+        await trainer.publisher.seed_newcomers()
+        assert trainer.serving() == {"new": 3}
+    await trainer.publish(4)
+    assert set(trainer.serving().values()) == {4}
+    assert trainer.serving().keys() == ({"new"} if is_alone else {"old", "new"})
+
+
+async def test_a_member_that_waits_for_its_turn_alone_is_not_seeded_as_well(
+    trainer: Trainer,
+) -> None:
+    first, second, third = trainer.add("a"), trainer.add("b"), trainer.add("c")
+    gate = asyncio.Event()
+
+    async def until_alone() -> None:
+        if first.calls.count("stage") > 3:
+            await gate.wait()
+
+    first.faults = {"stage": until_alone}
+    third.faults = {"stage": raising(WeightSyncError("c", "stage", "no route"))}
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        tasks.create_task(trainer.publish(0))
+        while first.calls.count("stage") <= 3:
+            await asyncio.sleep(0.01)
+        await trainer.publisher.seed_newcomers()
+        gate.set()
+    assert trainer.serving() == {"a": 0, "b": 0}
+    assert len(second.epochs) == 4
+
+
 async def test_a_member_that_is_being_published_to_is_not_seeded_as_well(
     trainer: Trainer,
 ) -> None:
