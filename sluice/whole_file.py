@@ -1,9 +1,10 @@
-"""Write files that others never see half of. Imports nothing of the project."""
+"""Write files that others never see half of, and whole lines. Imports nothing of the project."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import IO
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -15,3 +16,16 @@ def write_whole(file: Path, content: bytes) -> None:
     draft = file.with_name(f".{file.name}.{os.getpid()}.partial")
     draft.write_bytes(content)
     draft.replace(file)
+
+
+def begin_line(file: IO[bytes]) -> None:
+    """End the last line of a file, opened with ``a+b``, if a full disk, a kill or a hand cut it
+    off: it must not join the next one.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(end - 1, 0))
+    if file.read() not in (b"", b"\n"):
+        file.write(b"\n")

@@ -45,6 +45,7 @@ this page's row about one key.
 | nothing, truth values | `null`, `True`, `false` |
 | reference to another key, also within a text | `data.gen_batch_size=${data.train_batch_size}` |
 | reference beside the key itself, with a fallback | `${.save_contents}`, `${oc.select:a.b,0}` |
+| variable of the environment: text, value | `${oc.env:DATA,/data}`, `${oc.decode:${oc.env:N,1}}` |
 | `+key=value` | adds below an open key; refused where a value stands |
 | `++key=value` | sets in any case |
 | `~key`, `~key=value` | back to the default |

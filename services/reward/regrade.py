@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -129,12 +130,12 @@ def _prompt(stored: StoredPrompt) -> Prompt:
 
 
 def _rollout(number: int, sample: StoredSample) -> Rollout:
-    """Return the sample with its text and length; its tokens were not stored."""
+    """Return the sample with its text, length and number of turns; its tokens were not stored."""
     finish = FinishReason.STOP
     with suppress(ValueError):
         finish = FinishReason(sample.finish_reason)
     count = sample.tokens
-    return Rollout.of_one_turn(
+    one = Rollout.of_one_turn(
         number,
         absent_tokens(count),
         absent_logprobs(count),
@@ -142,6 +143,7 @@ def _rollout(number: int, sample: StoredSample) -> Rollout:
         finish,
         sample.response if sample.last_turn is None else sample.last_turn,
     )
+    return replace(one, turns=one.turns * max(sample.turns, 1))
 
 
 def main(argv: Sequence[str]) -> None:

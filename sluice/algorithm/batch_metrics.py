@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sluice.algorithm.episodes import response_length
 from sluice.types import TokenIds, TrainBatch
 
 FloatRows = npt.NDArray[np.float64]
@@ -23,7 +24,8 @@ PER_TOKEN_PHASES = ("gen", "ref", "values", "adv", "update_critic", "update_acto
 class BatchRows:
     """One entry per response, groups one after the other; all arrays are [rows].
 
-    The last three are there if any row is an episode.
+    The last four are there if any row is an episode; `longest_paths` are the tokens of the longest
+    conversation beyond its prompt, read ones included.
     """
 
     rewards: FloatRows
@@ -32,6 +34,7 @@ class BatchRows:
     read_lengths: IntRows | None = None  # tokens that turns read beyond the prompt
     turns: IntRows | None = None
     roots: IntRows | None = None
+    longest_paths: IntRows | None = None
 
     @property
     def lengths(self) -> IntRows:
@@ -65,10 +68,10 @@ def batch_rows(batch: TrainBatch) -> BatchRows:
     episodes: dict[str, IntRows] = {}
     if any(not g.rollouts[i].is_plain for g, i in rows):
         counts = [
-            (one.num_context_tokens, len(one.turns), one.num_roots)
+            (one.num_context_tokens, len(one.turns), one.num_roots, response_length(one.turns))
             for one in (g.rollouts[i] for g, i in rows)
         ]
-        names = ("read_lengths", "turns", "roots")
+        names = ("read_lengths", "turns", "roots", "longest_paths")
         episodes = dict(zip(names, np.array(counts, dtype=np.int64).T, strict=True))
     return BatchRows(
         rewards=np.array([group.scores[i].reward for group, i in rows], dtype=np.float64),
@@ -84,15 +87,15 @@ def batch_metrics(
     """Return metrics that depend on the batch alone.
 
     ``critic/score`` contains the overlong penalty and, like ``response_length_non_aborted``, counts
-    rows with tokens only. ``clip_ratio`` is the share of rows at the limit. A metric over no rows
-    is left out.
+    rows with tokens only. The length of an episode is that of its longest conversation, read tokens
+    included. ``clip_ratio`` is the share of rows at the limit. A metric over no rows is left out.
     """
     with_tokens = rows.response_lengths > 0
-    lengths = rows.response_lengths[with_tokens]
+    lengths = rows.response_lengths if rows.longest_paths is None else rows.longest_paths
     return {
         **_spread("critic/score", rows.rewards[with_tokens]),
-        **_lengths("response_length", rows.response_lengths, max_response_tokens),
-        **_lengths("response_length_non_aborted", lengths, max_response_tokens),
+        **_lengths("response_length", lengths, max_response_tokens),
+        **_lengths("response_length_non_aborted", lengths[with_tokens], max_response_tokens),
         **_lengths("prompt_length", rows.prompt_lengths, max_prompt_tokens),
         "response/aborted_ratio": 1.0 - float(with_tokens.mean()) if with_tokens.size else 0.0,
         **_episodes(rows),
@@ -103,7 +106,7 @@ def _episodes(rows: BatchRows) -> dict[str, float]:
     if rows.read_lengths is None or rows.turns is None or rows.roots is None:
         return {}
     return {
-        **_spread("num_turns", rows.turns),
+        **_spread("num_turns", 2 * rows.turns),  # each answer and what it answers
         "episodes/roots/mean": float(rows.roots.mean()),
         "episodes/tokens_read": float(rows.read_lengths.sum()),
         "episodes/tokens_sampled": float(rows.response_lengths.sum()),

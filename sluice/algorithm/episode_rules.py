@@ -178,14 +178,14 @@ def within_limits(messages: Sequence[ChatMessage], rules: EpisodeRules) -> tuple
 
 
 def truncated(text: str, rules: EpisodeRules) -> str:
-    """Return a tool's text, cut as verl does: its beginning, its end, or half of each."""
+    """Return a tool's text, cut as verl does: at the named side, or between two halves."""
     most = rules.max_tool_response_length
     if len(text) <= most:
         return text
     if rules.truncate_side == "left":
-        return f"{text[:most]}...{_MARK}"
-    if rules.truncate_side == "right":
         return f"{_MARK}...{text[-most:]}"
+    if rules.truncate_side == "right":
+        return f"{text[:most]}...{_MARK}"
     half = most // 2
     return f"{text[:half]}...{_MARK}...{text[len(text) - half :]}"
 
@@ -210,7 +210,8 @@ class EpisodeCounts:
     """What an episode has used of its limits.
 
     Attributes:
-        user_turns: observations that a user's message is part of.
+        user_turns: observations that the policy has read after an answer, tools' as well (verl's
+            count).
         invalid_answers: the last ones in a row with calls that cannot be read.
     """
 
@@ -239,9 +240,6 @@ class EpisodeCounts:
             return EpisodeEnd.MAX_TOKENS
         if rules.max_assistant_turns is not None and self.answers >= rules.max_assistant_turns:
             return EpisodeEnd.MAX_TURNS
-        new = seen.messages[-1:] if seen.is_whole else seen.messages
-        if all(message.role != USER for message in new):
-            return None
         if rules.max_user_turns is not None and self.user_turns >= rules.max_user_turns:
             return EpisodeEnd.MAX_TURNS
         self.user_turns += 1

@@ -57,7 +57,8 @@ def script_settings(
     script: Path, arguments: list[str], *, trusted: bool
 ) -> tuple[Path | None, list[str]]:
     """Return the configuration file of a script's launch, if it has one, and its `KEY=VALUE`
-    arguments; report on stderr how they were found.
+    arguments; report on stderr how they were found. What the script exports to its launch is
+    exported to the run.
 
     Args:
         script: a bash script; its programs are recorded, and not run.
@@ -80,11 +81,14 @@ def script_settings(
     for name in launch.unset:
         _report(f"  warning: ${name} has no value; set it: {name}=... sluice ...")
     for word in launch.left_out:
-        is_file = word.startswith(("--config-name", "-cn"))
+        is_file = word.startswith("--config-name")
         more = "; give what it changes of verl's defaults as key=value" if is_file else ""
         _report(f"  ignored: {word}{more}")
     if launch.config is not None:
         _report(f"  configuration: {launch.config}")
+    if launch.exported:
+        _report(f"  exports: {', '.join(sorted(launch.exported))}")
+        os.environ.update(launch.exported)
     _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
     return launch.config, list(launch.settings)
 

@@ -34,6 +34,7 @@ class PastRun:
         accuracies: of the first and of the last validation; fewer if there are fewer.
         processes: what the launcher runs.
         is_data_exhausted: whether it reached its end because its data set had no more prompts.
+        total_steps: of its configuration; None: as many as the data have.
     """
 
     phase: Literal["finished", "starting", "not running"]
@@ -41,12 +42,24 @@ class PastRun:
     accuracies: tuple[float, ...]
     processes: tuple[LaunchedProcess, ...] = ()
     is_data_exhausted: bool = False
+    total_steps: int | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it ended in order, before its last step."""
+        has_more = self.step < (self.total_steps or 0) and not self.is_data_exhausted
+        return self.phase == "finished" and has_more
 
     def as_text(self, run_dir: Path) -> str:
         """Return a line or two for the console."""
         steps = f"{self.step} step{'' if self.step == 1 else 's'}"
         values = " -> ".join(f"{value:.3f}" for value in self.accuracies)
         accuracy = f"; held-out accuracy {values}" if values else ""
+        if self.is_stopped:
+            return (
+                f"{run_dir}: stopped after step {self.step} of {self.total_steps}{accuracy}\n"
+                f"`{resume_command(run_dir)}` starts it again"
+            )
         if self.phase == "finished":
             why = " (data exhausted)" if self.is_data_exhausted else ""
             return f"{run_dir}: finished after {steps}{why}{accuracy}"
@@ -82,12 +95,14 @@ async def past_run(run_dir: Path) -> PastRun:
     record, processes = read_progress(run_dir), await launched_processes(run_dir)
     values = [point.accuracy for point in record.accuracies()]
     ended: Literal["finished", "not running"] = "finished" if record.accounts else "not running"
+    is_here = (run_dir / CONFIG_NAME).is_file()
     return PastRun(
         ended if processes is None else "starting",
         record.last_step,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
         processes or (),
         bool(record.accounts.get(DATA_EXHAUSTED)),
+        locate_run(run_dir).config.trainer.total_training_steps if is_here else None,
     )
 
 

@@ -67,7 +67,7 @@ def locate_run(run: Path) -> RunLocation:
     if not file.is_file():
         raise ConfigError(
             f"run: {run} holds no {CONFIG_NAME}; give the folder of a started run "
-            "(its sluice.run_dir), for example runs/quickstart"
+            "(its sluice.run_dir); one whose model or data are still being made has none yet"
         )
     config = load_config(file, ())
     return RunLocation(

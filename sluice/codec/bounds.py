@@ -119,9 +119,17 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     },
     reward.ChatRequest: {"lease_id": _NAME, "request_digest": _NAME},
     reward.EndEpisodeRequest: {"lease_id": _NAME, "failure": _text(2000)},
-    reward.TakeBatchRequest: {"step": _STEP, "policy_version": _NUMBER},
+    reward.TakeBatchRequest: {
+        "step": _STEP,
+        "policy_version": _NUMBER,
+        "trainer_instance_id": _NAME_OR_NONE,
+    },
     reward.TakeSamplesRequest: {"batch_id": _NAME},
-    reward.AcknowledgeBatchRequest: {"batch_id": _NAME, "step": _STEP},
+    reward.AcknowledgeBatchRequest: {
+        "batch_id": _NAME,
+        "step": _STEP,
+        "trainer_instance_id": _NAME_OR_NONE,
+    },
     reward.AnnouncePolicyRequest: {
         "trainer_instance_id": _NAME,
         "policy_version": _NUMBER,

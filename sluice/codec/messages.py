@@ -178,6 +178,9 @@ def struct_to_proto(values: Mapping[str, object], field: str) -> Struct | None:
 def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "") -> dict[str, Any]:
     """Decode a JSON object. Whole numbers become integers up to 2**53, 1.0 like 1.
 
+    Names are in their alphabetical order: clients in some languages, such as Go, send them in
+    another order each time, and a prompt that is sent again is recognized by its digest.
+
     Args:
         key: the setting of that size, for errors; empty: it is fixed.
 
@@ -188,12 +191,13 @@ def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "")
         limit = f"{key} allows {max_bytes}; send less" if key else f"send at most {max_bytes}"
         raise InvalidRequestError(f"{field}: {size} bytes; {limit}")
     try:
-        return {name: _with_integers(value) for name, value in MessageToDict(struct).items()}
+        found: dict[str, Any] = _with_integers(MessageToDict(struct))
     except (ValueError, RecursionError) as error:
         # The error quotes the value, which may be long.
         raise InvalidRequestError(
             f"{field}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
         ) from error
+    return found
 
 
 def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
@@ -225,7 +229,7 @@ def _with_integers(value: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_INTEGER:
         return int(value)
     if isinstance(value, dict):
-        return {key: _with_integers(inner) for key, inner in value.items()}
+        return {key: _with_integers(inner) for key, inner in sorted(value.items())}
     return [_with_integers(inner) for inner in value] if isinstance(value, list) else value
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sluice.config.loading.loader import read_document
+from sluice.config.loading.yaml_files import read_document
 from sluice.config.loading.yaml_text import flat_settings, flat_tree
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError

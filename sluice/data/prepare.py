@@ -165,6 +165,12 @@ def _json_lines(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
     """Convert a row in verl's format, or a question and an answer in fields that the user names."""
     if "reward_model" in row:
         return _verl_format(row, place, index, wishes)
+    for column, option in ((wishes.prompt_field, "prompt"), (wishes.answer_field, "answer")):
+        if column not in row:
+            found = ", ".join(row)
+            raise DataError(
+                f"{place}: no field '{column}' (found: {found}); name yours with --{option}-field"
+            )
     question = _text(row, wishes.prompt_field, place)
     asked = f"{question} {wishes.instruction}" if wishes.instruction else question
     truth = _truth(row.get(wishes.answer_field), f"{place}: '{wishes.answer_field}'")

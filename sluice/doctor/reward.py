@@ -7,16 +7,19 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from sluice.algorithm.groups.filter import metric_value
 from sluice.concurrency.answers import answer_of
 from sluice.config.run import RunConfig
+from sluice.config.schema.algorithm import FilterGroupsConfig
 from sluice.config.sources import prompt_files
 from sluice.data.known_sources import DEFAULT_ROUTES, PROGRAM_TESTS, scorer_name
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 from sluice.doctor.trial import TrialAnswer
 from sluice.environment.source import EnvironmentSource
-from sluice.errors import DataError, SluiceError
+from sluice.errors import ConfigError, DataError, SluiceError
 from sluice.sandbox.choice import backend_of
+from sluice.types import Scored
 
 _GRADE, _LOAD = "services.reward.scorer_check", "sluice.environment.source"
 ENOUGH_S = 20.0  # a row after this is not graded any more
@@ -25,23 +28,33 @@ ROWS_OF_A_SOURCE, ROWS_LOOKED_AT = 4, 16
 _LOADING_S = 60.0  # of an environment
 _LONGEST_TRUTH = 200
 _REFUSED = "the run refuses to start"
+_WRONG_RESPONSE = "I do not know."
+_LEFT_OUT = "such a sample is left out of its group, and never counts as wrong"
+_ALWAYS_A_NUMBER = "let it return a number for every response"
+_OVERLONG_METRICS = ("overlong", "overlong_reward")  # the reward manager adds them
 
 
 def check_reward(examined: Examined) -> Iterator[Finding]:
-    """Grade a made-up response to each of the first rows, in scorer processes with their limits."""
+    """Grade a made-up response to each of the first rows, and a wrong one to the first, in scorer
+    processes with their limits."""
     reward = examined.config.reward
     function, model = reward.custom_reward_function, reward.reward_model
     if function.path is None and model.enable:
         yield fine(f"graded by the model at {model.base_url}")  # which may not serve yet
         return
     rows = _rows(examined)
+    pairs = [(row, made_up_response(row)) for row in rows]
+    pairs += [(row, _WRONG_RESPONSE) for row in rows[:1]]
     try:
-        answers = try_scorer(examined.config, rows)
+        answers, _ = try_responses(examined.config, pairs, ENOUGH_S)
     except SluiceError as error:
         yield of_text(str(error), _REFUSED)
         return
     what = f"{function.path}: {function.name}" if function.path else "the built-in scorers"
-    yield trial_finding(what, [row.place for row in rows], answers)
+    yield trial_finding(what, [row.place for row in rows], answers[: len(rows)])
+    yield from wrong_response_findings(what, answers[:1], answers[len(rows) :])
+    if function.path is not None and not _may_have_episodes(examined.config):
+        yield from metric_findings(examined.config.algorithm.filter_groups, answers)
 
 
 def trial_finding(what: str, places: Sequence[str], answers: Sequence[TrialAnswer]) -> Finding:
@@ -57,8 +70,8 @@ def trial_finding(what: str, places: Sequence[str], answers: Sequence[TrialAnswe
         return warning(
             f"{what} has no score for {len(failed)} of {len(answers)} rows and a made-up response; "
             f"{place}: {first.failure}{frames}",
-            "such a sample is left out of its group, and never counts as wrong",
-            "let it return a number for every response",
+            _LEFT_OUT,
+            _ALWAYS_A_NUMBER,
         )
     return problem(
         f"{what} has no score for any of {len(answers)} rows and a made-up response; {place}: "
@@ -66,6 +79,37 @@ def trial_finding(what: str, places: Sequence[str], answers: Sequence[TrialAnswe
         "every group would fail, and nothing would be trained",
         "repair it; a response that is wrong or has another form deserves a number, such as 0.0",
     )
+
+
+def wrong_response_findings(
+    what: str, right: Sequence[TrialAnswer], wrong: Sequence[TrialAnswer]
+) -> Iterator[Finding]:
+    """Warn if a wrong response has no score where a made-up one has."""
+    for answer in wrong:
+        if answer.score is None and right[0].score is not None:
+            frames = "".join(f"\n    {frame}" for frame in answer.frames)
+            yield warning(
+                f"{what} has no score for the response '{_WRONG_RESPONSE}': "
+                f"{answer.failure}{frames}",
+                _LEFT_OUT,
+                _ALWAYS_A_NUMBER,
+            )
+
+
+def metric_findings(
+    groups: FilterGroupsConfig, answers: Sequence[TrialAnswer]
+) -> Iterator[Finding]:
+    """Report a metric of the group filter that no graded response has."""
+    graded = [Scored(one.score, one.score, one.metrics) for one in answers if one.score is not None]
+    if not groups.enable or groups.metric in _OVERLONG_METRICS:
+        return
+    if any(groups.metric in one.metrics for one in graded):
+        return
+    for one in graded[:1]:
+        try:
+            metric_value(one, groups.metric)
+        except ConfigError as error:
+            yield of_text(str(error), _REFUSED)
 
 
 def try_scorer(config: RunConfig, rows: Sequence[PromptRow]) -> list[TrialAnswer]:
@@ -138,6 +182,11 @@ def check_environment(examined: Examined) -> Iterator[Finding]:
         yield of_text(str(error), _REFUSED)
         return
     yield fine(f"{what}: {name}" + (f" with the tools {', '.join(tools)}" if tools else ""))
+
+
+def _may_have_episodes(config: RunConfig) -> bool:
+    settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
+    return bool(settings.path or settings.addresses or settings.agents or turns.enable)
 
 
 def _question(row: PromptRow) -> str:

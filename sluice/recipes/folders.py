@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 import sluice
-from sluice.config.loading.loader import read_document
+from sluice.config.loading.yaml_files import read_document
 from sluice.config.loading.yaml_text import flat_tree, flow_text, parse_document
 from sluice.errors import ConfigError
 

@@ -42,9 +42,10 @@ class RunRecord:
         """Return the sum of a metric over all steps; a missing value counts as 0."""
         return sum(row.get(name) or 0.0 for row in self.steps)
 
-    def total_of_validations(self, name: str) -> float:
-        """Return the sum of a metric over all validations; a missing value counts as 0."""
-        return sum(row.get(name) or 0.0 for row in self.validations)
+    @property
+    def validation_tokens(self) -> int:
+        """Response tokens of all validations."""
+        return int(sum(row.get("val/generated_tokens") or 0.0 for row in self.validations))
 
     def largest(self, name: str) -> float:
         """Return the maximum of a metric over all steps; 0 without steps."""

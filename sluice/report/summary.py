@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, read_progress
+from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, RunRecord, read_progress
 from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
 from sluice.whole_file import write_whole
@@ -28,16 +29,19 @@ _ACCOUNTS = (
 _MIN_SHARE = 0.0005  # a smaller one would read 0.0 %
 _MIN_AGE_S = 0.5  # a smaller one would read 0 s
 _FILTERED = ("filtered_all_right", "filtered_all_wrong", "filtered_uniform")
+_GROUPS = (metric_names.GROUPS_ALL_RIGHT, metric_names.GROUPS_ALL_WRONG)
 _DROPPED = ("dropped_stale", "dropped_failed", "dropped_surplus")
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The numbers of a run, counted since its last start.
+    """The numbers of a run over all its starts, but `seconds_total`, `seconds_services` and
+    `accounts`, which are of the last one.
 
     Attributes:
         is_finished: whether it reached its end; otherwise prompts and tokens are as far as they are
             known, and 0 if they are not.
+        is_resumed: whether it was started more than once.
         accuracy_before: held-out accuracy of the untrained policy; ``None``: not validated.
         accuracy_after: held-out accuracy at the last validation; ``None``: there was none.
         accuracy_best, accuracy_best_step: the highest one, and the step after which it was found.
@@ -54,6 +58,7 @@ class RunSummary:
     """
 
     is_finished: bool
+    is_resumed: bool
     accuracy_before: float | None
     accuracy_after: float | None
     accuracy_best: float | None
@@ -87,26 +92,31 @@ class RunSummary:
             after += f" (best {self.accuracy_best:.3f} after step {self.accuracy_best_step})"
         head = "" if self.is_finished else "not finished: the numbers so far\n"
         ratio = self.generated_tokens / max(self.trained_tokens, 1)
+        since = "since the last start" if self.is_resumed else "in all"
         skipped = f"{self.prompts_skipped} skipped + " if self.prompts_skipped else ""
+        prompts = (
+            f"prompts: {self.prompts_submitted} submitted = {self.prompts_trained} trained + "
+            f"{self.prompts_filtered} filtered + {self.prompts_dropped} dropped + {skipped}"
+            f"{self.prompts_pending} pending; {self.prompts_lost} lost\n"
+        )
         return (
             f"{head}held-out accuracy {before}{after} in "
             f"{self.steps} steps ({self.seconds_dapo:.0f} s of training, "
-            f"{self.seconds_total:.0f} s in all)\n"
+            f"{self.seconds_total:.0f} s {since})\n"
             f"tokens: {self.generated_tokens:,} generated, {self.trained_tokens:,} trained "
             f"({ratio:.2f} per trained token), {self.validation_tokens:,} for validation\n"
             f"groups: {self.groups_kept} kept, {self.groups_all_right} all right, "
             f"{self.groups_all_wrong} all wrong, {self.surplus_discarded} surplus discarded\n"
-            f"prompts: {self.prompts_submitted} submitted = {self.prompts_trained} trained + "
-            f"{self.prompts_filtered} filtered + {self.prompts_dropped} dropped + {skipped}"
-            f"{self.prompts_pending} pending; {self.prompts_lost} lost\n"
+            f"{prompts if self.is_finished or self.prompts_submitted else ''}"
             f"largest staleness: {self.max_staleness_seen}"
             f"{self._accounting_text()}"
         )
 
     def _accounting_text(self) -> str:
         what = {"tokens": "all tokens", "trainer": "trainer's time", "rollout": "replicas' time"}
+        since = " since the last start" if self.is_resumed else ""
         return "".join(
-            f"\n{what[view.title]} ({view.total_text}): {view.parts_text}"
+            f"\n{what[view.title]}{since} ({view.total_text}): {view.parts_text}"
             for view in account_views(self.accounts)
         )
 
@@ -130,22 +140,22 @@ def summarize(
         DataError: a line cannot be read.
     """
     record = read_progress(run_dir)
-    accuracies = record.accuracies()
+    accuracies, accounts = record.accuracies(), record.accounts or accounts or {}
     best = max(accuracies, key=lambda point: point.accuracy, default=None)
-    accounts = record.accounts or accounts or {}
     if seconds_total is None:
         seconds_total, seconds_services = _noted_seconds(run_dir)
 
     def count(*names: str) -> int:
         return int(sum(accounts.get(name, 0.0) for name in names))
 
-    submitted, pending = count("submitted"), count("pending")
-    validation_tokens = int(record.total_of_validations("val/generated_tokens"))
+    right, wrong = (int(record.total(name)) for name in _GROUPS)
+    tokens = _tokens_by_start(record, accounts)
+    submitted, pending, skipped = count("submitted"), count("pending"), count("skipped")
     trained, filtered, dropped = count("trained"), count(*_FILTERED), count(*_DROPPED)
-    skipped = count("skipped")
     explained = trained + filtered + dropped + skipped + pending
     return RunSummary(
         is_finished=bool(record.accounts),
+        is_resumed=len(tokens) > 1,
         accuracy_before=next((one.accuracy for one in accuracies if one.step == 0), None),
         accuracy_after=accuracies[-1].accuracy if accuracies else None,
         accuracy_best=best.accuracy if best else None,
@@ -154,12 +164,12 @@ def summarize(
         seconds_services=round(seconds_services or seconds_total, 2),
         seconds_dapo=round(record.total(metric_names.STEP_S), 2),
         steps=len(record.steps),
-        generated_tokens=max(count("generated_tokens") - validation_tokens, 0),
+        generated_tokens=max(sum(tokens) - record.validation_tokens, 0),
         trained_tokens=int(record.total(metric_names.TRAINED_TOKENS)),
-        validation_tokens=validation_tokens,
+        validation_tokens=record.validation_tokens,
         groups_kept=int(record.total(metric_names.GROUPS_KEPT)),
-        groups_all_right=count("filtered_all_right"),
-        groups_all_wrong=count("filtered_all_wrong"),
+        groups_all_right=count("filtered_all_right") or right,
+        groups_all_wrong=count("filtered_all_wrong") or wrong,
         surplus_discarded=int(record.total("train/surplus_discarded")),
         prompts_submitted=submitted,
         prompts_trained=trained,
@@ -171,6 +181,13 @@ def summarize(
         max_staleness_seen=int(record.largest(metric_names.STALENESS_MAX)),
         accounts=dict(accounts),
     )
+
+
+def _tokens_by_start(record: RunRecord, accounts: Mapping[str, float]) -> list[int]:
+    """Return the last known number of sampled tokens of each start of a run: each begins at 0."""
+    known = [row.get(f"{metric_names.ACCOUNTS}generated_tokens") for row in record.steps]
+    counts = [int(one) for one in (*known, accounts.get("generated_tokens")) if one is not None]
+    return [now for now, later in pairwise([*counts, -1]) if later < now]
 
 
 def _noted_seconds(run_dir: Path) -> tuple[float, float | None]:

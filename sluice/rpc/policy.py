@@ -47,7 +47,9 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     # A rank ends it when no message comes; this is only an upper bound.
     "RewardService/TakeSamples": CallPolicy(deadline_s=86_400.0),
     "RewardService/AcknowledgeBatch": _QUICK,
-    "RewardService/AnnouncePolicy": _QUICK,
+    # A trainer's first one waits until all that ran is cancelled, and for a read of the clients'
+    # prompts that its policy was not trained on, which a repeated call begins again.
+    "RewardService/AnnouncePolicy": CallPolicy(deadline_s=30.0, attempts=3),
     # The scorers' own limits end it; this is only an upper bound.
     "RewardService/Score": CallPolicy(deadline_s=7200.0),
     # The callers end it when progress stops; this is only an upper bound.

@@ -11,7 +11,13 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.data.prompt_rows import PromptRow
-from sluice.doctor.reward import trial_finding, try_scorer
+from sluice.doctor.reward import (
+    metric_findings,
+    trial_finding,
+    try_responses,
+    try_scorer,
+    wrong_response_findings,
+)
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError
 from sluice.types import ChatMessage
@@ -83,6 +89,26 @@ def test_an_exception_in_some_rows_is_a_warning(tmp_path: Path) -> None:
     answers = tried(tmp_path, f"{HEAD}    return 1 / extra_info['index']\n")
     found = only([trial_finding("score", ["a", "b", "c"], answers)], "warning")
     assert "1 of 3 rows and a made-up response; a: unscorable: ZeroDivisionError" in found.what
+
+
+def test_a_function_without_a_score_for_wrong_responses_is_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "score.py"
+    path.write_text(f"{HEAD}    if ground_truth in solution_str:\n        return 1.0\n")
+    config = load_config(None, [f"{KEY}.path={path}"])
+    answers, _ = try_responses(config, [(ROWS[0], "0"), (ROWS[0], "I do not know.")], 20.0)
+    found = only(list(wrong_response_findings("score", answers[:1], answers[1:])), "warning")
+    assert found.what.startswith("score has no score for the response 'I do not know.': unscorable")
+    assert list(wrong_response_findings("score", answers[1:], answers[1:])) == []
+
+
+def test_a_filter_metric_that_the_function_does_not_return_is_a_problem() -> None:
+    groups = load_config(
+        None, ["algorithm.filter_groups={enable: true, metric: accuracy}"]
+    ).algorithm.filter_groups
+    found = only(list(metric_findings(groups, [TrialAnswer(1.0, {"acc": 1.0})])), "problem")
+    assert "filter_groups.metric: the scorer returned no 'accuracy'; available: acc" in found.what
+    for answer in (TrialAnswer(1.0, {"accuracy": 0.0}), TrialAnswer(failure="unscorable: x")):
+        assert list(metric_findings(groups, [answer])) == []
 
 
 def test_a_function_that_hangs_is_killed_and_named(tmp_path: Path) -> None:

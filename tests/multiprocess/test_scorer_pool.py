@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.reward.grading.messages import ScorerInput
@@ -114,6 +115,21 @@ async def test_an_item_that_cannot_be_sent_is_unscorable_and_the_others_are_grad
         assert pool.num_replaced == 0
     assert isinstance(outcomes[2], Failed)
     assert "extra_info" in outcomes[2].detail
+
+
+async def test_a_reward_function_of_verl_reads_the_number_of_turns(tmp_path: Path) -> None:
+    # As verl's naive manager calls it, for a single answer and for one after a call of a tool.
+    path = tmp_path / "turns.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    assert extra_info['rollout_reward_scores'] == {} and extra_info['index'] == 3\n"
+        "    return (extra_info['num_turns'] - 2) / 2 * 0.25\n"
+    )
+    item = ScorerInput("mine", "7", "7", {"index": 3, "num_turns": None})
+    several = msgspec.structs.replace(item, num_turns=4)
+    function = CustomRewardFunctionConfig(path=str(path))
+    async with running_scorer_pool(LIMITS, function) as pool:
+        assert kinds(await pool.score([item, several])) == [0.0, 0.25]
 
 
 async def test_many_slow_samples_have_a_deadline_each_and_not_together(tmp_path: Path) -> None:

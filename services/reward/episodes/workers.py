@@ -198,7 +198,7 @@ class EnvironmentWorkers:
         while slot.worker is None:
             try:
                 await self._fill(slot)
-            except SluiceError as error:
+            except (SluiceError, OSError) as error:  # also without memory or a process for it
                 logger.warning("environment worker %d does not start: %s", slot.number, error)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)

@@ -53,13 +53,17 @@ class SetupReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScorerInput(msgspec.Struct, frozen=True, array_like=True):
-    """One response to grade. Only reward models look at `question`, the prompt's last turn."""
+    """One response to grade. Only reward models look at `question`, the prompt's last turn.
+
+    `num_turns` counts answers and the turns that they answer, as verl does.
+    """
 
     data_source: str
     response: str
     ground_truth: str
     extra_info: Mapping[str, object] = {}
     question: str = ""
+    num_turns: int = 2
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, array_like=True):

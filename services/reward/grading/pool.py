@@ -252,7 +252,8 @@ class ScorerPool:
         if worker is not None:
             self.num_replaced += 1
             worker.kill()
-            await worker.wait_ended()
+            with _log_if_stuck():  # the fault, or the cancellation, is what its caller gets
+                await worker.wait_ended()
 
     def _shortened(self, item: ScorerInput) -> ScorerInput:
         """Leave out what the scorer does not look at: long responses cost more to send."""

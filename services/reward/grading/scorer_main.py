@@ -206,11 +206,18 @@ def _program_tests(setup: ScorerSetup) -> ProgramTests | None:
 
 
 def _graded(scorer: Scorer, item: ScorerInput) -> object:
+    """Call the scorer. To a row's extra_info it adds what verl does
+    (`verl/experimental/reward_loop/reward_manager/naive.py`).
+    """
     return scorer(
         data_source=item.data_source,
         solution_str=item.response,
         ground_truth=item.ground_truth,
-        extra_info=item.extra_info,
+        extra_info={
+            **item.extra_info,
+            "num_turns": item.num_turns,
+            "rollout_reward_scores": {},
+        },
     )
 
 

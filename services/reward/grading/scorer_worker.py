@@ -48,6 +48,7 @@ PEER = "scorer process"
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 _MOST_KILLED = 2
+_PAUSE_S = 2.0
 # The folder that holds the package `services`; the service may have been started elsewhere.
 _PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent
 
@@ -61,7 +62,8 @@ class LoadingEndedError(ConfigError):
 
 
 async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
-    """Start a process that loads the user's code; again if a signal ends it, twice at most.
+    """Start a process that loads the user's code; again if a signal ends it, or if the system has
+    no memory, process or file for it, twice at most.
 
     The system kills one when memory is short, and such a kill must not end the run.
 
@@ -75,6 +77,9 @@ async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
             if error.code >= 0:
                 raise
             logger.warning("%s; another one is started", error)
+        except OSError as error:
+            logger.warning("a process for the user's code does not start: %s; tried again", error)
+            await asyncio.sleep(_PAUSE_S)
     return await start()
 
 

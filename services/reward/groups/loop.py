@@ -150,8 +150,12 @@ class GroupLoop:
             replicas: those in use.
             resume_from: the position in the data set, for a service without one.
             rolled_back_to: the version has the weights of this earlier one again.
+
+        Raises:
+            InvalidRequestError: another trainer has replaced this one.
         """
         async with self._announce_lock:
+            self.batches.check_trainer(trainer)
             if trainer != self._trainer:
                 # The take-over awaits: without a version nothing is admitted meanwhile.
                 self._groups.policy_version = None
@@ -160,9 +164,10 @@ class GroupLoop:
                 await self._roll_back(version, rolled_back_to)
             self.batches.settle_recovered(version)
             if version != self._learned_version:
+                await self._learn()
+                # Not before: a call that is given up while it learns is repeated.
                 for source in self._sources.values():
                     source.strategy.forecast.announced(time.monotonic())
-                await self._learn()
             self._learned_version = self._groups.policy_version = version
         await self._dispatcher.announce(replicas)
         logger.info("version %d on %d replicas", version, len(replicas))
@@ -370,6 +375,7 @@ class GroupLoop:
             self._start_data(ledger.progress())
             self._trainer = trainer
             return
+        self.batches.replaced_trainers.append(ledger.trainer)
         await self._end_what_runs(CancelReason.TAKEN_OVER)
         if self._trainer is None:  # the trainer knows the data position of an earlier service
             self._groups.forget_data()
@@ -403,6 +409,7 @@ class GroupLoop:
         # The cancelling awaits: without a version nothing is admitted meanwhile.
         self._groups.policy_version = None
         await self._end_what_runs(CancelReason.ROLLED_BACK)
+        self._ledger.leases.revoke_all()  # a restarted service would continue from their turns
         lost = []
         lease = self._ledger.open_lease
         if lease is not None and lease.version < version:  # formed, and never trained

@@ -14,7 +14,6 @@ prompt, delete its line (or the file) and restart the service.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from services.reward.ledger.ledger import PromptLedger
 from sluice.algorithm.groups.filter import is_quarantined
 from sluice.errors import DataError
 from sluice.types import Failed, Prompt
+from sluice.whole_file import begin_line
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +127,7 @@ class Quarantine:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a+b") as file:
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(end - 1, 0))
-                if file.read() not in (b"", b"\n"):  # by hand, or by a process that was killed
-                    file.write(b"\n")
+                begin_line(file)
                 file.write(msgspec.json.encode(entry) + b"\n")
         except OSError as error:
             logger.warning("%s: the quarantine is not listed: %s", self._path, error)

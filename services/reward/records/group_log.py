@@ -41,6 +41,7 @@ from sluice.telemetry.samples import (
     write_dump,
 )
 from sluice.types import GradedGroup, Outcome, Prompt, Rollout, RolloutGroup, Scored
+from sluice.whole_file import begin_line
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +244,8 @@ def _append(path: Path, lines: Sequence[GroupLine]) -> None:
     text = b"".join(line + b"\n" for line in _encoded(lines, "line"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
+        with path.open("a+b") as file:
+            begin_line(file)
             file.write(text)
     except OSError as error:
         raise WriteError(f"{error}; {_REMEDY}") from error

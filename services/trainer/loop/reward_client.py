@@ -165,7 +165,9 @@ class RewardClient:
             DeadlineError: nothing moved for `batch_timeout_s`. The error names the cause of the
                 service's wait.
         """
-        request = reward.TakeBatchRequest(step=step, policy_version=version)
+        request = reward.TakeBatchRequest(
+            step=step, policy_version=version, trainer_instance_id=self._instance_id
+        )
         phase = f"taking the batch of step {step}"
         retries = Retries(
             _patience(self._batch_timeout_s),
@@ -201,7 +203,9 @@ class RewardClient:
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
-        request = reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step)
+        request = reward.AcknowledgeBatchRequest(
+            batch_id=batch_id, step=step, trainer_instance_id=self._instance_id
+        )
         call = partial(self._call, self._stub.AcknowledgeBatch, request, "acknowledging a batch")
         try:
             await self._over_an_absence(call)

@@ -195,7 +195,7 @@ class TrainLoop:
             await self._await_delivery()
             if self._state.is_save_wanted:
                 await self._save_now()
-            elif self._is_held():  # as before the delivery
+            elif self._stays_paused():  # as before the delivery
                 self._state.enter(RunPhase.PAUSED)
                 await self._state.control_call()
         return self._state.is_over
@@ -367,7 +367,7 @@ class TrainLoop:
             work, self._state, phase, gives_way=gives_way, save=self._save_now
         )
 
-    def _is_held(self) -> bool:
+    def _stays_paused(self) -> bool:
         return self._state.is_paused and not self._state.is_over
 
     def _is_stopped(self) -> bool:

@@ -14,9 +14,9 @@ from sluice.cli.arguments import RUNS, AsJson, started_runs
 from sluice.cli.running_run import is_active, past_run
 from sluice.cli.terminal import output_console, print_json, print_table
 from sluice.cli.watch.progress import duration_text
-from sluice.client.run_address import locate_run
 from sluice.errors import SluiceError
 from sluice.report.run_record import METRICS_NAME
+from sluice.report.summary import ended_summary
 from sluice.service_contract import CONFIG_NAME
 
 
@@ -26,7 +26,7 @@ class ListedRun:
 
     Attributes:
         run: its folder.
-        state: running, finished, stopped before its last step, or unreadable.
+        state: running, finished, failed, stopped before its last step, or unreadable.
         step: finished steps.
         total_steps: None: as many as the data have.
         accuracy: of the last validation; None without one.
@@ -79,18 +79,23 @@ async def _described(folder: Path) -> ListedRun:
     written_s = max(started_s, metrics.stat().st_mtime if metrics.is_file() else 0.0)
     try:
         past = await past_run(folder)
-        total = locate_run(folder).config.trainer.total_training_steps
         state: str = "running" if await is_active(folder) else past.phase
     except SluiceError:
         return ListedRun(
             str(folder), "unreadable", 0, None, None, now_s - started_s, now_s - written_s
         )
-    has_more = past.step < (total or 0) and not past.is_data_exhausted
-    if state == "not running" or (state == "finished" and has_more):
-        state = "stopped"
+    if state == "not running" or (state == "finished" and past.is_stopped):
+        has_failed = ended_summary(folder).get("outcome") == "failed"
+        state = "failed" if has_failed else "stopped"
     accuracy = past.accuracies[-1] if past.accuracies else None
     return ListedRun(
-        str(folder), state, past.step, total, accuracy, now_s - started_s, now_s - written_s
+        str(folder),
+        state,
+        past.step,
+        past.total_steps,
+        accuracy,
+        now_s - started_s,
+        now_s - written_s,
     )
 
 

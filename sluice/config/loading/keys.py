@@ -133,13 +133,22 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
     """Return up to three known keys that were probably meant, likeliest first.
 
     A path that only lacks its first parts (`rollout.n`) comes first; then a path with one part
-    misspelt; then names in its section, the same name elsewhere, and similar paths.
+    misspelt; then names in its section, the same name elsewhere, and similar paths. A name whose
+    initials are a key's (`learning_rate`) means that one.
     """
-    wanted, leaf = ".".join(path), path[-1]
-    known = all_names()
+    known, wanted = all_names(), ".".join(path)
     same_end = [key for key in known if key.endswith(f".{wanted}")]
     if same_end:
         return tuple(same_end[:MAX_SUGGESTIONS])
+    initials = "".join(part[:1] for part in path[-1].split("_"))
+    if len(initials) > 1 and any(key.endswith(f".{initials}") for key in known):
+        path = (*path[:-1], initials)
+        if is_known(path):
+            return (".".join(path),)
+        same_end = [key for key in known if key.endswith(f".{'.'.join(path)}")]
+        if same_end:
+            return tuple(same_end[:MAX_SUGGESTIONS])
+    wanted, leaf = ".".join(path), path[-1]
     repaired = _repaired(path)
     if repaired:
         return repaired
@@ -166,7 +175,11 @@ def _repaired(path: KeyPath) -> tuple[str, ...]:
 
 
 def _closest(word: str, names: list[str]) -> list[str]:
-    """Return the names most like `word`, without clearly less similar ones."""
+    """Return the names that `word` begins; else those most like it, without clearly less similar
+    ones."""
+    begun = [name for name in names if len(word) > 2 and name.startswith(word)]
+    if begun:
+        return begun
     near = difflib.get_close_matches(word, names, cutoff=0.7)
     likeness = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
     return [name for name, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]

@@ -15,8 +15,9 @@ from sluice.config.loading.keys import KeyPath, find_key, is_section, unknown_ke
 from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
 from sluice.config.loading.references import resolve_references
 from sluice.config.loading.settings_tree import SettingsTree, tree_of
-from sluice.config.loading.yaml_text import parse_document, parse_scalar
-from sluice.config.problems import Problem, raise_problems, shown
+from sluice.config.loading.yaml_files import read_document
+from sluice.config.loading.yaml_text import parse_scalar
+from sluice.config.problems import Problem, raise_problems
 from sluice.config.run import (
     RunConfig,
     defaults,
@@ -27,7 +28,6 @@ from sluice.config.run import (
     value_section,
 )
 from sluice.config.schema.section import Section
-from sluice.errors import ConfigError
 
 
 def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
@@ -111,31 +111,6 @@ def settings_of(document: Mapping[str, object], overrides: Sequence[str]) -> Set
     tree = tree_of(document)
     apply_overrides(tree, expand_overrides(overrides, tree.problems), defaults())
     return resolve_references(tree, defaults())
-
-
-def read_document(path: Path) -> Mapping[str, object]:
-    """Return the mapping in a YAML file; empty for an empty file.
-
-    Raises:
-        ConfigError: the file cannot be read, is no YAML, or holds something else.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"configuration file {path} does not exist; give the path of a YAML file"
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
-    document = parse_document(text, str(path))
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(
-            f"configuration file {path} holds {shown(document)}; expected sections such as "
-            f"{', '.join(field_types(RunConfig))}"
-        )
-    return document
 
 
 def _schema_part(settings: SettingsTree) -> dict[str, object]:

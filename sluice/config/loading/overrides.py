@@ -195,7 +195,7 @@ def apply_overrides(
     Overrides that are refused, or whose key is unknown, are left out and noted in the tree.
     """
     for override in overrides:
-        if wrong := _unknown(override) or _refused(tree, override, defaults):
+        if wrong := _unknown(tree, override) or _refused(tree, override, defaults):
             tree.problems += wrong
         elif override.mode is OverrideMode.REMOVE:
             tree.remove(canonical(override.path))
@@ -204,7 +204,8 @@ def apply_overrides(
                 tree.set(path, value, spelled)
 
 
-def _unknown(override: Override) -> list[Problem]:
+def _unknown(tree: SettingsTree, override: Override) -> list[Problem]:
+    """Return the problems of keys that do not exist; one that the file sets may be a variable."""
     if override.mode is OverrideMode.REMOVE:
         leaves = [(canonical(override.path), override.path)]
     else:
@@ -212,7 +213,9 @@ def _unknown(override: Override) -> list[Problem]:
     return [
         unknown_key(spelled, override.where)
         for path, spelled in leaves
-        if find_key(path) is None and not is_section(path)
+        if find_key(path) is None
+        and not is_section(path)
+        and value_at(tree.values, path, UNSET) is UNSET
     ]
 
 

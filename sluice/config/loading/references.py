@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -10,7 +11,7 @@ from msgspec import UNSET
 from sluice.config.catalogue.table import catalogue
 from sluice.config.loading.keys import KeyPath, canonical, find_key, is_section, unknown_key
 from sluice.config.loading.settings_tree import SettingsTree
-from sluice.config.loading.yaml_text import parse_scalar
+from sluice.config.loading.yaml_text import flat_tree, parse_override_value, parse_scalar
 from sluice.config.problems import of_error
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
@@ -21,6 +22,8 @@ from sluice.errors import ConfigError
 # spellings of a key without a tree of all of them, and its errors name no remedy.
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _SELECT = re.compile(r"^oc\.select:([^,]*)(?:,(.*))?$", re.DOTALL)
+_ENVIRONMENT = re.compile(r"^oc\.env:([^,]*)(?:,(.*))?$", re.DOTALL)
+_DECODE = re.compile(r"^oc\.decode:(.*)$", re.DOTALL)
 
 
 def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> SettingsTree:
@@ -31,24 +34,38 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
     above; ``${oc.select:a.b,c}`` is c where a.b is unknown or unset. Keys the tree does not set are
     looked up in `defaults`, then in the catalogue.
 
-    A reference to an unknown key, to itself in a circle, or to a resolver such as ``oc.env`` is a
-    problem of the tree, and the key that holds it is left out.
+    ``${oc.env:A,c}`` is the environment's text, or c; ``${oc.decode:...}`` the value that a text
+    means.
+
+    A reference to an unknown key, to itself in a circle, or to another resolver such as ``now`` is
+    a problem of the tree, and the key that holds it is left out; in sections without effect, such
+    as ``hydra``, it stays as it is. A key that does not exist is a variable if others refer to it,
+    and left out.
     """
     resolver, resolved = _Resolver(tree, defaults), SettingsTree(problems=list(tree.problems))
     for path, value in tree.leaves():
         try:
             found = resolver.resolve(value, (".".join(path),))
         except ConfigError as error:
-            if (wrong := of_error(error)) not in resolved.problems:
+            entry = find_key(path)
+            if entry is not None and entry.is_block and not entry.in_schema:
+                resolved.set(path, value, tree.spelled.get(path, path))
+            elif (wrong := of_error(error)) not in resolved.problems:
                 resolved.problems.append(wrong)
         else:
             resolved.set(path, found, tree.spelled.get(path, path))
+    for path, value in tree.leaves():
+        if find_key(path) is None and flat_tree({".".join(path): value}).keys() <= resolver.used:
+            resolved.remove(path)
     return resolved
 
 
 class _Resolver:
+    """Resolves references; `used` are the keys to which they refer."""
+
     def __init__(self, tree: SettingsTree, defaults: Mapping[str, object]) -> None:
         self._sources = (tree.values, defaults)
+        self.used: set[str] = set()
 
     def resolve(self, value: object, chain: tuple[str, ...]) -> object:
         """Return `value` without references; `chain` names the keys on the way, for circles."""
@@ -67,11 +84,15 @@ class _Resolver:
         return value
 
     def _look_up(self, key: str, chain: tuple[str, ...]) -> object:
+        if environment := _ENVIRONMENT.match(key):
+            return _variable(environment[1].strip(), environment[2], chain[-1])
+        if decode := _DECODE.match(key):
+            return parse_override_value(_unquoted(decode[1]), f"{chain[-1]}: ${{{key}}}")
         select = _SELECT.match(key)
         if select is None and ":" in key:
             raise ConfigError(
-                f"{chain[-1]}: the reference ${{{key}}} calls a resolver; only ${{key.path}} is "
-                "known, so write the value itself"
+                f"{chain[-1]}: the reference ${{{key}}} calls a resolver; only oc.env, oc.decode "
+                "and oc.select are known, so write the value itself"
             )
         path = _absolute((select[1] if select else key).strip(), chain[-1])
         found = self._value(path, chain)
@@ -93,9 +114,26 @@ class _Resolver:
         for source in self._sources:
             found = value_at(source, proper, UNSET)
             if found is not UNSET:
+                self.used.add(key)
                 return self.resolve(found, (*chain, key))
         entry = catalogue().get(key)
         return UNSET if entry is None else entry.default
+
+
+def _variable(name: str, default: str | None, at: str) -> str | None:
+    """Return a variable's text, as OmegaConf does also where it looks like a number."""
+    if name in os.environ:
+        return os.environ[name]
+    if default is None:
+        raise ConfigError(f"{at}: ${name} has no value; set it: {name}=... sluice ...")
+    text = default.strip()
+    return None if text == "null" else _unquoted(text)
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    is_quoted = len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
+    return text[1:-1] if is_quoted else text
 
 
 def _absolute(key: str, at: str) -> KeyPath:

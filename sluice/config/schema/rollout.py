@@ -52,7 +52,7 @@ class MultiTurnConfig(Section, frozen=True):
     """Most answers of the policy in an episode; none: no bound."""
 
     max_user_turns: PositiveInt | None = None
-    """Most turns in an episode that answer the policy, other than tools'; none: no bound."""
+    """Most turns in an episode that answer the policy, tools' as well; none: no bound."""
 
     max_parallel_calls: PositiveInt = 1
     """Calls of one answer that are made; further ones are left out."""
@@ -61,9 +61,7 @@ class MultiTurnConfig(Section, frozen=True):
     """Longest text of a tool's response, in characters; the rest is cut."""
 
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Part of a long text that is kept, as verl names it: left: its beginning; right: its end;
-    middle: both ends.
-    """
+    """Where a long text is cut: left keeps its end, right its beginning, middle both."""
 
     function_tool_path: str | None = None
     """Python file with functions marked as tools, as in verl."""

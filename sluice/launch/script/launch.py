@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from sluice.config.loading.yaml_files import VERLS_OWN
 from sluice.errors import ConfigError, DeadlineError
 
 SUFFIXES = (".sh", ".bash")
@@ -52,7 +53,9 @@ _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
 # A user who is not root needs a namespace of its own to get the others.
 _OF_A_USER = ("--user", "--map-current-user", "--keep-caps")
 _READY = "ready\0"
-_UNSET = ("unset",)  # no program's name: bash would run its own command
+# No programs' names: bash would run its own commands.
+_UNSET, _EXPORT = ("unset",), ("export",)
+_OF_BASH = re.compile("_|PATH|PWD|OLDPWD|SHLVL|BASH_.*|__SLUICE_.*")
 _HERE = Path(__file__).resolve().parent
 TIME_LIMIT_S = 20.0
 _BACKGROUND_S = 2.0
@@ -79,6 +82,7 @@ class ScriptLaunch:
         cut_off: lines of settings that belong to no launch, since it ends before them.
         not_run: the other programs that the script would run, as lines.
         unset: variables without a value that the script used.
+        exported: variables of the launch's environment that this process does not have so.
     """
 
     module: str
@@ -88,6 +92,7 @@ class ScriptLaunch:
     cut_off: tuple[str, ...]
     not_run: tuple[str, ...]
     unset: tuple[str, ...]
+    exported: Mapping[str, str]
 
 
 def is_script(file: Path) -> bool:
@@ -134,7 +139,9 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     if not set(arguments) & set(settings):
         settings += arguments
     others = [one for one in dict.fromkeys(recording.calls) if one not in launches]
-    config, left_out = _config_file(call[start], [w for w in given if not _SETTING.match(w)])
+    folder = Path(os.path.relpath(recording.exported.get("PWD", os.curdir)))
+    words = [word for word in given if not _SETTING.match(word)]
+    config, left_out = _config_file(folder, call[start], words)
     return ScriptLaunch(
         call[start],
         config,
@@ -143,14 +150,23 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
         tuple(shown(one) for one in others if _SETTING.match(one[0])),
         tuple(dict.fromkeys(shown(one) for one in others if not _SETTING.match(one[0]))),
         recording.unset,
+        {
+            name: value
+            for name, value in recording.exported.items()
+            if os.environ.get(name) != value and not _OF_BASH.fullmatch(name)
+        },
     )
 
 
-def _config_file(module: str, words: list[str]) -> tuple[Path | None, list[str]]:
+def _config_file(launched_in: Path, module: str, words: list[str]) -> tuple[Path | None, list[str]]:
     """Return the file that Hydra's options among a launch's words name, and the other words.
 
-    A relative ``--config-path`` begins at the module's folder, as in Hydra, or at the present one.
-    Without that option the file is one of verl's own, whose values are known.
+    A relative ``--config-path`` begins at the module's folder, as in Hydra, or at the launch's;
+    without that option it is the module's ``config``, as in verl. Of a file that is not there, or
+    is verl's own by its name alone, the values are known.
+
+    Raises:
+        ConfigError: there is no such file in an absolute folder.
     """
     named: dict[str, str] = {}
     rest, place = list[str](), 0
@@ -165,14 +181,21 @@ def _config_file(module: str, words: list[str]) -> tuple[Path | None, list[str]]
         else:
             rest.append(words[place])
         place += 1
-    if {"path", "name"} - named.keys():
-        return None, words
-    folder = named["path"].removeprefix("file://")
-    for before in (Path(*module.split(".")[:-1]), Path()):
-        file = before / folder / f"{named['name'].removesuffix('.yaml')}.yaml"
-        if file.is_file():
-            return file, rest
-    return None, words
+    name = named.get("name", "").removesuffix(".yaml")
+    if name and ("path" in named or not VERLS_OWN.fullmatch(name)):
+        folder = Path(named.get("path", "config").removeprefix("file://"))
+        is_file = module.endswith(".py")
+        beside = Path(module).parent if is_file else Path(*module.split(".")[:-1])
+        name = f"{name}.yaml"
+        for before in (beside, Path())[: 1 + ("path" in named)]:
+            if (file := launched_in / before / folder / name).is_file():
+                return file, rest
+        if folder.is_absolute():
+            raise ConfigError(
+                f"configuration file {folder / name}, which the launch names by --config-path and "
+                "--config-name, does not exist; put it there, or change the path in the script"
+            )
+    return None, [*rest, *(f"--config-{part}={value}" for part, value in named.items())]
 
 
 def _start_of(call: Sequence[str]) -> int | None:
@@ -238,12 +261,14 @@ class Recording:
     Attributes:
         calls: every program that it would have run, with its arguments.
         unset: variables that it uses and that have no value at its launch.
+        exported: the environment of its launch.
         errors: what it wrote to standard error, without the lines of ``set -x``.
         exit_code: its own.
     """
 
     calls: tuple[tuple[str, ...], ...]
     unset: tuple[str, ...]
+    exported: Mapping[str, str]
     errors: str
     exit_code: int
 
@@ -279,7 +304,6 @@ def record(
     bash = shutil.which("bash")
     if bash is None:
         raise ConfigError(f"{script}: a launch script needs bash, which is not on the PATH")
-    names = referenced_names(script_text(script))
     with tempfile.TemporaryDirectory(prefix="sluice-script-") as scratch:
         folder = Path(scratch).resolve()
         calls = folder / "calls"
@@ -289,7 +313,7 @@ def record(
             "BASH_ENV": str(_HERE / "recorder.sh"),
             "__SLUICE_BIN": str(_programs(folder / "bin")),
             "__SLUICE_CALLS": str(calls),
-            "__SLUICE_NAMES": " ".join(names),
+            "__SLUICE_NAMES": " ".join(referenced_names(script_text(script))),
             "__SLUICE_NO_NPU": str(int(not _HAS_NPU)),
             "__SLUICE_RECORDED": " ".join((*RECORDED, *_RUN_WITH_CARE)),
         }
@@ -309,8 +333,9 @@ def record(
             raise ConfigError(_no_isolation(script, errors))
         made = list(_calls(recorded.removeprefix(_READY)))
         return Recording(
-            tuple(call for call in made if call[:1] != _UNSET),
+            tuple(call for call in made if call[:1] not in (_UNSET, _EXPORT)),
             tuple(dict.fromkeys([*_unset_at_launch(made), *_UNBOUND.findall(errors)])),
+            _exported_at_launch(made),
             errors[-_MOST_ERROR_CHARS:],
             exit_code,
         )
@@ -324,9 +349,20 @@ def _unset_at_launch(made: Sequence[Sequence[str]]) -> list[str]:
             names += call[1:]
         elif _trains(call):
             break
-        elif call is not made[-1]:
+        elif call is not made[-1] and call[:1] != _EXPORT:
             names = []
     return names
+
+
+def _exported_at_launch(made: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return the environment of the launch."""
+    exported: dict[str, str] = {}
+    for call in made:
+        if call[:1] == _EXPORT:
+            exported = dict(word.split("=", 1) for word in call[1:])
+        elif _trains(call):
+            break
+    return exported
 
 
 def _isolation(folder: Path, bash: str) -> list[str]:

@@ -42,10 +42,20 @@ __sluice_call() {
         printf '%s\0' 2 unset "$__sluice_word" >>"$__SLUICE_CALLS"
       fi
     done
+    __sluice_export
     printf '%s\0' "$#" "$@" >>"$__SLUICE_CALLS"
     # verl's scripts ask so whether the devices are NPUs.
     if [[ $__sluice_name == python* && ${2-} == -c && ${3-} == "import torch_npu"* ]]; then return "$__SLUICE_NO_NPU"; fi
   fi
+}
+
+# Records the environment, without the lines of set -x.
+__sluice_export() {
+  local -
+  set +x
+  local __sluice_word __sluice_exported=() IFS=$'\n'
+  for __sluice_word in $(compgen -e); do __sluice_exported+=("$__sluice_word=${!__sluice_word-}"); done
+  printf '%s\0' "$((${#__sluice_exported[@]} + 1))" export "${__sluice_exported[@]}" >>"$__SLUICE_CALLS"
 }
 
 # Before each command, with the arguments of the function or script it stands in: a function with the

@@ -93,8 +93,8 @@ def test_first_prompts_are_the_same_only_if_a_template_would_write_them_alike() 
 @pytest.mark.parametrize(
     ("side", "kept"),
     [
-        ("left", "01234...(truncated)"),
-        ("right", "(truncated)...56789"),
+        ("left", "(truncated)...56789"),
+        ("right", "01234...(truncated)"),
         ("middle", "01...(truncated)...89"),
     ],
 )
@@ -137,10 +137,10 @@ def test_only_answers_in_a_row_count_as_unreadable() -> None:
     assert counts.end(FinishReason.STOP, seen) is EpisodeEnd.INVALID_CALLS
 
 
-def test_results_of_tools_are_no_turns_of_a_user() -> None:
-    counts = EpisodeCounts(EpisodeRules(100, max_user_turns=1))
+def test_results_of_tools_are_turns_of_a_user_as_in_verl() -> None:
+    counts = EpisodeCounts(EpisodeRules(100, max_user_turns=3))
     assert counts.end(FinishReason.STOP, Observation((result("6"),))) is None
     whole = Observation((*FIRST, result("6")), is_whole=True)
     assert counts.end(FinishReason.STOP, whole) is None
     assert counts.end(FinishReason.STOP, Observation((MORE,))) is None
-    assert counts.end(FinishReason.STOP, Observation((MORE,))) is EpisodeEnd.MAX_TURNS
+    assert counts.end(FinishReason.STOP, Observation((result("6"),))) is EpisodeEnd.MAX_TURNS

@@ -155,7 +155,7 @@ def test_a_run_that_was_never_started_is_one_line_and_exit_code_1(
     assert ended.value.code == 1
     assert capsys.readouterr().err == (
         f"sluice: ERROR run: {tmp_path} holds no config.yaml; give the folder of a started run "
-        "(its sluice.run_dir), for example runs/quickstart\n"
+        "(its sluice.run_dir); one whose model or data are still being made has none yet\n"
     )
 
 

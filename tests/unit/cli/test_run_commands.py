@@ -99,6 +99,11 @@ def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None
     assert found[2]["total_steps"] == 2
 
 
+def test_a_run_that_failed_is_listed_as_failed() -> None:
+    (past("broken", ended=False) / "summary.json").write_text('{"outcome": "failed"}')
+    assert [one["state"] for one in listed()] == ["failed"]
+
+
 def test_a_run_whose_data_set_ended_before_its_last_step_is_listed_as_finished() -> None:
     run = past("short", steps=9)
     (run / "accounts.json").write_text('{"data_exhausted": 1.0}')

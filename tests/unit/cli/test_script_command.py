@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,37 @@ def test_a_scripts_configuration_file_comes_before_its_settings(script: str) -> 
     assert sluice("init", "run.yaml", "--from", script).exit_code == 0
     config = load_config(Path("run.yaml"), ())
     assert (config.data.seed, config.data.train_batch_size) == (5, 64)
+
+
+@isolated
+def test_a_configuration_files_variables_are_those_of_the_script(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPT_NAME", "here")
+    monkeypatch.setenv("SCRIPT_OTHER", "here")
+    Path("base.yaml").write_text("trainer: {project_name: '${oc.env:SCRIPT_NAME,x}'}", "utf-8")
+    text = "defaults: [ppo_trainer, base]\ntrainer: {experiment_name: '${oc.env:SCRIPT_OTHER}'}"
+    Path("other.yaml").write_text(text, encoding="utf-8")
+    text = SCRIPT.replace("--config-name", "--config-path=. --config-name")
+    Path(script).write_text(text.replace("set -x", "export SCRIPT_NAME=there"), encoding="utf-8")
+    assert sluice("init", "run.yaml", "--from", script).exit_code == 0
+    trainer = load_config(Path("run.yaml"), ()).trainer
+    assert (trainer.project_name, trainer.experiment_name) == ("there", "here")
+
+
+@isolated
+def test_processes_of_a_run_have_the_variables_that_its_script_exports(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SCRIPT_MODE", "SCRIPT_DEVICES", "SCRIPT_OWN"):
+        monkeypatch.setenv(name, "here")
+        monkeypatch.delenv(name)
+    text = SCRIPT.replace("set -x", "export SCRIPT_MODE=offline; SCRIPT_OWN=1")
+    Path(script).write_text(text.replace("python3", "SCRIPT_DEVICES=0,1 python3"), encoding="utf-8")
+    refused = sluice("train", script, "data.train_batchsize=3")
+    assert "  exports: SCRIPT_DEVICES, SCRIPT_MODE" in refused.stderr.splitlines()
+    assert (os.environ["SCRIPT_MODE"], os.environ["SCRIPT_DEVICES"]) == ("offline", "0,1")
+    assert "SCRIPT_OWN" not in os.environ
 
 
 @isolated

@@ -56,7 +56,19 @@ def test_a_finished_run_says_so_to_machines(tmp_path: Path) -> None:
         "accuracies": [0.25, 0.75],
         "processes": [],
         "is_data_exhausted": False,
+        "total_steps": None,
     }
+
+
+def test_a_run_that_was_stopped_before_its_last_step_is_not_called_finished(tmp_path: Path) -> None:
+    past(tmp_path, ended=True)
+    settings = [*NOWHERE, "trainer.total_training_steps=9"]
+    write_config(load_config(None, settings), tmp_path / "config.yaml")
+    _, text = status(str(tmp_path))
+    assert text.startswith(
+        f"{tmp_path}: stopped after step 2 of 9; held-out accuracy 0.250 -> 0.750\n"
+    )
+    assert f"`sluice up {tmp_path / 'config.yaml'}` starts it again" in text
 
 
 class Restarting:

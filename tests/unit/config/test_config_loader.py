@@ -135,7 +135,8 @@ def test_references_follow_references_and_refuse_circles() -> None:
     ("reference", "message"),
     [
         ("${data.promt_key}", r"reference \$\{data.promt_key\}.*did you mean data.prompt_key\?"),
-        ("${oc.env:HOME}", "calls a resolver"),
+        ("${now:%Y}", "calls a resolver"),
+        ("${oc.env:NOT_THERE}", r"\$NOT_THERE has no value; set it: NOT_THERE=... sluice ..."),
     ],
 )
 def test_a_reference_to_nothing_is_refused(reference: str, message: str) -> None:
@@ -144,11 +145,69 @@ def test_a_reference_to_nothing_is_refused(reference: str, message: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("reference", "value"),
+    [
+        ("${oc.env:HERE}", "7"),
+        ("run-${oc.env: HERE ,x}", "run-7"),
+        ("${oc.env:GONE,a b}", "a b"),
+        ("${oc.env:GONE,'a,b'}", "a,b"),
+        ("${oc.env:GONE,${oc.env:HERE}/data}", "7/data"),
+        ("${oc.env:EMPTY,x}", ""),
+        ("${oc.env:GONE,}", ""),
+    ],
+)
+def test_a_variable_of_the_environment_is_its_text_or_the_fallback(
+    reference: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HERE", "7")
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.delenv("GONE", raising=False)
+    config = load_config(None, [f"trainer.experiment_name={reference}"])
+    assert config.trainer.experiment_name == value
+
+
+def test_a_text_of_the_environment_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH", "48")
+    overrides = [
+        "data.train_batch_size=${oc.decode:${oc.env:BATCH,1}}",
+        "trainer.logger=${oc.decode:${oc.env:GONE,'[console, jsonl]'}}",
+        "trainer.total_training_steps=${oc.decode:${oc.env:GONE,null}}",
+    ]
+    config = load_config(None, overrides)
+    assert config.data.train_batch_size == 48
+    assert config.trainer.logger == ["console", "jsonl"]
+    assert config.trainer.total_training_steps is None
+    with pytest.raises(ConfigError, match=r"train_batch_size = '48': expected an integer"):
+        load_config(None, ["data.train_batch_size=${oc.env:BATCH}"])
+
+
+def test_a_reference_in_a_section_without_effect_is_no_problem(tmp_path: Path) -> None:
+    text = "hydra: {run: {dir: 'outputs/${now:%Y}'}}\nray_kwargs: {a: '${oc.env:NOT_THERE}'}\n"
+    load_config(write(tmp_path, text), ["hydra.job.name=${hydra:job.id}"])
+
+
+def test_a_key_of_the_users_own_to_which_others_refer_is_a_variable(tmp_path: Path) -> None:
+    text = "batch: 8\nmy: {length: 64}\ndata:\n  train_batch_size: ${batch}\n"
+    file = write(tmp_path, f"{text}  max_prompt_length: ${{my.length}}\n")
+    data = load_config(file, ["my.length=32", "++batch=16"]).data
+    assert (data.train_batch_size, data.max_prompt_length) == (16, 32)
+    with pytest.raises(ConfigError, match="my: unknown key"):
+        load_config(write(tmp_path, text), [])
+    with pytest.raises(ConfigError, match="2 problems"):
+        load_config(write(tmp_path, "sed: 1"), ["seed=2"])
+
+
+@pytest.mark.parametrize(
     ("override", "suggestion"),
     [
         ("data.train_batch_szie=8", r"did you mean data.train_batch_size\?"),
         ("rollout.top_p=1", r"did you mean actor_rollout_ref.rollout.top_p\?"),
         ("actor_rollout_ref.actor.lr=1", r"did you mean actor_rollout_ref.actor.optim.lr\?"),
+        ("critic.optim.learning_rate=1", r"did you mean critic.optim.lr\?"),
+        ("learning_rate=1", "did you mean actor_rollout_ref.actor.optim.lr or critic"),
+        ("actor_rollout_ref.actor.learning_rate=1", "mean actor_rollout_ref.actor.optim.lr"),
+        ("actor_rollout_ref.rollout.temp=1", "mean actor_rollout_ref.rollout.temperature"),
+        ("trainer.n_gpus=8", r"did you mean trainer.n_gpus_per_node\?"),
         ("nothing.at.all=1", "nothing: unknown key; the root knows data, actor_rollout_ref"),
         ("data.seed.rows=1", "data.seed is a value and has no keys below it"),
     ],
@@ -177,7 +236,7 @@ def test_overrides_and_references_that_are_wrong_are_named_with_everything_else(
     tmp_path: Path,
 ) -> None:
     text = (
-        "data: {train_batch_size: many, seed: '${trainer.nothing}', prompt_key: '${oc.env:A}'}\n"
+        "data: {train_batch_size: many, seed: '${trainer.nothing}', prompt_key: '${now:A}'}\n"
         "trainer: {project_name: '${trainer.experiment_name}', experiment_name: '${data.seed}'}\n"
     )
     overrides = [
@@ -194,7 +253,7 @@ def test_overrides_and_references_that_are_wrong_are_named_with_everything_else(
     for expected in (
         "data.train_batch_size = many: expected an integer >= 1",
         "data.seed: reference ${trainer.nothing}: trainer.nothing: unknown key",
-        "data.prompt_key: the reference ${oc.env:A} calls a resolver",
+        "data.prompt_key: the reference ${now:A} calls a resolver",
         "override 'no form': write key.path=value",
         "data.train_batch_size has the value many already",
         "override '~data.shuffle=7': the value is true, so nothing was removed",

@@ -45,6 +45,7 @@ def loaded(folder: Path, text: str, *overrides: str) -> RunConfig:
             "reward.custom_reward_function.reward_kwargs={strict: true}",
         ),
         (f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.lr_scheduler_type=cosine"),
+        (f"+{ACTOR}.optim.override_optimizer_config.eps=1e-15", f"{ACTOR}.optim.eps=1e-15"),
         (f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.optim.clip_grad=0.5"),
         ("critic.grad_clip=0.5", "critic.optim.clip_grad=0.5"),
         (

@@ -88,6 +88,11 @@ def test_a_file_that_cannot_be_used_is_refused_at_once(
     [
         ("prompt", "a question", "'prompt' is a str, not a list of messages"),
         ("prompt", [{"role": "user", "content": ["a"]}], "without role or content as text"),
+        (
+            "prompt",
+            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}],
+            "a message with tool_calls, and only role and content are read",
+        ),
         ("reward_model", {"ground_truth": 3}, r"ground_truth' is 3, not a string"),
         ("data_source", 3, "'data_source' is 3, not a name"),
         ("extra_info", [1], r"'extra_info' is \[1\], not a mapping"),

@@ -199,6 +199,12 @@ def test_row_groups_are_small_enough_to_shuffle(tmp_path: Path) -> None:
         ("dianjin", {"instruction": "q", "answer": "unsure"}, "no letters A to G"),
         ("geo3k", {"problem": "p", "answer": "1", "images": []}, r"'images' is \[\]"),
         ("jsonl", {"prompt": "q", "answer": None}, "'answer': the answer is None"),
+        (
+            "jsonl",
+            {"question": "q", "answer": "1"},
+            r"no field 'prompt' \(found: question, answer\); name yours with --prompt-field",
+        ),
+        ("jsonl", {"prompt": "q", "truth": "1"}, "no field 'answer'.*--answer-field"),
         ("dapo-math-17k", DAPO_ROW | {"prompt": "text"}, "not a list of messages"),
     ],
 )

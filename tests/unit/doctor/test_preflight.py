@@ -195,7 +195,10 @@ def test_the_checks_of_data_and_reward_read_a_file_once(
         return opened_rows(config, key)
 
     monkeypatch.setattr("sluice.doctor.finding.opened_rows", counting)
-    monkeypatch.setattr("sluice.doctor.reward.try_scorer", lambda _, rows: [TrialAnswer(1.0)] * 2)
+    monkeypatch.setattr(
+        "sluice.doctor.reward.try_responses",
+        lambda _, pairs, enough_s: ([TrialAnswer(1.0)] * len(pairs), ""),
+    )
     file = write_prompts(tmp_path / "train.parquet", prompt_rows(["a", "b"]))
     examined = run_of(f"data.train_files={file}")
     preflight(examined, lambda check: check.name in {"data", "reward"})

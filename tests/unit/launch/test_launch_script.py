@@ -101,14 +101,50 @@ def test_the_file_that_hydras_options_name_is_the_launchs_configuration(
     assert found.left_out == ("--help",)
 
 
-def test_a_configuration_path_begins_at_the_modules_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["-m recipe.dapo.main_dapo", "recipe/dapo/main_dapo.py"])
+@pytest.mark.parametrize("path", ["--config-path=config ", ""])
+def test_a_configuration_path_begins_at_the_modules_folder(
+    program: str, path: str, tmp_path: Path
+) -> None:
     (tmp_path / "recipe/dapo/config").mkdir(parents=True)
     (tmp_path / "recipe/dapo/config/mine.yaml").touch()
-    start = "python3 -m recipe.dapo.main_dapo --config-path=config --config-name"
+    start = f"python3 {program} {path}--config-name"
     assert launch(f"{start}=mine a.b=1").config == Path("recipe/dapo/config/mine.yaml")
-    found = launch(f"{start}=other a.b=1")
+    found = launch(f"{start} other a.b=1")
     assert found.config is None
-    assert found.left_out == ("--config-path=config", "--config-name=other")
+    assert found.left_out == (*path.split(), "--config-name=other")
+
+
+@pytest.mark.parametrize("program", ["main.py --config-path", "-m mine.main --config-dir"])
+def test_a_configuration_path_begins_where_the_script_has_gone(
+    program: str, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe/mine/config").mkdir(parents=True)
+    (tmp_path / "recipe/mine/config/mine.yaml").touch()
+    found = launch(f"cd recipe/mine\npython3 {program} config --config-name mine a.b=1")
+    assert found.config == Path("recipe/mine/config/mine.yaml")
+
+
+def test_a_configuration_of_verls_own_is_read_only_where_the_launch_says(tmp_path: Path) -> None:
+    (tmp_path / "verl/trainer/config").mkdir(parents=True)
+    (tmp_path / "verl/trainer/config/ppo_megatron_trainer.yaml").touch()
+    assert launch(f"{VERL} --config-name=ppo_megatron_trainer.yaml a.b=1").config is None
+    found = launch(f"{VERL} --config-path=config --config-name=ppo_megatron_trainer.yaml a.b=1")
+    assert found.config == Path("verl/trainer/config/ppo_megatron_trainer.yaml")
+
+
+def test_a_missing_configuration_in_an_absolute_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"/none/mine.yaml, which the launch names .* not exist"):
+        launch(f"{VERL} --config-path=/none --config-name=mine a.b=1")
+
+
+def test_the_environment_is_that_of_the_launch() -> None:
+    found = launch(
+        "export HERE=1 TEXT=$'a\\nb=c'; OWN=2\nIFS=,\npip install x\n"
+        f"HERE=3 {VERL} a.b=1\nexport HERE=4; pip list"
+    ).exported
+    assert (found["HERE"], found["TEXT"]) == ("3", "a\nb=c")
+    assert found.keys() == {"HERE", "TEXT"}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def summary(folder: Path, **record: Any) -> RunSummary:
 def test_the_summary_adds_up_the_record(tmp_path: Path) -> None:
     assert asdict(summary(tmp_path)) == {
         "is_finished": True,
+        "is_resumed": False,
         "accuracy_before": 0.25,
         "accuracy_after": 0.75,
         "accuracy_best": 0.75,
@@ -92,6 +93,24 @@ def test_a_run_that_did_not_end_is_summed_up_so_far(tmp_path: Path) -> None:
     assert found.as_text().startswith("not finished: the numbers so far\nheld-out accuracy 0.250")
     live = summarize(run_folder(tmp_path, accounts=None), accounts=ACCOUNTS)
     assert (live.is_finished, live.prompts_submitted, live.generated_tokens) == (False, 20, 2500)
+
+
+def test_a_resumed_run_counts_the_tokens_of_all_its_starts(tmp_path: Path) -> None:
+    counts = (1500.0, 700.0)  # the second step is of another start, which ends with 3000
+    steps = [
+        {**row, "accounts/generated_tokens": count}
+        for row, count in zip(STEPS, counts, strict=True)
+    ]
+    found = summary(tmp_path, steps=steps, accounts={**ACCOUNTS, **ACCOUNTING})
+    assert (found.is_resumed, found.generated_tokens) == (True, 1500 + 3000 - 500)
+    assert "100 s since the last start" in found.as_text()
+    assert "all tokens since the last start (3,000)" in found.as_text()
+
+
+def test_an_unfinished_run_shows_no_count_that_it_does_not_know(tmp_path: Path) -> None:
+    text = summary(tmp_path, accounts=None).as_text()
+    assert "groups: 8 kept, 3 all right, 2 all wrong" in text
+    assert "prompts:" not in text
 
 
 def test_a_run_that_was_never_validated_has_no_accuracy(tmp_path: Path) -> None:

@@ -69,6 +69,14 @@ async def test_the_scorer_sees_text_and_reference() -> None:
     assert scorer.items == [ScorerInput("math_dapo", "text 0", "7", {"index": 3}, question="?")]
 
 
+async def test_the_scorer_of_an_episode_knows_its_turns() -> None:
+    one = rollout(0)
+    several = replace(one, turns=(*one.turns, replace(one.turns[0], parent=0)))
+    scorer = Scripted(right())
+    await Grader(scorer, None).grade(group(several))
+    assert [item.num_turns for item in scorer.items] == [4]
+
+
 async def test_the_overlong_penalty_changes_the_reward_and_not_the_score() -> None:
     graded = await Grader(Scripted(right(), right()), SHAPING).grade(
         group(rollout(0, 16), rollout(1, 18))

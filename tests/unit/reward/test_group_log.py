@@ -74,6 +74,18 @@ def test_a_line_names_the_start_of_the_service_that_its_times_are_of(tmp_path: P
     assert first == second != third == fourth
 
 
+def test_a_line_that_a_full_disk_or_a_kill_cut_off_never_joins_the_next_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "groups.jsonl"
+    path.write_bytes(b'{"prompt_id":"cut o')
+    log = GroupLog(path)
+    log.observe(group_ended(client_prompt(prompt_id="whole")))
+    log.close()
+    _, line = path.read_bytes().splitlines()
+    assert json.loads(line)["prompt_id"] == "whole"
+
+
 def test_a_prompt_that_never_started_leaves_no_line(tmp_path: Path) -> None:
     log = GroupLog(tmp_path / "groups.jsonl")
     log.observe(group_ended(end=PromptEnd.SKIPPED, version=None))

@@ -13,8 +13,10 @@ from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.group_table import CancelReason, EventKind, GroupEvent, GroupState
+from services.reward.groups.loop import TAKE_OVER_TIMEOUT_S
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
+from sluice.rpc.policy import CALL_POLICIES
 from sluice.types import DataProgress, Failed, FailureKind, PromptEnd
 from tests.support.reward_app import (
     InlineScorer,
@@ -197,6 +199,11 @@ async def test_another_trainer_restarts_what_is_under_way() -> None:
         assert [g.prompt_id for g in batch.groups] == ["p0", "p1"]
         assert all(r.oldest_version == 3 for g in batch.groups for r in g.rollouts)
         assert app.ledger.num_submitted == 4
+
+
+def test_a_trainer_waits_longer_for_its_take_over_than_the_service_for_what_it_cancels() -> None:
+    announced = CALL_POLICIES["RewardService/AnnouncePolicy"]
+    assert announced.deadline_s >= 2 * TAKE_OVER_TIMEOUT_S
 
 
 async def test_hopeless_yield_is_told_with_the_last_failure() -> None:

@@ -18,11 +18,12 @@ HALF = (
 )
 LENGTH = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    assert (data_source, ground_truth, extra_info) == ("math", "2", {"index": 0})
+    assert (data_source, ground_truth, extra_info["index"]) == ("math", "2", 0)
     if solution_str == "die":
         import os
         os._exit(3)
-    return {"score": len(solution_str), "acc": 1.0, "pred": solution_str}
+    more = {"turns": 4} if extra_info["num_turns"] == 4 else {}
+    return {"score": len(solution_str), "acc": 1.0, "pred": solution_str, **more}
 """
 
 
@@ -113,4 +114,5 @@ async def test_what_an_environment_graded_stays_and_scorers_get_the_last_turn_of
     await regrade_all(folder, configured(tmp_path, LENGTH))
     found = stored(folder)[0].samples
     assert [one.reward for one in found] == [2.0, -1.0]
+    assert found[0].metrics["turns"] == 4
     assert found[1].earlier == []

@@ -16,6 +16,7 @@ from services.reward.app import RunFiles, open_prompt_sets
 from services.reward.generation.request import GroupRequest, prompt_key
 from services.reward.groups.loop import why_skipped
 from services.reward.prompts.history import PromptMemoryStore
+from sluice.algorithm.sampling.admission import FinishForecast
 from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.config.run import RunConfig
@@ -182,6 +183,27 @@ async def test_an_announcement_waits_until_the_attempts_of_one_that_was_given_up
                 released.set()
             assert len(written) == (not fails)
     assert ("attempts are no longer remembered: the disk is full" in caplog.text) == fails
+
+
+async def test_a_version_whose_announcement_is_repeated_counts_once_for_the_pace_of_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, noted = threading.Event(), list[float]()
+    monkeypatch.setattr(FinishForecast, "announced", lambda _self, now_s: noted.append(now_s))
+    with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
+        monkeypatch.setattr(memory, "add", lambda _attempts: released.wait(30))
+        files = RunFiles(memory)
+        async with running_app(config("memory"), ScriptedClient(), files=files) as app:
+            await app.loop.announce("trainer", 0, [replica("a")], None)
+            session = submit(app, [RIGHT])
+            await settled(lambda: session.num_open == 0)
+            async with asyncio.TaskGroup() as tasks:
+                given_up = tasks.create_task(app.loop.announce("trainer", 1, [replica("a")], None))
+                await turns(20)
+                given_up.cancel()
+            released.set()
+            await app.loop.announce("trainer", 1, [replica("a")], None)
+    assert len(noted) == 2
 
 
 async def test_a_memory_that_cannot_be_read_is_told_and_loses_no_prompt(tmp_path: Path) -> None:

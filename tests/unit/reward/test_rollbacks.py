@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from services.reward.app import RewardApp
+from services.reward.app import RewardApp, RunFiles
+from services.reward.episodes.leases import LeaseDesk
 from services.reward.generation.request import GroupRequest
+from services.reward.ledger.leases import PostedEnd
 from services.reward.ledger.ledger import PromptLedger
 from sluice.config.run import RunConfig
-from sluice.types import TrainBatch
+from sluice.types import ChatMessage, TrainBatch
 from tests.support.reward_app import (
     ScriptedClient,
     publish,
@@ -27,14 +31,16 @@ MIXED = "answer=1 right=1"
 TOKENS_PER_SAMPLE = 8
 
 
+TREE: dict[str, Any] = {
+    "data": {"train_batch_size": 2},
+    "actor_rollout_ref": {"rollout": {"n": 2}},
+    "algorithm": {"filter_groups": {"enable": True}},
+    "sluice": {"asynchrony": {"max_staleness": 2}},
+}
+
+
 def config() -> RunConfig:
-    tree: dict[str, Any] = {
-        "data": {"train_batch_size": 2},
-        "actor_rollout_ref": {"rollout": {"n": 2}},
-        "algorithm": {"filter_groups": {"enable": True}},
-        "sluice": {"asynchrony": {"max_staleness": 2}},
-    }
-    return msgspec.convert(tree, RunConfig)
+    return msgspec.convert(TREE, RunConfig)
 
 
 async def roll_back(app: RewardApp, client: ScriptedClient, version: int, restored: int) -> None:
@@ -106,6 +112,57 @@ async def test_a_repeated_announcement_of_a_rollback_drops_nothing_more() -> Non
         await roll_back(app, client, 1, 0)
         assert app.groups.num_kept == 2
         assert app.statistics()["reward/tokens/rolled_back"] == dropped
+
+
+@asynccontextmanager
+async def leasing(file: Path, client: ScriptedClient) -> AsyncIterator[tuple[RewardApp, LeaseDesk]]:
+    """One life of a service whose samples programs lease."""
+    own = {**TREE["sluice"], "environment": {"agents": True}}
+    settings = msgspec.convert({**TREE, "sluice": own}, RunConfig)
+    with PromptLedger(file) as ledger:
+        desk = LeaseDesk(ledger.leases)
+        async with running_app(settings, client, None, RunFiles(ledger=ledger), desk) as app:
+            yield app, desk
+
+
+async def play(desk: LeaseDesk, *, is_whole: bool) -> None:
+    """Let a program play every sample; a group that is not whole waits for one end."""
+    await settled(lambda: desk.num_offered == 4)
+    async with desk.taking(4, 5.0) as leases:
+        pass
+    for number, lease in enumerate(leases):
+        await desk.chat(lease.lease_id, "digest", (ChatMessage("user", MIXED),), (), 1)
+        if number or is_whole:
+            desk.end(lease.lease_id, PostedEnd(float(lease.task.sample_index)))
+
+
+async def test_a_restarted_service_continues_no_leased_sample_of_a_policy_that_was_given_up(
+    tmp_path: Path,
+) -> None:
+    file, client = tmp_path / "ledger.sqlite", ScriptedClient()
+    async with leasing(file, client) as (app, desk):
+        submit(app, [MIXED] * 2)
+        await publish(app, client, 0)
+        await play(desk, is_whole=True)
+        await settled(lambda: app.groups.num_kept == 2)
+        await roll_back(app, client, 1, 0)
+    async with leasing(file, client) as (app, desk):
+        await publish(app, client, 1)
+        await play(desk, is_whole=True)
+        assert oldest_version(await app.loop.batches.take(2, 1, 5)) == 1
+
+
+async def test_a_rollback_revokes_the_leases_that_an_earlier_service_left(tmp_path: Path) -> None:
+    file, client = tmp_path / "ledger.sqlite", ScriptedClient()
+    async with leasing(file, client) as (app, desk):
+        submit(app, [MIXED] * 2)
+        await publish(app, client, 0)
+        await play(desk, is_whole=False)
+    async with leasing(file, client) as (app, desk):
+        assert desk.num_leased == 4
+        await roll_back(app, client, 1, 0)
+        await play(desk, is_whole=True)
+        assert oldest_version(await app.loop.batches.take(2, 1, 5)) == 1
 
 
 def test_the_ledger_remembers_rollbacks_until_a_trainer_begins_before_them(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from google.protobuf.struct_pb2 import Struct, Value
 
 from services.reward.grading.scorers.registry import scorer_for
 from services.reward.group_table import PromptOutcome
@@ -17,6 +18,7 @@ from services.reward.prompts.submissions import (
     Submissions,
     SubmissionSession,
 )
+from sluice.codec.reward import extra_info_of
 from sluice.config.schema.limits import LimitsConfig
 from sluice.types import ChatMessage, Prompt, PromptEnd
 from tests.support.client_prompt import client_prompt
@@ -188,6 +190,27 @@ async def test_a_prompt_sent_again_by_another_call_gets_its_receipt_and_its_outc
         assert outcome.end is PromptEnd.TRAINED
         assert await late.next_event() is None
     assert ledger.num_submitted == 1
+
+
+def sent_in_order(*names: str) -> Prompt:
+    """A prompt whose fields travel in this order; Go's library chooses another each time."""
+    parts = [Struct(fields={name: Value(bool_value=True)}) for name in names]
+    struct = Struct.FromString(b"".join(part.SerializeToString() for part in parts))
+    struct.update({"inner": Struct.FromString(struct.SerializeToString())})
+    return submission("a", extra_info=extra_info_of(struct, "extra_info", 1 << 10))
+
+
+async def test_an_ended_prompt_is_found_again_in_whatever_order_its_fields_come(
+    submissions: Submissions, ledger: PromptLedger
+) -> None:
+    with submissions.session() as left:
+        submissions.submit(sent_in_order("alpha", "beta"), left)
+        first = await receipt(left)
+        end(submissions, ledger, "a")
+    with submissions.session() as back:
+        submissions.submit(sent_in_order("beta", "alpha"), back)
+        assert await receipt(back) == first
+        assert isinstance(await back.next_event(), PromptOutcome)
 
 
 class SlowLedger(PromptLedger):

@@ -35,10 +35,14 @@ _TIMEOUT_S = 60.0
 
 
 class Workers:
-    """vLLM's workers in this process; `faults` answer in place of a worker's method."""
+    """vLLM's workers in this process; `faults` answer in place of a worker's method.
+
+    `stages` is set once all have begun to stage a version.
+    """
 
     def __init__(self, num: int) -> None:
         self.faults: dict[tuple[str, int], Callable[[], object]] = {}
+        self.stages = asyncio.Event()
         self.loaded: list[list[str]] = [[] for _ in range(num)]
         self.members = [self._worker(rank) for rank in range(num)]
 
@@ -59,10 +63,13 @@ class Workers:
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[object]:
         await asyncio.sleep(0)
-        return [
+        answers = [
             self.faults.get((method, rank), lambda w=worker: getattr(w, method)(*arguments))()  # type: ignore[misc]
             for rank, worker in enumerate(self.members)
         ]
+        if method == "sluice_stage":
+            self.stages.set()
+        return answers
 
 
 class World:
@@ -197,7 +204,7 @@ async def test_a_cancelled_stage_leaves_the_group_in_every_worker(world: World) 
     await world.join()
     async with asyncio.TaskGroup() as tasks:
         staging = tasks.create_task(world.replica.stage(3))
-        await asyncio.sleep(0.01)
+        await world.workers.stages.wait()
         staging.cancel()
     assert staging.cancelled()
     async with asyncio.timeout(_TIMEOUT_S):
@@ -218,7 +225,7 @@ async def test_a_join_ends_a_stage_of_the_epoch_before_and_has_a_result_of_its_o
 
     async with asyncio.timeout(_TIMEOUT_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(stage())
-        await asyncio.sleep(0.01)
+        await world.workers.stages.wait()
         await world.join()
     assert (await world.stage(4)).digest == _DIGEST
 
@@ -227,7 +234,7 @@ async def test_a_stage_that_is_cancelled_late_leaves_the_next_epoch_alone(world:
     await world.join()
     async with asyncio.timeout(_TIMEOUT_S), asyncio.TaskGroup() as tasks:
         staging = tasks.create_task(world.replica.stage(3))
-        await asyncio.sleep(0.01)
+        await world.workers.stages.wait()
         joining = tasks.create_task(world.join())
         while world.workers.members[1].sluice_inbox.epoch != 2:
             await asyncio.sleep(0)
@@ -273,7 +280,7 @@ async def test_a_cancelled_stage_is_cancelled_though_a_worker_does_not_answer(
     world.workers.faults["sluice_abort", 1] = fail
     async with asyncio.TaskGroup() as tasks:
         staging = tasks.create_task(world.replica.stage(3))
-        await asyncio.sleep(0.01)
+        await world.workers.stages.wait()
         staging.cancel()
     assert staging.cancelled()
     world.workers.faults.clear()

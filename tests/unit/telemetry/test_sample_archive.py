@@ -66,6 +66,15 @@ def test_an_archive_that_is_taken_up_again_begins_a_file_and_keeps_the_others(
     assert [path.read_bytes() for path in archive_files(tmp_path)] == [b'1\n{"torn', b"2\n"]
 
 
+def test_a_line_that_a_full_disk_cut_off_never_joins_the_next_one(tmp_path: Path) -> None:
+    archive = SampleArchive(tmp_path, 1 << 20)
+    archive.append([b"1"])
+    (file,) = archive_files(tmp_path)
+    file.write_bytes(file.read_bytes() + b'{"torn')
+    archive.append([b"2"])
+    assert file.read_bytes() == b'1\n{"torn\n2\n'
+
+
 def test_files_that_are_not_the_archives_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.jsonl").write_text("mine")
     archive = SampleArchive(tmp_path, 8)

@@ -142,11 +142,11 @@ async def test_a_save_whose_caller_is_cancelled_is_completed_as_other_ranks_wait
             return super().begin_save(folder)
 
     leader = Slow()
-    async with running(leader, tmp_path) as learner:
-        async with asyncio.TaskGroup() as tasks:
-            saving = tasks.create_task(learner.save(1, DataProgress(0)))
-            await asyncio.to_thread(copying.wait, WAIT_S)
-            saving.cancel()
+    async with running(leader, tmp_path) as learner, asyncio.TaskGroup() as tasks:
+        saving = tasks.create_task(learner.save(1, DataProgress(0)))
+        await asyncio.to_thread(copying.wait, WAIT_S)
+        saving.cancel()
+        await asyncio.wait([saving])
         assert saving.cancelled()
         may_go_on.set()
     assert leader.did == ["copy", "write", "stop"]
@@ -155,13 +155,12 @@ async def test_a_save_whose_caller_is_cancelled_is_completed_as_other_ranks_wait
 
 async def test_a_wait_for_a_checkpoint_that_is_cancelled_loses_none(tmp_path: Path) -> None:
     leader = Leader()
-    async with running(leader, tmp_path) as learner:
+    async with running(leader, tmp_path) as learner, asyncio.TaskGroup() as tasks:
         learner._writer.submit(lambda: leader.may_write.wait(WAIT_S))  # the thread begins late
         await learner.save(1, DataProgress(0))
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(learner.saved())
-            await asyncio.sleep(0)
-            waiting.cancel()
+        waiting = tasks.create_task(learner.saved())
+        await asyncio.sleep(0)
+        waiting.cancel()
     assert leader.did == ["copy", "write", "stop"]
     assert latest_step(tmp_path) == 1
 

@@ -207,7 +207,7 @@ def test_a_batch_reports_turns_roots_and_the_tokens_read(model_folder: Path) -> 
     assert metrics["episodes/tokens_read"] == read
     assert metrics["episodes/tokens_sampled"] == sum(one.num_tokens for one in rollouts)
     assert metrics["perf/total_num_tokens"] == prompts + read + metrics["episodes/tokens_sampled"]
-    assert metrics["num_turns/max"] == 6
+    assert metrics["num_turns/max"] == 12
     assert metrics["episodes/roots/mean"] == pytest.approx((24 + 6) / 24)
 
 
