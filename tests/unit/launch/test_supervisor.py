@@ -191,7 +191,7 @@ async def test_a_process_that_lived_longer_than_the_pause_is_started_again_at_on
     for first_pause_s, said in ((1e-9, "starting again at once"), (600.0, "starting again in ")):
         monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", first_pause_s)
         caplog.clear()
-        run = Supervised(tmp_path, spec("rollout-0", dies, max_restarts=1), polite("reward"))
+        run = Supervised(tmp_path, spec("rollout-0", dies, max_restarts=100), polite("reward"))
         async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as tasks:
             tasks.create_task(run.supervisor.run())
             await run.until(lambda run=run: bool(run.said("reward")))  # type: ignore[misc]
