@@ -109,7 +109,8 @@ class Prompt:
     `place` is the file and row it was read from, for messages; empty for a client's. `images` are
     encoded files (PNG, JPEG or WebP), one for each ``<image>`` in the messages, in their order.
     `source` is the one of `sluice.sources` that it belongs to, whose rows `position` counts; empty
-    in a run without them.
+    in a run without them. `truth_is_json` marks a `ground_truth` that the row holds as another
+    value than text: it is the JSON of that value.
     """
 
     prompt_id: str
@@ -123,6 +124,12 @@ class Prompt:
     place: str = ""
     images: tuple[bytes, ...] = ()
     source: str = ""
+    truth_is_json: bool = False
+
+    @property
+    def truth(self) -> object:
+        """The ground truth as the row holds it."""
+        return json.loads(self.ground_truth) if self.truth_is_json else self.ground_truth
 
 
 class FinishReason(StrEnum):

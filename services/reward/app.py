@@ -292,14 +292,14 @@ class RewardApp:
         config: RunConfig,
         sets: PromptSets,
         scorers: SampleScorer,
-        check_data_source: Callable[[str], None],
+        check_data_source: Callable[[str, str], None],
     ) -> None:
         """Build the handlers of the clients' calls and of validation."""
         limits = config.sluice.limits
         self.submissions = Submissions(
             self.ledger,
             self.loop.submit,
-            _no_clients if config.sluice.sources else check_data_source,
+            _no_clients if config.sluice.sources else lambda source: check_data_source(source, ""),
             config.sluice.reward.max_client_pending,
             limits,
         )
@@ -449,7 +449,7 @@ def _traces(config: RunConfig, ledger: PromptLedger) -> PromptTraces:
     return PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
 
 
-def _data_source_check(config: RunConfig) -> Callable[[str], None]:
+def _data_source_check(config: RunConfig) -> Callable[[str, str], None]:
     reward = config.reward
     check_routes(reward.scorer_routes)
     has_sandbox = backend_of(config.sluice.sandbox, reward.sandbox_fusion) is not None
@@ -457,10 +457,11 @@ def _data_source_check(config: RunConfig) -> Callable[[str], None]:
 
     is_graded = may_grade_itself(config)
 
-    def check(data_source: str) -> None:
+    def check(data_source: str, json_truth: str) -> None:
         if is_graded:  # a sample without any grade is a failed sample
             return
         if reward.custom_reward_function.path is None and not reward.reward_model.enable:
-            scorer_for(data_source, reward.scorer_routes, programs=programs)
+            routes = reward.scorer_routes
+            scorer_for(data_source, routes, programs=programs, json_truth=json_truth)
 
     return check

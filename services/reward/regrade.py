@@ -126,6 +126,7 @@ def _prompt(stored: StoredPrompt) -> Prompt:
         origin=PromptOrigin.DATASET,
         position=stored.position,
         extra_info=stored.extra_info if isinstance(stored.extra_info, dict) else {},
+        truth_is_json=not isinstance(truth, str),
     )
 
 

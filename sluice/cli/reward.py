@@ -153,6 +153,7 @@ def _given(file: Path, rows: Sequence[PromptRow], count: int) -> Iterator[tuple[
                 (row.ground_truth if row else "") if truth is None else truth,
                 extra_info or {},
                 f"{file}, {place}",
+                truth_is_json=row is not None and truth is None and row.truth_is_json,
             ),
             one.response,
         )

@@ -130,7 +130,7 @@ def row_json(prompt: Prompt) -> str:
     """Return a row's columns besides its messages, the text of a JSON object."""
     row = {
         "data_source": prompt.data_source,
-        "ground_truth": prompt.ground_truth,
+        "ground_truth": prompt.truth,
         "extra_info": prompt.extra_info,
     }
     return json.dumps(row, ensure_ascii=False, default=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from reprlib import repr as short_repr  # bounded, however deep or long a value is
@@ -69,7 +70,8 @@ class PromptColumns:
 class PromptRow:
     """The content of a row. `place` is its file and number, from 0, for messages.
 
-    `extra_info` holds the column `agent_name`, too, where a row has one.
+    `extra_info` holds the column `agent_name`, too, where a row has one. `truth_is_json`: the row
+    holds another value than text, and `ground_truth` is its JSON.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -78,6 +80,7 @@ class PromptRow:
     extra_info: Mapping[str, object] = field(default_factory=dict)
     place: str = ""
     images: tuple[ImageSource, ...] = ()
+    truth_is_json: bool = False
 
 
 def check_column_names(path: str, names: list[str], columns: PromptColumns) -> tuple[str, ...]:
@@ -115,8 +118,8 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
         ),
         columns.data_source: (_is_text, "a string; convert it"),
         columns.reward_model: (
-            lambda kind: _has_text(kind, GROUND_TRUTH),
-            f"a struct with a string '{GROUND_TRUTH}'; convert other types to strings",
+            lambda kind: pa.types.is_struct(kind) and kind.get_field_index(GROUND_TRUTH) >= 0,
+            f"a struct with a '{GROUND_TRUTH}'; add it",
         ),
         columns.images: (
             lambda kind: _is_list(kind) or pa.types.is_null(kind),
@@ -145,11 +148,11 @@ def decode_row(
     if not isinstance(turns, list):
         kind = type(turns).__name__
         raise _bad_row(place, f"'{columns.prompt}' is a {kind}, not a list of messages")
-    reward_model = values.get(columns.reward_model)
-    truth = reward_model.get(GROUND_TRUTH) if isinstance(reward_model, Mapping) else None
-    if not isinstance(truth, str):
+    truth = truth_of(values.get(columns.reward_model))
+    text = truth_text(truth)
+    if text is None:
         problem = f"'{columns.reward_model}.{GROUND_TRUTH}' is {short_repr(truth)}, not a string"
-        raise _bad_row(place, problem)
+        raise _bad_row(place, f"{problem} or another value of JSON")
     data_source = values.get(columns.data_source)
     if not isinstance(data_source, str) or not data_source:
         raise _bad_row(place, f"'{columns.data_source}' is {short_repr(data_source)}, not a name")
@@ -166,7 +169,23 @@ def decode_row(
         raise images_refused(place, columns.refused_images)
     messages = tuple(_message(turn, place, columns.prompt) for turn in turns)
     images = _images(values, columns, messages, place)
-    return PromptRow(messages, data_source, truth, extra_info or {}, place, images)
+    is_json = not isinstance(truth, str)
+    return PromptRow(messages, data_source, text, extra_info or {}, place, images, is_json)
+
+
+def truth_of(reward_model: object) -> object:
+    """Return the ground truth that a row's `reward_model` holds; ``None``: there is none."""
+    return reward_model.get(GROUND_TRUTH) if isinstance(reward_model, Mapping) else None
+
+
+def truth_text(truth: object) -> str | None:
+    """Return a ground truth as text: itself, or its JSON; ``None``: it is neither, or null."""
+    if truth is None or isinstance(truth, str):
+        return truth
+    try:
+        return json.dumps(truth, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def images_refused(place: str, column: str) -> DataError:

@@ -29,6 +29,8 @@ from sluice.data.prompt_rows import (
     check_column_names,
     check_columns,
     decode_row,
+    truth_of,
+    truth_text,
 )
 from sluice.errors import DataError
 from sluice.json_objects import DECODE_ERRORS
@@ -160,7 +162,7 @@ class LineSlab(Slab):
             yield digest_of(
                 [_text(turn, "role") for turn in turns],
                 [_text(turn, "content") for turn in turns],
-                _text(values.get(columns.reward_model), GROUND_TRUTH),
+                truth_text(truth_of(values.get(columns.reward_model))),
                 usable_images(values.get(columns.images)) if columns.images else (),
             )
 
@@ -261,7 +263,8 @@ class ArrowSlab(Slab):
             part = slice(offsets[row], offsets[row + 1])
             # Images of one row at a time: together they may be large.
             found = self.batch.column(columns.images)[row].as_py() if with_images else None
-            yield digest_of(roles[part], contents[part], truth, usable_images(found))
+            text = truth_text(truth)
+            yield digest_of(roles[part], contents[part], text, usable_images(found))
 
 
 def parquet_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[RowBlock]:

@@ -141,7 +141,10 @@ def try_responses(
         "reward": msgspec.to_builtins(reward),
         "sandbox": msgspec.to_builtins(config.sluice.sandbox),
         "rows": [
-            (row.data_source, response, row.ground_truth, row.extra_info, _question(row))
+            (
+                *(row.data_source, response, row.ground_truth, row.extra_info, _question(row)),
+                row.truth_is_json,
+            )
             for row, response in pairs
         ],
         "enough_s": enough_s,

@@ -85,6 +85,14 @@ def test_results_without_a_usable_score_are_a_problem(tmp_path: Path, returned: 
     assert only([trial_finding("score", ["a", "b", "c"], answers)], "problem")
 
 
+def test_a_list_for_a_scorer_that_compares_with_one_text_is_a_problem_that_names_the_row() -> None:
+    one = PromptRow(ROWS[0].messages, "openai/gsm8k", '["4"]', {}, "row 0", truth_is_json=True)
+    found = trial_finding("gsm8k", ["row 0"], try_scorer(load_config(None, []), [one]))
+    assert found.severity == "problem"
+    assert "row 0: unscorable: DataError: data_source 'openai/gsm8k': ground_truth is" in found.what
+    assert "reward.custom_reward_function.path" in found.what
+
+
 def test_an_exception_in_some_rows_is_a_warning(tmp_path: Path) -> None:
     answers = tried(tmp_path, f"{HEAD}    return 1 / extra_info['index']\n")
     found = only([trial_finding("score", ["a", "b", "c"], answers)], "warning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -235,6 +236,50 @@ async def test_routes_lead_any_data_source_to_a_built_in_scorer() -> None:
         assert kinds(outcomes) == [1.0, 0.0, FailureKind.UNSCORABLE]
         assert isinstance(outcomes[2], Failed)
         assert "data_source 'unknown'" in outcomes[2].detail
+
+
+def of_json(source: str, response: str, truth: str) -> ScorerInput:
+    return ScorerInput(source, response, truth, truth_is_json=True)
+
+
+@pytest.mark.parametrize("truth", ["72", "72.0", "true", '["a", 1]', '{"target": ["a"]}'])
+async def test_a_users_function_gets_the_ground_truth_as_the_row_holds_it(
+    tmp_path: Path, truth: str
+) -> None:
+    path = tmp_path / "value.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1.0, 'pred': repr(ground_truth)}\n"
+    )
+    function = CustomRewardFunctionConfig(path=str(path))
+    asked = of_json("mine", "?", truth)
+    async with running_scorer_pool(LIMITS, function) as pool:
+        of_value, of_text = await pool.score(
+            [asked, msgspec.structs.replace(asked, truth_is_json=False)]
+        )
+    assert isinstance(of_value, Scored)
+    assert isinstance(of_text, Scored)
+    assert (of_value.prediction, of_text.prediction) == (repr(json.loads(truth)), repr(truth))
+
+
+async def test_built_in_scorers_read_values_where_they_can_and_refuse_the_others() -> None:
+    asked = [
+        of_json("searchR1_nq", "<answer>B</answer>", '{"target": ["a", "b"]}'),
+        of_json("searchR1_nq", "<answer>b</answer>", '["a"]'),
+        of_json("searchR1_nq", "<answer>72</answer>", "72"),
+        of_json("openai/gsm8k", "#### 72", "72"),
+        of_json("openai/gsm8k", "#### 71", "72"),
+        of_json("openai/gsm8k", "#### 72", '["72"]'),
+        of_json("searchR1_nq", "<answer>72</answer>", "[72]"),
+    ]
+    limits = msgspec.structs.replace(LIMITS, max_response_chars=99)
+    async with running_scorer_pool(limits, CustomRewardFunctionConfig()) as pool:
+        outcomes = await pool.score(asked)
+    assert kinds(outcomes[:5]) == [1.0, 0.0, 1.0, 1.0, 0.0]
+    for outcome in outcomes[5:]:
+        assert isinstance(outcome, Failed)
+        assert outcome.kind is FailureKind.UNSCORABLE
+        assert "reward.custom_reward_function.path" in outcome.detail
 
 
 async def test_a_route_to_no_scorer_is_known_before_the_first_sample() -> None:

@@ -116,6 +116,7 @@ class Grader:
                 prompt.ground_truth,
                 prompt.extra_info,
                 question=question,
+                truth_is_json=prompt.truth_is_json,
                 num_turns=2 * len(rollout.turns),
             )
             for rollout, outcome in zip(rollouts, decided, strict=True)

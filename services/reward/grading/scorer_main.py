@@ -10,6 +10,7 @@ C code cannot be interrupted from within.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import reprlib
@@ -185,7 +186,7 @@ def main(parent_pid: int, page_fd: int) -> int:
 def _chosen_scorer(setup: ScorerSetup) -> ItemScorer:
     if setup.custom_path is not None:
         custom = load_custom_scorer(setup.custom_path, setup.custom_name, setup.custom_kwargs)
-        return lambda item: _graded(custom, item)
+        return lambda item: _graded(custom, item, as_value=True)
     if setup.reward_model is not None:
         # Loads http and ssl, which the other scorers do without.
         from services.reward.grading.scorers.reward_model import RewardModelScorer
@@ -194,7 +195,13 @@ def _chosen_scorer(setup: ScorerSetup) -> ItemScorer:
         return lambda item: _graded(partial(model, question=item.question), item)
     check_routes(setup.routes)
     programs = _program_tests(setup)
-    return lambda item: _graded(scorer_for(item.data_source, setup.routes, programs=programs), item)
+
+    def graded(item: ScorerInput) -> object:
+        truth = item.ground_truth if item.truth_is_json else ""
+        built_in = scorer_for(item.data_source, setup.routes, programs=programs, json_truth=truth)
+        return _graded(built_in, item)
+
+    return graded
 
 
 def _program_tests(setup: ScorerSetup) -> ProgramTests | None:
@@ -205,14 +212,15 @@ def _program_tests(setup: ScorerSetup) -> ProgramTests | None:
     return ProgramTests(sandbox, limits_of(setup.sandbox), setup.timeout_s)
 
 
-def _graded(scorer: Scorer, item: ScorerInput) -> object:
-    """Call the scorer. To a row's extra_info it adds what verl does
-    (`verl/experimental/reward_loop/reward_manager/naive.py`).
+def _graded(scorer: Scorer, item: ScorerInput, *, as_value: bool = False) -> object:
+    """Call the scorer, with the ground truth as text or as the row's value. To a row's extra_info
+    it adds what verl does (`verl/experimental/reward_loop/reward_manager/naive.py`).
     """
+    truth, is_value = item.ground_truth, as_value and item.truth_is_json
     return scorer(
         data_source=item.data_source,
         solution_str=item.response,
-        ground_truth=item.ground_truth,
+        ground_truth=json.loads(truth) if is_value else truth,
         extra_info={
             **item.extra_info,
             "num_turns": item.num_turns,

@@ -197,12 +197,13 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
     """The content of a prompt; `images` holds the digests of the images, which are stored apart.
 
     MessagePack, as `extra_info` also travels to the scorers: a prompt read back gets the same
-    grade.
+    grade. A ground truth that is JSON is an array of its text, so that the bytes of the others,
+    whose digests ledgers hold, are those of earlier versions.
     """
 
     messages: tuple[tuple[str, str], ...]
     data_source: str
-    ground_truth: str
+    ground_truth: str | tuple[str]
     extra_info: Mapping[str, object]
     place: str
     images: tuple[bytes, ...]
@@ -264,7 +265,7 @@ def encode_body(prompt: Prompt) -> bytes:
     body = _Body(
         tuple((turn.role, turn.content) for turn in prompt.messages),
         prompt.data_source,
-        prompt.ground_truth,
+        (prompt.ground_truth,) if prompt.truth_is_json else prompt.ground_truth,
         prompt.extra_info,
         prompt.place,
         tuple(map(body_digest, prompt.images)),
@@ -295,18 +296,20 @@ def decode_prompt(
     found = msgspec.msgpack.decode(body, type=_Body)
     if found.images != tuple(map(body_digest, images)):
         raise ValueError(f"prompt '{prompt_id}': its images are not those that were written")
+    truth = found.ground_truth
     return Prompt(
         prompt_id=prompt_id,
         sequence=sequence,
         messages=tuple(ChatMessage(role, content) for role, content in found.messages),
         data_source=found.data_source,
-        ground_truth=found.ground_truth,
+        ground_truth=truth if isinstance(truth, str) else truth[0],
         origin=PromptOrigin.CLIENT if position is None else PromptOrigin.DATASET,
         position=position,
         extra_info=found.extra_info,
         place=found.place,
         images=images,
         source=found.source,
+        truth_is_json=not isinstance(truth, str),
     )
 
 

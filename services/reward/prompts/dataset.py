@@ -52,6 +52,7 @@ class IssuedRow:
             extra_info=self.row.extra_info,
             place=self.row.place,
             images=self.images,
+            truth_is_json=self.row.truth_is_json,
         )
 
 

@@ -31,7 +31,8 @@ class PromptSource:
     Args:
         groups: accepts the prompts read from the data set.
         open_stream: opens the data set at a progress; ``None``: all prompts come from clients.
-        check_data_source: raises `DataError` if no scorer knows a row's data source.
+        check_data_source: raises `DataError` if no scorer knows a row's data source, or the one
+            that does cannot compare with its ground truth, which comes if it is JSON, or else "".
         forecast: how long groups take.
         num_in_line: rows that compete for the next start; 1 keeps the data set's order.
         name: of the source; empty in a run without several.
@@ -46,7 +47,7 @@ class PromptSource:
         self,
         groups: GroupTable,
         open_stream: Callable[[DataProgress], PromptStream] | None,
-        check_data_source: Callable[[str], None],
+        check_data_source: Callable[[str, str], None],
         forecast: FinishForecast,
         num_in_line: int,
         name: str,
@@ -129,7 +130,8 @@ class PromptSource:
     def _accept(self, issued: IssuedRow) -> Prompt:
         row = issued.row
         try:
-            self._check_data_source(row.data_source)
+            truth = row.ground_truth if row.truth_is_json else ""
+            self._check_data_source(row.data_source, truth)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
         prefix = f"{DATASET_ID_PREFIX}{self._name}-" if self._name else DATASET_ID_PREFIX

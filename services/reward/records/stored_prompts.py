@@ -138,7 +138,7 @@ def _line(
         prompt.data_source,
         samples,
         [StoredMessage(turn.role, turn.content) for turn in prompt.messages],
-        prompt.ground_truth,
+        prompt.truth,
         dict(prompt.extra_info),
     )
     return msgspec.json.encode(stored, enc_hook=str) + b"\n"

@@ -183,3 +183,15 @@ def test_nothing_to_grade_and_two_kinds_of_responses_are_refused(
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
     assert not scorer.pairs
+
+
+def test_a_response_of_a_file_keeps_the_value_that_its_row_has_as_ground_truth(
+    scorer: ScriptedScorer, tmp_path: Path
+) -> None:
+    (row,) = prompt_rows(["?"])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({**row, "reward_model": {"ground_truth": ["a"]}}) + "\n")
+    for own, expected in (({}, True), ({"ground_truth": "a"}, False)):
+        file = given(tmp_path, {"response": "a", **own})
+        sluice_try("mine.py", "--data", rows, "--responses", file)
+        assert scorer.pairs[-1][0].truth_is_json is expected

@@ -93,7 +93,7 @@ def test_a_file_that_cannot_be_used_is_refused_at_once(
             [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}],
             "a message with tool_calls, and only role and content are read",
         ),
-        ("reward_model", {"ground_truth": 3}, r"ground_truth' is 3, not a string"),
+        ("reward_model", {"ground_truth": None}, r"ground_truth' is None, not a string"),
         ("data_source", 3, "'data_source' is 3, not a name"),
         ("extra_info", [1], r"'extra_info' is \[1\], not a mapping"),
     ],

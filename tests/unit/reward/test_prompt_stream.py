@@ -226,8 +226,8 @@ def test_configured_keys_name_the_columns(tmp_path: Path) -> None:
         (lambda t: t.set_column(1, "prompt", pa.array(["x"])), "is string, not a list of"),
         (lambda t: t.set_column(0, "data_source", pa.array([1])), "not a string"),
         (
-            lambda t: t.set_column(3, "reward_model", pa.array([{"ground_truth": 3}])),
-            "struct with a string 'ground_truth'",
+            lambda t: t.set_column(3, "reward_model", pa.array([{"style": "rule"}])),
+            "is struct<style: string>, not a struct with a 'ground_truth'",
         ),
         (lambda t: t.slice(0, 0), "has no rows"),
     ],

@@ -116,3 +116,10 @@ async def test_what_an_environment_graded_stays_and_scorers_get_the_last_turn_of
     assert [one.reward for one in found] == [2.0, -1.0]
     assert found[0].metrics["turns"] == 4
     assert found[1].earlier == []
+
+
+async def test_grades_come_from_the_value_of_a_ground_truth(tmp_path: Path) -> None:
+    function = HALF.replace("return 0.5", "return ground_truth['target'][0]")
+    folder = evaluation(tmp_path / "a", [prompt(0, [sample("1")], ground_truth={"target": [0.25]})])
+    await regrade_all(folder, configured(tmp_path, function))
+    assert stored(folder)[0].samples[0].reward == 0.25

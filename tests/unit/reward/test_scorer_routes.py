@@ -87,6 +87,18 @@ def test_programs_are_refused_without_a_sandbox_and_graded_with_one(source: str)
     assert scorer(data_source=source, solution_str="ab", ground_truth="c", extra_info={}) == 3
 
 
+@pytest.mark.parametrize("truth", ['["7"]', '{"target": "7"}'])
+def test_a_list_or_mapping_is_refused_by_scorers_that_compare_with_one_text(truth: str) -> None:
+    with pytest.raises(DataError, match=r"'openai/gsm8k': ground_truth is .*gsm8k compares with"):
+        scorer_for("openai/gsm8k", json_truth=truth)
+    scorer_for("searchR1_nq", json_truth=truth)
+    scorer_for("apps", json_truth=truth, programs=lambda response, truth: 1.0)
+    scorer_for("openai/gsm8k", json_truth="7")
+    for unread in ('{"target": [7]}', '{"answer": "7"}', '{"target": []}', "[7]", "[]"):
+        with pytest.raises(DataError, match="exact_match compares with"):
+            scorer_for("searchR1_nq", json_truth=unread)
+
+
 def test_an_unknown_source_is_told_with_row_remedy_and_the_known_ones() -> None:
     with pytest.raises(DataError) as refusal:
         scorer_for("openai/gsm9k", row="train.parquet, row 17")

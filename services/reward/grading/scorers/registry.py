@@ -39,7 +39,7 @@ class Scorer(Protocol):
         ...
 
 
-MATH_VERIFY = "math_verify"
+MATH_VERIFY, EXACT_MATCH = "math_verify", "exact_match"
 RULES: Mapping[str, Rule] = {
     "math_dapo": math_dapo.compute_score,
     "math_dapo_0_6": partial(math_dapo.compute_score, boxed_fallback=False),
@@ -49,7 +49,7 @@ RULES: Mapping[str, Rule] = {
     "math_boxed": math_boxed.compute_score,
     "geo3k": geo3k.compute_score,
     "multiple_choice": multiple_choice.compute_score,
-    "exact_match": exact_match.compute_score,
+    EXACT_MATCH: exact_match.compute_score,
     MATH_VERIFY: symbolic_math.compute_score,
     PROGRAM_TESTS: program_tests.refused,
 }
@@ -75,6 +75,7 @@ def scorer_for(
     *,
     row: str | None = None,
     programs: Rule | None = None,
+    json_truth: str = "",
 ) -> Scorer:
     """Return the built-in scorer of a data source.
 
@@ -82,16 +83,22 @@ def scorer_for(
         routes: the user's, by data source or beginning (``aime*``); they win over verl's.
         row: where the data source comes from, for the message.
         programs: grades programs in the configured sandbox; ``None``: there is none.
+        json_truth: the ground truth as JSON; empty if the row holds text.
 
     Raises:
-        DataError: no built-in scorer knows it, it needs a sandbox and there is none, or the
-            scorer's package is not installed.
+        DataError: no built-in scorer knows it, it needs a sandbox and there is none, the scorer's
+            package is not installed, or the scorer cannot compare with such a ground truth.
         ConfigError: a route names no scorer.
     """
     where = f"{row}: " if row else ""
     name = _name(data_source, routes or {})
     if name is None:
         raise DataError(f"{where}data_source '{data_source}': {_no_route(data_source)}")
+    if json_truth.startswith(("[", "{")) and not _reads(name, json_truth):
+        raise DataError(
+            f"{where}data_source '{data_source}': ground_truth is {json_truth:.80}, and the scorer "
+            f"{name} compares with text alone; write the answer as text, or {_REMEDY}"
+        )
     if name == MATH_VERIFY:
         symbolic_math.check_installed(f"{where}data_source '{data_source}'")
     if name == PROGRAM_TESTS:
@@ -126,6 +133,13 @@ def _name(data_source: str, routes: Mapping[str, str]) -> str | None:
 
 def _no_route(data_source: str) -> str:
     return f"no built-in scorer knows it (known: {', '.join(sorted(DEFAULT_ROUTES))}); {_REMEDY}"
+
+
+def _reads(name: str, json_truth: str) -> bool:
+    """Return whether a scorer compares with a list or a mapping."""
+    if name == EXACT_MATCH:
+        return exact_match.targets(json_truth) not in ([], [json_truth])
+    return name == PROGRAM_TESTS
 
 
 def _apply(rule: Rule, *, solution_str: str, ground_truth: str, **_call: object) -> object:
