@@ -122,10 +122,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Lease the next train batch."""
         check_fields(request)
         batch = await self._app.loop.batches.take(
-            request.step,
-            request.policy_version,
-            _seconds(context, "TakeBatch"),
-            request.trainer_instance_id,
+            request.step, request.policy_version, _seconds(context, "TakeBatch")
         )
         await self._app.ledger.durable()
         message = outline_to_proto(batch)
@@ -160,9 +157,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.AcknowledgeBatchResponse:
         """Close a lease."""
         check_fields(request)
-        groups = self._app.loop.batches.acknowledge(
-            request.batch_id, request.step, request.trainer_instance_id
-        )
+        groups = self._app.loop.batches.acknowledge(request.batch_id, request.step)
         # Before `durable`: a call that repeats this one, after a slow disk, gets no groups to
         # write.
         await self._app.dumps.trained(groups, request.step)

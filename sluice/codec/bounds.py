@@ -119,17 +119,9 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     },
     reward.ChatRequest: {"lease_id": _NAME, "request_digest": _NAME},
     reward.EndEpisodeRequest: {"lease_id": _NAME, "failure": _text(2000)},
-    reward.TakeBatchRequest: {
-        "step": _STEP,
-        "policy_version": _NUMBER,
-        "trainer_instance_id": _NAME_OR_NONE,
-    },
+    reward.TakeBatchRequest: {"step": _STEP, "policy_version": _NUMBER},
     reward.TakeSamplesRequest: {"batch_id": _NAME},
-    reward.AcknowledgeBatchRequest: {
-        "batch_id": _NAME,
-        "step": _STEP,
-        "trainer_instance_id": _NAME_OR_NONE,
-    },
+    reward.AcknowledgeBatchRequest: {"batch_id": _NAME, "step": _STEP},
     reward.AnnouncePolicyRequest: {
         "trainer_instance_id": _NAME,
         "policy_version": _NUMBER,

@@ -166,29 +166,3 @@ async def test_another_trainer_takes_over_what_is_pending_and_resumes_the_data(
     assert [g.prompt_id for g in batch.groups] == [
         f"data-{p}" for p in (8, 10, 12, 13, 14, 15, 16, 17)
     ]
-
-
-async def test_a_trainer_that_another_has_replaced_gets_no_batch_and_ends_none(
-    configure: Callable[..., Path],
-) -> None:
-    replica = ScriptedReplica()
-    config = configure(mixed(40), data__shuffle=False)
-    old = {"step": 1, "trainer_instance_id": "trainer-1"}
-    async with scripted_replicas(replica), reward_process(config) as service:
-        await service.announce(0, [])
-        waiting = service.stub.TakeBatch(reward_pb2.TakeBatchRequest(**old), timeout=WAIT_S)
-        await service.status()  # the call before it has begun
-        await service.announce(0, [replica], instance_id="trainer-2")
-        batch = await service.take(1, 0)
-        ends = reward_pb2.AcknowledgeBatchRequest(batch_id=batch.batch_id, **old)
-        for call in (
-            waiting,
-            service.stub.TakeBatch(reward_pb2.TakeBatchRequest(**old), timeout=WAIT_S),
-            service.stub.AcknowledgeBatch(ends, timeout=WAIT_S),
-            service.announce(0, [replica]),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError, match="trainer-1 was replaced by another"):
-                await call
-        assert dict((await service.status()).prompts_by_end)["trained"] == 0
-        await service.acknowledge(batch, 1)
-        assert dict((await service.status()).prompts_by_end)["trained"] == 8

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 from uuid import uuid4
@@ -37,7 +36,7 @@ from sluice.algorithm.sampling.admission import kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad
 from sluice.algorithm.sources import interleaved, source_metric
 from sluice.concurrency.waits import ChangeSignal, deadline
-from sluice.errors import BatchUnfillableError, DeadlineError, InvalidRequestError, SluiceError
+from sluice.errors import BatchUnfillableError, DeadlineError, SluiceError
 from sluice.types import GradedGroup, PromptEnd, Scored, TrainBatch, TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,6 @@ logger = logging.getLogger(__name__)
 PEER = "reward service"
 WAIT_GROUPS = "timing_s/wait_groups"
 """Seconds from the trainer's request for a batch until it was formed."""
-_REPLACED_REMEMBERED = 64
 
 
 class TrainBatches:
@@ -57,7 +55,6 @@ class TrainBatches:
     Attributes:
         changes: notified at every change that may complete a batch.
         num_asking: calls of the trainer that wait for a batch.
-        replaced_trainers: instances that another one has replaced, the last ones.
         error: why there are no more batches.
         reason: describes the cause of the wait; set by the loop.
     """
@@ -80,7 +77,6 @@ class TrainBatches:
         self._carries_over = not strategy.discards_surplus
         self._preempts = strategy.preempts
         self.num_asking = 0
-        self.replaced_trainers: deque[str | None] = deque(maxlen=_REPLACED_REMEMBERED)
         self._asked = (-1, 0.0)  # a step, and when its batch was first requested
         self._was_voided = False
         self._batch: TrainBatch | None = None
@@ -104,23 +100,10 @@ class TrainBatches:
             num_sure=groups.num_sure,
         )
 
-    def check_trainer(self, trainer: str) -> None:
-        """Raise `InvalidRequestError` for a trainer that another one has replaced, such as one that
-        was cut off until now."""
-        if trainer in self.replaced_trainers:
-            raise InvalidRequestError(
-                f"trainer_instance_id: {trainer} was replaced by another trainer, which trains "
-                "this run now; end the replaced one"
-            )
-
-    async def take(self, step: int, version: int, seconds: float, trainer: str = "") -> TrainBatch:
+    async def take(self, step: int, version: int, seconds: float) -> TrainBatch:
         """Lease the batch for `version`; the same again until it is acknowledged.
 
-        Args:
-            trainer: the instance that calls; empty: not known.
-
         Raises:
-            InvalidRequestError: another trainer has replaced this one, perhaps during the wait.
             DataExhaustedError: the data set has ended before the batch was full.
             BatchUnfillableError: none can be formed any more.
             DeadlineError: not within `seconds`; names the cause of the wait.
@@ -133,7 +116,6 @@ class TrainBatches:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
                 while True:
                     change = self.changes.next_change()
-                    self.check_trainer(trainer)
                     if self.error is not None:
                         raise self.error
                     batch = self._leased_again(version) or self._formed(version)
@@ -156,20 +138,15 @@ class TrainBatches:
             raise not_leased(batch_id)
         return self._batch
 
-    def acknowledge(self, batch_id: str, step: int, trainer: str = "") -> tuple[GradedGroup, ...]:
+    def acknowledge(self, batch_id: str, step: int) -> tuple[GradedGroup, ...]:
         """Close a lease: its prompts are trained. Repeating it is harmless.
-
-        Args:
-            trainer: the instance that calls; empty: not known.
 
         Returns:
             the batch's groups; none if it was closed before, or if another process formed it.
 
         Raises:
             NotFoundError: no such lease.
-            InvalidRequestError: another trainer has replaced this one.
         """
-        self.check_trainer(trainer)
         self.changes.notify()
         if not self._ledger.is_leased(batch_id):
             return ()

@@ -150,12 +150,8 @@ class GroupLoop:
             replicas: those in use.
             resume_from: the position in the data set, for a service without one.
             rolled_back_to: the version has the weights of this earlier one again.
-
-        Raises:
-            InvalidRequestError: another trainer has replaced this one.
         """
         async with self._announce_lock:
-            self.batches.check_trainer(trainer)
             if trainer != self._trainer:
                 # The take-over awaits: without a version nothing is admitted meanwhile.
                 self._groups.policy_version = None
@@ -375,7 +371,6 @@ class GroupLoop:
             self._start_data(ledger.progress())
             self._trainer = trainer
             return
-        self.batches.replaced_trainers.append(ledger.trainer)
         await self._end_what_runs(CancelReason.TAKEN_OVER)
         if self._trainer is None:  # the trainer knows the data position of an earlier service
             self._groups.forget_data()

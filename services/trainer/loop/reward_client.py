@@ -165,9 +165,7 @@ class RewardClient:
             DeadlineError: nothing moved for `batch_timeout_s`. The error names the cause of the
                 service's wait.
         """
-        request = reward.TakeBatchRequest(
-            step=step, policy_version=version, trainer_instance_id=self._instance_id
-        )
+        request = reward.TakeBatchRequest(step=step, policy_version=version)
         phase = f"taking the batch of step {step}"
         retries = Retries(
             _patience(self._batch_timeout_s),
@@ -203,9 +201,7 @@ class RewardClient:
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
-        request = reward.AcknowledgeBatchRequest(
-            batch_id=batch_id, step=step, trainer_instance_id=self._instance_id
-        )
+        request = reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step)
         call = partial(self._call, self._stub.AcknowledgeBatch, request, "acknowledging a batch")
         try:
             await self._over_an_absence(call)

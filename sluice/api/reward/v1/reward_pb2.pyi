@@ -385,21 +385,17 @@ class TakeBatchRequest(google.protobuf.message.Message):
 
     STEP_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
-    TRAINER_INSTANCE_ID_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The step the batch is for, from 1."""
     policy_version: builtins.int
     """The trainer's current version."""
-    trainer_instance_id: builtins.str
-    """The trainer's instance. One that another trainer has replaced is refused. Empty: not checked."""
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         policy_version: builtins.int = ...,
-        trainer_instance_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["policy_version", b"policy_version", "step", b"step", "trainer_instance_id", b"trainer_instance_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["policy_version", b"policy_version", "step", b"step"]) -> None: ...
 
 global___TakeBatchRequest = TakeBatchRequest
 
@@ -655,21 +651,17 @@ class AcknowledgeBatchRequest(google.protobuf.message.Message):
 
     BATCH_ID_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
-    TRAINER_INSTANCE_ID_FIELD_NUMBER: builtins.int
     batch_id: builtins.str
     """Lease id."""
     step: builtins.int
     """The step it was trained in."""
-    trainer_instance_id: builtins.str
-    """The trainer's instance. One that another trainer has replaced is refused. Empty: not checked."""
     def __init__(
         self,
         *,
         batch_id: builtins.str = ...,
         step: builtins.int = ...,
-        trainer_instance_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id", "step", b"step", "trainer_instance_id", b"trainer_instance_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id", "step", b"step"]) -> None: ...
 
 global___AcknowledgeBatchRequest = AcknowledgeBatchRequest
 
@@ -697,7 +689,7 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
     RESUME_FROM_FIELD_NUMBER: builtins.int
     ROLLED_BACK_TO_FIELD_NUMBER: builtins.int
     trainer_instance_id: builtins.str
-    """The trainer's instance; a new one resets leases. One that another has replaced is refused."""
+    """The trainer's instance; a new one resets leases."""
     policy_version: builtins.int
     """The current version."""
     rolled_back_to: builtins.int
