@@ -242,7 +242,13 @@ def _print_metrics(metrics: Mapping[str, float]) -> None:
 async def _evaluate(
     run: Path, n: int | None, temperature: float | None, wait_s: float
 ) -> tuple[int, Mapping[str, float]]:
-    location, _ = await ask_run(run)
+    try:
+        location, _ = await ask_run(run)
+    except NotReadyError as error:
+        remedy = (
+            "\nEvaluate one of its checkpoints: sluice eval --model CHECKPOINT --benchmark FILE"
+        )
+        raise NotReadyError(f"{error}{remedy}") from error
     monitor = RunMonitor(location.trainer, location.reward, credentials=location.credentials)
     async with monitor, monitor.held(wait_s) as held:
         if held.version is None:

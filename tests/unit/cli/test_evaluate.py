@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from sluice.cli.main import commands
 from sluice.cli.policy import evaluate as evaluation
 from sluice.concurrency.process import until_signal
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
 from sluice.errors import NotReadyError
 from tests.support.scripted_children import end_self
 from tests.support.scripted_trainer import ScriptedTrainer, monitored
@@ -53,3 +55,11 @@ def test_the_result_is_one_json_object_for_programs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(evaluation, "_evaluate", evaluated)
     shown = CliRunner().invoke(commands, ["eval", "--run", "runs/a", "--json"])
     assert json.loads(shown.stdout) == {"step": 3, "metrics": {"val-core/x/acc/mean@1": 0.5}}
+
+
+def test_a_run_that_has_ended_is_evaluated_by_its_checkpoints(tmp_path: Path) -> None:
+    write_config(load_config(None, ["sluice.trainer.endpoint.port=1"]), tmp_path / "config.yaml")
+    refused = CliRunner().invoke(commands, ["eval", "--run", str(tmp_path)]).exception
+    assert isinstance(refused, NotReadyError)
+    assert "is not active" in str(refused)
+    assert str(refused).endswith("sluice eval --model CHECKPOINT --benchmark FILE")
