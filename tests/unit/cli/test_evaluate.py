@@ -20,6 +20,8 @@ from sluice.errors import NotReadyError
 from tests.support.scripted_children import end_self
 from tests.support.scripted_trainer import ScriptedTrainer, monitored
 
+NOWHERE = ("sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1")
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_the_run_continues_after_a_signal_ends_an_evaluation(number: int) -> None:
@@ -58,7 +60,7 @@ def test_the_result_is_one_json_object_for_programs(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_that_has_ended_is_evaluated_by_its_checkpoints(tmp_path: Path) -> None:
-    write_config(load_config(None, ["sluice.trainer.endpoint.port=1"]), tmp_path / "config.yaml")
+    write_config(load_config(None, NOWHERE), tmp_path / "config.yaml")
     refused = CliRunner().invoke(commands, ["eval", "--run", str(tmp_path)]).exception
     assert isinstance(refused, NotReadyError)
     assert "is not active" in str(refused)
