@@ -31,12 +31,17 @@ class Pids:
 
 
 async def until_recorded(run: LiveRun, step: int) -> None:
-    """Returns at once when `step` is on record."""
+    """Returns at once when `step` is on record and in the metrics file, which a thread writes."""
     request = trainer_pb2.WatchStepsRequest(from_step=step)
     await run.until_step(1)
     async for message in run.trainer.WatchSteps(request, timeout=WAIT_S):
         if message.step >= step:
-            return
+            break
+
+    async def is_written() -> bool:
+        return f'"step": {step}, ' in (run.run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+
+    await run.until(is_written, f"the metrics of step {step}")
 
 
 async def end_after_restart(run: LiveRun, pids: Pids, instance_id: str) -> None:
