@@ -303,6 +303,8 @@ class Rollout:
         turns: see `Turn`; a turn continues an earlier one, or is a root.
         end: why its episode ended; ``None``: it has no environment, or failed.
         outcome: its grade or failure, where the environment decides; ``None``: scorers do.
+        whole_text: of all turns, with what the policy read between them, where scorers grade that;
+            ``None``: they grade the text of the last turn.
 
     Raises:
         ValueError: no turns; a turn continues no earlier one; or several turns with routing.
@@ -312,6 +314,7 @@ class Rollout:
     turns: tuple[Turn, ...]
     end: EpisodeEnd | None = None
     outcome: Scored | Failed | None = None
+    whole_text: str | None = None
 
     def __post_init__(self) -> None:
         if not self.turns:
@@ -441,8 +444,8 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """The text of the last turn."""
-        return self.turns[-1].text
+        """The text that scorers grade."""
+        return self.turns[-1].text if self.whole_text is None else self.whole_text
 
     @property
     def num_tokens(self) -> int:

@@ -159,7 +159,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         prompt_token_ids = await self._prompt_tokens(request, is_own=is_own)
         decoded = self._decode(request, prompt_token_ids, partials, is_own=is_own)
         # First of all the prompt's tokens: the caller may need them to continue elsewhere.
-        await context.write(self._accepted(decoded))
+        await context.write(self._accepted(request.prompt, decoded.prompt_token_ids))
         began = Moment.now()
 
         async def send(event: GenerationEvent) -> None:
@@ -186,14 +186,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             wait_report=present_waits_to_proto(_first_weights(load)),
         )
 
-    def _accepted(self, request: GenerationRequest) -> rollout.GenerateResponse:
+    def _accepted(self, prompt: common.PromptInput, read: TokenIds) -> rollout.GenerateResponse:
         version = self._engine.load().version
         if version is None:
             raise NotReadyError(f"{self._identity.name}: no weights yet; try another replica")
+        earlier = len(prompt.continuation.token_ids_u32) // 4
         return rollout.GenerateResponse(
             accepted=rollout.PromptAccepted(
-                prompt_token_ids_u32=token_ids_to_bytes(request.prompt_token_ids),
+                prompt_token_ids_u32=token_ids_to_bytes(read),
                 policy_version=version,
+                continued_text=self._encoder.decode(read[earlier:]) if earlier else "",
             )
         )
 

@@ -61,6 +61,8 @@ class EpisodeRules:
         max_sequence_tokens: most tokens of a conversation, what it only read included.
         max_trained_tokens: most tokens of all sequences of an episode, which one pass trains;
             ``None``: no bound.
+        grades_whole_text: scorers get the text of all turns, with what the policy read between
+            them, as verl's reward managers do; else that of the last turn.
     """
 
     max_sequence_tokens: int
@@ -72,6 +74,7 @@ class EpisodeRules:
     truncate_side: TruncateSide = "middle"
     max_invalid_calls: int = 3
     timeout_s: float = 1800.0
+    grades_whole_text: bool = False
 
 
 class Continued(NamedTuple):

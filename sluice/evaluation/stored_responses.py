@@ -50,7 +50,7 @@ class StoredSample(msgspec.Struct, frozen=True):
         tokens: sampled.
         finish_reason: a `FinishReason`.
         turns: model calls.
-        last_turn: the text that scorers grade, of several turns; null: the response is.
+        last_turn: the text that scorers grade; null: that is the response.
         is_graded_by_environment: no scorer has graded it.
         earlier: its grades before it was graded again, the oldest first.
     """

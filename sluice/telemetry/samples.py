@@ -256,6 +256,8 @@ def _sampled_turns(rollout: Rollout, most_chars: int) -> list[SampledTurn]:
 
 def transcript(rollout: Rollout) -> str:
     """Return the text of a sample: of several turns, with what it read between them."""
+    if rollout.whole_text is not None:
+        return rollout.whole_text
     parts = (part for turn in rollout.turns for part in (_read(turn), turn.text))
     return "\n".join(part for part in parts if part)
 

@@ -142,11 +142,12 @@ async def test_verls_function_tools_and_classes_play_unchanged_in_processes_of_t
 
 
 def exact_scorer(folder: Path) -> Path:
-    """A reward function that compares the last answer with the row's."""
+    """A reward function that compares the last of all lines, tools' too, with the row's answer."""
     path = folder / "exact.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return float(solution_str.strip() == ground_truth)\n"
+        "    assert solution_str.count('<tool_response>') == 3\n"
+        "    return float(solution_str.splitlines()[-1] == ground_truth)\n"
     )
     return path
 

@@ -86,12 +86,14 @@ class AnsweredTurn:
     Args:
         prompt_token_ids: what the policy read, [tokens]; ``None``: no replica accepted it.
         queued_s: seconds without a replica.
+        continued_text: what the prompt adds to the turn that it continues.
     """
 
     rollout: Rollout
     prompt_token_ids: TokenIds | None
     replica: str
     queued_s: float
+    continued_text: str = ""
 
     @classmethod
     def of(cls, collected: CollectedSamples, sample_index: int) -> AnsweredTurn:
@@ -101,6 +103,7 @@ class AnsweredTurn:
             collected.prompt_token_ids,
             collected.replica,
             collected.queued_s,
+            collected.continued_text,
         )
 
 
@@ -159,6 +162,7 @@ class Episode:
         self._turns: list[Turn] = []
         self._added: list[tuple[ChatMessage, ...]] = []  # to the conversation, by each turn
         self._lengths: list[int] = []  # of what was read and sampled up to its end
+        self._texts: list[str] = []  # of all turns, with what was read between them
         self._tools: tuple[Tool, ...] = ()
         # Of each turn: messages of the conversation up to its answer, and tools offered with it.
         self._offered: list[tuple[int, tuple[Tool, ...]]] = []
@@ -253,7 +257,8 @@ class Episode:
         if self._leased is not None and end is not EpisodeEnd.DONE:
             self._leased.reached(end)
         scored = await self._called("grading", self._driver.close())
-        return Rollout(self._index, tuple(self._turns), end, scored)
+        whole_text = "".join(self._texts) if self._rules.grades_whole_text else None
+        return Rollout(self._index, tuple(self._turns), end, scored, whole_text)
 
     async def _observed(self) -> Observation:
         """Give the last answer to the environment; return what it leads to."""
@@ -379,6 +384,8 @@ class Episode:
             is_new_root=is_new_root,
             seconds={QUEUE: answered.queued_s, MODEL: seconds - answered.queued_s},
         )
+        if self._rules.grades_whole_text:
+            self._texts += [self._read_text(begun, answered), turn.text]
         self._append(turn, begun, 0 if read is None else read.size)
         self._replica = answered.replica
 
@@ -389,6 +396,14 @@ class Episode:
         self._added.append((*begun.messages, answer_message(_answer_of(turn))))
         earlier = 0 if begun.parent is None else self._offered[begun.parent][0]
         self._offered.append((earlier + len(self._added[-1]), self._tools))
+
+    def _read_text(self, begun: Continued, answered: AnsweredTurn) -> str:
+        """Return what a turn read after the answer before it."""
+        if begun.parent is not None or not self._turns:
+            return answered.continued_text
+        # A template that rewrites history has no tokens between an answer and what follows it.
+        new = begun.messages[num_before_new(begun.messages) :]
+        return "".join(f"\n{message.content}\n" for message in new)
 
     def _beyond_row(self, begun: Continued) -> tuple[ChatMessage, ...]:
         """Return what a root reads after the row's messages."""

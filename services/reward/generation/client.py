@@ -146,6 +146,7 @@ def _decode(message: rollout_pb2.GenerateResponse, peer: str) -> GenerateEvent:
             tuple(map(rollout_from_proto, message.rollouts)),
             tuple(map(new_tokens_from_proto, message.deltas)),
             message.engine_tokens if message.HasField("engine_tokens") else None,
+            message.accepted.continued_text,
         )
     except InvalidRequestError as error:
         # Report it as the replica's fault: the request is valid.

@@ -268,12 +268,14 @@ class GenerateEvent:
         deltas: new tokens of samples that have not ended.
         engine_tokens: tokens that the replica's engine has generated for all requests; sent when
             none came of these samples for some time and samples wait for a slot there.
+        continued_text: of a turn that continues another, what its prompt adds; in the first event.
     """
 
     started: tuple[TokenIds, int] | None
     rollouts: tuple[Rollout, ...]
     deltas: tuple[NewTokens, ...] = ()
     engine_tokens: int | None = None
+    continued_text: str = ""
 
 
 class GenerationClient(Protocol):

@@ -32,6 +32,7 @@ class CollectedSamples:
         on_sample: called with each sample that has finished.
         was_moved: it was taken away from a slow replica.
         prompt_token_ids: what the replica read, [tokens]; ``None``: none accepted it yet.
+        continued_text: of a turn that continues another, what its prompt adds.
         replica: the last one that got the request.
         queued_s: seconds without a replica.
         rollouts: the samples that have ended, by their index.
@@ -41,6 +42,7 @@ class CollectedSamples:
     on_sample: SampleCallback | None = None
     was_moved: bool = False
     prompt_token_ids: TokenIds | None = None
+    continued_text: str = ""
     replica: str = ""
     queued_s: float = 0.0
     rollouts: dict[int, Rollout] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class CollectedSamples:
         """
         if event.started is not None:
             self._accepted(*event.started, now)
+            self.continued_text = event.continued_text
         new_tokens = self._count_received(event)
         if (event.rollouts or event.deltas) and not self._is_accepted:
             raise self._defect("it sent samples before the prompt's tokens")

@@ -126,6 +126,7 @@ def episode_rules(config: RunConfig) -> EpisodeRules:
         truncate_side=turns.tool_response_truncate_side,
         max_invalid_calls=environment.max_invalid_calls,
         timeout_s=environment.episode_timeout_s,
+        grades_whole_text=bool(turns.function_tool_path or turns.tool_config_path),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from transformers import AutoTokenizer
 
 from services.reward.generation.request import GroupFailedError, GroupProgress
 from services.reward.grading.grader import Grader
@@ -18,6 +19,7 @@ from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.overlong import OverlongShaping
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.environment.v1 import environment_pb2 as environment
+from sluice.telemetry.samples import transcript
 from sluice.types import EpisodeEnd, Failed, FailureKind, FinishReason, Rollout, Scored, Tool
 from tests.support.reward_app import InlineScorer
 from tests.support.scripted_environment import (
@@ -29,6 +31,7 @@ from tests.support.scripted_environment import (
     index_of,
     jar_policy,
     jars,
+    path_of,
     playing,
     read_by,
     tool_says,
@@ -466,6 +469,36 @@ async def test_without_a_score_the_rows_scorer_grades_the_last_answer(tmp_path: 
         group = await played.generator.generate(group_request(1))
     graded = await Grader(InlineScorer(), None).grade(group)
     assert [outcome.score for outcome in graded.scored] == [1.0]
+
+
+async def test_verls_reward_functions_get_all_turns_with_the_tools_texts(tmp_path: Path) -> None:
+    world = ScriptedEnvironment(score=lambda _: None)
+    async with playing(tmp_path, jar_policy("C", "D"), world, grades_whole_text=True) as played:
+        group = await played.generator.generate(group_request(1))
+    (rollout,) = group.rollouts
+    # verl/experimental/reward_loop/reward_manager/naive.py: all tokens after the prompt, decoded.
+    responses = path_of(group.prompt_token_ids, rollout, 2)[len(group.prompt_token_ids) :]
+    decoded = AutoTokenizer.from_pretrained(tmp_path).decode(responses, skip_special_tokens=True)
+    assert rollout.text == transcript(rollout) == decoded
+    assert rollout.text.count("<tool_call>") == rollout.text.count("<tool_response>") == 2
+
+
+async def test_verls_reward_functions_get_thoughts_that_a_template_leaves_out_of_history(
+    tmp_path: Path,
+) -> None:
+    world = ScriptedEnvironment(
+        opening=lambda _: environment.Observation(),
+        respond=lambda _, turn, __: (
+            user_says("And?") if turn < 1 else environment.Observation(done=True)
+        ),
+        score=lambda _: None,
+    )
+    said = "<think>\nhm\n</think>\n\nMore."
+    async with playing(
+        tmp_path, lambda _: said, world, family="qwen3", grades_whole_text=True
+    ) as played:
+        group = await played.generator.generate(group_request(1))
+    assert group.rollouts[0].text == f"{said}\nAnd?\n{said}"
 
 
 async def test_what_an_environment_sends_wrong_fails_its_sample_with_the_field(

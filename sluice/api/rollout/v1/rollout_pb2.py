@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from sluice.api.common.v1 import common_pb2 as sluice_dot_api_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sluice/api/rollout/v1/rollout.proto\x12\x15sluice.api.rollout.v1\x1a!sluice/api/common/v1/common.proto\"\xe1\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x31\n\x06prompt\x18\x02 \x01(\x0b\x32!.sluice.api.common.v1.PromptInput\x12\x16\n\x0esample_indexes\x18\x03 \x03(\r\x12\x36\n\x08sampling\x18\x04 \x01(\x0b\x32$.sluice.api.common.v1.SamplingParams\x12\x36\n\x0bstream_mode\x18\x05 \x01(\x0e\x32!.sluice.api.rollout.v1.StreamMode\x12\x11\n\tlinger_ms\x18\x06 \x01(\r\x12/\n\x08partials\x18\x07 \x03(\x0b\x32\x1d.sluice.api.common.v1.Rollout\x12\x1b\n\x13partial_interval_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x14\n\x0ctoken_budget\x18\n \x01(\r\x12\x14\n\x0cwith_routing\x18\x0b \x01(\x08\x12\x13\n\x0btool_format\x18\x0c \x01(\t\x12\x10\n\x08\x61\x66\x66inity\x18\r \x01(\t\x12\x1b\n\x13max_sequence_tokens\x18\x0e \x01(\r\x12\x1c\n\x14with_prompt_logprobs\x18\x0f \x01(\x08\"F\n\x0ePromptAccepted\x12\x1c\n\x14prompt_token_ids_u32\x18\x01 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"~\n\nTokenDelta\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x15\n\rtoken_ids_u32\x18\x02 \x01(\x0c\x12\x1d\n\x15\x62\x65havior_logprobs_f32\x18\x03 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x0c\n\x04text\x18\x05 \x01(\t\"}\n\x0ePromptLogprobs\x12\x14\n\x0clogprobs_f32\x18\x01 \x01(\x0c\x12\x19\n\x11top_token_ids_u32\x18\x02 \x01(\x0c\x12\x18\n\x10top_logprobs_f32\x18\x03 \x01(\x0c\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x11\n\ttop_texts\x18\x05 \x03(\t\"\x9d\x02\n\x10GenerateResponse\x12\x37\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32%.sluice.api.rollout.v1.PromptAccepted\x12\x31\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32!.sluice.api.rollout.v1.TokenDelta\x12/\n\x08rollouts\x18\x03 \x03(\x0b\x32\x1d.sluice.api.common.v1.Rollout\x12\x1a\n\rengine_tokens\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12>\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32%.sluice.api.rollout.v1.PromptLogprobsB\x10\n\x0e_engine_tokens\"*\n\x10GetStatusRequest\x12\x16\n\x0ewithout_engine\x18\x01 \x01(\x08\"\xe3\x04\n\x11GetStatusResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\rweight_digest\x18\x04 \x01(\t\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x12\n\nslots_busy\x18\x06 \x01(\r\x12\x0e\n\x06queued\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\t \x01(\x01\x12\x0e\n\x06\x65ngine\x18\n \x01(\t\x12\x15\n\runsent_tokens\x18\x0b \x01(\x04\x12\x16\n\x0erunning_tokens\x18\x0c \x01(\x04\x12V\n\x10seconds_by_state\x18\r \x03(\x0b\x32<.sluice.api.rollout.v1.GetStatusResponse.SecondsByStateEntry\x12\x14\n\x0cwall_seconds\x18\x0e \x01(\x01\x12\x35\n\x0bwait_report\x18\x0f \x01(\x0b\x32 .sluice.api.common.v1.WaitReport\x12\x1a\n\x12\x64irect_sent_tokens\x18\x10 \x01(\x04\x12\x1c\n\x14\x64irect_unsent_tokens\x18\x11 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x12 \x01(\x04\x12\x15\n\rreused_tokens\x18\x13 \x01(\x04\x1a\x35\n\x13SecondsByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x11\n\x0f_policy_version*Z\n\nStreamMode\x12\x1b\n\x17STREAM_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13STREAM_MODE_SAMPLES\x10\x01\x12\x16\n\x12STREAM_MODE_TOKENS\x10\x02\x32\xcf\x01\n\x0eRolloutService\x12]\n\x08Generate\x12&.sluice.api.rollout.v1.GenerateRequest\x1a\'.sluice.api.rollout.v1.GenerateResponse0\x01\x12^\n\tGetStatus\x12\'.sluice.api.rollout.v1.GetStatusRequest\x1a(.sluice.api.rollout.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sluice/api/rollout/v1/rollout.proto\x12\x15sluice.api.rollout.v1\x1a!sluice/api/common/v1/common.proto\"\xe1\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x31\n\x06prompt\x18\x02 \x01(\x0b\x32!.sluice.api.common.v1.PromptInput\x12\x16\n\x0esample_indexes\x18\x03 \x03(\r\x12\x36\n\x08sampling\x18\x04 \x01(\x0b\x32$.sluice.api.common.v1.SamplingParams\x12\x36\n\x0bstream_mode\x18\x05 \x01(\x0e\x32!.sluice.api.rollout.v1.StreamMode\x12\x11\n\tlinger_ms\x18\x06 \x01(\r\x12/\n\x08partials\x18\x07 \x03(\x0b\x32\x1d.sluice.api.common.v1.Rollout\x12\x1b\n\x13partial_interval_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x14\n\x0ctoken_budget\x18\n \x01(\r\x12\x14\n\x0cwith_routing\x18\x0b \x01(\x08\x12\x13\n\x0btool_format\x18\x0c \x01(\t\x12\x10\n\x08\x61\x66\x66inity\x18\r \x01(\t\x12\x1b\n\x13max_sequence_tokens\x18\x0e \x01(\r\x12\x1c\n\x14with_prompt_logprobs\x18\x0f \x01(\x08\"^\n\x0ePromptAccepted\x12\x1c\n\x14prompt_token_ids_u32\x18\x01 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x16\n\x0e\x63ontinued_text\x18\x03 \x01(\t\"~\n\nTokenDelta\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x15\n\rtoken_ids_u32\x18\x02 \x01(\x0c\x12\x1d\n\x15\x62\x65havior_logprobs_f32\x18\x03 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x0c\n\x04text\x18\x05 \x01(\t\"}\n\x0ePromptLogprobs\x12\x14\n\x0clogprobs_f32\x18\x01 \x01(\x0c\x12\x19\n\x11top_token_ids_u32\x18\x02 \x01(\x0c\x12\x18\n\x10top_logprobs_f32\x18\x03 \x01(\x0c\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x11\n\ttop_texts\x18\x05 \x03(\t\"\x9d\x02\n\x10GenerateResponse\x12\x37\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32%.sluice.api.rollout.v1.PromptAccepted\x12\x31\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32!.sluice.api.rollout.v1.TokenDelta\x12/\n\x08rollouts\x18\x03 \x03(\x0b\x32\x1d.sluice.api.common.v1.Rollout\x12\x1a\n\rengine_tokens\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12>\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32%.sluice.api.rollout.v1.PromptLogprobsB\x10\n\x0e_engine_tokens\"*\n\x10GetStatusRequest\x12\x16\n\x0ewithout_engine\x18\x01 \x01(\x08\"\xe3\x04\n\x11GetStatusResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\rweight_digest\x18\x04 \x01(\t\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x12\n\nslots_busy\x18\x06 \x01(\r\x12\x0e\n\x06queued\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18\t \x01(\x01\x12\x0e\n\x06\x65ngine\x18\n \x01(\t\x12\x15\n\runsent_tokens\x18\x0b \x01(\x04\x12\x16\n\x0erunning_tokens\x18\x0c \x01(\x04\x12V\n\x10seconds_by_state\x18\r \x03(\x0b\x32<.sluice.api.rollout.v1.GetStatusResponse.SecondsByStateEntry\x12\x14\n\x0cwall_seconds\x18\x0e \x01(\x01\x12\x35\n\x0bwait_report\x18\x0f \x01(\x0b\x32 .sluice.api.common.v1.WaitReport\x12\x1a\n\x12\x64irect_sent_tokens\x18\x10 \x01(\x04\x12\x1c\n\x14\x64irect_unsent_tokens\x18\x11 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x12 \x01(\x04\x12\x15\n\rreused_tokens\x18\x13 \x01(\x04\x1a\x35\n\x13SecondsByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x11\n\x0f_policy_version*Z\n\nStreamMode\x12\x1b\n\x17STREAM_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13STREAM_MODE_SAMPLES\x10\x01\x12\x16\n\x12STREAM_MODE_TOKENS\x10\x02\x32\xcf\x01\n\x0eRolloutService\x12]\n\x08Generate\x12&.sluice.api.rollout.v1.GenerateRequest\x1a\'.sluice.api.rollout.v1.GenerateResponse0\x01\x12^\n\tGetStatus\x12\'.sluice.api.rollout.v1.GetStatusRequest\x1a(.sluice.api.rollout.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,24 +34,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATUSRESPONSE_SECONDSBYSTATEENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_SECONDSBYSTATEENTRY']._serialized_options = b'8\001'
-  _globals['_STREAMMODE']._serialized_start=1854
-  _globals['_STREAMMODE']._serialized_end=1944
+  _globals['_STREAMMODE']._serialized_start=1878
+  _globals['_STREAMMODE']._serialized_end=1968
   _globals['_GENERATEREQUEST']._serialized_start=98
   _globals['_GENERATEREQUEST']._serialized_end=579
   _globals['_PROMPTACCEPTED']._serialized_start=581
-  _globals['_PROMPTACCEPTED']._serialized_end=651
-  _globals['_TOKENDELTA']._serialized_start=653
-  _globals['_TOKENDELTA']._serialized_end=779
-  _globals['_PROMPTLOGPROBS']._serialized_start=781
-  _globals['_PROMPTLOGPROBS']._serialized_end=906
-  _globals['_GENERATERESPONSE']._serialized_start=909
-  _globals['_GENERATERESPONSE']._serialized_end=1194
-  _globals['_GETSTATUSREQUEST']._serialized_start=1196
-  _globals['_GETSTATUSREQUEST']._serialized_end=1238
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1241
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1852
-  _globals['_GETSTATUSRESPONSE_SECONDSBYSTATEENTRY']._serialized_start=1780
-  _globals['_GETSTATUSRESPONSE_SECONDSBYSTATEENTRY']._serialized_end=1833
-  _globals['_ROLLOUTSERVICE']._serialized_start=1947
-  _globals['_ROLLOUTSERVICE']._serialized_end=2154
+  _globals['_PROMPTACCEPTED']._serialized_end=675
+  _globals['_TOKENDELTA']._serialized_start=677
+  _globals['_TOKENDELTA']._serialized_end=803
+  _globals['_PROMPTLOGPROBS']._serialized_start=805
+  _globals['_PROMPTLOGPROBS']._serialized_end=930
+  _globals['_GENERATERESPONSE']._serialized_start=933
+  _globals['_GENERATERESPONSE']._serialized_end=1218
+  _globals['_GETSTATUSREQUEST']._serialized_start=1220
+  _globals['_GETSTATUSREQUEST']._serialized_end=1262
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1265
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1876
+  _globals['_GETSTATUSRESPONSE_SECONDSBYSTATEENTRY']._serialized_start=1804
+  _globals['_GETSTATUSRESPONSE_SECONDSBYSTATEENTRY']._serialized_end=1857
+  _globals['_ROLLOUTSERVICE']._serialized_start=1971
+  _globals['_ROLLOUTSERVICE']._serialized_end=2178
 # @@protoc_insertion_point(module_scope)

@@ -158,17 +158,21 @@ class PromptAccepted(google.protobuf.message.Message):
 
     PROMPT_TOKEN_IDS_U32_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
+    CONTINUED_TEXT_FIELD_NUMBER: builtins.int
     prompt_token_ids_u32: builtins.bytes
     """The prompt's tokens as the model reads them, little-endian uint32."""
     policy_version: builtins.int
     """The version that starts to generate."""
+    continued_text: builtins.str
+    """Of a continuation: the text of the tokens that follow its own, without special tokens."""
     def __init__(
         self,
         *,
         prompt_token_ids_u32: builtins.bytes = ...,
         policy_version: builtins.int = ...,
+        continued_text: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["policy_version", b"policy_version", "prompt_token_ids_u32", b"prompt_token_ids_u32"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["continued_text", b"continued_text", "policy_version", b"policy_version", "prompt_token_ids_u32", b"prompt_token_ids_u32"]) -> None: ...
 
 global___PromptAccepted = PromptAccepted
 
