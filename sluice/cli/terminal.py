@@ -40,7 +40,7 @@ class ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record. An output that cannot be written, on a full disk, fails nobody."""
+        """Print one record. Ignore an output that cannot be written, such as on a full disk."""
         is_loud = record.levelno > logging.INFO
         level = f"{record.levelname.lower()}: " if is_loud else ""
         with suppress(OSError):
