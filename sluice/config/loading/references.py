@@ -114,7 +114,7 @@ class _Resolver:
         for source in self._sources:
             found = value_at(source, proper, UNSET)
             if found is not UNSET:
-                self.used.add(key)
+                self.used.update(flat_tree({key: found}))
                 return self.resolve(found, (*chain, key))
         entry = catalogue().get(key)
         return UNSET if entry is None else entry.default

@@ -191,6 +191,10 @@ def test_a_key_of_the_users_own_to_which_others_refer_is_a_variable(tmp_path: Pa
     file = write(tmp_path, f"{text}  max_prompt_length: ${{my.length}}\n")
     data = load_config(file, ["my.length=32", "++batch=16"]).data
     assert (data.train_batch_size, data.max_prompt_length) == (16, 32)
+    of_all = "my: {length: 64, inner: {a: 1}}\nreward: {custom_reward_function: {reward_kwargs: "
+    reward = load_config(write(tmp_path, of_all + "'${my}'}}"), []).reward
+    kwargs = reward.custom_reward_function.reward_kwargs
+    assert kwargs == {"length": 64, "inner": {"a": 1}}
     with pytest.raises(ConfigError, match="my: unknown key"):
         load_config(write(tmp_path, text), [])
     with pytest.raises(ConfigError, match="2 problems"):
