@@ -24,6 +24,7 @@ from sluice.errors import ConfigError, DeadlineError
 
 SUFFIXES = (".sh", ".bash")
 _SETTING = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)*=|~[A-Za-z_][\w.-]*)")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _DOTTED = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)+=)")
 _OTHER_WORK = re.compile(
     r"(?:verl|recipe)\.(?:\w+\.)*(?:\w*sft_trainer\w*|main_generation\w*|main_eval\w*)"
@@ -187,7 +188,7 @@ def _config_file(launched_in: Path, module: str, words: list[str]) -> tuple[Path
         is_file = module.endswith(".py")
         beside = Path(module).parent if is_file else Path(*module.split(".")[:-1])
         name = f"{name}.yaml"
-        for before in (beside, Path())[: 1 + ("path" in named)]:
+        for before in (beside, Path()) if "path" in named else (beside,):
             if (file := launched_in / before / folder / name).is_file():
                 return file, rest
         if folder.is_absolute():
@@ -328,7 +329,7 @@ def record(
                 raise _no_end(script, time_limit_s) from error
             opened.seek(0)
             errors = "".join(line for line in opened if not line.startswith("+"))
-        recorded = calls.read_text(encoding="utf-8", errors="replace")
+        recorded = os.fsdecode(calls.read_bytes())
         if isolated and not recorded.startswith(_READY):
             raise ConfigError(_no_isolation(script, errors))
         made = list(_calls(recorded.removeprefix(_READY)))
@@ -355,12 +356,14 @@ def _unset_at_launch(made: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _exported_at_launch(made: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the environment of the launch."""
+    """Return the environment of the launch, with what a program before it sets (``env A=1``)."""
     exported: dict[str, str] = {}
     for call in made:
         if call[:1] == _EXPORT:
             exported = dict(word.split("=", 1) for word in call[1:])
         elif _trains(call):
+            before = call[: _start_of(call)]
+            exported |= dict(word.split("=", 1) for word in before if _VARIABLE.match(word))
             break
     return exported
 

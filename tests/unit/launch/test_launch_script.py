@@ -145,6 +145,13 @@ def test_the_environment_is_that_of_the_launch() -> None:
     ).exported
     assert (found["HERE"], found["TEXT"]) == ("3", "a\nb=c")
     assert found.keys() == {"HERE", "TEXT"}
+    assert launch(f"A=1\nnohup env B=2 C= {VERL} a.b=1 &\nwait").exported == {"B": "2", "C": ""}
+
+
+def test_a_variable_that_is_no_text_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", os.fsdecode(b"\xff"))
+    found = launch(f"export THERE=$'\\xfe'\n{VERL} a.b=1").exported
+    assert found == {"THERE": os.fsdecode(b"\xfe")}
 
 
 @pytest.mark.parametrize(
