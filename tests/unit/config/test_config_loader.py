@@ -181,6 +181,28 @@ def test_a_text_of_the_environment_is_decoded(monkeypatch: pytest.MonkeyPatch) -
         load_config(None, ["data.train_batch_size=${oc.env:BATCH}"])
 
 
+@pytest.mark.parametrize("text", ["${oc.env:HERE}", "${data.prompt_key}", "{x", "${"])
+def test_a_variable_that_looks_like_a_reference_is_text(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HERE", text)
+    config = load_config(
+        None,
+        [
+            "trainer.experiment_name=${oc.env:HERE}",
+            "trainer.project_name=<${trainer.experiment_name}>",
+        ],
+    )
+    assert config.trainer.experiment_name == text
+    assert config.trainer.project_name == f"<{text}>"
+
+
+def test_a_mapping_in_a_variable_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", '{"enable_thinking": false}')
+    config = load_config(None, ["data.apply_chat_template_kwargs=${oc.decode:${oc.env:HERE}}"])
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+
+
 def test_a_reference_in_a_section_without_effect_is_no_problem(tmp_path: Path) -> None:
     text = "hydra: {run: {dir: 'outputs/${now:%Y}'}}\nray_kwargs: {a: '${oc.env:NOT_THERE}'}\n"
     load_config(write(tmp_path, text), ["hydra.job.name=${hydra:job.id}"])
