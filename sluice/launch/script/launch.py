@@ -35,6 +35,8 @@ _CONFIG_OPTIONS = {
 }
 _HAS_NPU = importlib.util.find_spec("torch_npu") is not None
 _MOST_SHOWN = 100
+_SECRET = re.compile("(?:KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+_SHORTEST_SECRET = 8  # a shorter text may be part of any word
 # They read and print, or make what a redirection needs.
 PRINTERS = (
     *("awk", "basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "hostname", "id"),
@@ -127,7 +129,7 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     if not launches:
         raise ConfigError(_no_launch(script, recording))
     if len(set(launches)) > 1:
-        names = "; ".join(shown(call) for call in dict.fromkeys(launches))
+        names = "; ".join(recording.shown(call) for call in dict.fromkeys(launches))
         raise ConfigError(
             f"script {script}: starts {len(set(launches))} different trainings ({names}); give a "
             "script that starts one"
@@ -148,8 +150,8 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
         config,
         tuple(settings),
         tuple(left_out),
-        tuple(shown(one) for one in others if _SETTING.match(one[0])),
-        tuple(dict.fromkeys(shown(one) for one in others if not _SETTING.match(one[0]))),
+        tuple(recording.shown(one) for one in others if _SETTING.match(one[0])),
+        tuple(dict.fromkeys(recording.shown(one) for one in others if not _SETTING.match(one[0]))),
         recording.unset,
         {
             name: value
@@ -227,7 +229,7 @@ def _no_launch(script: Path, recording: Recording) -> str:
                 f"script {script}: starts {call[start]}, which is no reinforcement learning; "
                 "sluice has no counterpart"
             )
-    calls = "; ".join(dict.fromkeys(shown(call) for call in recording.calls)) or "nothing"
+    calls = "; ".join(dict.fromkeys(recording.shown(call) for call in recording.calls)) or "nothing"
     ended = f", exit code {recording.exit_code}" if recording.exit_code else ""
     unset = f"; without a value: {', '.join(recording.unset)}" if recording.unset else ""
     errors = f"; it printed: {recording.errors.strip()}" if recording.errors.strip() else ""
@@ -249,12 +251,6 @@ def _hint(last: Sequence[str]) -> str:
     return "; programs print nothing here: if it needs what one prints, give its settings in a file"
 
 
-def shown(call: Sequence[str]) -> str:
-    """Return a call as a line for people, cut if it is long."""
-    line = shlex.join(call).replace("\n", " ")
-    return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
-
-
 @dataclass(frozen=True, slots=True)
 class Recording:
     """What a script did.
@@ -272,6 +268,14 @@ class Recording:
     exported: Mapping[str, str]
     errors: str
     exit_code: int
+
+    def shown(self, call: Sequence[str]) -> str:
+        """Return a call as a line for people, cut if it is long, with exported secrets by name."""
+        for name, value in self.exported.items():
+            if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
+                call = [word.replace(value, f"${name}") for word in call]
+        line = shlex.join(call).replace("\n", " ")
+        return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
 
 
 def printers_in(script: str) -> list[str]:
