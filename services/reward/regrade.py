@@ -28,6 +28,7 @@ from services.reward.groups.settings import outcome_policy
 from sluice.concurrency.process import end_with_supervisor, exit_status
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.data.prompt_rows import truth_text
 from sluice.evaluation.stored_responses import (
     StoredPrompt,
     StoredSample,
@@ -122,7 +123,7 @@ def _prompt(stored: StoredPrompt) -> Prompt:
         sequence=stored.position,
         messages=tuple(ChatMessage(one.role, one.content) for one in stored.prompt),
         data_source=stored.data_source,
-        ground_truth=truth if isinstance(truth, str) else msgspec.json.encode(truth).decode(),
+        ground_truth=truth_text(truth) or "null",
         origin=PromptOrigin.DATASET,
         position=stored.position,
         extra_info=stored.extra_info if isinstance(stored.extra_info, dict) else {},
@@ -144,6 +145,8 @@ def _rollout(number: int, sample: StoredSample) -> Rollout:
         finish,
         sample.response if sample.last_turn is None else sample.last_turn,
     )
+    # Graders look at the number of turns and at the longest path. As many roots have the right
+    # number, and leave the longest path at the sample's tokens.
     return replace(one, turns=one.turns * max(sample.turns, 1))
 
 

@@ -32,6 +32,17 @@ def print_line(console: Console, line: str) -> None:
     console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
 
 
+@contextmanager
+def lost_if_unwritable(console: Console) -> Iterator[None]:
+    """Ignore an output that cannot be written, such as on a full disk: what is printed is lost."""
+    try:
+        yield
+    except OSError:
+        # The console would keep it in memory, and write all of it with each later line.
+        with suppress(OSError), console.capture():
+            pass
+
+
 class ConsoleHandler(logging.Handler):
     """Print log records as plain lines; those above INFO name their level."""
 
@@ -40,10 +51,10 @@ class ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record. An output that cannot be written, on a full disk, fails nobody."""
+        """Print one record, or lose it (`lost_if_unwritable`)."""
         is_loud = record.levelno > logging.INFO
         level = f"{record.levelname.lower()}: " if is_loud else ""
-        with suppress(OSError):
+        with lost_if_unwritable(self._console):
             print_line(self._console, level + record.getMessage())
 
 

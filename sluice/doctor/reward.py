@@ -9,6 +9,7 @@ import msgspec
 
 from sluice.algorithm.groups.filter import metric_value
 from sluice.concurrency.answers import answer_of
+from sluice.config.derived import may_grade_itself
 from sluice.config.run import RunConfig
 from sluice.config.schema.algorithm import FilterGroupsConfig
 from sluice.config.sources import prompt_files
@@ -53,7 +54,7 @@ def check_reward(examined: Examined) -> Iterator[Finding]:
     what = f"{function.path}: {function.name}" if function.path else "the built-in scorers"
     yield trial_finding(what, [row.place for row in rows], answers[: len(rows)])
     yield from wrong_response_findings(what, answers[:1], answers[len(rows) :])
-    if function.path is not None and not _may_have_episodes(examined.config):
+    if function.path is not None and not may_grade_itself(examined.config):
         yield from metric_findings(examined.config.algorithm.filter_groups, answers)
 
 
@@ -185,11 +186,6 @@ def check_environment(examined: Examined) -> Iterator[Finding]:
         yield of_text(str(error), _REFUSED)
         return
     yield fine(f"{what}: {name}" + (f" with the tools {', '.join(tools)}" if tools else ""))
-
-
-def _may_have_episodes(config: RunConfig) -> bool:
-    settings, turns = config.sluice.environment, config.actor_rollout_ref.rollout.multi_turn
-    return bool(settings.path or settings.addresses or settings.agents or turns.enable)
 
 
 def _question(row: PromptRow) -> str:

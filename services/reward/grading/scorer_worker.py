@@ -69,6 +69,7 @@ async def loaded(start: Callable[[], Awaitable[WorkerT]]) -> WorkerT:
 
     Raises:
         LoadingEndedError: it ended each time, or by its own will.
+        OSError: the system had nothing for it each time.
     """
     for _ in range(_MOST_KILLED):
         try:

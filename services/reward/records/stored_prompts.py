@@ -145,13 +145,13 @@ def _line(
 
 
 def _sample(rollout: Rollout, outcome: Outcome) -> StoredSample:
-    is_graded = len(rollout.turns) == 1 or rollout.whole_text is not None
+    grades_response = len(rollout.turns) == 1 or rollout.whole_text is not None
     sample = StoredSample(
         response=encodable(transcript(rollout)),
         tokens=rollout.num_tokens,
         finish_reason=rollout.finish_reason.value,
         turns=len(rollout.turns),
-        last_turn=None if is_graded else encodable(rollout.text),
+        last_turn=None if grades_response else encodable(rollout.text),
         is_graded_by_environment=rollout.outcome is not None,
     )
     return sample.graded(outcome)

@@ -29,8 +29,9 @@ from sluice.cli.policy.evaluate_follow import EVALUATIONS_NAME, follow_run
 from sluice.cli.policy.evaluate_regrade import regrade
 from sluice.cli.run.evaluation import EvaluationOrder, default_output, evaluate_model
 from sluice.cli.run.up import Display, ShowLogs, display_of
-from sluice.cli.running_run import ask_run
+from sluice.cli.running_run import ask_run, is_active
 from sluice.cli.terminal import print_json
+from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.process import until_signal
 from sluice.data.benchmarks import benchmark_files
@@ -245,6 +246,8 @@ async def _evaluate(
     try:
         location, _ = await ask_run(run)
     except NotReadyError as error:
+        if await is_active(locate_run(run).run_dir):  # it will answer
+            raise
         remedy = (
             "\nEvaluate one of its checkpoints: sluice eval --model CHECKPOINT --benchmark FILE"
         )

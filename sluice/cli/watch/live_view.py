@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.terminal import print_line
+from sluice.cli.terminal import lost_if_unwritable, print_line
 from sluice.cli.watch.progress import (
     TimeLeft,
     starting_line,
@@ -228,7 +228,7 @@ class LiveView:
                 self._up.add(name)
         if self._detail == "logs" or any(word in line for word in _LOUD):
             prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))
-            with suppress(OSError):  # the output's disk may be full, which ends no run
+            with lost_if_unwritable(self._console):
                 self._console.print(prefix + Text(printable(line)), soft_wrap=True)
             self._printed_s = time.monotonic()
             self.shown.append(line.strip())
@@ -357,6 +357,6 @@ class LiveView:
         self._is_yield_low = bool(text)
 
     def _print(self, text: str) -> None:
-        with suppress(OSError):  # as in `log_line`
+        with lost_if_unwritable(self._console):
             print_line(self._console, text)
         self._printed_s = time.monotonic()

@@ -142,17 +142,12 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
         return tuple(same_end[:MAX_SUGGESTIONS])
     initials = "".join(part[:1] for part in path[-1].split("_"))
     if len(initials) > 1 and any(key.endswith(f".{initials}") for key in known):
-        path = (*path[:-1], initials)
-        if is_known(path):
-            return (".".join(path),)
-        same_end = [key for key in known if key.endswith(f".{'.'.join(path)}")]
-        if same_end:
-            return tuple(same_end[:MAX_SUGGESTIONS])
-    wanted, leaf = ".".join(path), path[-1]
+        meant = (*path[:-1], initials)
+        return (".".join(meant),) if is_known(meant) else nearest_keys(meant)
     repaired = _repaired(path)
     if repaired:
         return repaired
-    elsewhere = _same_branch([key for key in known if key.rpartition(".")[2] == leaf], path)
+    elsewhere = _same_branch([key for key in known if key.rpartition(".")[2] == path[-1]], path)
     return tuple(
         difflib.get_close_matches(wanted, elsewhere, cutoff=0.3)
         or difflib.get_close_matches(wanted, known, cutoff=0.8)

@@ -24,6 +24,8 @@ _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _SELECT = re.compile(r"^oc\.select:([^,]*)(?:,(.*))?$", re.DOTALL)
 _ENVIRONMENT = re.compile(r"^oc\.env:([^,]*)(?:,(.*))?$", re.DOTALL)
 _DECODE = re.compile(r"^oc\.decode:(.*)$", re.DOTALL)
+# Braces of a value that is written into a text: they begin no reference. No file has these signs.
+_ASIDE, _BACK = str.maketrans("{}", "\ue000\ue001"), str.maketrans("\ue000\ue001", "{}")
 
 
 def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> SettingsTree:
@@ -76,11 +78,12 @@ class _Resolver:
         while isinstance(value, str):
             inner = _REFERENCE.search(value)
             if inner is None:
-                break
-            found = self._look_up(inner[1].strip(), chain)
+                return value.translate(_BACK)
+            found = self._look_up(inner[1].translate(_BACK).strip(), chain)
             if inner[0] == value:
                 return found
-            value = f"{value[: inner.start()]}{_written(found)}{value[inner.end() :]}"
+            written = _written(found).translate(_ASIDE)
+            value = f"{value[: inner.start()]}{written}{value[inner.end() :]}"
         return value
 
     def _look_up(self, key: str, chain: tuple[str, ...]) -> object:
@@ -114,7 +117,7 @@ class _Resolver:
         for source in self._sources:
             found = value_at(source, proper, UNSET)
             if found is not UNSET:
-                self.used.add(key)
+                self.used.update(flat_tree({key: found}))
                 return self.resolve(found, (*chain, key))
         entry = catalogue().get(key)
         return UNSET if entry is None else entry.default

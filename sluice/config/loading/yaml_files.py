@@ -166,7 +166,7 @@ def _options(entry: object) -> Iterator[tuple[str, str]]:
     """Yield the name of each file that an entry chooses, with its package."""
     if isinstance(entry, str):
         name, _, package = entry.partition("@")
-        yield name, package
+        yield name.removesuffix(".yaml"), package
     elif isinstance(entry, Mapping):
         for key, chosen in entry.items():
             group, _, package = str(key).removeprefix("optional ").partition("@")

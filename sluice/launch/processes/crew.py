@@ -130,6 +130,7 @@ class Crew:
                 except OSError as error:
                     logger.warning("%s cannot be started at present: %s", spec.name, error)
                     self._last_lines[spec.name].append(str(error))
+                    # The code after which a policy restarts it, unlike an error of its own.
                     return CrewEnd((Exit(spec, EXIT_STALLED, was_asked=False),))
                 if child is None:
                     # Dismissed while it was being started, or waited for capacity.

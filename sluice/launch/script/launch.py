@@ -24,6 +24,7 @@ from sluice.errors import ConfigError, DeadlineError
 
 SUFFIXES = (".sh", ".bash")
 _SETTING = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)*=|~[A-Za-z_][\w.-]*)")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _DOTTED = re.compile(r"(?:\+{0,2}[A-Za-z_][\w-]*(?:\.[\w-]+)+=)")
 _OTHER_WORK = re.compile(
     r"(?:verl|recipe)\.(?:\w+\.)*(?:\w*sft_trainer\w*|main_generation\w*|main_eval\w*)"
@@ -34,6 +35,8 @@ _CONFIG_OPTIONS = {
 }
 _HAS_NPU = importlib.util.find_spec("torch_npu") is not None
 _MOST_SHOWN = 100
+_SECRET = re.compile("(?:KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+_SHORTEST_SECRET = 8  # a shorter text may be part of any word
 # They read and print, or make what a redirection needs.
 PRINTERS = (
     *("awk", "basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "hostname", "id"),
@@ -126,7 +129,7 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
     if not launches:
         raise ConfigError(_no_launch(script, recording))
     if len(set(launches)) > 1:
-        names = "; ".join(shown(call) for call in dict.fromkeys(launches))
+        names = "; ".join(recording.shown(call) for call in dict.fromkeys(launches))
         raise ConfigError(
             f"script {script}: starts {len(set(launches))} different trainings ({names}); give a "
             "script that starts one"
@@ -147,8 +150,8 @@ def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) 
         config,
         tuple(settings),
         tuple(left_out),
-        tuple(shown(one) for one in others if _SETTING.match(one[0])),
-        tuple(dict.fromkeys(shown(one) for one in others if not _SETTING.match(one[0]))),
+        tuple(recording.shown(one) for one in others if _SETTING.match(one[0])),
+        tuple(dict.fromkeys(recording.shown(one) for one in others if not _SETTING.match(one[0]))),
         recording.unset,
         {
             name: value
@@ -187,7 +190,7 @@ def _config_file(launched_in: Path, module: str, words: list[str]) -> tuple[Path
         is_file = module.endswith(".py")
         beside = Path(module).parent if is_file else Path(*module.split(".")[:-1])
         name = f"{name}.yaml"
-        for before in (beside, Path())[: 1 + ("path" in named)]:
+        for before in (beside, Path()) if "path" in named else (beside,):
             if (file := launched_in / before / folder / name).is_file():
                 return file, rest
         if folder.is_absolute():
@@ -226,7 +229,7 @@ def _no_launch(script: Path, recording: Recording) -> str:
                 f"script {script}: starts {call[start]}, which is no reinforcement learning; "
                 "sluice has no counterpart"
             )
-    calls = "; ".join(dict.fromkeys(shown(call) for call in recording.calls)) or "nothing"
+    calls = "; ".join(dict.fromkeys(recording.shown(call) for call in recording.calls)) or "nothing"
     ended = f", exit code {recording.exit_code}" if recording.exit_code else ""
     unset = f"; without a value: {', '.join(recording.unset)}" if recording.unset else ""
     errors = f"; it printed: {recording.errors.strip()}" if recording.errors.strip() else ""
@@ -248,12 +251,6 @@ def _hint(last: Sequence[str]) -> str:
     return "; programs print nothing here: if it needs what one prints, give its settings in a file"
 
 
-def shown(call: Sequence[str]) -> str:
-    """Return a call as a line for people, cut if it is long."""
-    line = shlex.join(call).replace("\n", " ")
-    return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
-
-
 @dataclass(frozen=True, slots=True)
 class Recording:
     """What a script did.
@@ -271,6 +268,14 @@ class Recording:
     exported: Mapping[str, str]
     errors: str
     exit_code: int
+
+    def shown(self, call: Sequence[str]) -> str:
+        """Return a call as a line for people, cut if it is long, with exported secrets by name."""
+        for name, value in self.exported.items():
+            if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
+                call = [word.replace(value, f"${name}") for word in call]
+        line = shlex.join(call).replace("\n", " ")
+        return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
 
 
 def printers_in(script: str) -> list[str]:
@@ -328,7 +333,7 @@ def record(
                 raise _no_end(script, time_limit_s) from error
             opened.seek(0)
             errors = "".join(line for line in opened if not line.startswith("+"))
-        recorded = calls.read_text(encoding="utf-8", errors="replace")
+        recorded = os.fsdecode(calls.read_bytes())
         if isolated and not recorded.startswith(_READY):
             raise ConfigError(_no_isolation(script, errors))
         made = list(_calls(recorded.removeprefix(_READY)))
@@ -355,12 +360,14 @@ def _unset_at_launch(made: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _exported_at_launch(made: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the environment of the launch."""
+    """Return the environment of the launch, with what a program before it sets (``env A=1``)."""
     exported: dict[str, str] = {}
     for call in made:
         if call[:1] == _EXPORT:
             exported = dict(word.split("=", 1) for word in call[1:])
         elif _trains(call):
+            before = call[: _start_of(call)]
+            exported |= dict(word.split("=", 1) for word in before if _VARIABLE.match(word))
             break
     return exported
 

@@ -17,6 +17,10 @@ from sluice.concurrency.process import until_signal
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import NotReadyError
+from sluice.launch.processes.supervisor import ServiceState
+from sluice.launch.replica_scale import ReplicaScale
+from sluice.launch.service_spec import ServiceSpec
+from sluice.launch.servicer import launch_service
 from tests.support.scripted_children import end_self
 from tests.support.scripted_trainer import ScriptedTrainer, monitored
 
@@ -65,3 +69,28 @@ def test_a_run_that_has_ended_is_evaluated_by_its_checkpoints(tmp_path: Path) ->
     assert isinstance(refused, NotReadyError)
     assert "is not active" in str(refused)
     assert str(refused).endswith("sluice eval --model CHECKPOINT --benchmark FILE")
+
+
+async def test_a_run_that_is_starting_is_to_be_asked_again_and_not_its_checkpoints(
+    tmp_path: Path,
+) -> None:
+    write_config(load_config(None, NOWHERE), tmp_path / "config.yaml")
+    async with launch_service(tmp_path, ReplicaScale(NoProcesses(), no_replica)):
+        with pytest.raises(NotReadyError, match="does not answer yet") as refused:
+            await evaluation._evaluate(tmp_path, None, None, 0.0)
+    assert "--model" not in str(refused.value)
+
+
+class NoProcesses:
+    """A launcher that has started nothing yet."""
+
+    def services(self) -> tuple[ServiceState, ...]:
+        return ()
+
+    def add(self, spec: ServiceSpec) -> None: ...
+
+    def dismiss(self, name: str) -> None: ...
+
+
+def no_replica(number: int) -> ServiceSpec:
+    raise AssertionError(f"nobody asked for replica {number}")

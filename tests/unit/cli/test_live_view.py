@@ -301,6 +301,23 @@ async def test_an_output_on_a_full_disk_ends_no_run(tmp_path: Path) -> None:
     ConsoleHandler(Console(file=screen)).emit(log)
 
 
+def test_lines_for_a_full_disk_are_lost_and_fill_no_memory(tmp_path: Path) -> None:
+    class FullDisk(Screen):
+        is_full = True
+
+        def write(self, text: str) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    view = view_on(screen := FullDisk(), run_folder(tmp_path))
+    view.log_line("reward", "12:00:00 ERROR reward | first")
+    screen.is_full = False
+    view.log_line("reward", "12:00:01 ERROR reward | second")
+    assert "second" in screen.getvalue()
+    assert "first" not in screen.getvalue()
+
+
 @pytest.mark.usefixtures("_lines_at_once")
 async def test_a_quiet_view_still_learns_the_steps_of_the_run(tmp_path: Path) -> None:
     view = view_on(Screen(), run_folder(tmp_path), detail="quiet")

@@ -181,6 +181,28 @@ def test_a_text_of_the_environment_is_decoded(monkeypatch: pytest.MonkeyPatch) -
         load_config(None, ["data.train_batch_size=${oc.env:BATCH}"])
 
 
+@pytest.mark.parametrize("text", ["${oc.env:HERE}", "${data.prompt_key}", "{x", "${"])
+def test_a_variable_that_looks_like_a_reference_is_text(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HERE", text)
+    config = load_config(
+        None,
+        [
+            "trainer.experiment_name=${oc.env:HERE}",
+            "trainer.project_name=<${trainer.experiment_name}>",
+        ],
+    )
+    assert config.trainer.experiment_name == text
+    assert config.trainer.project_name == f"<{text}>"
+
+
+def test_a_mapping_in_a_variable_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", '{"enable_thinking": false}')
+    config = load_config(None, ["data.apply_chat_template_kwargs=${oc.decode:${oc.env:HERE}}"])
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+
+
 def test_a_reference_in_a_section_without_effect_is_no_problem(tmp_path: Path) -> None:
     text = "hydra: {run: {dir: 'outputs/${now:%Y}'}}\nray_kwargs: {a: '${oc.env:NOT_THERE}'}\n"
     load_config(write(tmp_path, text), ["hydra.job.name=${hydra:job.id}"])
@@ -191,6 +213,10 @@ def test_a_key_of_the_users_own_to_which_others_refer_is_a_variable(tmp_path: Pa
     file = write(tmp_path, f"{text}  max_prompt_length: ${{my.length}}\n")
     data = load_config(file, ["my.length=32", "++batch=16"]).data
     assert (data.train_batch_size, data.max_prompt_length) == (16, 32)
+    of_all = "my: {length: 64, inner: {a: 1}}\nreward: {custom_reward_function: {reward_kwargs: "
+    reward = load_config(write(tmp_path, of_all + "'${my}'}}"), []).reward
+    kwargs = reward.custom_reward_function.reward_kwargs
+    assert kwargs == {"length": 64, "inner": {"a": 1}}
     with pytest.raises(ConfigError, match="my: unknown key"):
         load_config(write(tmp_path, text), [])
     with pytest.raises(ConfigError, match="2 problems"):

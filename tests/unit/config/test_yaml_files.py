@@ -38,6 +38,7 @@ def test_the_users_own_defaults_are_read_below_the_file_and_above_verls() -> Non
     ("defaults", "values"),
     [
         ("[base]", {"a": 2, "b": 1, "d": {"x": 2, "y": 1}}),
+        ("[base.yaml]", {"a": 2, "b": 1, "d": {"x": 2, "y": 1}}),
         ("[_self_, base]", {"a": 1, "b": 1, "d": {"x": 1, "y": 1}}),
         ("[base, group/one]", {"a": 2, "b": 1, "d": {"x": 2, "y": 1}, "group": {"c": 3}}),
         ("[group: one]", {"a": 2, "d": {"x": 2}, "group": {"c": 3}}),
@@ -78,7 +79,7 @@ def test_verls_own_files_are_not_read() -> None:
     found = {one.key: one.text for one in notices(read_settings(file, []))}
     assert "optim@actor_rollout_ref.actor.optim: fsdp" in found["defaults"]
     assert "ppo_trainer" not in found["defaults"]
-    assert "no such files are here" in found["defaults"]
+    assert "groups of verl's files are not read" in found["defaults"]
 
 
 @pytest.mark.parametrize(

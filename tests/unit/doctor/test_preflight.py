@@ -21,6 +21,7 @@ from sluice.doctor.examination import CHECKS, Check, preflight
 from sluice.doctor.finding import Examined, Finding, opened_rows, problem, warning
 from sluice.doctor.machine import cores_finding
 from sluice.doctor.prompts import overlong_findings, template_findings
+from sluice.doctor.reward import check_reward
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError
 from tests.support.doctor_findings import only, run_of, write_model
@@ -203,6 +204,25 @@ def test_the_checks_of_data_and_reward_read_a_file_once(
     examined = run_of(f"data.train_files={file}")
     preflight(examined, lambda check: check.name in {"data", "reward"})
     assert read == ["data.train_files"]
+
+
+def test_a_metric_that_no_response_has_is_found_where_tools_are_used_and_scorers_grade(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "sluice.doctor.reward.try_responses",
+        lambda _, pairs, enough_s: ([TrialAnswer(1.0, {"acc": 1.0})] * len(pairs), ""),
+    )
+    own = (
+        f"data.train_files={write_prompts(tmp_path / 'train.parquet', prompt_rows(['a']))}",
+        "reward.custom_reward_function.path=score.py",
+        "algorithm.filter_groups={enable: true, metric: accuracy}",
+    )
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    found = list(check_reward(run_of(*own, f"{turns}.enable=true", f"{turns}.tool_config_path=t")))
+    assert "the scorer returned no 'accuracy'" in only(found[1:], "problem").what
+    found = list(check_reward(run_of(*own, "sluice.environment.path=world.py")))
+    assert [one.severity for one in found] == ["ok"]  # which may return it
 
 
 def test_rows_that_the_template_refuses_are_a_problem_if_it_refuses_all(tmp_path: Path) -> None:

@@ -145,6 +145,23 @@ def test_the_environment_is_that_of_the_launch() -> None:
     ).exported
     assert (found["HERE"], found["TEXT"]) == ("3", "a\nb=c")
     assert found.keys() == {"HERE", "TEXT"}
+    assert launch(f"A=1\nnohup env B=2 C= {VERL} a.b=1 &\nwait").exported == {"B": "2", "C": ""}
+
+
+def test_a_variable_that_is_no_text_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", os.fsdecode(b"\xff"))
+    found = launch(f"export THERE=$'\\xfe'\n{VERL} a.b=1").exported
+    assert found == {"THERE": os.fsdecode(b"\xfe")}
+
+
+def test_an_exported_secret_is_shown_by_its_name_alone() -> None:
+    text = "export WANDB_API_KEY=0123456789 TOKENIZERS_PARALLELISM=disabled\n"
+    text += 'wandb login $WANDB_API_KEY\ncurl -H "Bearer $WANDB_API_KEY" disabled\n'
+    shown = ("wandb login '$WANDB_API_KEY'", "curl -H 'Bearer $WANDB_API_KEY' disabled")
+    assert launch(f"{text}{VERL} a.b=1").not_run == shown
+    with pytest.raises(ConfigError, match="wandb login") as refused:
+        launch(text)
+    assert "0123456789" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -123,3 +123,12 @@ async def test_grades_come_from_the_value_of_a_ground_truth(tmp_path: Path) -> N
     folder = evaluation(tmp_path / "a", [prompt(0, [sample("1")], ground_truth={"target": [0.25]})])
     await regrade_all(folder, configured(tmp_path, function))
     assert stored(folder)[0].samples[0].reward == 0.25
+
+
+async def test_built_in_scorers_get_the_text_of_a_ground_truth_that_a_run_gives_them(
+    tmp_path: Path,
+) -> None:
+    large = prompt(0, [sample("Answer: 1e+16")], ground_truth=1e16, data_source="math_dapo")
+    folder = evaluation(tmp_path / "a", [large])
+    await regrade_all(folder, load_config(None, ["reward.num_workers=1"]))
+    assert stored(folder)[0].samples[0].reward == 1.0
